@@ -1,0 +1,76 @@
+# One environment, in .venv, for everything. Nothing is written outside this directory, pip's cache aside.
+#   make demo PYTHON=python3.12    another interpreter for a new environment
+#   make test ARGS='-k sandbox'    more arguments for the command that a target runs
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+
+# What libraries would otherwise keep in the home directory.
+export HF_HOME := $(CURDIR)/.cache/huggingface
+export IPYTHONDIR := $(CURDIR)/.cache/ipython
+export JUPYTER_CONFIG_DIR := $(CURDIR)/.cache/jupyter/config
+export JUPYTER_DATA_DIR := $(CURDIR)/.cache/jupyter/data
+export JUPYTER_RUNTIME_DIR := $(CURDIR)/.cache/jupyter/runtime
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
+  composer_nb needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.11
+NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check bench lab clean moved
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+
+setup: .venv/.ready ## the environment alone
+
+demo: .venv/.ready ## train a small coding agent from nothing and show what each stage did
+	@$(BIN)/composer-nb tour $(ARGS)
+
+test: .venv/.ready ## all tests but the slow ones
+	@$(BIN)/python -m pytest -q -rs -m 'not slow' $(ARGS)
+
+test-slow: .venv/.ready ## the slow tests
+	@$(BIN)/python -m pytest -q -rs -m slow $(ARGS)
+
+check: .venv/.ready ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy
+
+bench: .venv/.ready ## measure this machine
+	@$(BIN)/composer-nb bench $(ARGS)
+
+lab: .venv/.ready ## the notebooks in JupyterLab
+	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \
+	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LabApp.extension_manager=readonly \
+	  $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(ARGS)
+
+clean: ## remove the environment and every cache; runs/ stays
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name .git -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune \
+	  -exec rm -rf {} +
+
+# .ready holds the directory it was made in: scripts in an environment that was copied or moved would still
+# run the code of the old place.
+ifneq ($(shell cat .venv/.ready 2>/dev/null),$(CURDIR))
+.venv/.ready: moved
+endif
+
+.venv/.ready: pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c 'import pip; $(NEW_ENOUGH)' 2>/dev/null; then \
+	  $(PYTHON) -c '$(NEW_ENOUGH)' || { echo "$(TOO_OLD)" >&2; exit 1; }; \
+	  $(PYTHON) -m venv --clear .venv || { echo "$(NO_VENV)" >&2; exit 1; }; \
+	fi
+	@echo 'installing into .venv (a minute or two; much longer where torch comes with CUDA)'
+	@[ -t 1 ] || quiet=-qq; $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -e '.[dev,lab]'
+	@scripts/system_packages
+	@mkdir -p .cache/ipython .cache/matplotlib
+	@$(BIN)/python -c 'from composer_nb import doctor; print("ready:", doctor.device_line())'
+	@echo '$(CURDIR)' >$@

@@ -1,0 +1,222 @@
+"""One tree of settings: the same dotted names in a notebook, in a job file and on the command line.
+
+`override(Settings(), {"rl.steps": 20})` is the only way in from outside: unknown names and wrong types are errors that name
+the nearest setting. The resolved tree is saved in the run directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from composer_nb.harness.agent import Limits
+from composer_nb.harness.reward import RewardSettings
+from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Tasks, demonstrations and code."""
+
+    code: str = "stdlib"
+    """Python source to train on: `stdlib`, or a folder."""
+    demonstrations: int = 16384
+    """Clean demonstrations for mid-training, each on a task of its own."""
+    mistaken_demonstrations: int = 3072
+    """Demonstrations with mistakes for the policy that RL starts from."""
+    rl_tasks: int = 4096
+    heldout_tasks: int = 400
+    tune_tasks: int = 96
+    """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
+    mistake_rate: float = 0.5
+    """Probability of a mistake before the right edit (and of a second one after the first)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSettings:
+    vocab_size: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MidtrainSettings:
+    """Continued training from random weights on code, then on demonstrations with code mixed in."""
+
+    steps: int = 1500
+    tokens: int = 1024
+    """Tokens a step, over all ranks."""
+    lr: float = 3e-3
+    warmup: float = 0.04
+    """Share of the steps with a rising learning rate."""
+    constant: float = 0.5
+    """The learning rate stays up to this share of the steps, then falls linearly to 3 %."""
+    weight_decay: float = 0.05
+    clip: float = 1.0
+    code_first: float = 0.1
+    """Share of the steps on code alone."""
+    code_share: float = 0.2
+    """Share of code tokens after that."""
+    context_weight: float = 0.2
+    """Loss weight of what the agent reads; what it writes weighs 1."""
+    code_weight: float = 0.5
+    balance: float = 1e-3
+    """Weight of the load-balancing loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings:
+    """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
+
+    steps: int = 150
+    tokens: int = 2048
+    lr: float = 4e-4
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlSettings:
+    """Reinforcement learning: fixed groups, one epoch."""
+
+    steps: int = 120
+    prompts: int = 16
+    """Tasks a step."""
+    group: int = 8
+    """Rollouts a task."""
+    minibatches: int = 2
+    """Optimiser steps a batch."""
+    lr: float = 4e-4
+    warmup: int = 3
+    clip: float = 1.0
+    checkpoint_every: int = 10
+    evaluate_every: int = 20
+    """Steps between looks at the tuning tasks; 0 for none."""
+    microbatch_tokens: int = 4096
+    tokens_per_rollout: int = 64
+    """The constant in the loss's denominator, prompts × group × this: no batch's length enters its gradient."""
+    replay: bool = False
+    """Train on the experts that sampling chose."""
+    shuffle_rewards: bool = False
+    """Control: rewards are dealt out at random within the batch, so nothing should be learnt."""
+    max_seconds: float = 350.0
+    """RL ends before a step that would begin later; the report says when that happened. Not reproducible then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    samples: int = 4
+    """Rollouts a task at temperature 1, the k of best-of-k; one more is greedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    slots: int = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that a run depends on."""
+
+    seed: int = 0
+    rl_seed: int = 0
+    """Seed of RL alone, so that several RL runs can share one mid-training."""
+    ranks: int = 2
+    """Processes, one thread each."""
+    data: DataSettings = field(default_factory=DataSettings)
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    limits: Limits = field(default_factory=Limits)
+    midtrain: MidtrainSettings = field(default_factory=MidtrainSettings)
+    sft: SftSettings = field(default_factory=SftSettings)
+    rl: RlSettings = field(default_factory=RlSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+
+
+Tree = TypeVar("Tree")
+
+
+def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
+    """A copy of `settings` with dotted names replaced. Raises ValueError for an unknown name or a wrong type.
+
+    An int is taken where a float is wanted; text is read as a number or truth value where one is wanted (command lines).
+    """
+    for name, value in values.items():
+        settings = _set(settings, name.split("."), value, name)
+    return settings
+
+
+def names(settings: Any, prefix: str = "") -> list[str]:
+    """All dotted names of a tree."""
+    found = []
+    for entry in dataclasses.fields(settings):
+        value = getattr(settings, entry.name)
+        inner = names(value, f"{prefix}{entry.name}.") if dataclasses.is_dataclass(value) else [prefix + entry.name]
+        found += inner
+    return found
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """The tree as nested dictionaries, ready for JSON."""
+    return dataclasses.asdict(settings)
+
+
+def from_dict(saved: Mapping[str, Any]) -> Settings:
+    """The inverse of `to_dict`. Raises ValueError like `override`."""
+
+    def flat(tree: Mapping[str, Any], prefix: str, node: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            inner = getattr(node, key, None)
+            nested = isinstance(value, Mapping) and dataclasses.is_dataclass(inner)
+            found |= flat(value, f"{prefix}{key}.", inner) if nested else {prefix + key: value}
+        return found
+
+    return override(Settings(), flat(saved, "", Settings()))
+
+
+def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
+    head, *rest = path
+    fields = {entry.name: entry for entry in dataclasses.fields(node)}
+    if head not in fields or (rest and not dataclasses.is_dataclass(getattr(node, head))):
+        near = difflib.get_close_matches(full, names(Settings()), n=1, cutoff=0.0)
+        raise ValueError(f"unknown setting {full!r}; did you mean {near[0]!r}?")
+    current = getattr(node, head)
+    if rest:
+        return dataclasses.replace(node, **{head: _set(current, rest, value, full)})
+    if dataclasses.is_dataclass(current):
+        raise ValueError(f"{full} is a group of settings; name one of {', '.join(names(current, full + '.'))}")
+    wanted = typing.get_type_hints(type(node))[head]
+    try:
+        return dataclasses.replace(node, **{head: _typed(value, wanted, full)})
+    except ValueError as error:
+        raise ValueError(str(error) if full in str(error) else f"{full}: {error}") from None
+
+
+def _typed(value: Any, wanted: Any, full: str) -> Any:
+    if typing.get_origin(wanted) is typing.Literal:
+        choices = typing.get_args(wanted)
+        if value not in choices:
+            raise ValueError(f"{full}={value!r}: must be one of {', '.join(map(repr, choices))}")
+        return value
+    if isinstance(wanted, types.UnionType):
+        wanted = next(kind for kind in typing.get_args(wanted) if kind is not type(None))
+    wanted = typing.get_origin(wanted) or wanted
+    if isinstance(value, str) and wanted in (int, float):
+        try:
+            value = wanted(value)
+        except ValueError:
+            pass
+    if isinstance(value, str) and wanted is bool and value.lower() in ("true", "false"):
+        value = value.lower() == "true"
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ValueError(f"{full}={value!r}: must be of type {wanted.__name__}")
+    return value

@@ -1,0 +1,483 @@
+"""The program inside the box: a zygote that runs each request in a fresh sandbox of its own.
+
+`composer_nb.harness.sandbox` passes this file's text to `python3 -s -S -c` inside bubblewrap; it uses the
+standard library alone and never imports the project. Two kinds of process:
+
+* the *zygote* waits for a request, hands it to a worker, relays what that wrote, keeps its time limits, and
+  forgets it. It never runs agent code.
+* a *worker*, pid 1 in new user, pid, mount, ipc, uts, net and cgroup namespaces, mounts an empty workspace,
+  gives up every privilege, and only then reads its request and imports agent code. It serves one request;
+  when it ends the kernel kills whatever is left in its namespace. One worker is made ahead of need.
+
+Frames on stdin and stdout: 4 bytes of length (big-endian) and a body. A request's body is JSON; an answer's
+is a JSON header, a newline, and the bytes the worker wrote, which nobody here trusts: "ready NONCE", then a
+line "NONCE [status, text]" an argument (or "failed WHY" before any agent code ran).
+
+Covers Linux on x86_64 and aarch64. Does not cover: a worker's own lies about its results (it runs in one
+process with the agent's code), which is why expected values never enter a box.
+"""
+
+from __future__ import annotations
+
+import sys
+
+sys.path[:] = [entry for entry in sys.path if entry]  # `-c` puts the current directory first
+
+import bisect  # noqa: E402, F401  (unused ones are preloaded: agent code often imports them)
+import collections  # noqa: E402, F401
+import copy  # noqa: E402, F401
+import ctypes  # noqa: E402
+import functools  # noqa: E402, F401
+import gc  # noqa: E402
+import heapq  # noqa: E402, F401
+import importlib  # noqa: E402
+import itertools  # noqa: E402, F401
+import json  # noqa: E402
+import math  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402, F401
+import resource  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import string  # noqa: E402, F401
+import struct  # noqa: E402
+import time  # noqa: E402
+import types  # noqa: E402
+import typing  # noqa: E402
+
+WORKSPACE = "/box"
+SETUP_S = 10.0  # wall seconds for a worker to get ready; more means that the machine is in trouble
+RESULT_FD, GO_FD = 3, 4
+MAX_FDS = 4096
+MAX_DEPTH = 50
+TICK_S = 0.005
+SETUP_FAILED = 12  # a worker's exit code
+
+NAMESPACES = {
+    "user": 0x10000000,
+    "pid": 0x20000000,
+    "mount": 0x00020000,
+    "ipc": 0x08000000,
+    "uts": 0x04000000,
+    "net": 0x40000000,
+    "cgroup": 0x02000000,
+}
+CLONE_THREAD = 0x00010000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUMPABLE = 24, 22, 38, 47, 4
+
+# name: (x86_64, aarch64); None where the machine has no such call.
+DENIED = {
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272),
+    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "io_setup": (206, 0), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "acct": (163, 89),
+    "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "syslog": (103, 116), "personality": (135, 92), "fanotify_init": (300, 262), "vmsplice": (278, 75),
+    "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
+    "prlimit64": (302, 261), "setrlimit": (160, 164),
+}  # fmt: skip
+MACHINES = {
+    "x86_64": {"arch": 0xC000003E, "column": 0, "clone": 56, "clone3": 435, "capset": 126},
+    "aarch64": {"arch": 0xC00000B7, "column": 1, "clone": 220, "clone3": 435, "capset": 91},
+}  # fmt: skip
+LAST_KNOWN_CALL = 462  # newer calls answer ENOSYS, as on an older kernel
+
+# PyDLL: calls keep the interpreter's lock, which a raw clone needs.
+libc = ctypes.PyDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+
+Limits = typing.Dict[str, typing.Any]  # noqa: UP006  (the fields of sandbox.Limits; runs on Python 3.9 too)
+Maps = typing.Tuple[typing.Tuple[str, str], ...]  # noqa: UP006
+Function = typing.Callable[..., typing.Any]
+
+
+class Unreadable(Exception):
+    """A value that is not built from exact builtin types, or is too deep or too long."""
+
+
+def value_text(value: typing.Any, limit: int, depth: int = 0) -> str:
+    """`repr(value)` of exact builtin types with set elements in order of their texts.
+
+    Raises Unreadable for anything else, for nesting deeper than MAX_DEPTH and for longer texts.
+    """
+    kind = type(value)
+    text: str | None
+    if kind is str or kind is bytes:
+        text = repr(value) if len(value) <= limit else None
+    elif value is None or kind is bool or kind is float or (kind is int and value.bit_length() <= 13_000):
+        text = repr(value)
+    elif depth >= MAX_DEPTH:
+        raise Unreadable
+    elif kind is dict:
+        pairs, left = [], limit
+        for key, item in value.items():
+            pairs.append(value_text(key, left, depth + 1) + ": " + value_text(item, left, depth + 1))
+            left -= len(pairs[-1]) + 2
+        text = "{" + ", ".join(pairs) + "}"
+    elif kind is list or kind is tuple or kind is set:
+        parts, left = [], limit
+        for item in value:
+            parts.append(value_text(item, left, depth + 1))
+            left -= len(parts[-1]) + 2
+        if kind is set:
+            text = "{" + ", ".join(sorted(parts)) + "}" if parts else "set()"
+        elif kind is list:
+            text = "[" + ", ".join(parts) + "]"
+        else:
+            text = "(" + ", ".join(parts) + (",)" if len(parts) == 1 else ")")
+    else:
+        raise Unreadable
+    if text is None or len(text) > limit:
+        raise Unreadable
+    return text
+
+
+def check(result: int, what: str) -> int:
+    """`result`, or OSError with errno when it is negative."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, what + ": " + os.strerror(code))
+    return result
+
+
+def machine() -> dict[str, int]:
+    """Call numbers of this machine; RuntimeError where there is no table."""
+    name = os.uname().machine
+    if name not in MACHINES:
+        raise RuntimeError("no system call table for " + name)
+    return MACHINES[name]
+
+
+def seccomp_program(table: dict[str, int]) -> bytes:
+    """The filter as packed `struct sock_filter`s, classic BPF over `struct seccomp_data`.
+
+    Offsets: 0 call number, 4 architecture, 16 the low word of the first argument.
+    """
+    load, equal, greater, bits, ret = 0x20, 0x15, 0x25, 0x45, 0x06
+    kill, allow, deny, missing = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
+
+    def op(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("=HBBI", code, yes, no, k)
+
+    program = [op(load, 4), op(equal, table["arch"], 1, 0), op(ret, kill), op(load, 0)]
+    program += [op(greater, LAST_KNOWN_CALL, 0, 1), op(ret, missing)]  # x32 numbers are far above it too
+    program += [op(equal, table["clone3"], 0, 1), op(ret, missing)]  # its flags lie in memory: use clone
+    for numbers in DENIED.values():
+        number = numbers[table["column"]]
+        if number is not None:
+            program += [op(equal, number, 0, 1), op(ret, deny)]
+    # clone: threads alone, no new process, no namespace
+    program += [op(equal, table["clone"], 0, 4), op(load, 16), op(bits, sum(NAMESPACES.values()), 1, 0)]
+    program += [op(bits, CLONE_THREAD, 1, 0), op(ret, deny), op(ret, allow)]
+    return b"".join(program)
+
+
+class SockFprog(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+
+def install_filter(program: bytes) -> None:
+    """No new privileges, then the filter, for this thread (the only one)."""
+    zero = ctypes.c_ulong(0)
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero), "no_new_privs")
+    packed = SockFprog(len(program) // 8, program)
+    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(packed), zero, zero), "seccomp")
+
+
+def drop_capabilities(table: dict[str, int]) -> None:
+    """Empty every capability set of this process, the bounding set first."""
+    zero = ctypes.c_ulong(0)
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), zero, zero, zero) < 0:
+            break  # EINVAL: past the last one this kernel knows; EPERM: holds none
+    libc.prctl(PR_CAP_AMBIENT, ctypes.c_ulong(4), zero, zero, zero)  # PR_CAP_AMBIENT_CLEAR_ALL
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
+    check(libc.syscall(ctypes.c_long(table["capset"]), header, ctypes.create_string_buffer(24)), "capset")
+
+
+def set_limits(limits: Limits) -> None:
+    """Resource limits of the worker. Its times are the zygote's to watch; RLIMIT_CPU is a second lock."""
+    for name, value in (
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["files"]),
+        (resource.RLIMIT_NPROC, limits["threads"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_CPU, int(limits["cpu_s"]) + 2),
+    ):
+        resource.setrlimit(name, (value, value))
+
+
+def write_files(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = os.path.join(WORKSPACE, name)
+        if "/" in name:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        write_all(fd, text.encode("utf-8", "surrogatepass"))
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def report_failure(fd: int, error: BaseException) -> None:
+    """Say why the sandbox could not be made; only before agent code ran."""
+    text = (type(error).__name__ + ": " + str(error)).replace("\n", " ")
+    write_all(fd, ("failed " + text + "\n").encode())
+
+
+def send_line(nonce: str, fields: list[str]) -> None:
+    write_all(RESULT_FD, (nonce + " " + json.dumps(fields) + "\n").encode())
+
+
+def call(function: Function, argument: str, limit: int) -> list[str]:
+    """One call: ["returned", text], ["raised", name of the exception's type] or ["unreadable", ""]."""
+    try:
+        # The host has checked that this is a literal; compiling is faster than ast.literal_eval.
+        value = function(*eval(argument.strip(), {"__builtins__": {"set": set}}))
+        return ["returned", value_text(value, limit)]
+    except Unreadable:
+        return ["unreadable", ""]
+    except BaseException as error:
+        return ["raised", type_name(error)]
+
+
+def type_name(error: BaseException) -> str:
+    name: str = type.__dict__["__name__"].__get__(type(error))  # a metaclass may have its own __name__
+    return name if len(name) <= 200 and name.isidentifier() else "Exception"
+
+
+def load(name: str, files: dict[str, str]) -> types.ModuleType:
+    """Import a module of the workspace, past everything of that name that is preloaded."""
+    sys.path.insert(0, WORKSPACE)
+    source = files.get(name + ".py")
+    if source is None:
+        sys.modules.pop(name, None)
+        return importlib.import_module(name)
+    module = types.ModuleType(name)  # the common case, without a path search
+    module.__file__ = os.path.join(WORKSPACE, name + ".py")
+    sys.modules[name] = module
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    return module
+
+
+def run_calls(nonce: str, request: dict[str, typing.Any], limit: int) -> None:
+    """Write and import the module, answer each argument with one line; agent code runs from here on."""
+    try:
+        write_files(request["files"])
+        function = getattr(load(request["module"], request["files"]), request["function"])
+    except BaseException as error:
+        for _ in request["arguments"]:
+            send_line(nonce, ["raised", type_name(error)])
+        return
+    for argument in request["arguments"]:
+        send_line(nonce, call(function, argument, limit))
+
+
+def keep_descriptors(result: int, go: int) -> None:
+    """Close all but stdin, `result` and `go`, which get fixed numbers; stdout and stderr lead nowhere."""
+    os.dup2(result, 10)
+    os.dup2(go, 11)
+    devnull = os.open("/dev/null", os.O_RDWR)
+    os.dup2(devnull, 1)
+    os.dup2(devnull, 2)
+    os.dup2(10, RESULT_FD)
+    os.dup2(11, GO_FD)
+    os.closerange(GO_FD + 1, MAX_FDS)
+
+
+def worker(limits: Limits, result: int, go: int, table: dict[str, int], program: bytes, maps: Maps) -> typing.NoReturn:
+    """Give up everything, wait for a request, say "ready", run agent code. Never returns."""
+    try:
+        os.setsid()  # kill(0) reaches a whole process group, across namespaces: be alone in one
+        if maps:
+            enter_sandbox(limits, maps)
+        libc.prctl(PR_SET_DUMPABLE, *[ctypes.c_ulong(0)] * 4)
+        keep_descriptors(result, go)
+        result = RESULT_FD
+        os.chdir(WORKSPACE)
+        os.environ.clear()
+        sys.dont_write_bytecode = True
+        drop_capabilities(table)
+        set_limits(limits)
+        install_filter(program)
+        nonce = os.urandom(8).hex()
+        gc.enable()
+        size = int.from_bytes(read_exactly(GO_FD, 4), "big")
+        request = json.loads(read_exactly(0, size))
+        os.dup2(1, 0)
+        os.close(GO_FD)
+    except BaseException as error:  # process boundary: the zygote gets the reason
+        report_failure(result, error)
+        os._exit(SETUP_FAILED)
+    write_all(RESULT_FD, ("ready " + nonce + "\n").encode())
+    try:
+        run_calls(nonce, request, limits["output_bytes"])
+    finally:
+        os._exit(0)
+
+
+def map_ids() -> Maps:
+    """Own uid and gid stay what they are in the new user namespace; there are no others in it."""
+    uid, gid = os.getuid(), os.getgid()
+    return (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"))
+
+
+def enter_sandbox(limits: Limits, maps: Maps) -> None:
+    """The first steps in new namespaces: ids, an empty workspace, nothing at /proc."""
+    for name, text in maps:
+        fd = os.open("/proc/self/" + name, os.O_WRONLY)
+        os.write(fd, text.encode())
+        os.close(fd)
+    size = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700".encode()
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    hidden = flags | MS_RDONLY
+    nothing = b"size=4k,nr_inodes=2"
+    check(libc.mount(b"box", WORKSPACE.encode(), b"tmpfs", ctypes.c_ulong(flags), size), "mount workspace")
+    check(libc.mount(b"box", b"/proc", b"tmpfs", ctypes.c_ulong(hidden), nothing), "mount over /proc")
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    """`size` bytes of a pipe and not one more; EOFError when it ends before."""
+    parts = []
+    while size:
+        parts.append(os.read(fd, min(size, 1 << 20)))
+        if not parts[-1]:
+            raise EOFError("the pipe ended inside a frame")
+        size -= len(parts[-1])
+    return b"".join(parts)
+
+
+def clone(flags: int, table: dict[str, int]) -> int:
+    """`os.fork` with new namespaces: 0 in the child, its pid in the parent."""
+    ctypes.pythonapi.PyOS_BeforeFork()
+    zeros = [ctypes.c_long(0)] * 4
+    pid = libc.syscall(ctypes.c_long(table["clone"]), ctypes.c_long(flags | signal.SIGCHLD), *zeros)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return check(pid, "clone with new namespaces")
+
+
+def watch(pid: int, source: int, limits: Limits, buffer: bytearray) -> tuple[str, int]:
+    """Collect what the worker writes until it has ended, or kill it and its namespace at a limit.
+
+    CPU time is read from the worker's clock, which it cannot stop, unlike a timer of its own: when one thread
+    could have used up what is left, and then every TICK_S.
+    Returns (why, bytes used): why is "exit", "cpu", "wall", "flood" or "slow start".
+    """
+    view, used, ready, why = memoryview(buffer), 0, False, "exit"
+    clock = (~pid << 3) | 2  # see clock_getcpuclockid(3)
+    deadline, cpu_end = time.monotonic() + SETUP_S, math.inf
+    pidfd = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.register(source, select.POLLIN)
+    while why == "exit":
+        wall_left, cpu_left = deadline - time.monotonic(), cpu_end - time.clock_gettime(clock)
+        if wall_left <= 0 or cpu_left <= 0:
+            why = ("cpu" if cpu_left <= 0 else "wall") if ready else "slow start"
+            break
+        events = dict(poll.poll(1 + 1000 * min(wall_left, max(cpu_left, TICK_S))))
+        if source in events:
+            count = os.readv(source, [view[used:]])
+            if count == 0:
+                poll.unregister(source)
+            used += count
+            if used == len(buffer):
+                why = "flood"
+            elif not ready and count:
+                ready, deadline = True, time.monotonic() + limits["wall_s"]
+                cpu_end = time.clock_gettime(clock) + limits["cpu_s"]
+        elif pidfd in events:
+            break
+    if why != "exit":
+        os.kill(pid, signal.SIGKILL)
+    os.close(pidfd)
+    return why, used
+
+
+def prepare(limits: Limits, table: dict[str, int], program: bytes, nested: bool, maps: Maps) -> tuple[int, int, int]:
+    """A worker in its sandbox that waits for a request: (pid, where to say go, where its results come)."""
+    source, result = os.pipe()
+    wait, go = os.pipe()
+    pid = clone(sum(NAMESPACES.values()), table) if nested else os.fork()
+    if pid == 0:
+        worker(limits, result, wait, table, program, maps if nested else ())
+    os.close(result)
+    os.close(wait)
+    return pid, go, source
+
+
+def hand_over(go: int, size: int) -> None:
+    """Let a worker read its request of `size` bytes from stdin."""
+    try:
+        os.write(go, size.to_bytes(4, "big"))
+    except BrokenPipeError:
+        pass  # it failed to start, and its results say why
+    os.close(go)
+
+
+def finish(pid: int, source: int, limits: Limits, buffer: bytearray) -> bool:
+    """See a worker to its end and write its answer. False if its request may still lie on stdin.
+
+    The zygote itself never reads a request: it would leave traces in memory that later workers inherit.
+    Results pass through one buffer that is cleared.
+    """
+    why, used = watch(pid, source, limits, buffer)
+    os.close(source)
+    _, status, usage = os.wait4(pid, 0)
+    ended = "finished" if status == 0 else "died"
+    end = ended if why == "exit" else why
+    header = json.dumps({"end": end, "cpu_s": round(usage.ru_utime + usage.ru_stime, 6)}).encode() + b"\n"
+    write_all(1, (len(header) + used).to_bytes(4, "big") + header)
+    write_all(1, memoryview(buffer)[:used])
+    in_step = buffer.startswith(b"ready ")
+    buffer[:used] = bytes(used)
+    return in_step
+
+
+def main() -> None:
+    """argv: "nested" (serve until stdin ends) or "single" (one request, in bubblewrap's own), limits."""
+    nested, limits = sys.argv[1] == "nested", json.loads(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # pid 1 can only be reached by signals that have a handler
+    table, maps, buffer = machine(), map_ids(), bytearray(limits["answer_bytes"])
+    program = seccomp_program(table)
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    going, kit = True, (limits, table, program, nested, maps)
+    spare: tuple[int, int, int] | None = prepare(*kit)
+    while going and spare is not None:
+        try:
+            size = int.from_bytes(read_exactly(0, 4), "big")
+        except EOFError:
+            break
+        pid, go, source = spare
+        hand_over(go, size)
+        spare = prepare(*kit) if nested else None  # while the agent's code runs
+        going = finish(pid, source, limits, buffer)
+
+
+if __name__ == "__main__":
+    main()

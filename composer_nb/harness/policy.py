@@ -1,0 +1,62 @@
+"""Policy: anything that continues token prompts. The vocabulary that the agent loop, the engine and scripts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The next turn of one rollout. Tokens of earlier turns are not sent again: the policy keeps what it has seen."""
+
+    rollout: int
+    """Names the rollout for as long as it lives."""
+    token_ids: Sequence[int]
+    """What stands between the end of the last turn and the next one: the prompt at first, then an observation."""
+    max_tokens: int
+    """The turn is cut after so many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One turn as sampled."""
+
+    rollout: int
+    token_ids: list[int]
+    """Ends with a stop token unless it was cut."""
+    logprobs: list[float]
+    """Of each token under the distribution that it was drawn from."""
+    policy_versions: list[int]
+    """Of each token; -1 where no policy acted (a script)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What a policy recorded while it read and wrote a rollout of T tokens. Empty arrays where it has no experts."""
+
+    routes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
+    """[T, L, K]; the last token was never forwarded, so its row means nothing and `route_valid` says so."""
+    gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    margins: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+
+class Policy(Protocol):
+    """What a driver needs: take requests in, give completions out as they finish, forget a rollout that has ended."""
+
+    @property
+    def capacity(self) -> int:
+        """Rollouts that can be alive at a time."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]:
+        """Works on everything submitted and returns the turns that ended in this step, in order of rollout."""
+
+    def release(self, rollout: int) -> Trace:
+        """Forgets a rollout and returns what was recorded."""

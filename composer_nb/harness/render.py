@@ -1,0 +1,90 @@
+"""The compact wire format for tiny models: one special token a role, one line a call.
+
+    <|bos|><|user|>fix f.py: sum of items<|end|><|call|>read f.py<|end|><|out|>1def f(xs):\\n…<|end|><|call|>…
+
+A turn of the agent is the tokens between `<|call|>` and `<|end|>`. Rendering and parsing are inverse to one another on every
+call that the tools accept; whatever else the model writes parses to a ToolError of kind InvalidArguments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from composer_nb.harness.tools import ToolCall, ToolError
+
+SPECIALS = ("<|pad|>", "<|bos|>", "<|user|>", "<|call|>", "<|out|>", "<|end|>", "<|to|>")
+_WORDS = {"read_file": "read", "edit_line": "edit", "run_tests": "test", "finish": "done"}
+
+
+class CompactRenderer:
+    """Turns instructions, calls and observations into token ids and calls back out of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.pad, self.bos, self.user, self.call, self.out, self.end, self.to = (
+            tokenizer.token_to_id(token) for token in SPECIALS
+        )
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """Tokens that end the agent's turn: `<|end|>`, and every token that the agent has no business to write."""
+        return frozenset((self.pad, self.bos, self.user, self.call, self.out, self.end))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text. Text can not smuggle in special tokens: their spelling is broken up first."""
+        safe = text.replace("<|", "< |")
+        return self.tokenizer.encode(safe, add_special_tokens=False).ids
+
+    def prompt(self, instruction: str) -> list[int]:
+        return [self.bos, self.user, *self.encode(instruction), self.end, self.call]
+
+    def observation(self, text: str) -> list[int]:
+        """What follows the agent's `<|end|>`: the tool's answer, and the cue for the next call."""
+        return [self.out, *self.encode(text), self.end, self.call]
+
+    def render_call(self, call: ToolCall) -> list[int]:
+        """Token ids of `call`, `<|end|>` included."""
+        word, arguments = _WORDS[call.name], call.arguments
+        if call.name == "read_file":
+            body = self.encode(f"{word} {arguments['path']}")
+        elif call.name == "edit_line":
+            head = self.encode(f"{word} {arguments['path']} {arguments['line']}")
+            body = [*head, self.to, *self.encode(str(arguments["text"]))]
+        else:
+            body = self.encode(word)
+        return [*body, self.end]
+
+    def parse_call(self, token_ids: Sequence[int]) -> ToolCall:
+        """The call that the agent wrote, its final token included. Raises ToolError (InvalidArguments) on anything else."""
+        *body, last = token_ids or [self.pad]
+        if last != self.end:
+            raise ToolError("InvalidArguments", "bad call")
+        if self.to in body:
+            cut = body.index(self.to)
+            head, text = self._text(body[:cut]), self._text(body[cut + 1 :])
+            if match := re.fullmatch(r"edit (\S+) (\d{1,6})", head):
+                return ToolCall(
+                    name="edit_line",
+                    arguments={"path": match[1], "line": int(match[2]), "text": text},
+                )
+        else:
+            head = self._text(body)
+            if match := re.fullmatch(r"read (\S+)", head):
+                return ToolCall(name="read_file", arguments={"path": match[1]})
+            if head in ("test", "done"):
+                return ToolCall(name="run_tests" if head == "test" else "finish", arguments={})
+        raise ToolError("InvalidArguments", "bad call")
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        if any(token in self.stop or token == self.to for token in token_ids):
+            raise ToolError("InvalidArguments", "bad call")
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def call_json(call: ToolCall) -> str:
+    """A call in OpenAI's form, as stored with a rollout."""
+    return json.dumps({"name": call.name, "arguments": call.arguments}, sort_keys=True)

@@ -1,0 +1,191 @@
+"""The general tool contract and `ToolSet.tiny`, the four tools of tiny models.
+
+A tool is a schema (OpenAI's form) and a generator that maps a workspace and arguments to an observation. A tool that needs
+to execute code yields a CallRequest and is sent the outcomes; everything else is pure, so one driver can serve hundreds of
+rollouts in batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from composer_nb.harness.functions import FunctionTest, parse_test_files
+from composer_nb.harness.sandbox import CallOutcome, CallRequest
+
+ErrorKind = Literal["InvalidArguments", "UnexpectedEnvironment", "ProviderError", "UserAborted", "Timeout"]
+Execution = Generator[CallRequest, tuple[CallOutcome, ...], "Observation"]
+
+
+class ToolError(Exception):
+    """A call that failed. `kind` is of the fixed taxonomy: anything else that goes wrong in a tool is a bug of ours."""
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind: ErrorKind = kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call, in canonical form."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What a tool answered."""
+
+    text: str
+    error: ErrorKind | None = None
+    tests_passed: int | None = None
+    """Visible tests passed, if the tool ran them."""
+    tests_run: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Workspace:
+    """The files of one rollout. Code runs on copies of it in fresh sandboxes, so only tools change it."""
+
+    files: dict[str, str]
+    visible_tests: Mapping[str, str]
+    """As they were at the start: edits of them do not change what `run_tests` runs."""
+
+    def text(self, path: str) -> str:
+        if path not in self.files:
+            raise ToolError("InvalidArguments", f"no file {path}")
+        return self.files[path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A schema with its implementation."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Mapping[str, str]]
+    """JSON Schema properties; all are required."""
+    run: Callable[[Workspace, Mapping[str, Any]], Execution]
+    mutates: bool = False
+    ends: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """OpenAI's function schema, strict."""
+        properties = {
+            "type": "object",
+            "properties": dict(self.parameters),
+            "required": list(self.parameters),
+        }
+        function = {"name": self.name, "description": self.description, "strict": True}
+        return {
+            "type": "function",
+            "function": {**function, "parameters": {**properties, "additionalProperties": False}},
+        }
+
+
+_JSON_TYPES = {"string": str, "integer": int}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """The tools of an environment by name."""
+
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+
+    def get(self, call: ToolCall) -> Tool:
+        """The tool that `call` names, its arguments checked. Raises ToolError (InvalidArguments)."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            raise ToolError("InvalidArguments", f"no tool {call.name}")
+        if set(call.arguments) != set(tool.parameters):
+            raise ToolError("InvalidArguments", f"{call.name} takes {', '.join(tool.parameters) or 'no arguments'}")
+        for name, value in call.arguments.items():
+            wanted = _JSON_TYPES[tool.parameters[name]["type"]]
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise ToolError("InvalidArguments", f"{name} must be of type {tool.parameters[name]['type']}")
+        return tool
+
+    @classmethod
+    def tiny(cls) -> ToolSet:
+        """Read, line edit, run tests, finish."""
+        path, string = {"type": "string", "description": "relative path"}, {"type": "string"}
+        tools = [
+            Tool(name="read_file", description="Read a file.", parameters={"path": path}, run=_read_file),
+            Tool(
+                name="edit_line",
+                description="Replace one line of a file by another; its indentation is kept.",
+                parameters={"path": path, "line": {"type": "integer"}, "text": string},
+                run=_edit_line,
+                mutates=True,
+            ),
+            Tool(name="run_tests", description="Run the visible tests.", parameters={}, run=_run_tests),
+            Tool(
+                name="finish",
+                description="Finish; the files are graded.",
+                parameters={},
+                run=_finish,
+                ends=True,
+            ),
+        ]
+        return cls({tool.name: tool for tool in tools})
+
+
+def _read_file(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
+    lines = workspace.text(arguments["path"]).rstrip("\n").split("\n")
+    return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(lines, 1)))
+    yield  # a tool is a generator, also when it executes nothing
+
+
+def _edit_line(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
+    lines = workspace.text(arguments["path"]).split("\n")
+    place = arguments["line"] - 1
+    if not 0 <= place < len(lines) or (place == len(lines) - 1 and not lines[place]):
+        raise ToolError("InvalidArguments", "no line")
+    indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+    lines[place] = indent + arguments["text"].strip()
+    workspace.files[arguments["path"]] = "\n".join(lines)
+    return Observation(text="ok")
+    yield
+
+
+def _run_tests(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
+    if not workspace.visible_tests:
+        raise ToolError("UnexpectedEnvironment", "no tests here")
+    tests = parse_test_files(workspace.visible_tests)
+    outcomes = yield test_request(workspace.files, tests)
+    passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
+    if all(passed):
+        return Observation(text=f"pass {len(tests)}", tests_passed=len(tests), tests_run=len(tests))
+    place = passed.index(False)
+    text = f"fail {passed.count(False)}/{len(tests)}: {describe(tests[place], outcomes[place])}"
+    return Observation(text=text[:110], tests_passed=sum(passed), tests_run=len(tests))
+
+
+def _finish(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
+    return Observation(text="")
+    yield
+
+
+def test_request(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
+    """One fresh sandbox that calls what `tests` call: the code under test and the arguments, no expected values."""
+    targets = {(test.module, test.function) for test in tests}
+    if len(targets) != 1:
+        raise ValueError(f"tests of one task must call one function, these call {sorted(targets)}")
+    sources = {path: text for path, text in files.items() if not path.startswith("test_")}
+    [(module, function)] = targets
+    return CallRequest(files=sources, module=module, function=function, arguments=tuple(t.arguments for t in tests))
+
+
+def passes(test: FunctionTest, outcome: CallOutcome) -> bool:
+    """Whether the call returned the wanted value, type and all."""
+    return outcome.status == "returned" and outcome.text == test.expected
+
+
+def describe(test: FunctionTest, outcome: CallOutcome) -> str:
+    """One line for the agent: the call, what came, what was wanted."""
+    call = f"{test.function}({test.arguments[1:-1].removesuffix(',')})".replace(" ", "")
+    got = outcome.text.replace(" ", "")[:24] if outcome.status in ("returned", "raised") else outcome.status
+    return f"{call} = {got} want {test.expected.replace(' ', '')[:24]}"

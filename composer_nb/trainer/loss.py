@@ -1,0 +1,129 @@
+"""The policy-gradient loss on token streams with weights, with the published alternatives as switches.
+
+The trainer knows nothing of rewards or groups: it sees tokens with an advantage each. Notation for one sampled token t of
+rollout i: A the advantage, ℓ the trainer's log-probability, ℓ_s that of the sampler, r = exp(ℓ − ℓ_s).
+
+The default is the objective of Composer 2 (technical report §4.1): group mean as the baseline, no division by the standard
+deviation, no length normalisation (Dr. GRPO, arXiv 2503.20783), a constant denominator, k1 KL as a weight inside the
+advantage. PPO's clip guards the second minibatch of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """Switches; the defaults are the design's."""
+
+    ratio: Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"] = "ppo"
+    """How the importance ratio enters; see `policy_loss`."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """PPO and CISPO keep ratios within 1 − low .. 1 + high; for GSPO these bound the rollout's mean ratio."""
+    tis_cap: float = 5.0
+    icepop: float = 2.0
+    """IcePop drops tokens whose ratio leaves 1/icepop .. icepop."""
+    dppo: float = 0.2
+    """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
+    std_norm: bool = False
+    """GRPO's division of advantages by the group's standard deviation."""
+    length_norm: bool = False
+    """GRPO's division by the rollout's length."""
+    beta: float = 0.0
+    """Weight of the KL penalty to the frozen reference."""
+    kl: Literal["k1", "k2", "k3"] = "k1"
+
+    def __post_init__(self) -> None:
+        if self.beta < 0:
+            raise ValueError("loss.beta must not be negative")
+        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
+            raise ValueError("loss.clip_low must lie in 0..1 and loss.clip_high above 0")
+
+
+def advantages(rewards_G: Tensor, std_norm: bool = False) -> Tensor:
+    """A_i = R_i − mean(R) over one group; with `std_norm` divided by the standard deviation (GRPO, arXiv 2402.03300)."""
+    centred = rewards_G - rewards_G.mean()
+    return centred / (rewards_G.std(correction=0) + 1e-6) if std_norm else centred
+
+
+def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
+    """Per token, for samples of the policy: k1 = −log ρ, k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ with ρ = π_ref/π
+    (Schulman, "Approximating KL divergence")."""
+    log_rho = reference - logprob
+    if kind == "k1":
+        return -log_rho
+    return log_rho**2 / 2 if kind == "k2" else torch.expm1(log_rho) - log_rho
+
+
+def policy_loss(
+    logprob_N: Tensor,
+    sampled_N: Tensor,
+    advantage_N: Tensor,
+    rollout_N: Tensor,
+    settings: LossSettings,
+    denominator: float,
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss of N sampled tokens, a sum over `denominator` (a constant of the batch), and metrics beside it.
+
+    `logprob_N` carries gradients; `sampled_N` (float32) is the sampler's log-probability, `advantage_N` already holds the
+    KL weight, `rollout_N` (int64, from 0) names each token's rollout. The choices of `ratio`:
+
+    ppo     −min(r A, clip(r) A)                         arXiv 1707.06347, asymmetric as in DAPO, arXiv 2503.14476
+    none    −A ℓ                                         plain REINFORCE
+    gspo    ppo on the rollout's geometric mean ratio    arXiv 2507.18071
+    cispo   −clip(r) detached · A ℓ                      arXiv 2506.13585
+    tis     −min(r, cap) detached · A ℓ                  truncated importance sampling
+    icepop  tis without a cap, tokens outside the window dropped
+    dppo    −r A, tokens dropped by probability difference
+    """
+    log_ratio_N = (logprob_N - sampled_N).clamp(-20, 20)
+    ratio_N = log_ratio_N.exp()
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    keep_N = torch.ones_like(ratio_N)
+    if settings.ratio in ("ppo", "gspo"):
+        if settings.ratio == "gspo":
+            ratio_N = _mean_by_rollout(log_ratio_N, rollout_N).exp()
+        clipped_N = ratio_N.clamp(low, high)
+        keep_N = (ratio_N * advantage_N <= clipped_N * advantage_N).float()
+        term_N = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+    elif settings.ratio == "dppo":
+        moved_N = (logprob_N.exp() - sampled_N.exp()).detach() * advantage_N.sign()
+        keep_N = (moved_N <= settings.dppo).float()
+        term_N = -keep_N * ratio_N * advantage_N
+    else:
+        weight_N = ratio_N.detach()
+        if settings.ratio == "none":
+            weight_N = torch.ones_like(weight_N)
+        elif settings.ratio == "cispo":
+            weight_N = weight_N.clamp(low, high)
+        elif settings.ratio == "tis":
+            weight_N = weight_N.clamp(max=settings.tis_cap)
+        else:
+            keep_N = ((weight_N >= 1 / settings.icepop) & (weight_N <= settings.icepop)).float()
+            weight_N = weight_N * keep_N
+        term_N = -weight_N * advantage_N * logprob_N
+    if settings.length_norm:
+        lengths = torch.bincount(rollout_N).float()
+        term_N = term_N * (lengths.mean() / lengths[rollout_N])
+    raw_N = log_ratio_N.detach()
+    metrics = {
+        "masked": float((1 - keep_N).sum()),
+        "ratio_off_20": float((raw_N.exp_().sub(1).abs() > 0.2).sum()),
+        "k3": float((torch.expm1(log_ratio_N.detach()) - log_ratio_N.detach()).sum()),
+        "tokens": float(len(logprob_N)),
+    }
+    return term_N.sum() / denominator, metrics
+
+
+def _mean_by_rollout(values_N: Tensor, rollout_N: Tensor) -> Tensor:
+    """Each token gets the mean of its rollout's values."""
+    count = int(rollout_N.max()) + 1
+    total = torch.zeros(count, dtype=values_N.dtype).index_add(0, rollout_N, values_N)
+    lengths = torch.bincount(rollout_N, minlength=count).clamp_min(1)
+    return (total / lengths)[rollout_N]

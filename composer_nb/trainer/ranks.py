@@ -1,0 +1,77 @@
+"""A few processes of one thread each that do the same program on their share of the data.
+
+`Ranks` is the whole of the communication: sums and gathers over torch.distributed (gloo). With one rank nothing is started.
+Two ranks add two numbers, and a + b = b + a bit for bit, so a run on two ranks is as reproducible as one on a single one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """This process's place among the ranks."""
+
+    def __init__(self, rank: int = 0, world: int = 1, rendezvous: Path | None = None) -> None:
+        self.rank, self.world = rank, world
+        if world > 1:
+            assert rendezvous is not None
+            store = dist.FileStore(str(rendezvous), world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=600))
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over the ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sums(self, values: dict[str, float]) -> dict[str, float]:
+        """Sums each value over the ranks, which all have the same keys."""
+        total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64))
+        return dict(zip(values, total.tolist(), strict=True))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each rank, in order, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+def set_up_process(seed: int) -> None:
+    """One torch thread, seeded, and a malloc that keeps what it has instead of returning it to the kernel every step."""
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # not glibc: the default malloc stays, at some cost in page faults
+        return
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc.mallopt(m_mmap_threshold, 1 << 30)
+    libc.mallopt(m_trim_threshold, (1 << 31) - 1)

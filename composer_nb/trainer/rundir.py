@@ -1,0 +1,203 @@
+"""The run directory: one durable truth (`run.db`), everything else derived from it or immutable.
+
+runs/<name>-<time>/   runs/<name> links to the newest
+  settings.json, provenance.json      what was asked, and of which code on which machine
+  run.db                              stages, steps, ledger, cursor; changed in one transaction with the checkpoint pointer
+  metrics.jsonl                       a line a step, rebuilt from run.db on resume
+  data/ weights/ checkpoints/ rollouts/ figures/ report.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import tokenizers
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS stage (name TEXT PRIMARY KEY, seconds REAL NOT NULL, info TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS step (stage TEXT, step INTEGER, metrics TEXT NOT NULL, PRIMARY KEY (stage, step));
+CREATE TABLE IF NOT EXISTS ledger (stage TEXT, step INTEGER, reason TEXT, tokens INTEGER, PRIMARY KEY (stage, step, reason));
+CREATE TABLE IF NOT EXISTS checkpoint (stage TEXT PRIMARY KEY, step INTEGER NOT NULL, file TEXT NOT NULL, seconds REAL NOT NULL);
+"""
+
+
+class RunDir:
+    """A run's place on disk. Only the first rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        for folder in ("data", "weights", "checkpoints", "rollouts", "figures"):
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+        with closing(self._connect()) as db, db:
+            db.executescript(_SCHEMA)
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path / "run.db", timeout=30.0)
+        db.execute("PRAGMA journal_mode=WAL")
+        return db
+
+    def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with closing(self._connect()) as db:
+            return db.execute(sql, values).fetchall()
+
+    # Stages
+
+    def finish(self, stage: str, seconds: float, info: Mapping[str, Any]) -> None:
+        """Notes that a stage is complete, with what it found."""
+        with closing(self._connect()) as db, db:
+            db.execute("INSERT OR REPLACE INTO stage VALUES (?, ?, ?)", (stage, seconds, json.dumps(info)))
+
+    def finished(self, stage: str) -> dict[str, Any] | None:
+        """What a complete stage found (`seconds` among it), or None."""
+        rows = self.query("SELECT seconds, info FROM stage WHERE name = ?", stage)
+        return {"seconds": rows[0][0], **json.loads(rows[0][1])} if rows else None
+
+    # Steps and checkpoints
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends a line to metrics.jsonl: for eyes and progress bars. It becomes durable with the next checkpoint."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
+
+    def commit(
+        self,
+        stage: str,
+        step: int,
+        state: Mapping[str, Tensor],
+        metrics: Iterable[tuple[int, Mapping[str, Any]]],
+        ledger: Iterable[tuple[int, Mapping[str, int]]] = (),
+        seconds: float = 0.0,
+    ) -> None:
+        """Writes a checkpoint of `stage` after `step` steps and moves the pointer to it, with everything that happened
+        since the last one, in one transaction. The file before is removed afterwards."""
+        name = f"{stage}-{step:06d}.safetensors"
+        part = self.path / "checkpoints" / (name + ".part")
+        save_file({key: value.contiguous() for key, value in state.items()}, part)
+        os.replace(part, self.path / "checkpoints" / name)
+        before = self.query("SELECT file FROM checkpoint WHERE stage = ?", stage)
+        with closing(self._connect()) as db, db:
+            db.executemany(
+                "INSERT OR REPLACE INTO step VALUES (?, ?, ?)",
+                [(stage, at, json.dumps(m)) for at, m in metrics],
+            )
+            db.executemany(
+                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?)",
+                [(stage, at, reason, count) for at, counts in ledger for reason, count in counts.items()],
+            )
+            db.execute("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?)", (stage, step, name, seconds))
+        for (old,) in before:
+            if old != name:
+                (self.path / "checkpoints" / old).unlink(missing_ok=True)
+
+    def checkpoint(self, stage: str) -> tuple[int, dict[str, Tensor], float] | None:
+        """(steps done, state, seconds spent) of the newest checkpoint of `stage`, or None.
+
+        Raises ValueError that names the file when it is damaged.
+        """
+        rows = self.query("SELECT step, file, seconds FROM checkpoint WHERE stage = ?", stage)
+        if not rows:
+            return None
+        step, name, seconds = rows[0]
+        file = self.path / "checkpoints" / name
+        try:
+            return step, load_file(file), seconds
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{file}: the checkpoint is damaged or missing ({error}); start a new run, or restore the file"
+            ) from None
+
+    def steps(self, stage: str) -> list[dict[str, Any]]:
+        """Metrics of all durable steps of a stage."""
+        rows = self.query("SELECT step, metrics FROM step WHERE stage = ? ORDER BY step", stage)
+        return [{"step": step, **json.loads(metrics)} for step, metrics in rows]
+
+    def ledger(self) -> dict[str, int]:
+        """Sampled tokens by what became of them."""
+        return dict(self.query("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason"))
+
+    def clean(self) -> None:
+        """Removes what a killed run left half written and rebuilds metrics.jsonl from the durable steps."""
+        for part in self.path.rglob("*.part*"):
+            if part.is_file():
+                part.unlink()
+        rows = self.query("SELECT stage, step, metrics FROM step ORDER BY rowid")
+        lines = [json.dumps({"stage": stage, "step": step, **json.loads(m)}) + "\n" for stage, step, m in rows]
+        write_text(self.path / "metrics.jsonl", "".join(lines))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file atomically."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file atomically."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def create(runs: Path, name: str) -> RunDir:
+    """Makes `runs/<name>-<time>` and points `runs/<name>` at it."""
+    runs.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = runs / f"{name}-{stamp}"
+    number = 1
+    while path.exists():
+        number += 1
+        path = runs / f"{name}-{stamp}-{number}"
+    run = RunDir(path)
+    link, temporary = runs / name, runs / f".{name}.{os.getpid()}"
+    if link.exists() and not link.is_symlink():
+        raise ValueError(f"{link} is a folder of its own; choose another run name, or move it away")
+    temporary.symlink_to(path.name)
+    os.replace(temporary, link)
+    return run
+
+
+def provenance() -> dict[str, Any]:
+    """What the code and the machine were."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return {
+        "commit": _git(root, "rev-parse", "HEAD"),
+        "changed": bool(_git(root, "status", "--porcelain", "--", str(root))),
+        "package_digest": digest.hexdigest(),
+        "python": sys.version.split()[0],
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    modules = {"torch": torch, "tokenizers": tokenizers, "safetensors": safetensors}
+    return {"python": sys.version.split()[0]} | {name: module.__version__ for name, module in modules.items()}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

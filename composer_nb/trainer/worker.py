@@ -1,0 +1,37 @@
+"""One rank of a run: `python -m composer_nb.trainer.worker RUN WORLD RENDEZVOUS RANK PARENT`. Started by `launch.py`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from composer_nb.config import from_dict
+from composer_nb.harness.execute import CachedExecutor
+from composer_nb.harness.sandbox import BwrapSandboxes
+from composer_nb.trainer.launch import die_with
+from composer_nb.trainer.ranks import Ranks, set_up_process
+from composer_nb.trainer.recipe import Stages, run_recipe
+from composer_nb.trainer.rundir import RunDir
+
+
+def main(arguments: list[str]) -> None:
+    path, world, rendezvous, rank, parent = arguments
+    die_with(int(parent))
+    run = RunDir(Path(path))
+    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    set_up_process(settings.seed)
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
+
+    with BwrapSandboxes(run_id=run.path.name) as sandboxes:
+        ranks = Ranks(int(rank), int(world), Path(rendezvous))
+        run_recipe(Stages(run, settings, ranks, CachedExecutor(sandboxes), say))
+        ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,185 @@
+"""The doctor: what it finds on this machine, and what it says of machines that lack something."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from composer_nb import doctor
+from composer_nb.doctor import Finding, TorchFacts
+
+NAMES = ("python platform cores memory disk torch gpu threads triton bubblewrap sandbox jupyter-kernel git ray").split()
+CPU_TORCH = TorchFacts(version="2.13.0+cpu", cuda_build=None, gpus=(), threads=1)
+CUDA_TORCH = TorchFacts(version="2.13.0", cuda_build="12.8", gpus=("H100",), threads=8)
+BLIND_TORCH = TorchFacts(version="2.13.0", cuda_build="12.8", gpus=(), threads=8)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is the whole PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def drawn(findings: list[Finding]) -> str:
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(doctor.as_table(findings))
+    return console.export_text()
+
+
+def test_everything_is_looked_at_and_all_that_is_missing_has_a_cost_and_a_cure():
+    findings = doctor.diagnose()
+    assert [finding.name.replace(" ", "-") for finding in findings] == NAMES
+    for finding in findings:
+        assert finding.found, finding
+        assert finding.ok or (finding.cost and finding.mend and "\n" not in finding.mend), finding
+    text = drawn(findings)
+    assert all(finding.name in text for finding in findings)
+
+
+def test_a_machine_without_programs_is_told_what_each_costs(programs: Path):
+    bubblewrap, sandbox, git = doctor.check_bubblewrap(), doctor.check_sandbox(), doctor.check_git()
+    assert not (bubblewrap.ok or sandbox.ok or git.ok)
+    assert bubblewrap.mend == sandbox.mend == "scripts/system_packages"
+    assert "scripts/system_packages git" in git.mend
+    assert not doctor.healthy([bubblewrap])
+    assert doctor.healthy([git]), "git is missed, not required"
+    assert "BROKEN" in drawn([bubblewrap]) and "without" in drawn([git])
+
+
+def test_a_bubblewrap_that_cannot_start_is_no_sandbox(programs: Path):
+    program(programs, "bwrap", '[ "$1" = --version ] && echo "bubblewrap 9.9" && exit 0\nexit 1')
+    assert doctor.check_bubblewrap().ok
+    sandbox = doctor.check_sandbox()
+    assert not sandbox.ok and sandbox.required
+    assert "bubblewrap" in sandbox.found
+
+
+@pytest.mark.parametrize("name, forbidding, allowing", doctor.USER_NAMESPACES)
+def test_the_kernel_setting_that_forbids_sandboxes_is_named(
+    name: str, forbidding: str, allowing: str, tmp_path: Path, programs: Path
+):
+    program(programs, "bwrap", "exit 1")
+    file = tmp_path / "sys" / name.replace(".", "/")
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{allowing}\n")
+    assert name not in doctor.mend_sandbox(tmp_path / "sys")
+    file.write_text(f"{forbidding}\n")
+    assert doctor.mend_sandbox(tmp_path / "sys") == f"sudo sysctl -w {name}={allowing}"
+
+
+def test_limits_that_are_not_enforced_are_named():
+    assert doctor.enforced({"limits": {"cpu_s": True, "inodes": False}}) == "not enforced: inodes"
+    assert doctor.enforced({"limits": {"cpu_s": True}}) == "every limit enforced"
+
+
+def test_a_gpu_that_torch_cannot_use_is_warned_of(programs: Path, monkeypatch: pytest.MonkeyPatch):
+    assert doctor.driver_gpus() == ()
+    program(programs, "nvidia-smi", "exit 9")
+    assert doctor.driver_gpus() == (), "a driver that does not answer has no GPUs"
+    program(programs, "nvidia-smi", "echo 'H100 80GB'; echo 'H100 80GB'")
+    driver = doctor.driver_gpus()
+    assert driver == ("H100 80GB", "H100 80GB")
+
+    monkeypatch.setattr(doctor, "probe_torch", lambda: CPU_TORCH)
+    first, warning = doctor.device_line().splitlines()
+    assert first == "torch 2.13.0+cpu on CPU"
+    assert "H100 80GB" in warning and "build without CUDA" in warning and "torch==2.13.0" in warning
+    assert "2.13.0+cpu" not in doctor.check_gpu(CPU_TORCH, driver).mend, "the same build would come again"
+
+    blind = doctor.check_gpu(BLIND_TORCH, driver)
+    assert not blind.ok and "CUDA 12.8" in blind.found and "driver" in blind.mend
+    assert "cannot be imported" in doctor.check_gpu(None, driver).found
+    assert doctor.check_gpu(CUDA_TORCH, driver).ok
+
+
+def test_a_machine_without_a_gpu_is_not_warned(programs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "probe_torch", lambda: CPU_TORCH)
+    assert doctor.device_line() == "torch 2.13.0+cpu on CPU"
+    gpu = doctor.check_gpu(CPU_TORCH, ())
+    assert (gpu.found, gpu.ok, gpu.required) == ("none", False, False)
+
+
+def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    reason = doctor.probe_torch()
+    assert isinstance(reason, str)
+    assert reason in doctor.device_line()
+    finding = doctor.check_torch(reason)
+    assert reason in finding.found and not doctor.healthy([finding])
+
+
+def test_triton_is_missed_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    assert doctor.check_triton(CPU_TORCH).ok
+    assert not doctor.check_triton(CUDA_TORCH).ok
+
+
+def test_more_threads_than_cores_are_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    finding = doctor.check_threads(CUDA_TORCH, cores=2.0)
+    assert not finding.ok and finding.mend == "export OMP_NUM_THREADS=2"
+    assert doctor.check_threads(CUDA_TORCH, cores=8.0).ok
+    assert doctor.check_threads(CPU_TORCH, cores=0.5).ok, "one thread is the least there is"
+
+
+def test_limits_of_the_groups_above_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = tmp_path / "cgroup"
+    own.write_text("0::/outer/inner\n")
+    (tmp_path / "fs/outer/inner").mkdir(parents=True)
+    (tmp_path / "fs/outer/inner/cpu.max").write_text("max 100000\n")
+    (tmp_path / "fs/outer/cpu.max").write_text("50000 100000\n")
+    limits = doctor.cgroup_limits("cpu.max", tmp_path / "fs", own)
+    assert limits == ["max 100000", "50000 100000"]
+    assert doctor.cgroup_limits("cpu.max", tmp_path / "fs", tmp_path / "absent") == []
+
+    monkeypatch.setattr(doctor, "cgroup_limits", lambda name: limits)
+    assert doctor.available_cores() == 0.5
+    assert not doctor.check_cores(0.5).ok and doctor.check_cores(2.0).ok
+    monkeypatch.setattr(doctor, "cgroup_limits", lambda name: ["max", str(2**20)])
+    assert doctor.available_memory() == 2**20
+    assert not doctor.check_memory(2**20).ok
+
+
+def test_a_full_disk_and_an_old_python_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "LEAST_DISK_GIB", 2.0**30)
+    assert not doctor.check_disk(tmp_path).ok
+    assert not doctor.healthy([doctor.check_python((3, 10, 14))])
+    assert doctor.healthy([doctor.check_python((3, 13, 0))])
+    assert not doctor.check_platform("Darwin").ok
+
+
+@pytest.mark.parametrize("argv0, same", [("python", True), (sys.executable, True), ("/elsewhere/bin/python", False)])
+def test_a_kernel_of_another_interpreter_is_found(
+    argv0: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kernel = tmp_path / "kernels/python3/kernel.json"
+    kernel.parent.mkdir(parents=True)
+    argv = f'["{argv0}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
+    kernel.write_text(f'{{"argv": {argv}, "display_name": "x", "language": "python"}}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    finding = doctor.check_kernel()
+    assert finding.ok is same
+    assert same or finding.found == argv0
+
+
+def test_text_of_the_machine_is_not_read_as_markup():
+    finding = Finding(name="sandbox", found="[/red] cannot [bold]start[/bold]", ok=False, cost="c", mend="m")
+    assert finding.found in drawn([finding])
+
+
+def test_the_doctor_itself_needs_neither_torch_nor_the_harness():
+    absent = "[name for name in ('torch', 'composer_nb.harness') if name in sys.modules]"
+    code = f"import sys, composer_nb.doctor; print({absent})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,293 @@
+"""What a newcomer's first commands rest on: dependencies, constraints, conda's file, make, CI, scripts."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DIRECT = [Requirement(text) for text in (*PROJECT["dependencies"], *EXTRAS["dev"], *EXTRAS["lab"])]
+PINS = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+TARGETS = {
+    "setup": "pip install",
+    "demo": "composer-nb tour",
+    "test": "pytest -q",
+    "test-slow": "-m slow",
+    "check": "ruff format --check",
+    "bench": "composer-nb bench",
+    "lab": "jupyterlab",
+    "clean": "rm -rf .venv",
+    "help": "sed",
+}
+
+
+def pinned(pin: Requirement) -> Version:
+    (specifier,) = pin.specifier
+    assert specifier.operator == "==", pin
+    return Version(specifier.version)
+
+
+def run(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    # This test may itself run under make, whose settings would reach the make that is tested.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        command, cwd=cwd, env=inherited | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+
+
+# -- the one list of dependencies ----------------------------------------------------------------------------
+
+
+def test_what_is_installed_is_what_pyproject_allows():
+    for requirement in DIRECT:
+        version = metadata.version(requirement.name)
+        assert requirement.specifier.contains(version, prereleases=True), f"{requirement} but {version} is here"
+    assert Version(".".join(map(str, sys.version_info[:3]))) in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_constraints_pin_every_direct_dependency_once_and_nothing_else():
+    names = [canonicalize_name(pin.name) for pin in PINS]
+    assert sorted(names) == sorted({*(canonicalize_name(one.name) for one in DIRECT), "triton"})
+
+
+def test_constraints_are_versions_that_pyproject_allows():
+    allowed = {canonicalize_name(one.name): one.specifier for one in DIRECT}
+    for pin in PINS:
+        assert pinned(pin) in allowed.get(canonicalize_name(pin.name), SpecifierSet()), pin
+
+
+def test_the_pinned_triton_is_the_one_that_the_pinned_torch_requires():
+    torch = next(pin for pin in PINS if pin.name == "torch")
+    if Version(metadata.version("torch")).public != str(pinned(torch)):
+        pytest.skip(f"torch {metadata.version('torch')} is installed; install {torch} to compare")
+    required = [Requirement(text) for text in metadata.requires("torch") or []]
+    named = [one for one in required if one.name == "triton"]
+    if not named:
+        pytest.skip("this torch is a CPU build, which names no triton; a CUDA build does")
+    triton = next(pin for pin in PINS if pin.name == "triton")
+    assert [one.specifier for one in named] == [triton.specifier]
+
+
+def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, pip = environment["dependencies"]
+    lowest = PROJECT["requires-python"].removeprefix(">=")
+    assert conda == [f"python={lowest}", "pip"]
+    assert pip == {"pip": ["-e .[dev,lab]"]}
+    assert set(EXTRAS) == {"dev", "lab"}
+    assert set(environment) == {"name", "channels", "dependencies"}
+
+
+def test_the_licence_is_the_one_that_pyproject_names():
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS" in text
+
+
+# -- make ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target, command", TARGETS.items())
+def test_every_target_says_what_it_would_run(target: str, command: str):
+    done = run("make", "-n", "-B", target)
+    assert done.returncode == 0, done.stderr
+    assert command in done.stdout
+
+
+def test_make_alone_lists_the_targets():
+    done = run("make")
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"^make (\S+)", done.stdout, re.M)) == set(TARGETS)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy of what setting up reads, with an environment that has a stand-in for Python in it."""
+    copy = tmp_path / "a clone"
+    (copy / "scripts").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts/system_packages"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_an_old_python_is_refused_in_one_line(clone: Path):
+    script(clone / "old/python", '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0\nexit 1')
+    done = run("make", "demo", "PYTHON=./old/python", cwd=clone)
+    assert done.returncode != 0
+    assert "is Python 3.9.2; composer_nb needs Python 3.11 or newer: make demo PYTHON=" in done.stderr
+    assert not (clone / ".venv").exists()
+
+
+def test_a_python_without_venv_is_refused_in_one_line(clone: Path):
+    script(clone / "bare/python", '[ "$1" = -c ]')
+    done = run("make", "demo", "PYTHON=./bare/python", cwd=clone)
+    assert done.returncode != 0
+    assert "cannot make virtual environments" in done.stderr and "python3-venv" in done.stderr
+
+
+def test_the_environment_is_made_once_and_again_after_a_change_or_a_move(clone: Path, tmp_path: Path):
+    script(clone / ".venv/bin/python", 'echo "$@" >>log')
+    log = clone / "log"
+
+    def installs(where: Path) -> int:
+        (where / "log").write_text("")
+        done = run("make", "setup", cwd=where)
+        assert done.returncode == 0, done.stderr
+        return (where / "log").read_text().count("-m pip install")
+
+    assert installs(clone) == 1
+    assert "--no-compile -c constraints.txt -e .[dev,lab]" in log.read_text()
+    assert installs(clone) == 0
+    later = (clone / ".venv/.ready").stat().st_mtime + 5
+    os.utime(clone / "constraints.txt", (later, later))
+    os.utime(clone / ".venv/.ready", (later - 1, later - 1))
+    assert installs(clone) == 1
+    moved = tmp_path / "moved"
+    shutil.copytree(clone, moved)
+    os.utime(moved / ".venv/.ready", (later + 9, later + 9))
+    assert installs(moved) == 1
+    os.utime(moved / ".venv/.ready", (later + 9, later + 9))
+    assert installs(moved) == 0
+
+
+def test_a_failing_install_is_not_taken_for_an_environment(clone: Path):
+    script(clone / ".venv/bin/python", '[ "$1" = -c ]')
+    done = run("make", "setup", cwd=clone)
+    assert done.returncode != 0
+    assert not (clone / ".venv/.ready").exists()
+
+
+def test_what_libraries_keep_stays_inside_the_clone(clone: Path):
+    script(clone / ".venv/bin/python", "env >>log")
+    assert run("make", "setup", cwd=clone).returncode == 0
+    kept = dict(line.split("=", 1) for line in (clone / "log").read_text().splitlines() if "=" in line)
+    for name in ("HF_HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "TRITON_CACHE_DIR"):
+        assert kept[name].startswith(f"{clone}/.cache/"), name
+
+
+# -- system programs -----------------------------------------------------------------------------------------
+
+TOOLS = ("sh", "id", "env")
+
+
+def packages(folder: Path, uid: int, *asked: str, **managers: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/system_packages where only the given package managers exist, as the given user."""
+    folder.mkdir()
+    for name in TOOLS:
+        (folder / name).symlink_to(shutil.which(name) or name)
+    (folder / "id").unlink()
+    script(folder / "id", f"echo {uid}")
+    for name, text in managers.items():
+        script(folder / name.replace("_", "-"), text)
+    return run("/bin/sh", str(ROOT / "scripts/system_packages"), *asked, PATH=str(folder))
+
+
+def test_nothing_is_said_where_nothing_is_missing(tmp_path: Path):
+    done = packages(tmp_path / "bin", 0, bwrap="exit 0", apt_get="echo called; exit 1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "manager, line",
+    [
+        ("apt_get", "apt-get install -y --no-install-recommends bubblewrap"),
+        ("dnf", "dnf install -y bubblewrap"),
+        ("pacman", "pacman -Sy --noconfirm bubblewrap"),
+        ("zypper", "zypper --non-interactive install bubblewrap"),
+        ("apk", "apk add bubblewrap"),
+    ],
+)
+def test_the_one_line_is_printed_where_installing_is_not_possible(manager: str, line: str, tmp_path: Path):
+    failing = packages(tmp_path / "root", 0, **{manager: "echo no network; exit 100"})
+    assert failing.returncode == 0
+    assert "no network" in failing.stderr
+    assert failing.stderr.splitlines()[-1].endswith(f"run: {line}")
+
+    ordinary = packages(tmp_path / "user", 1000, **{manager: "echo called; exit 1"})
+    assert ordinary.returncode == 0
+    assert ordinary.stderr.splitlines() == [f"missing: bwrap - to install, run: sudo {line}"]
+
+    asking = packages(tmp_path / "sudo", 1000, sudo="exit 1", **{manager: "echo called; exit 1"})
+    assert asking.stderr == ordinary.stderr
+
+
+@pytest.mark.parametrize("uid, extra", [(0, {}), (1000, {"sudo": '[ "$1" = -n ] && shift; "$@"'})])
+def test_it_installs_as_root_or_with_a_sudo_that_asks_nothing(uid: int, extra: dict[str, str], tmp_path: Path):
+    log, bwrap = tmp_path / "log", tmp_path / "bin/bwrap"
+    apt = f'echo "$@" >>{log}\n[ "$1" = update ] && exit 1\n: >{bwrap}; /bin/chmod +x {bwrap}'
+    done = packages(tmp_path / "bin", uid, apt_get=apt, **extra)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert log.read_text().splitlines() == ["update", "install -y --no-install-recommends bubblewrap"]
+
+
+def test_an_install_that_brings_nothing_is_no_success(tmp_path: Path):
+    done = packages(tmp_path / "bin", 0, apk="exit 0")
+    assert "could not install" in done.stderr
+
+
+def test_an_unknown_system_is_told_the_package(tmp_path: Path):
+    done = packages(tmp_path / "bin", 0, "bwrap", "git", "python3-venv")
+    assert done.returncode == 0
+    assert done.stderr.strip().endswith("install with this system's package manager: bubblewrap git python3")
+
+
+# -- the checkout --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path, shell", [(".ci/run", "bash"), ("scripts/system_packages", "sh")])
+def test_scripts_can_be_run(path: str, shell: str):
+    assert os.access(ROOT / path, os.X_OK)
+    assert run(shell, "-n", path).returncode == 0
+
+
+def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
+    shutil.copytree(ROOT / ".ci", clone / ".ci")
+    script(clone / "bin/make", 'echo "make $*" >>log; exit 3')
+    script(clone / "scripts/system_packages", 'echo "packages $*" >>log')
+    done = run(str(clone / ".ci/run"), cwd=clone.parent, PATH=f"{clone / 'bin'}:{os.environ['PATH']}")
+    assert done.returncode == 3
+    assert (clone / "log").read_text().splitlines() == [
+        "packages bwrap git make python3-venv",
+        "make check test",
+    ]
+
+
+def test_no_file_names_one_machine_or_a_package_index():
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed.returncode:
+        pytest.skip("not a git checkout; clone the project to run this")
+    machine = re.compile(r"(?<![\w./:-])/(?:root|home/\w+|Users/\w+)/")
+    index = re.compile(r"--(?:extra-)?index-url|https?://[\w.-]*(?:pypi|npm)[\w.-]*\.\w+")
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if not path.is_file() or path.suffix in {".png", ".parquet", ".safetensors", ".gz", ".zst"}:
+            continue
+        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+            if machine.search(line) or index.search(line):
+                found.append(f"{name}:{number}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)
