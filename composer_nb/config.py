@@ -26,16 +26,16 @@ class DataSettings:
 
     code: str = "stdlib"
     """Python source to train on: `stdlib`, or a folder."""
-    demonstrations: int = 16384
+    demonstrations: int = 8704
     """Clean demonstrations for mid-training, each on a task of its own."""
     mistaken_demonstrations: int = 3072
     """Demonstrations with mistakes for the policy that RL starts from."""
-    rl_tasks: int = 4096
-    heldout_tasks: int = 400
+    rl_tasks: int = 2560
+    heldout_tasks: int = 480
     tune_tasks: int = 96
     """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
     mistake_rate: float = 0.5
-    """Probability of a mistake before the right edit (and of a second one after the first)."""
+    """Probability of a mistake before the right edit, and of another one after each, up to three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class TokenizerSettings:
 class MidtrainSettings:
     """Continued training from random weights on code, then on demonstrations with code mixed in."""
 
-    steps: int = 1500
-    tokens: int = 1024
+    steps: int = 2000
+    tokens: int = 768
     """Tokens a step, over all ranks."""
     lr: float = 3e-3
     warmup: float = 0.04
@@ -72,10 +72,12 @@ class MidtrainSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: int = 150
+    steps: int = 100
     tokens: int = 2048
     lr: float = 4e-4
     clip: float = 1.0
+    control_steps: int = 0
+    """Control: instead of RL, so many further steps on all demonstrations, from the mid-trained policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from composer_nb.harness.render import CompactRenderer, call_json
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
 from composer_nb.harness.task import Task
-from composer_nb.harness.tools import Observation, ToolCall, ToolError, ToolSet, Workspace
+from composer_nb.harness.tools import ToolError, ToolSet, Workspace
 
 Result = TypeVar("Result")
 Answer = Completion | tuple[CallOutcome, ...] | SandboxFailure
@@ -29,16 +29,21 @@ Steps = Generator[Request | CallRequest, "Completion | tuple[CallOutcome, ...]",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where a rollout ends at the latest."""
+    """Where a rollout ends at the latest. Raises ValueError for a limit that is not above 0."""
 
     turns: int = 10
     """Calls a rollout; the last one ends it whatever it was."""
     turn_tokens: int = 64
     """Tokens a turn; a longer one is cut and counts as an invalid call."""
-    tokens: int = 320
+    tokens: int = 304
     """Tokens a rollout, read and written."""
     seconds: float = 300.0
     """Wall-clock time a rollout."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"limits.{name} must be above 0, not {value!r}")
 
 
 @dataclass(slots=True)
@@ -83,41 +88,46 @@ class Agent:
 
     def run(self, task: Task, rollout: int, release: Callable[[int], Trace]) -> Steps[Rollout]:
         """The loop: ask the policy for a call, carry it out, show the observation, until the agent finishes or a limit
-        is reached. An invalid call is answered with an error and stays in the rollout."""
+        is reached. An invalid call is answered with an error and stays in the rollout. Raises ValueError for a task whose
+        prompt leaves no room to answer."""
         workspace = Workspace(files=dict(task.files), visible_tests=task.visible_tests)
-        transcript, turns, start = _Transcript(), [], self.clock()
+        transcript, start = _Transcript(), self.clock()
+        turns: list[Turn] = []
         news, stop = self.renderer.prompt(task.instruction), "turns"
+        if len(news) >= self.limits.tokens:
+            raise ValueError(
+                f"task {task.id}: its prompt has {len(news)} tokens, and limits.tokens={self.limits.tokens}"
+            )
         transcript.read(news, Kind.PROMPT)
-        while len(turns) < self.limits.turns:
-            room = min(self.limits.turn_tokens, self.limits.tokens - len(transcript.token_ids))
-            completion = yield Request(rollout=rollout, token_ids=news, max_tokens=room)
-            assert isinstance(completion, Completion)
-            transcript.wrote(completion, Kind.TOOL_CALL)
-            try:
-                turn, ends = yield from self._carry_out(completion, workspace)
-            except SandboxFailure:
-                stop = "infrastructure"
-                break
-            turns.append(turn)
-            news = self.renderer.observation(turn.observation)
-            if ends:
-                stop = "finished"
-                break
-            if len(turns) == self.limits.turns:
-                break
-            if len(transcript.token_ids) + len(news) >= self.limits.tokens:
-                stop = "tokens"
-                break
-            if self.clock() - start > self.limits.seconds:
-                stop = "time"
-                break
-            transcript.read(news, Kind.OBSERVATION)
+        try:
+            while len(turns) < self.limits.turns:
+                room = min(self.limits.turn_tokens, self.limits.tokens - len(transcript.token_ids))
+                completion = yield Request(rollout=rollout, token_ids=news, max_tokens=room)
+                assert isinstance(completion, Completion) and len(completion.token_ids) <= room
+                transcript.wrote(completion, Kind.TOOL_CALL)
+                try:
+                    turn, ends = yield from self._carry_out(completion, workspace)
+                except SandboxFailure:
+                    stop = "infrastructure"
+                    break
+                turns.append(turn)
+                news = self.renderer.observation(turn.observation)
+                if ends:
+                    stop = "finished"
+                    break
+                if len(turns) == self.limits.turns:
+                    break
+                if len(transcript.token_ids) + len(news) >= self.limits.tokens:
+                    stop = "tokens"
+                    break
+                if self.clock() - start > self.limits.seconds:
+                    stop = "time"
+                    break
+                transcript.read(news, Kind.OBSERVATION)
+        finally:  # also when the driver closes the agent: the policy must not keep what nobody will continue
+            trace = release(rollout)
         return Rollout(
-            task_id=task.id,
-            segments=(transcript.segment(release(rollout)),),
-            turns=tuple(turns),
-            files=workspace.files,
-            stop=stop,
+            task_id=task.id, segments=(transcript.segment(trace),), turns=tuple(turns), files=workspace.files, stop=stop
         )
 
     def _carry_out(self, completion: Completion, workspace: Workspace) -> Steps[tuple[Turn, bool]]:
@@ -126,7 +136,7 @@ class Agent:
             call = self.renderer.parse_call(completion.token_ids)
             written = call_json(call)
             tool = self.tools.get(call)
-            observation = yield from self._execute(call, workspace)
+            observation = yield from tool.run(workspace, call.arguments)
         except ToolError as error:
             return Turn(call=written, observation=f"error: {error}", error=error.kind), False
         turn = Turn(
@@ -137,16 +147,6 @@ class Agent:
         )
         return turn, tool.ends
 
-    def _execute(self, call: ToolCall, workspace: Workspace) -> Steps[Observation]:
-        execution = self.tools.get(call).run(workspace, call.arguments)
-        answer: tuple[CallOutcome, ...] | None = None
-        while True:
-            try:
-                request = execution.send(answer) if answer is not None else next(execution)
-            except StopIteration as stop:
-                return stop.value
-            answer = yield request  # type: ignore[assignment]
-
 
 def drive(agents: Iterable[Steps[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
     """Runs agents, at most `policy.capacity` at a time, and yields (position, result) as each ends.
@@ -154,7 +154,11 @@ def drive(agents: Iterable[Steps[Result]], policy: Policy, sandboxes: Executor) 
     In each round every agent that waits for the policy shares one step of it, then everything that wants a sandbox shares
     one batch. The order of rounds depends on nothing but the inputs, so one seed gives one result. When the caller stops
     early, the agents still alive are closed.
+
+    Raises ValueError for a policy without capacity.
     """
+    if policy.capacity < 1:
+        raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
     queue = enumerate(agents)
     alive: dict[int, Steps[Result]] = {}
     names: dict[int, int] = {}  # rollout -> position of its agent

@@ -22,59 +22,68 @@ _TEST = ToolCall(name="run_tests", arguments={})
 
 
 def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
-    """Read, perhaps test, perhaps up to two wrong edits that the tests find out, the right edit, test, finish.
+    """Read, edit, test (in 7 of 10 tasks), finish; or, at the given rate, a mistake first.
 
-    A wrong edit is a random change of the program as it stands, or of the line that needs the fix. An expert who makes no
-    mistakes tests its edit in 7 of 10 tasks; one who has just failed always does.
+    Two of three mistakes are of place: a line that was right is written anew, which changes nothing. The others are of
+    substance: a random change of the program, or the line that needs the fix written wrongly. The tests find a mistake
+    out. Then the expert gives up (one time in three), or may be mistaken once more, or mends what is wrong and tests that.
     """
     path = task.source_scope[0]
     now, wanted = task.files[path].rstrip("\n"), task.solution[path].rstrip("\n")
     yield ToolCall(name="read_file", arguments={"path": path})
-    if rng.random() < 0.3:
-        yield _TEST
-    mistakes, passed = 0, False
-    while mistakes < 2 and rng.random() < mistake_rate:
-        wrong = _mistake(now, wanted, rng)
-        if wrong is None:
-            continue
-        yield _edit(path, now, wrong)
-        now, mistakes = wrong, mistakes + 1
+    tried: list[int] = []
+    passed = gives_up = False
+    while not passed and not gives_up and len(tried) < 3 and rng.random() < mistake_rate:
+        call, now = _mistake(path, now, wanted, rng, tried)
+        tried.append(call.arguments["line"] - 1)
+        yield call
         passed = (yield _TEST).startswith("pass")
-        if passed:
-            break
-    if not passed:
+        gives_up = not passed and rng.random() < 1 / 3
+    if not passed and not gives_up:
         while now != wanted:
-            fixed = _fix_first_line(now, wanted)
-            yield _edit(path, now, fixed)
-            now = fixed
-        if mistakes or rng.random() < 0.7:
+            place = _first_difference(now, wanted)
+            call, now = _edit(path, now, place, wanted.split("\n")[place])
+            yield call
+        if tried or rng.random() < 0.7:
             yield _TEST
     yield ToolCall(name="finish", arguments={})
 
 
-def _fix_first_line(now: str, wanted: str) -> str:
+def _first_difference(now: str, wanted: str) -> int:
     lines, right = now.split("\n"), wanted.split("\n")
-    place = next(place for place in range(len(lines)) if lines[place] != right[place])
-    return "\n".join([*lines[:place], right[place], *lines[place + 1 :]])
+    return next(place for place in range(len(lines)) if lines[place] != right[place])
 
 
-def _mistake(now: str, wanted: str, rng: Random) -> str | None:
-    """A wrong version of the program: `now` with a random change, or with the right line wrongly written."""
-    base = now if rng.random() < 0.5 else wanted
-    drawn = bugs(base, rng)
-    if drawn is None or drawn[1] in (now, wanted):
-        return None
-    return drawn[1] if sum(a != b for a, b in zip(now.split("\n"), drawn[1].split("\n"), strict=True)) == 1 else None
+def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) -> tuple[ToolCall, str]:
+    """An edit that does not mend the program, and the program after it. A mistake of place is not made twice."""
+    lines, right = now.split("\n"), wanted.split("\n")
+    sound = [place for place in range(1, len(lines)) if lines[place] == right[place] and place not in tried]
+    if sound and rng.random() < 2 / 3:
+        place = rng.choice(sound)
+        return _edit(path, now, place, lines[place])
+    while True:
+        drawn = bugs(now if rng.random() < 0.5 else wanted, rng)
+        if drawn is None or drawn[1] == wanted:
+            continue
+        wrong = drawn[1].split("\n")
+        places = [place for place in range(len(lines)) if lines[place] != wrong[place]]
+        if len(places) == 1:
+            return _edit(path, now, places[0], wrong[places[0]])
 
 
-def _edit(path: str, before: str, after: str) -> ToolCall:
-    pairs = list(zip(before.split("\n"), after.split("\n"), strict=True))
-    [place] = [number for number, (old, new) in enumerate(pairs, 1) if old != new]
-    return ToolCall(name="edit_line", arguments={"path": path, "line": place, "text": pairs[place - 1][1].strip()})
+def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
+    """The call that writes `line` at `place` (from 0), and the program after it."""
+    lines = now.split("\n")
+    after = "\n".join([*lines[:place], line, *lines[place + 1 :]])
+    arguments = {"path": path, "line": place + 1, "text": line.strip()}
+    return ToolCall(name="edit_line", arguments=arguments), after
 
 
 class ScriptedPolicy:
-    """Plays one script a rollout. Deterministic, so tests and demonstrations need no model."""
+    """Plays one script a rollout. Deterministic, so tests and demonstrations need no model.
+
+    Raises ValueError when a script ends before its agent does.
+    """
 
     def __init__(self, renderer: CompactRenderer, script: Callable[[int], Script], capacity: int = 256) -> None:
         self.renderer, self.script, self.capacity = renderer, script, capacity
@@ -89,16 +98,21 @@ class ScriptedPolicy:
         return [self._answer(request) for request in sorted(requests, key=lambda request: request.rollout)]
 
     def release(self, rollout: int) -> Trace:
-        self._scripts.pop(rollout).close()
+        self._requests = [request for request in self._requests if request.rollout != rollout]
+        if script := self._scripts.pop(rollout, None):
+            script.close()
         return Trace()
 
     def _answer(self, request: Request) -> Completion:
-        if request.rollout in self._scripts:
-            call = self._scripts[request.rollout].send(self._observed(request))
-        else:
-            script = self._scripts[request.rollout] = self.script(request.rollout)
-            call = next(script)
-        token_ids = self.renderer.render_call(call)
+        try:
+            if request.rollout in self._scripts:
+                call = self._scripts[request.rollout].send(self._observed(request))
+            else:
+                script = self._scripts[request.rollout] = self.script(request.rollout)
+                call = next(script)
+        except StopIteration:
+            raise ValueError(f"the script of rollout {request.rollout} ended without a last call of `finish`") from None
+        token_ids = self.renderer.render_call(call)[: request.max_tokens]
         return Completion(
             rollout=request.rollout,
             token_ids=token_ids,

@@ -145,7 +145,10 @@ def _loop(rng: Random) -> tuple[str, str, tuple[str, ...]]:
             ("-1", f"{p.out} = {value}", f"last of {words}"),
         ]
     )
-    body = f"{p.head}\n    {p.out} = {start}\n    for {p.x} in {p.xs}:\n        if {test}:\n            {step}\n    return {p.out}"
+    body = (
+        f"{p.head}\n    {p.out} = {start}\n    for {p.x} in {p.xs}:\n"
+        f"        if {test}:\n            {step}\n    return {p.out}"
+    )
     return body, f"{name} for items {where}", p.kinds
 
 
@@ -256,7 +259,7 @@ def draw_arguments(rng: Random, program: Program) -> tuple[object, ...]:
     def draw(kind: str) -> object:
         match kind:
             case "list":
-                return [rng.randint(-9, 15) for _ in range(rng.randint(2, 7))]
+                return [rng.randint(-9, 15) for _ in range(rng.randint(2, 5))]
             case "small":
                 return rng.randint(1, 9)
             case "number":

@@ -3,7 +3,8 @@
     <|bos|><|user|>fix f.py: sum of items<|end|><|call|>read f.py<|end|><|out|>1def f(xs):\\n…<|end|><|call|>…
 
 A turn of the agent is the tokens between `<|call|>` and `<|end|>`. Rendering and parsing are inverse to one another on every
-call that the tools accept; whatever else the model writes parses to a ToolError of kind InvalidArguments.
+call whose path has no white space, whose line has at most six digits and whose text is free of `<|`; whatever else the model
+writes parses to a ToolError of kind InvalidArguments.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _WORDS = {"read_file": "read", "edit_line": "edit", "run_tests": "test", "finish
 
 
 class CompactRenderer:
-    """Turns instructions, calls and observations into token ids and calls back out of them."""
+    """Turns instructions, calls and observations into token ids and calls back out of them.
+
+    Raises ValueError for a tokenizer that lacks a token of the format.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.pad, self.bos, self.user, self.call, self.out, self.end, self.to = (
-            tokenizer.token_to_id(token) for token in SPECIALS
+            _token_id(tokenizer, token) for token in SPECIALS
         )
-
-    @property
-    def stop(self) -> frozenset[int]:
+        self.stop = frozenset((self.pad, self.bos, self.user, self.call, self.out, self.end))
         """Tokens that end the agent's turn: `<|end|>`, and every token that the agent has no business to write."""
-        return frozenset((self.pad, self.bos, self.user, self.call, self.out, self.end))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text. Text can not smuggle in special tokens: their spelling is broken up first."""
@@ -66,7 +67,7 @@ class CompactRenderer:
         if self.to in body:
             cut = body.index(self.to)
             head, text = self._text(body[:cut]), self._text(body[cut + 1 :])
-            if match := re.fullmatch(r"edit (\S+) (\d{1,6})", head):
+            if match := re.fullmatch(r"edit (\S+) ([0-9]{1,6})", head):
                 return ToolCall(
                     name="edit_line",
                     arguments={"path": match[1], "line": int(match[2]), "text": text},
@@ -83,6 +84,13 @@ class CompactRenderer:
         if any(token in self.stop or token == self.to for token in token_ids):
             raise ToolError("InvalidArguments", "bad call")
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer lacks the token {token} of the compact format")
+    return int(found)
 
 
 def call_json(call: ToolCall) -> str:

@@ -11,16 +11,17 @@ import ast
 import builtins
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from composer_nb.harness.execute import CachedExecutor, Executor
-from composer_nb.harness.functions import render_tests
+from composer_nb.harness.functions import literal, parse_test_files, render_tests
 from composer_nb.harness.programs import Program, draw_arguments, draw_program
 from composer_nb.harness.sandbox import CallOutcome, CallRequest
 from composer_nb.harness.task import Task
+from composer_nb.harness.tools import test_request
 
 VISIBLE, HIDDEN = 4, 8
 BATCH = 64
@@ -36,6 +37,8 @@ def bugs(source: str, rng: Random) -> tuple[str, str] | None:
     """One planted bug: (kind, changed source), or None where the change drawn does not change exactly one line."""
     tree = ast.parse(source)
     sites = _sites(tree)
+    if not sites:
+        return None
     kind, index = rng.choice(sites)
     changed = ast.parse(source)
     _change(kind, list(ast.walk(changed))[index], rng, _locals(tree))
@@ -104,6 +107,11 @@ class Candidate:
     inputs: tuple[tuple[object, ...], ...]
     wanted: tuple[object, ...]
 
+    @property
+    def right(self) -> tuple[CallOutcome, ...]:
+        """What a sandbox would report of the correct program."""
+        return tuple(CallOutcome(status="returned", text=repr(value)) for value in self.wanted)
+
 
 def draw_candidate(rng: Random, heldout: bool) -> Candidate | None:
     """Draws one candidate, or None where the draw is unfit. The reference program is ours, so it runs right here."""
@@ -163,8 +171,7 @@ def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task |
 
     The first visible test fails at the start; the others are drawn in order, so that hidden tests fail as well.
     """
-    wanted = [CallOutcome(status="returned", text=repr(value)) for value in candidate.wanted]
-    fails = [outcome != right for outcome, right in zip(outcomes, wanted, strict=True)]
+    fails = [outcome != right for outcome, right in zip(outcomes, candidate.right, strict=True)]
     if sum(fails) < 2:
         return None
     first = fails.index(True)
@@ -197,29 +204,40 @@ def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task |
 def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor) -> Iterator[Task]:
     """`count` distinct tasks of the held-out structures, or of the others. The same seed gives the same tasks.
 
-    What the programs returned, wrong and right ones, is left in the executor's memory.
+    What the buggy and the right programs return is left in the executor's memory, so that demonstrations on fresh tasks
+    execute only what is new.
     """
     rng = Random(f"repairs {seed} {heldout}")
     seen: set[tuple[str, str]] = set()
-    while True:
+    while len(seen) < count:
         drawn = (draw_candidate(rng, heldout) for _ in range(16 * BATCH))
         candidates = [candidate for candidate in drawn if candidate is not None]
         inputs = [candidate.inputs for candidate in candidates]
-        wrong = run_programs([candidate.buggy for candidate in candidates], inputs, executor)
-        right = run_programs([candidate.program.source for candidate in candidates], inputs, executor)
-        for candidate, outcomes, good in zip(candidates, wrong, right, strict=True):
-            task = make_task(candidate, outcomes) if outcomes is not None and good is not None else None
-            if task is None or outcomes is None or good is None:
-                continue
-            if (key := (task.instruction, candidate.buggy)) in seen:
+        found = run_programs([candidate.buggy for candidate in candidates], inputs, executor)
+        for candidate, outcomes in zip(candidates, found, strict=True):
+            task = make_task(candidate, outcomes) if outcomes is not None else None
+            if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
                 continue
             seen.add(key)
-            arguments = [repr(given) for given in candidate.inputs]
-            executor.remember(task.files, "f", "f", arguments, outcomes)
-            executor.remember(task.files | task.solution, "f", "f", arguments, good)
+            _remember(executor, task, candidate, task.files, outcomes)
+            _remember(executor, task, candidate, task.files | task.solution, candidate.right)
             yield task
             if len(seen) == count:
                 return
+
+
+def _remember(
+    executor: CachedExecutor,
+    task: Task,
+    candidate: Candidate,
+    files: Mapping[str, str],
+    outcomes: Sequence[CallOutcome],
+) -> None:
+    """Notes what `files` return on the candidate's inputs, as the visible and as the hidden tests will ask for it."""
+    known = {literal(given): outcome for given, outcome in zip(candidate.inputs, outcomes, strict=True)}
+    for tests in (task.visible_tests, task.tests):
+        request = test_request(files, parse_test_files(tests))
+        executor.remember(request, [known[arguments] for arguments in request.arguments])
 
 
 def fingerprints(tasks: Iterable[Task]) -> set[str]:

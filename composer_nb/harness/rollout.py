@@ -24,7 +24,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One trainable token sequence of T tokens."""
+    """One trainable token sequence of T tokens. Raises ValueError for streams that are not aligned."""
 
     token_ids: NDArray[np.int32]
     kind: NDArray[np.uint8]
@@ -33,6 +33,11 @@ class Segment:
     policy_version: NDArray[np.int32]
     """-1 where no policy acted."""
     trace: Trace = field(default_factory=Trace)
+
+    def __post_init__(self) -> None:
+        streams = {len(self.token_ids), len(self.kind), len(self.logprob), len(self.policy_version)}
+        if len(streams) > 1 or len(self.trace.route_valid) not in (0, *streams):
+            raise ValueError(f"streams of {sorted(streams)} tokens with a trace of {len(self.trace.route_valid)}")
 
     @property
     def acted(self) -> NDArray[np.bool_]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from composer_nb.harness.functions import parse_test_files
+from composer_nb.harness.functions import is_test, parse_test_files
 
 WORKSPACE = "environment/workspace"
+RUNTIME = "host-python"
+_OWN_KEYS = {"id", "grader", "runtime", "source_scope", "facts"}
 
 
 class Task(BaseModel):
@@ -40,10 +43,20 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Task:
-        for path in (*self.files, *self.tests, *self.solution):
+        for texts in (self.files, self.tests, self.solution, self.metadata, {self.id: self.instruction}):
+            try:
+                "".join([*texts, *texts.values()]).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"task {self.id!a}: holds text that is not Unicode (half a surrogate pair)") from None
+        paths = {*self.files, *self.tests, *self.solution, *self.source_scope}
+        for path in sorted(paths):
             pure = PurePosixPath(path)
-            if pure.is_absolute() or ".." in pure.parts or str(pure) != path or path == ".":
+            if pure.is_absolute() or ".." in pure.parts or str(pure) != path or path == "." or "\0" in path:
                 raise ValueError(f"task {self.id}: {path!r} is not a plain relative path")
+            if folders := [str(parent) for parent in pure.parents if str(parent) in paths]:
+                raise ValueError(f"task {self.id}: {folders[0]!r} is a file, so {path!r} can not lie in it")
+        if not self.source_scope:
+            raise ValueError(f"task {self.id}: source_scope is empty, so no change could be graded")
         if hidden := set(self.tests) & set(self.files):
             raise ValueError(f"task {self.id}: hidden tests {sorted(hidden)} also lie in the workspace")
         if outside := set(self.solution) - set(self.source_scope):
@@ -59,33 +72,34 @@ class Task(BaseModel):
     @property
     def visible_tests(self) -> dict[str, str]:
         """Test files in the workspace, as they were at the start: an agent's edits of them change nothing."""
-        return {path: text for path, text in self.files.items() if PurePosixPath(path).name.startswith("test_")}
+        return {path: text for path, text in self.files.items() if is_test(path)}
 
     def to_harbor(self, path: Path) -> Path:
         """Writes the task as a Harbor directory `path`, which must not exist yet."""
         path.mkdir(parents=True)
-        (path / "instruction.md").write_text(self.instruction + "\n", encoding="utf-8")
         for folder, files in ((WORKSPACE, self.files), ("tests", self.tests), ("solution", self.solution)):
             for name, text in files.items():
                 target = path / folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding="utf-8")
-        (path / "task.toml").write_text(_toml(self), encoding="utf-8")
+                target.write_bytes(text.encode())  # bytes: line ends stay as they are
+        (path / "instruction.md").write_bytes(f"{self.instruction}\n".encode())
+        (path / "task.toml").write_bytes(_toml(self).encode())
         return path
 
     @classmethod
     def from_harbor(cls, path: Path) -> Task:
         """Reads a Harbor directory. Raises ValueError that names what is missing or unfit."""
+        for entry in sorted(path.rglob("*")):
+            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+                raise ValueError(f"{entry}: links and devices have no place in a task")
         try:
-            settings = tomllib.loads((path / "task.toml").read_text(encoding="utf-8"))
-            instruction = (path / "instruction.md").read_text(encoding="utf-8").removesuffix("\n")
+            settings = tomllib.loads(_read_text(path / "task.toml"))
+            instruction = _read_text(path / "instruction.md").removesuffix("\n")
         except FileNotFoundError as error:
             raise ValueError(f"{path}: not a task directory: {Path(error.filename).name} is missing") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path / 'task.toml'}: {error}") from None
-        own = settings.get("metadata", {}).get("composer_nb")
-        if own is None or "source_scope" not in own:
-            raise ValueError(f"{path / 'task.toml'}: [metadata.composer_nb] must name source_scope and grader")
+        own = _own_table(path / "task.toml", settings)
         return _validated(
             str(path),
             {
@@ -101,26 +115,43 @@ class Task(BaseModel):
         )
 
 
+def _own_table(where: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = settings.get("metadata")
+    own = metadata.get("composer_nb") if isinstance(metadata, dict) else None
+    if not isinstance(own, dict) or "source_scope" not in own:
+        raise ValueError(f"{where}: [metadata.composer_nb] must name source_scope and grader")
+    if unknown := set(own) - _OWN_KEYS:
+        raise ValueError(f"{where}: [metadata.composer_nb] has unknown keys {sorted(unknown)}")
+    if own.get("runtime", RUNTIME) != RUNTIME:
+        raise ValueError(f"{where}: runtime {own['runtime']!r} is not {RUNTIME!r}, the only one that can be built here")
+    return own
+
+
 def _toml(task: Task) -> str:
-    quote = json.dumps  # a JSON string is a TOML basic string
-    facts = "".join(f"{quote(key)} = {quote(value)}\n" for key, value in sorted(task.metadata.items()))
+    facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
     return (
         'schema_version = "1.4"\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
         'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
-        f"[metadata.composer_nb]\nid = {quote(task.id)}\ngrader = {quote(task.grader)}\n"
-        f'runtime = "host-python"\nsource_scope = {quote(list(task.source_scope))}\n'
+        f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"
+        f'runtime = "{RUNTIME}"\nsource_scope = [{", ".join(map(_quote, task.source_scope))}]\n'
         f"\n[metadata.composer_nb.facts]\n{facts}"
     )
 
 
+def _quote(text: str) -> str:
+    """A TOML basic string: a JSON string, but for surrogate pairs and DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()  # bytes: line ends stay as they are
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
 def _read_tree(root: Path) -> dict[str, str]:
-    files = {}
-    for path in sorted(root.rglob("*")) if root.is_dir() else []:
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path}: links and devices have no place in a task")
-        if path.is_file():
-            files[path.relative_to(root).as_posix()] = path.read_text(encoding="utf-8")
-    return files
+    return {path.relative_to(root).as_posix(): _read_text(path) for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def _validated(where: str, values: Mapping[str, Any]) -> Task:
@@ -143,10 +174,11 @@ def save_tasks(tasks: Iterable[Task], path: Path) -> None:
 def load_tasks(path: Path) -> list[Task]:
     """Tasks of a JSON Lines file, a Harbor directory, or a folder of Harbor directories.
 
-    Raises ValueError that names the place when there is none or one is unfit, FileNotFoundError when nothing is there.
+    Raises ValueError that names the place when there is none, one is unfit or two share an id, FileNotFoundError when
+    nothing is there.
     """
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _read_text(path).removesuffix("\n").split("\n")  # JSON may hold what splitlines takes for a line's end
         tasks = [_validated(f"{path}:{number}", _json(path, number, line)) for number, line in enumerate(lines, 1)]
     elif (path / "task.toml").is_file():
         tasks = [Task.from_harbor(path)]
@@ -156,6 +188,9 @@ def load_tasks(path: Path) -> list[Task]:
         raise FileNotFoundError(f"{path}: no task file or folder here")
     if not tasks:
         raise ValueError(f"{path}: holds no task")
+    ids = Counter(task.id for task in tasks)
+    if twice := sorted(name for name, count in ids.items() if count > 1):
+        raise ValueError(f"{path}: several tasks are named {twice[0]!r}; figures are kept by id")
     return tasks
 
 

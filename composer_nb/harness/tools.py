@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from composer_nb.harness.functions import FunctionTest, parse_test_files
+from composer_nb.harness.functions import FunctionTest, is_test, parse_test_files
 from composer_nb.harness.sandbox import CallOutcome, CallRequest
 
 ErrorKind = Literal["InvalidArguments", "UnexpectedEnvironment", "ProviderError", "UserAborted", "Timeout"]
@@ -39,7 +39,6 @@ class Observation:
     """What a tool answered."""
 
     text: str
-    error: ErrorKind | None = None
     tests_passed: int | None = None
     """Visible tests passed, if the tool ran them."""
     tests_run: int | None = None
@@ -134,21 +133,29 @@ class ToolSet:
 
 
 def _read_file(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
-    lines = workspace.text(arguments["path"]).rstrip("\n").split("\n")
+    lines = _lines(workspace.text(arguments["path"]))
     return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(lines, 1)))
     yield  # a tool is a generator, also when it executes nothing
 
 
 def _edit_line(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
-    lines = workspace.text(arguments["path"]).split("\n")
+    before = workspace.text(arguments["path"])
+    lines, text = _lines(before), arguments["text"].strip()
     place = arguments["line"] - 1
-    if not 0 <= place < len(lines) or (place == len(lines) - 1 and not lines[place]):
+    if not 0 <= place < len(lines):
         raise ToolError("InvalidArguments", "no line")
+    if "\n" in text or "\r" in text:
+        raise ToolError("InvalidArguments", "one line")
     indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
-    lines[place] = indent + arguments["text"].strip()
-    workspace.files[arguments["path"]] = "\n".join(lines)
+    lines[place] = indent + text
+    workspace.files[arguments["path"]] = "\n".join(lines) + "\n" * before.endswith("\n")
     return Observation(text="ok")
     yield
+
+
+def _lines(text: str) -> list[str]:
+    """Lines of a file; the newline that ends the last one begins no other."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _run_tests(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
@@ -170,12 +177,10 @@ def _finish(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
 
 
 def test_request(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
-    """One fresh sandbox that calls what `tests` call: the code under test and the arguments, no expected values."""
-    targets = {(test.module, test.function) for test in tests}
-    if len(targets) != 1:
-        raise ValueError(f"tests of one task must call one function, these call {sorted(targets)}")
-    sources = {path: text for path, text in files.items() if not path.startswith("test_")}
-    [(module, function)] = targets
+    """One fresh sandbox that calls what `tests` (of one `parse_test_files`) call: the code under test and the arguments, no
+    expected values."""
+    [(module, function)] = {(test.module, test.function) for test in tests}
+    sources = {path: text for path, text in files.items() if not is_test(path)}
     return CallRequest(files=sources, module=module, function=function, arguments=tuple(t.arguments for t in tests))
 
 

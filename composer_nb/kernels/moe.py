@@ -33,7 +33,8 @@ def route(x_ND: Tensor, router_ED: Tensor, k: int, replay_NK: Tensor | None = No
     With `replay_NK` (int64) the experts are those given, the gates still come from the live scores, so that the router
     learns (R3, arXiv 2510.11370). Raises ValueError when the replayed experts do not fit the tokens.
     """
-    probs_NE = F.linear(x_ND, router_ED).float().softmax(-1)
+    logits_NE = F.linear(x_ND, router_ED).float()
+    probs_NE = logits_NE.softmax(-1)
     top = probs_NE.topk(k + 1 if k < probs_NE.shape[1] else k, dim=-1)
     margin_N = (top.values[:, k - 1] - top.values[:, k]) if k < probs_NE.shape[1] else top.values[:, k - 1]
     experts_NK = top.indices[:, :k]
@@ -41,8 +42,9 @@ def route(x_ND: Tensor, router_ED: Tensor, k: int, replay_NK: Tensor | None = No
         if replay_NK.shape != experts_NK.shape:
             raise ValueError(f"replayed routes are {tuple(replay_NK.shape)}, the tokens need {tuple(experts_NK.shape)}")
         experts_NK = replay_NK
-    chosen_NK = probs_NE.gather(1, experts_NK)
-    gates_NK = chosen_NK / chosen_NK.sum(-1, keepdim=True)
+    # A softmax over the chosen logits is the same as dividing their probabilities by their sum, but stays finite when
+    # replayed experts have lost all of theirs.
+    gates_NK = logits_NE.gather(1, experts_NK).softmax(-1)
     return Routing(experts_NK, gates_NK, margin_N.detach(), probs_NE)
 
 
@@ -72,8 +74,8 @@ def moe_reference(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: T
 
 
 def load_balance(routing: Routing) -> Tensor:
-    """Auxiliary loss of one layer, E · Σ_e f_e · P_e: 1 when experts are used evenly (Switch, arXiv 2101.03961, eq. 4,
-    with f counted over the K choices as in Qwen3-MoE, hence K at balance)."""
+    """Auxiliary loss of one layer, E · Σ_e f_e · P_e (Switch, arXiv 2101.03961, eq. 4, with f counted over the K choices as
+    in Qwen3-MoE): K when experts are used evenly, E when all tokens go to the same ones."""
     experts = routing.probs_NE.shape[1]
     counts_E = torch.bincount(routing.experts_NK.reshape(-1), minlength=experts).float()
     share_E = counts_E / max(1, routing.experts_NK.shape[0])

@@ -19,8 +19,9 @@ def cached_attention(q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tens
     """[N, Q, C], all float32: token n attends to positions 0..position_N[n] of cache row slot_N[n], where its own key already lies."""
     if q_NQC.device.type != "cpu":
         return cached_attention_reference(q_NQC, k_SGTC, v_SGTC, slot_N, position_N)
+    q_NQC = q_NQC.contiguous()
     out = torch.empty_like(q_NQC)
-    arrays = (x.numpy() for x in (q_NQC.contiguous(), k_SGTC, v_SGTC, slot_N, position_N, out))
+    arrays = (x.numpy() for x in (q_NQC, k_SGTC, v_SGTC, slot_N, position_N, out))
     _attend(*arrays)
     return out
 

@@ -26,12 +26,22 @@ _LAYER = {
     "moe_norm": "post_attention_layernorm.weight",
     "router": "mlp.gate.weight",
 }
+_FIXED = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+}
+"""What `Model` computes. A config.json that asks for something else is refused."""
 
 
 def to_hugging_face(model: Model) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names, in their present dtype."""
     c = model.config
-    tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
+    tensors: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
     if not c.tie_word_embeddings:
         tensors["lm_head.weight"] = model.head
     sizes = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
@@ -78,23 +88,19 @@ def from_hugging_face(model: Model, tensors: dict[str, Tensor]) -> None:
 def save_pretrained(
     model: Model, path: Path, *, dtype: torch.dtype = torch.bfloat16, tokenizer: Path | None = None
 ) -> None:
-    """Writes `path` as a Hugging Face checkpoint, atomically: an interrupted save leaves what was there before."""
-    part = path.with_name(path.name + ".part")
+    """Writes `path` as a Hugging Face checkpoint. No half-written one is ever there: what was there before is moved out of
+    the way when the new one is complete, and removed when that is in place."""
+    part, before = (path.with_name(path.name + ending) for ending in (".part", ".old.part"))
     shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)
     part.mkdir(parents=True)
     c = model.config
     config = {
         **c.to_dict(),
+        **_FIXED,
         "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
-        "norm_topk_prob": True,
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "intermediate_size": c.moe_intermediate_size,
         "router_aux_loss_coef": 0.001,
-        "use_sliding_window": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -102,31 +108,63 @@ def save_pretrained(
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         shutil.copyfile(tokenizer, part / "tokenizer.json")
-    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        os.replace(path, before)
     os.replace(part, path)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def load_pretrained(path: Path, *, dtype: torch.dtype = torch.float32) -> Model:
     """Reads a Qwen3-MoE checkpoint. Raises FileNotFoundError or ValueError that names the file and what is wrong."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: not a checkpoint, config.json is missing") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path / 'config.json'}: not JSON: {error}") from None
-    if config.get("model_type") != "qwen3_moe":
-        raise ValueError(f"{path}: model_type {config.get('model_type')!r} is not supported, only 'qwen3_moe'")
-    known = ModelConfig.__dataclass_fields__
-    model = Model(ModelConfig(**{name: value for name, value in config.items() if name in known}))
+    config = _read_config(path / "config.json")
+    with torch.device("meta"):  # no time and no random numbers for weights that are about to be overwritten
+        model = Model(config)
+    model.to_empty(device="cpu")
     from_hugging_face(model, _shards(path))
     return model.to(dtype)
+
+
+def _read_config(file: Path) -> ModelConfig:
+    """Reads a config.json under the names of any `transformers` release; nothing in it is guessed or ignored."""
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file.parent}: not a checkpoint, config.json is missing") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{file}: rope_parameters or rope_scaling of type {kind!r} is not supported, only 'default'")
+    absent = {
+        **_FIXED,
+        "model_type": None,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope.get("rope_theta", 10_000.0),
+        "head_dim": raw.get("hidden_size", 0) // raw.get("num_attention_heads", 1),
+        "qk_norm_gain": 1.0,
+    }
+    raw = {"num_experts": raw.get("num_local_experts"), **raw}
+    config = absent | {name: value for name, value in raw.items() if value is not None}
+    for name, value in _FIXED.items():
+        if config[name] != value:
+            raise ValueError(f"{file}: {name}={config[name]!r} is not supported, only {value!r}")
+    sizes = ModelConfig.__dataclass_fields__
+    if missing := [name for name in sizes if name not in config]:
+        raise ValueError(f"{file}: lacks {', '.join(missing)}")
+    return ModelConfig(**{name: config[name] for name in sizes})
 
 
 def _shards(path: Path) -> dict[str, Tensor]:
     index = path / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index}: this index is damaged ({error!r}); fetch or write it again") from None
     tensors: dict[str, Tensor] = {}
     for name in names:
         if not (path / name).is_file():

@@ -69,7 +69,9 @@ def read_corpus(code: str) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"]) if code == "stdlib" else Path(code).expanduser()
     if not root.is_dir():
         raise ValueError(f"data.code={code!r}: neither 'stdlib' nor a folder")
-    train, validation, names, digest = [], [], [], hashlib.sha256()
+    train: list[str] = []
+    validation: list[str] = []
+    names, digest = [], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if _SKIPPED & set(name.split("/")[:-1]):

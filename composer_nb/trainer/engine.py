@@ -58,7 +58,12 @@ class Engine:
     ) -> None:
         c = model.config
         if max_length > c.max_position_embeddings:
-            raise ValueError(f"max_length={max_length} exceeds the model's max_position_embeddings")
+            raise ValueError(
+                f"max_length={max_length} exceeds model.max_position_embeddings={c.max_position_embeddings}; "
+                "lower limits.tokens or raise it"
+            )
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
         self.model, self.stop, self.max_length = model, stop, max_length
         self.temperature, self.version = temperature, version
         self.random = torch.Generator().manual_seed(seed)
@@ -82,16 +87,30 @@ class Engine:
         return self._k.shape[1]
 
     def submit(self, request: Request) -> None:
-        slot = self._live.get(request.rollout)
-        if slot is None:
-            if not self._free:
-                raise RuntimeError(f"more than engine.slots={self.capacity} rollouts are alive")
-            slot = self._live[request.rollout] = _Slot(self._free.pop(), [])
-        needed = slot.length + len(slot.pending) + len(request.token_ids) + request.max_tokens
+        """Begins a turn. A request that is refused changes nothing."""
+        known = self._live.get(request.rollout)
+        if known is not None and not known.waiting:
+            raise ValueError(f"rollout {request.rollout} is in the middle of a turn already")
+        if known is None and not self._free:
+            raise RuntimeError(f"more than engine.slots={self.capacity} rollouts are alive")
+        pending = [*(known.pending if known else ()), *request.token_ids]
+        if not pending or request.max_tokens < 1:
+            raise ValueError(
+                f"rollout {request.rollout} has no token to go on from, or no room for one: "
+                f"{len(pending)} tokens, max_tokens={request.max_tokens}"
+            )
+        needed = (known.length if known else 0) + len(pending) + request.max_tokens
         if needed > self.max_length:
-            raise ValueError(f"the turn may reach {needed} tokens, past engine.max_length={self.max_length}")
-        slot.pending = [*slot.pending, *request.token_ids]
+            raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
+        slot = known or self._live.setdefault(request.rollout, self._new_slot())
+        slot.pending = pending
         slot.max_tokens, slot.sampled, slot.logprobs, slot.waiting = request.max_tokens, [], [], False
+
+    def _new_slot(self) -> _Slot:
+        slot = _Slot(self._free.pop(), [])
+        for record in (self._routes, self._gates, self._margins):
+            record[slot.index] = 0  # what is not forwarded is the same on every replay: nothing
+        return slot
 
     def step(self) -> list[Completion]:
         active = [(rollout, slot) for rollout, slot in sorted(self._live.items()) if not slot.waiting]
@@ -119,7 +138,12 @@ class Engine:
         return done
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Submits `requests`, runs until all their turns have ended, and returns them in the order of the requests."""
+        """Submits `requests`, runs until all their turns have ended, and returns them in the order of the requests.
+
+        Raises ValueError while turns that were submitted one by one are under way: their ends would be lost.
+        """
+        if busy := [rollout for rollout, slot in self._live.items() if not slot.waiting]:
+            raise ValueError(f"the turns of rollouts {busy} are under way; finish them with step()")
         for request in requests:
             self.submit(request)
         done: dict[int, Completion] = {}

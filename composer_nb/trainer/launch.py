@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,40 @@ def start_or_resume(
     _run_ranks(run, settings.ranks, say)
     seconds = time.perf_counter() - start
     say(f"the run is complete after {seconds:.0f} s: {run.path}")
+    return run
+
+
+BEFORE_RL = ("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
+
+
+def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
+    """A new run that takes over everything that `source` did before RL, with other settings from there on.
+
+    Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
+    """
+    known = from_dict(json.loads((source.path / "settings.json").read_text()))
+    used = ("seed", "data", "tokenizer", "model", "midtrain", "sft", "limits", "eval")
+    if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
+        raise ValueError(f"a fork can not change {', '.join(changed)}: the stages before RL depend on it")
+    finished = {stage: source.finished(stage) for stage in BEFORE_RL}
+    if missing := [stage for stage, info in finished.items() if info is None]:
+        raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
+    run = create(runs, name)
+    for folder in ("data", "weights", "rollouts"):
+        for item in (source.path / folder).iterdir():
+            if (
+                item.name.startswith("rl_")
+                or item.name in ("final", "before_final")
+                or item.name.startswith("eval_final")
+            ):
+                continue
+            copy = shutil.copytree if item.is_dir() else shutil.copyfile
+            copy(item, run.path / folder / item.name)
+    for stage, info in finished.items():
+        assert info is not None
+        run.finish(stage, info.pop("seconds"), info)
+    write_json(run.path / "settings.json", to_dict(settings))
+    write_json(run.path / "provenance.json", provenance() | {"forked_from": source.path.name})
     return run
 
 

@@ -11,17 +11,20 @@ advantage. PPO's clip guards the second minibatch of a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"]
+Kl = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """Switches; the defaults are the design's."""
 
-    ratio: Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"] = "ppo"
+    ratio: Ratio = "ppo"
     """How the importance ratio enters; see `policy_loss`."""
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -34,22 +37,33 @@ class LossSettings:
     std_norm: bool = False
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False
-    """GRPO's division by the rollout's length."""
+    """GRPO's division by the rollout's length. The denominator must then count rollouts instead of tokens."""
     beta: float = 0.0
     """Weight of the KL penalty to the frozen reference."""
-    kl: Literal["k1", "k2", "k3"] = "k1"
+    kl: Kl = "k1"
 
     def __post_init__(self) -> None:
         if self.beta < 0:
             raise ValueError("loss.beta must not be negative")
         if not 0 < self.clip_low < 1 or self.clip_high <= 0:
             raise ValueError("loss.clip_low must lie in 0..1 and loss.clip_high above 0")
+        if self.tis_cap <= 0 or self.icepop <= 1 or self.dppo <= 0:
+            raise ValueError("loss.tis_cap and loss.dppo must be above 0, loss.icepop above 1")
+        for name, choices in (("ratio", get_args(Ratio)), ("kl", get_args(Kl))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"loss.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
 
 def advantages(rewards_G: Tensor, std_norm: bool = False) -> Tensor:
-    """A_i = R_i − mean(R) over one group; with `std_norm` divided by the standard deviation (GRPO, arXiv 2402.03300)."""
-    centred = rewards_G - rewards_G.mean()
-    return centred / (rewards_G.std(correction=0) + 1e-6) if std_norm else centred
+    """A_i = R_i − mean(R) over one group; with `std_norm` divided by the standard deviation (GRPO, arXiv 2402.03300).
+
+    In float64, where float32 rewards that are equal have exactly their value as mean: rounding must not become a signal.
+    """
+    exact_G = rewards_G.double()
+    centred_G = exact_G - exact_G.mean()
+    if std_norm:
+        centred_G = centred_G / (exact_G.std(correction=0) + 1e-6)
+    return centred_G.to(rewards_G.dtype)
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
@@ -109,13 +123,12 @@ def policy_loss(
             weight_N = weight_N * keep_N
         term_N = -weight_N * advantage_N * logprob_N
     if settings.length_norm:
-        lengths = torch.bincount(rollout_N).float()
-        term_N = term_N * (lengths.mean() / lengths[rollout_N])
+        term_N = term_N / torch.bincount(rollout_N)[rollout_N]
     raw_N = log_ratio_N.detach()
     metrics = {
         "masked": float((1 - keep_N).sum()),
-        "ratio_off_20": float((raw_N.exp_().sub(1).abs() > 0.2).sum()),
-        "k3": float((torch.expm1(log_ratio_N.detach()) - log_ratio_N.detach()).sum()),
+        "ratio_off_20": float((raw_N.expm1().abs() > 0.2).sum()),
+        "k3": float((raw_N.expm1() - raw_N).sum()),
         "tokens": float(len(logprob_N)),
     }
     return term_N.sum() / denominator, metrics
@@ -124,6 +137,6 @@ def policy_loss(
 def _mean_by_rollout(values_N: Tensor, rollout_N: Tensor) -> Tensor:
     """Each token gets the mean of its rollout's values."""
     count = int(rollout_N.max()) + 1
-    total = torch.zeros(count, dtype=values_N.dtype).index_add(0, rollout_N, values_N)
+    total = values_N.new_zeros(count).index_add(0, rollout_N, values_N)
     lengths = torch.bincount(rollout_N, minlength=count).clamp_min(1)
     return (total / lengths)[rollout_N]

@@ -38,9 +38,28 @@ class ModelConfig:
     max_position_embeddings: int = 512
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = True
     qk_norm_gain: float = 1.6
     """Start value of the QK norms' weights (attention that begins sharper learns to copy sooner)."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the sizes that do not fit together."""
+        for name in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        for name in ("hidden_size", "moe_intermediate_size"):  # the grouped GEMM wants rows of whole 16 bytes, bf16 too
+            if getattr(self, name) < 8 or getattr(self, name) % 8:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be a multiple of 8")
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        if queries < 1 or queries % keys:
+            raise ValueError(
+                f"model.num_attention_heads={queries} must be a multiple of model.num_key_value_heads={keys}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"model.head_dim={self.head_dim} must be even")
+        k, experts = self.num_experts_per_tok, self.num_experts
+        if not 1 <= k <= experts:
+            raise ValueError(f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -72,12 +91,16 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.embed = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.3)
+        self._layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
         self._rope: Tensor | None = None
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for layer in self._layers if isinstance(layer, Layer)]
 
     @property
     def output_weight(self) -> Tensor:
@@ -88,6 +111,8 @@ class Model(nn.Module):
     ) -> tuple[Tensor, list[Routing]]:
         """Hidden states [N, D] after the final norm, and each layer's routing."""
         c = self.config
+        if replay_NLK is not None and replay_NLK.shape[1] != len(self.layers):
+            raise ValueError(f"replayed routes are of {replay_NLK.shape[1]} layers, the model has {len(self.layers)}")
         x_ND = F.embedding(token_ids_N, self.embed)
         rope_N = self._rope_table(x_ND.device)[position_N].to(x_ND.dtype)
         routings = []

@@ -12,8 +12,9 @@ from composer_nb.harness.execute import CachedExecutor
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.trainer.launch import die_with
 from composer_nb.trainer.ranks import Ranks, set_up_process
-from composer_nb.trainer.recipe import Stages, run_recipe
+from composer_nb.trainer.recipe import run_recipe
 from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.stages import Stages
 
 
 def main(arguments: list[str]) -> None:

@@ -1,0 +1,285 @@
+"""composer-nb: one subcommand a question.
+
+What a user can mend is one line on stderr and exit status 2; an interrupted run ends with 130; anything else is a bug and
+keeps its traceback. Heavy imports stand inside the subcommands, so that `composer-nb doctor` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+NOTEBOOK = "00_tour.ipynb"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    given = _parser().parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if not of_the_user(error):
+            raise
+        print(f"composer-nb: {error}", file=sys.stderr)
+        return getattr(error, "exit_status", 2)
+
+
+def of_the_user(error: Exception) -> bool:
+    """Whether an error says what the user can change. Its kind is compared by name, which spares importing torch."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return True
+    return bool(
+        names & {"ValueError", "FileNotFoundError", "SandboxUnavailable", "SandboxFailure", "RunFailed", "JobFailed"}
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="composer-nb", description="An open laboratory for training coding agents.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    tour = add("tour", _tour, "train a small coding agent from nothing, as a notebook that is run and kept")
+    _settings_option(tour)
+    tour.add_argument("--resume", action="store_true", help="go on with the newest run")
+    tour.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept (runs)")
+    tour.add_argument("--plain", action="store_true", help="the recipe alone, without the notebook")
+
+    report = add("report", _report, "what a run did")
+    report.add_argument("path", type=Path, metavar="RUN", help="a run directory, as runs/tour")
+    _json_option(report)
+
+    scored = add("eval", _eval, "score a policy on tasks")
+    scored.add_argument("--policy", required=True, metavar="DIR|scripted:NAME", help="a checkpoint, or scripted:expert")
+    scored.add_argument("--tasks", required=True, type=Path, metavar="PATH", help="a .jsonl file or task directories")
+    scored.add_argument("--samples", type=int, default=4, metavar="K", help="rollouts a task at temperature 1 (4)")
+    _settings_option(scored)
+    _json_option(scored)
+
+    _json_option(add("doctor", _doctor, "what this machine has, and what it lacks"))
+
+    sandbox = add("sandbox", _sandbox, "what the sandbox withstands")
+    sandbox.add_argument("action", choices=["check"])
+    sandbox.add_argument("--backend", default="bwrap")
+    _json_option(sandbox)
+
+    tasks = add("tasks", _tasks, "whether tasks are fit: the solution scores 1, the start 0, twice the same")
+    tasks.add_argument("action", choices=["check"])
+    tasks.add_argument("path", type=Path, metavar="PATH")
+    _json_option(tasks)
+
+    _json_option(add("bench", _bench, "measure this machine, in under a minute"))
+    return parser
+
+
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _settings_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting by its dotted name, as rl.steps=20; may be given again",
+    )
+
+
+def overrides(pairs: Sequence[str]) -> dict[str, str]:
+    """`["rl.steps=20"]` as a dictionary. Raises ValueError for one without `=`."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {pair!r}: write --set name=value, as --set rl.steps=20")
+        values[name] = value
+    return values
+
+
+def _console() -> Console:
+    """A terminal's width where there is one; wide enough for the tables where output is a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=130)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _tour(given: argparse.Namespace) -> int:
+    from composer_nb import jobs
+    from composer_nb.trainer.launch import start_or_resume
+    from composer_nb.trainer.report import table
+
+    console = _console()
+    run = _resumed(given) if given.resume else _started(given)
+    console.print(f"[dim]{run.path}[/]", soft_wrap=True)
+
+    def say(line: str) -> None:
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+        sys.stdout.flush()
+
+    try:
+        with jobs.terminate_as_interrupt():
+            if given.plain:
+                start_or_resume(run.path, say=say)
+            else:
+                jobs.run_notebook(_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=say)
+    except KeyboardInterrupt:
+        again = f" --runs {given.runs}" if given.runs != Path("runs") else ""
+        print(f"interrupted; go on with: composer-nb tour --resume{again}", file=sys.stderr)
+        return 130
+    found = _write(run)
+    console.print(table(found))
+    console.print("\nkept:")
+    for name in (*([] if given.plain else [NOTEBOOK]), "report.html", "report.json"):
+        console.print(f"  {given.runs / 'tour' / name}", soft_wrap=True)
+    return 0
+
+
+def _started(given: argparse.Namespace) -> Any:
+    """A new run directory that holds its settings from the start, so that it can be resumed whenever it is cut off."""
+    from composer_nb.config import Settings, override, to_dict
+    from composer_nb.trainer.rundir import create, provenance, write_json
+
+    settings = override(Settings(), overrides(given.set))
+    run = create(given.runs, "tour")
+    write_json(run.path / "settings.json", to_dict(settings))
+    write_json(run.path / "provenance.json", provenance())
+    return run
+
+
+def _resumed(given: argparse.Namespace) -> Any:
+    from composer_nb.trainer.report import open_run
+
+    if given.set:
+        raise ValueError("--resume goes on with the settings of the run; leave out --set, or start a new run")
+    return open_run(given.runs / "tour")
+
+
+def _notebook() -> Path:
+    path = Path(__file__).parents[1] / "notebooks" / NOTEBOOK
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: the notebooks come with a checkout; without one use composer-nb tour --plain")
+    return path
+
+
+def _write(run: Any) -> dict[str, Any]:
+    from composer_nb.trainer.report import write_report
+    from composer_nb.views.figures import pictures
+
+    return write_report(run, pictures(run))
+
+
+def _report(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.report import build_report, open_run, table
+
+    found = build_report(open_run(given.path))
+    if given.json:
+        _print_json(found)
+    else:
+        _console().print(table(found))
+    return 0
+
+
+def _eval(given: argparse.Namespace) -> int:
+    from composer_nb.commands import evaluate_policy
+    from composer_nb.trainer.report import score_table
+
+    if given.samples < 1:
+        raise ValueError(f"--samples {given.samples}: at least 1 is needed")
+    found = evaluate_policy(given.policy, given.tasks, given.samples, overrides(given.set))
+    if given.json:
+        _print_json(found)
+    else:
+        _console().print(score_table({given.policy: found}))
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from composer_nb import doctor
+
+    findings = doctor.diagnose()
+    if given.json:
+        _print_json([asdict(finding) for finding in findings])
+    else:
+        _console().print(doctor.as_table(findings))
+    return 0 if doctor.healthy(findings) else 1
+
+
+def _sandbox(given: argparse.Namespace) -> int:
+    from composer_nb.harness.sandbox_check import run_checks
+
+    found = run_checks(given.backend)
+    if given.json:
+        _print_json(found)
+    else:
+        rows = [
+            ("ok" if case["blocked"] else "NOT BLOCKED", case["id"], case["title"], case["detail"])
+            for case in found["cases"]
+        ]
+        _rows(rows, ("", "case", "what was tried", "what was seen"))
+    return 0 if all(case["blocked"] for case in found["cases"]) else 1
+
+
+def _tasks(given: argparse.Namespace) -> int:
+    from composer_nb.commands import check_tasks
+    from composer_nb.harness.sandbox import BwrapSandboxes
+    from composer_nb.harness.task import load_tasks
+
+    tasks = load_tasks(given.path)
+    with BwrapSandboxes() as sandboxes:
+        found = check_tasks(tasks, sandboxes)
+    unfit = [row for row in found if not row["ok"]]
+    if given.json:
+        _print_json({"tasks": found, "fit": len(found) - len(unfit), "unfit": len(unfit)})
+    else:
+        if unfit:
+            _rows([(row["id"], row["problem"]) for row in unfit], ("task", "what is wrong"))
+        print(f"{len(found) - len(unfit)} of {len(found)} tasks are fit")
+    return 1 if unfit else 0
+
+
+def _bench(given: argparse.Namespace) -> int:
+    from composer_nb.measure import markdown, measure
+
+    found = measure(say=lambda line: print(line, file=sys.stderr, flush=True))
+    if given.json:
+        _print_json(found)
+    else:
+        print(markdown(found))
+    return 0
+
+
+def _rows(rows: Sequence[Sequence[str]], head: Sequence[str]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    _console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The RL stage: the step of `rl.py` in a loop that measures, looks, saves and resumes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.task import Task, load_tasks
+from composer_nb.trainer.evaluate import evaluate_model
+from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.rl import (
+    Learner,
+    batch_metrics,
+    clocked,
+    ledger,
+    sample_groups,
+    score_groups,
+    shuffle_rewards,
+    to_stream,
+)
+from composer_nb.trainer.stages import Stages
+
+
+def reinforce(s: Stages) -> None:
+    """Reinforcement learning from `start`; publishes `final` and the version before it."""
+    with s.stage("rl") as info:
+        if info is None:
+            return
+        loop = RlLoop(s)
+        loop.run()
+        info |= {"seconds_before": loop.before, "versions": loop.version, "stopped_early": loop.stopped_early}
+        s.publish(loop.learner.model, "final")
+
+
+class RlLoop:
+    """The loop of `rl.py` with its state: where it stands, what it has measured, when it saves."""
+
+    def __init__(self, s: Stages) -> None:
+        self.s = s
+        settings = s.settings
+        model = s.load("start")
+        optimizer = FlatAdamW(model, published=torch.bfloat16)
+        reference = s.load("start") if settings.loss.beta else None
+        self.learner = Learner(model, optimizer, settings.loss, reference, settings.rl.replay)
+        tasks = load_tasks(s.run.path / "data" / "rl.jsonl")
+        Random(f"rl tasks {settings.seed} {settings.rl_seed}").shuffle(tasks)
+        self.tasks = tasks
+        self.step, self.before = 0, 0.0
+        if found := s.run.checkpoint("rl"):
+            self.step, state, self.before = found
+            optimizer.load(state)
+        self.pending: list[tuple[int, dict[str, Any]]] = []
+        self.ledgers: list[tuple[int, dict[str, int]]] = []
+        self.start = time.perf_counter()
+        self.stopped_early = False
+
+    @property
+    def version(self) -> int:
+        return self.step * self.s.settings.rl.minibatches
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self.start
+
+    @cached_property
+    def tune_tasks(self) -> list[Task]:
+        return load_tasks(self.s.run.path / "data" / "tune.jsonl")
+
+    def run(self) -> None:
+        """Steps until the last one, or until the time is up. Every rank decides the same."""
+        rl = self.s.settings.rl
+        while self.step < rl.steps:
+            self.s.publish(self.learner.model, "before_final")
+            if rl.max_seconds and max(self.s.ranks.gather(self.seconds)) > rl.max_seconds:
+                self.stopped_early = True
+                break
+            self.one_step()
+            last = self.step == rl.steps
+            if rl.evaluate_every and (self.step % rl.evaluate_every == 0 or last):
+                self._look()
+            if self.step % rl.checkpoint_every == 0 or last:
+                self._save()
+        self._save()
+
+    def one_step(self) -> None:
+        """Sample, grade, score, learn."""
+        s, rl = self.s, self.s.settings.rl
+        clock: dict[str, float] = {}
+        begin = at = time.perf_counter()
+        batch = self.tasks[self.step * rl.prompts : (self.step + 1) * rl.prompts]
+        engine = s.engine(
+            self.learner.model,
+            seed=(s.settings.seed * 101 + s.settings.rl_seed) * 10_007 + self.step,
+            version=self.version,
+        )
+        attempts, lost = sample_groups(engine, s.agent(), batch[s.ranks.rank :: s.ranks.world], rl.group, s.executor)
+        groups = score_groups(attempts, s.settings.reward, s.settings.loss)
+        if rl.shuffle_rewards:
+            groups = shuffle_rewards(groups, s.settings.loss, Random(f"shuffle {self.step} {s.ranks.rank}"))
+        self._store(groups)
+        at = clocked(clock, "sample_s", at)
+        mine = [to_stream(scored) for group in groups for scored in group if abs(scored.advantage) > 1e-6]
+        streams = [stream for part in s.ranks.gather(mine) for stream in part]
+        at = clocked(clock, "wait_s", at)
+        metrics = self._learn(streams)
+        at = clocked(clock, "train_s", at)
+        sums = s.ranks.sums({**batch_metrics(groups), "infra_errors": float(lost), **clock})
+        counts = s.ranks.gather(ledger(groups))
+        self.step += 1
+        self._note(metrics, sums, sum(counts, Counter()), time.perf_counter() - begin)
+
+    def _learn(self, streams: list[Any]) -> dict[str, float]:
+        rl = self.s.settings.rl
+        if not streams:
+            return {}
+        return self.learner.learn(
+            streams,
+            self.s.ranks,
+            Random(f"minibatches {self.s.settings.rl_seed} {self.step}"),
+            minibatches=rl.minibatches,
+            denominator=float(rl.prompts * rl.group * rl.tokens_per_rollout),
+            lr=rl.lr * min(1.0, (self.step + 1) / rl.warmup),
+            clip=rl.clip,
+            budget=rl.microbatch_tokens,
+        )
+
+    def _note(self, metrics: dict[str, float], sums: dict[str, float], counts: Counter[str], wall: float) -> None:
+        count = sums["samples"]
+        point = {
+            "reward": sums["reward"] / count,
+            "solved": sums["solved"] / count,
+            "best_of_group": sums["any_solved"] / sums["groups"],
+            "live_groups": sums["live_groups"] / sums["groups"],
+            "turns": sums["turns"] / count,
+            "tokens": sums["tokens"],
+            "sampled": sums["sampled"],
+            "samples": count,
+            "finished": sums["finished"] / count,
+            "invalid_call_rate": sums["invalid"] / max(1.0, sums["turns"]),
+            "flagged": sums["flagged"],
+            "infra_errors": sums["infra_errors"],
+            "version": self.version,
+            "staleness": 0,
+            **metrics,
+            "time": {
+                "wall_s": wall,
+                **{name: sums[name] / self.s.ranks.world for name in ("sample_s", "wait_s", "train_s")},
+            },
+        }
+        self.pending.append((self.step, point))
+        self.ledgers.append((self.step, dict(counts)))
+        if self.s.ranks.first:
+            self.s.run.log("rl", self.step, point)
+            if self.step % 5 == 0:
+                recent = [p["solved"] for _, p in self.pending[-5:]]
+                self.s.say(
+                    f"rl {self.step}/{self.s.settings.rl.steps}: solved {np.mean(recent):.3f}, "
+                    f"{point['turns']:.1f} calls, entropy {point.get('entropy', 0):.2f}, {self.seconds:.0f} s"
+                )
+
+    def _look(self) -> None:
+        """Scores the weights as they are on the tuning tasks."""
+        sampled = evaluate_model(self.s, self.learner.model, self.tune_tasks, 1, 1.0)
+        greedy = evaluate_model(self.s, self.learner.model, self.tune_tasks, 1, 0.0)
+        scores = {
+            "tune_pass_at_1": float(np.mean([done.grade.passed for done in sampled])),
+            "tune_greedy": float(np.mean([done.grade.passed for done in greedy])),
+        }
+        self.pending[-1][1].update(scores)
+        if self.s.ranks.first:
+            self.s.say(
+                f"rl {self.step}: on tuning tasks {scores['tune_pass_at_1']:.3f}, greedy {scores['tune_greedy']:.3f}"
+            )
+
+    def _save(self) -> None:
+        if self.s.ranks.first and self.pending:
+            state = self.learner.optimizer.state()
+            self.s.run.commit("rl", self.step, state, self.pending, self.ledgers, self.seconds)
+        self.pending, self.ledgers = [], []
+
+    def _store(self, groups: Sequence[Sequence[Any]]) -> None:
+        everyone = [scored for group in groups for scored in group]
+        save_attempts(
+            self.s.run.path / "rollouts" / f"rl_{self.step:05d}_{self.s.ranks.rank}.parquet",
+            [scored.attempt for scored in everyone],
+            {
+                "group": [place for place, group in enumerate(groups) for _ in group],
+                "reward": [scored.reward.total for scored in everyone],
+                "terms": [json.dumps(scored.reward.terms) for scored in everyone],
+                "advantage": [scored.advantage for scored in everyone],
+            },
+        )

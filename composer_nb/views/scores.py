@@ -1,0 +1,128 @@
+"""Scores side by side: policies on held-out tasks, by family, how they go about it, and the mismatch of engine and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from composer_nb.views import style
+from composer_nb.views.style import POLICY, Picture, as_share, key, title
+
+_NOT_YET = "no policy has been scored yet"
+
+
+def policies(report: Mapping[str, Any]) -> Picture:
+    """pass@1 and greedy with 95 % intervals over tasks, and best-of-k, of every policy."""
+    scores: Mapping[str, Any] = report.get("eval", {})
+    if not scores:
+        return style.empty(_NOT_YET)
+    picture = Picture(9.5, 3.4)
+    [ax] = picture.panels(1, 1)
+    kinds = (
+        ("pass_at_1", "ci95", "pass@1"),
+        ("pass_greedy", "ci95_greedy", "greedy"),
+        ("best_of_k", None, "best of k"),
+    )
+    width = 0.8 / len(scores)
+    for place, (name, score) in enumerate(scores.items()):
+        at = np.arange(len(kinds)) + (place - (len(scores) - 1) / 2) * width
+        heights = [score[kind] for kind, _, _ in kinds]
+        ax.bar(at, heights, width * 0.92, color=POLICY.get(name, style.PURPLE), label=name)
+        for x, (kind, interval, _) in zip(at, kinds, strict=True):
+            top = score[kind]
+            if interval:
+                low, high = score[interval]
+                ax.plot([x, x], [low, high], color=style.INK, linewidth=1.2)
+                top = high
+            ax.text(x, top + 0.015, f"{score[kind]:.2f}", ha="center", fontsize=8, color=style.INK)
+    counts = {name: score["n_tasks"] for name, score in scores.items()}
+    k = max(score["k"] for score in scores.values())
+    ax.set_xticks(range(len(kinds)), [label if kind != "best_of_k" else f"best of {k}" for kind, _, label in kinds])
+    as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
+    title(ax, f"solved, on {max(counts.values())} held-out tasks", "", "share of tasks")
+    key(ax, ncols=len(scores), loc="upper left")
+    return picture
+
+
+def families(report: Mapping[str, Any]) -> Picture:
+    """pass@1 by family of program: where each policy stands on one line a family."""
+    scores = {name: s for name, s in report.get("eval", {}).items() if name != "base"}
+    if not scores:
+        return style.empty(_NOT_YET)
+    names = sorted({family for s in scores.values() for family in s["by_family"]})
+    picture = Picture(7.5, 0.9 + 0.42 * len(names))
+    [ax] = picture.panels(1, 1)
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", color=style.PALE)
+    for place, family in enumerate(names):
+        found = [s["by_family"][family] for s in scores.values() if family in s["by_family"]]
+        ax.plot([min(found), max(found)], [place, place], color=style.PALE, linewidth=3, zorder=1)
+    markers = dict(zip(scores, "sDo^v", strict=False))
+    for name, score in scores.items():
+        points = [
+            (score["by_family"][family], place) for place, family in enumerate(names) if family in score["by_family"]
+        ]
+        color = POLICY.get(name, style.PURPLE)
+        ax.plot(*zip(*points, strict=True), markers.get(name, "o"), color=color, markersize=7.5, label=name, alpha=0.9)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.set_xlim(-0.03, 1.03)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    title(ax, "pass@1 by family of program", "share of attempts solved")
+    key(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return picture
+
+
+_BEHAVIOUR = {
+    "tool_calls_per_task": ("tool calls a task", "{:.1f}"),
+    "sampled_per_task": ("tokens written a task", "{:.0f}"),
+    "invalid_call_rate": ("invalid calls", "{:.1%}"),
+    "finishes": ("finishes by itself", "{:.0%}"),
+    "runs_tests": ("runs the tests", "{:.0%}"),
+    "retries_after_failed_test": ("edits again after a failed test", "{:.0%}"),
+}
+
+
+def behaviour(report: Mapping[str, Any]) -> Picture:
+    """How policies go about a task, one small panel a habit."""
+    scores = report.get("eval", {})
+    if not scores:
+        return style.empty(_NOT_YET)
+    picture = Picture(9.5, 4.2)
+    for ax, (name, (text, form)) in zip(picture.panels(2, 3), _BEHAVIOUR.items(), strict=True):
+        values = [score[name] for score in scores.values()]
+        ax.bar(range(len(values)), values, 0.7, color=[POLICY.get(p, style.PURPLE) for p in scores])
+        for x, value in enumerate(values):
+            ax.text(x, value, form.format(value), ha="center", va="bottom", fontsize=8.5, color=style.INK)
+        ax.set_xticks(range(len(values)), list(scores), fontsize=8)
+        ax.set_ylim(0, max(*values, 1e-9) * 1.2 if "%" not in form else 1.15)
+        ax.set_yticks([])
+        ax.spines["left"].set_visible(False)
+        title(ax, text)
+    return picture
+
+
+def mismatch(report: Mapping[str, Any]) -> Picture:
+    """|Δ log p| between a bf16 engine and the trainer, with the trainer's own routes and with the engine's replayed."""
+    replay = report.get("replay")
+    if not replay:
+        return style.empty("the mismatch has not been measured yet")
+    picture = Picture(7.0, 2.9)
+    [ax] = picture.panels(1, 1)
+    kinds = {"logprob_gap_p50": "median of |Δ log p|", "logprob_gap_p99": "99th percentile of |Δ log p|", "k3": "k3"}
+    for place, (name, color, label) in enumerate(
+        (("off", style.VERMILION, "own routes"), ("on", style.BLUE, "engine's routes replayed"))
+    ):
+        at = np.arange(len(kinds)) + (place - 0.5) * 0.38
+        values = [replay[name][kind] for kind in kinds]
+        ax.bar(at, values, 0.36, color=color, label=label)
+        for x, value in zip(at, values, strict=True):
+            ax.text(x, value * 1.12, f"{value:.1e}", ha="center", fontsize=8, color=style.INK)
+    ax.set_yscale("log")
+    ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 4)
+    ax.set_xticks(range(len(kinds)), list(kinds.values()))
+    title(ax, f"engine in bf16 against trainer in fp32, {replay['tokens']:,} tokens", "", "nats")
+    key(ax)
+    return picture

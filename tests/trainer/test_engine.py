@@ -1,0 +1,352 @@
+"""The engine: what it samples, what it records of it, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.agent import drive
+from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.model import Model, ModelConfig, PackedRows
+
+NEVER = frozenset[int]()
+
+
+def ask(rollout: int, ids: list[int], max_tokens: int = 8) -> Request:
+    return Request(rollout=rollout, token_ids=ids, max_tokens=max_tokens)
+
+
+def full_forward(model: Model, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probability of each token but the first; experts [T, L, K] and gates of every token but the last."""
+    tokens = torch.from_numpy(ids).long()
+    with torch.no_grad():
+        logits, routes = model(tokens[None, :-1])
+        packed = PackedRows.of_lengths([len(ids) - 1], model.config)
+        _, routings = model.trunk(tokens[:-1], packed.position_N, packed.attend)
+        gates = torch.stack([routing.gates_NK for routing in routings], 1)
+    logprob = logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return logprob.numpy(), routes[0].numpy(), gates.numpy()
+
+
+# Sampling is the model's own distribution
+
+
+def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model, converse):
+    model = make_model(3)
+    attempts = converse(Engine(model, stop=frozenset({7}), slots=12, max_length=96), 12)
+    assert len({len(done.rollout.segments[0].token_ids) for done in attempts}) > 1, "rollouts of several lengths"
+    for done in attempts:
+        [segment] = done.rollout.segments
+        logprob, routes, gates = full_forward(model, segment.token_ids)
+        acted = segment.acted[1:]
+        assert acted.sum() > 3
+        np.testing.assert_allclose(segment.logprob[1:][acted], logprob[acted], atol=3e-5)
+        trace = segment.trace
+        assert trace.routes.shape == (len(segment.token_ids), 2, 2) and trace.routes.dtype == np.uint8
+        np.testing.assert_array_equal(trace.routes[:-1], routes)
+        np.testing.assert_allclose(trace.gates[:-1], gates, atol=3e-5)
+        assert (trace.margins[:-1] > 0).all()
+        assert trace.route_valid[:-1].all() and not trace.route_valid[-1], "the last token was never forwarded"
+
+
+def test_greedy_turns_are_the_most_probable_tokens(make_model):
+    model = make_model(4)
+    engine = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+    prompt = [3, 9, 27]
+    [turn] = engine.generate([ask(0, prompt, 20)])
+    ids, logprobs = list(prompt), []
+    for _ in range(20):
+        with torch.no_grad():
+            scores = model(torch.tensor([ids]))[0][0, -1].log_softmax(-1)
+        ids.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+    assert turn.token_ids == ids[3:]
+    np.testing.assert_allclose(turn.logprobs, logprobs, atol=3e-5)
+    again = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0, seed=5)
+    assert again.generate([ask(0, prompt, 20)]) == [turn], "greedy has no use for a seed"
+
+
+def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(make_model):
+    model = make_model(4)
+    prompts = [[i, i + 3, 2 * i][: 1 + i % 3] for i in range(1, 9)]
+    together = Engine(model, stop=frozenset({11}), slots=8, max_length=60, temperature=0.0)
+    turns = together.generate([ask(i, prompt, 12) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        alone = Engine(model, stop=frozenset({11}), slots=3, max_length=60, temperature=0.0)
+        [turn] = alone.generate([ask(5, prompt, 12)])
+        assert turn.token_ids == turns[i].token_ids
+        np.testing.assert_allclose(turn.logprobs, turns[i].logprobs, atol=3e-5)
+        np.testing.assert_array_equal(alone.release(5).routes[:-1], together.release(i).routes[:-1])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_samples_follow_the_softmax_at_the_temperature(make_model, temperature: float):
+    model = make_model(6, vocab_size=7)
+    with torch.no_grad():
+        model.final_norm.mul_(0.15)
+    engine = Engine(model, stop=NEVER, slots=64, max_length=8, temperature=temperature, seed=3)
+    with torch.no_grad():
+        wanted = (model(torch.tensor([[1, 4]]))[0][0, -1] / temperature).log_softmax(-1)
+    counts = np.zeros(7)
+    for _ in range(60):
+        turns = engine.generate([ask(i, [1, 4], 1) for i in range(64)])
+        for i, turn in enumerate(turns):
+            [token] = turn.token_ids
+            counts[token] += 1
+            assert turn.logprobs[0] == pytest.approx(float(wanted[token]), abs=3e-5)
+            engine.release(i)
+    expected = wanted.exp().numpy() * counts.sum()
+    assert (expected > 5).sum() >= 4, "the distribution is spread"
+    chi = ((counts - expected) ** 2 / expected)[expected > 5].sum()
+    assert chi < 22.5, "99.9 % of chi-square with six degrees of freedom lies below"
+
+
+def test_the_same_seed_gives_the_same_and_another_seed_another_conversation(make_model, converse):
+    model = make_model(3)
+
+    def tokens(seed: int) -> list[list[int]]:
+        engine = Engine(model, stop=frozenset({7}), slots=4, max_length=96, seed=seed)
+        return [done.rollout.segments[0].token_ids.tolist() for done in converse(engine, 4)]
+
+    assert tokens(1) == tokens(1) != tokens(2)
+
+
+def test_a_bf16_model_is_sampled_with_its_own_rounding(make_model, converse):
+    model = make_model(3)
+    engine = Engine(make_model(3).to(torch.bfloat16), stop=NEVER, slots=6, max_length=96)
+    gaps = []
+    for done in converse(engine, 6):
+        [segment] = done.rollout.segments
+        logprob, *_ = full_forward(model, segment.token_ids)
+        gaps.append((segment.logprob[1:] - logprob)[segment.acted[1:]])
+    worst = np.abs(np.concatenate(gaps)).max()
+    assert 1e-3 < worst < 3.0
+
+
+# Continuous batching
+
+
+def agent(rollout: int, engine: Engine, turns: int) -> Generator[Request, Completion, tuple[list[int], Trace]]:
+    random, ids = np.random.default_rng(rollout), []
+    for _ in range(turns):
+        news = random.integers(0, 61, random.integers(1, 6)).tolist()
+        completion = yield ask(rollout, news, 6)
+        ids += [*news, *completion.token_ids]
+    return ids, engine.release(rollout)
+
+
+class NoSandbox:
+    def run(self, requests):
+        raise AssertionError("these agents use no sandbox")
+
+
+@pytest.mark.parametrize("slots", [1, 3, 50])
+def test_more_rollouts_than_slots_come_out_as_if_each_were_alone(make_model, slots: int):
+    model = make_model(4)
+
+    def play(slots: int, rollouts: list[int]) -> dict[int, tuple[list[int], Trace]]:
+        engine = Engine(model, stop=frozenset({5, 11}), slots=slots, max_length=60, temperature=0.0)
+        runs = (agent(rollout, engine, 1 + rollout % 4) for rollout in rollouts)
+        done = dict(drive(runs, engine, NoSandbox()))
+        assert len(engine._free) == slots and not engine._live, "every slot comes back"
+        return done
+
+    together = play(slots, list(range(11)))
+    assert sorted(together) == list(range(11))
+    for rollout, (ids, trace) in together.items():
+        [(alone, alone_trace)] = play(1, [rollout]).values()
+        assert ids == alone
+        assert len(trace.route_valid) == len(ids)
+        np.testing.assert_array_equal(trace.routes, alone_trace.routes)
+        np.testing.assert_allclose(trace.gates, alone_trace.gates, atol=3e-5)
+
+
+def test_new_requests_join_while_others_are_in_the_middle_of_a_turn(make_model):
+    model = make_model(4)
+    engine = Engine(model, stop=NEVER, slots=2, max_length=40, temperature=0.0)
+    engine.submit(ask(0, [1, 2], 6))
+    for _ in range(3):
+        assert engine.step() == []
+    engine.submit(ask(1, [8, 8, 8], 3))
+    finished = [[turn.rollout for turn in engine.step()] for _ in range(3)]
+    assert finished == [[], [], [0, 1]]
+    assert engine.step() == [], "nothing is left to do"
+    assert engine.sampled == 9 and engine.forwarded == (2 + 5) + (3 + 2)
+
+
+def test_a_slot_that_is_used_again_remembers_nothing(make_model):
+    model = make_model(4)
+    engine = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+    engine.generate([ask(0, [9] * 20, 20)])
+    engine.release(0)
+    fresh = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+    assert engine.generate([ask(1, [1, 2, 3])])[0].token_ids == fresh.generate([ask(1, [1, 2, 3])])[0].token_ids
+    used, new = engine.release(1), fresh.release(1)
+    for name in ("routes", "gates", "margins", "route_valid"):
+        np.testing.assert_array_equal(getattr(used, name), getattr(new, name), err_msg=name)
+
+
+# Where turns end
+
+
+def test_turns_end_at_a_stop_token_or_when_they_are_long_enough(make_model):
+    model = make_model(3)
+    engine = Engine(model, stop=frozenset({1, 2, 3, 4, 5, 6, 7, 8}), slots=40, max_length=60, version=9)
+    turns = engine.generate([ask(i, [i], 7) for i in range(40)])
+    ended = {len(turn.token_ids) for turn in turns}
+    assert 7 in ended and min(ended) < 7
+    for turn in turns:
+        *inner, last = turn.token_ids
+        assert not set(inner) & engine.stop
+        assert last in engine.stop or len(turn.token_ids) == 7
+        assert len(turn.logprobs) == len(turn.policy_versions) == len(turn.token_ids)
+        assert set(turn.policy_versions) == {9} and all(logprob <= 0 for logprob in turn.logprobs)
+
+
+def test_a_turn_that_was_cut_goes_on_without_news(make_model):
+    model = make_model(4)
+    whole = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0).generate([ask(0, [1, 2], 10)])[0]
+    engine = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+    pieces = [engine.generate([ask(0, news, 5)])[0].token_ids for news in ([1, 2], [])]
+    assert sum(pieces, []) == whole.token_ids
+
+
+def test_generate_keeps_the_order_of_the_requests(make_model):
+    engine = Engine(make_model(3), stop=frozenset(range(20)), slots=4, max_length=40)
+    turns = engine.generate([ask(name, [1], 9) for name in (30, 10, 40, 20)])
+    assert [turn.rollout for turn in turns] == [30, 10, 40, 20]
+    assert engine.generate([]) == []
+
+
+# What is refused, and that a refusal changes nothing
+
+
+def test_a_turn_that_can_not_fit_is_refused_and_leaves_no_trace(make_model):
+    model = make_model(4)
+    engine = Engine(model, stop=NEVER, slots=2, max_length=20, temperature=0.0)
+    with pytest.raises(ValueError, match="may reach 21 tokens, past .*20"):
+        engine.submit(ask(0, [1] * 13, 8))
+    assert engine.step() == [] and not engine._live and len(engine._free) == 2
+    [turn] = engine.generate([ask(0, [1] * 12, 8)])
+    assert len(turn.token_ids) == 8, "exactly as long as it may be"
+    with pytest.raises(ValueError, match="may reach 22 tokens"):
+        engine.submit(ask(0, [1], 1))
+    assert engine.step() == []
+    assert len(engine.release(0).route_valid) == 20
+
+
+@pytest.mark.parametrize("room", [0, -3])
+def test_a_turn_without_room_is_refused(make_model, room: int):
+    engine = Engine(make_model(4), stop=NEVER, slots=1, max_length=20)
+    with pytest.raises(ValueError, match="max_tokens"):
+        engine.submit(ask(0, [1] * (20 - room), room))
+    assert engine.step() == []
+
+
+def test_a_rollout_must_begin_with_a_token(make_model):
+    engine = Engine(make_model(4), stop=NEVER, slots=2, max_length=20)
+    with pytest.raises(ValueError, match="no token"):
+        engine.submit(ask(0, []))
+    assert engine.step() == []
+
+
+def test_a_rollout_has_one_turn_at_a_time(make_model):
+    engine = Engine(make_model(4), stop=NEVER, slots=2, max_length=40)
+    engine.submit(ask(0, [1, 2]))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="rollout 0 .*turn"):
+            engine.submit(ask(0, [3]))
+        engine.step()
+    with pytest.raises(ValueError, match=r"rollouts \[0\] are under way"):
+        engine.generate([ask(1, [1])])
+    while not engine.step():
+        pass
+    with pytest.raises(ValueError, match="rollout 1 .*turn"):
+        engine.generate([ask(1, [1]), ask(1, [1])])
+
+
+def test_more_rollouts_alive_than_slots_are_refused_until_one_is_released(make_model):
+    engine = Engine(make_model(4), stop=NEVER, slots=2, max_length=40)
+    assert engine.capacity == 2
+    engine.generate([ask(0, [1], 2), ask(1, [1], 2)])
+    with pytest.raises(RuntimeError, match="engine.slots=2"):
+        engine.submit(ask(2, [1], 2))
+    engine.release(0)
+    engine.generate([ask(2, [1], 2)])
+
+
+def test_settings_that_can_not_work_are_refused(make_model):
+    with pytest.raises(ValueError, match="max_length=97 .*max_position_embeddings=96"):
+        Engine(make_model(0), stop=NEVER, max_length=97)
+    with pytest.raises(ValueError, match="temperature"):
+        Engine(make_model(0), stop=NEVER, max_length=20, temperature=-1.0)
+
+
+def test_more_experts_than_a_byte_can_name_are_refused(make_model):
+    with pytest.raises(ValueError, match="at most 256 experts"):
+        Engine(make_model(0, num_experts=257), stop=NEVER, max_length=20)
+
+
+# What is recorded
+
+
+def test_a_rollout_that_is_released_in_the_middle_says_which_routes_are_real(make_model):
+    engine = Engine(make_model(4), stop=NEVER, slots=1, max_length=40)
+    engine.submit(ask(0, [1, 2, 3], 9))
+    engine.step()
+    assert engine.release(0).route_valid.tolist() == [True] * 3 + [False]
+    engine.submit(ask(1, [1, 2, 3], 9))
+    trace = engine.release(1)
+    assert trace.route_valid.tolist() == [False] * 3
+    assert not trace.routes.any() and not trace.gates.any(), "nothing of an earlier rollout shows through"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=12))
+def test_any_order_of_turns_keeps_the_books(plan: list[tuple[int, int, int]]):
+    engine, alive, forwarded = ENGINE, {}, 0
+    before = engine.forwarded
+    for rollout, news, room in plan:
+        length = alive.get(rollout, 0)
+        if length + news + room > engine.max_length:
+            assert len(engine.release(rollout).route_valid) == alive.pop(rollout)
+            length = 0
+        [turn] = engine.generate([ask(rollout, [1] * news, room)])
+        assert 1 <= len(turn.token_ids) <= room
+        forwarded += news + len(turn.token_ids) - 1 + (length > 0)
+        alive[rollout] = length + news + len(turn.token_ids)
+    assert engine.forwarded - before == forwarded
+    for rollout, length in alive.items():
+        trace = engine.release(rollout)
+        assert trace.route_valid.tolist() == [True] * (length - 1) + [False]
+        np.testing.assert_allclose(trace.gates[:-1].sum(-1), 1, atol=1e-5)
+        assert all(len(set(pair)) == 2 for pair in trace.routes[:-1].reshape(-1, 2).tolist())
+    assert len(engine._free) == 4
+
+
+def _engine() -> Engine:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 1, "moe_intermediate_size": 8, "head_dim": 4}
+    return Engine(Model(ModelConfig(**sizes)), stop=frozenset({0}), slots=4, max_length=24)
+
+
+ENGINE = _engine()
+
+
+def test_pairs_of_temperature_and_seed_are_reproducible(make_model):
+    model = make_model(3)
+    for temperature, seed in product((1.0, 0.7), (0, 1)):
+        turns = [
+            Engine(model, stop=NEVER, slots=2, max_length=30, temperature=temperature, seed=seed).generate(
+                [ask(0, [1]), ask(1, [2])]
+            )
+            for _ in range(2)
+        ]
+        assert turns[0] == turns[1]
