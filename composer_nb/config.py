@@ -30,8 +30,8 @@ class DataSettings:
     """Clean demonstrations for mid-training, each on a task of its own."""
     mistaken_demonstrations: int = 3072
     """Demonstrations with mistakes for the policy that RL starts from."""
-    rl_tasks: int = 2560
-    heldout_tasks: int = 480
+    rl_tasks: int = 1536
+    heldout_tasks: int = 440
     tune_tasks: int = 96
     """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
     mistake_rate: float = 0.5
@@ -76,26 +76,25 @@ class SftSettings:
     tokens: int = 2048
     lr: float = 4e-4
     clip: float = 1.0
-    control_steps: int = 0
-    """Control: instead of RL, so many further steps on all demonstrations, from the mid-trained policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 120
+    steps: int = 90
     prompts: int = 16
     """Tasks a step."""
     group: int = 8
     """Rollouts a task."""
     minibatches: int = 2
     """Optimiser steps a batch."""
-    lr: float = 4e-4
+    lr: float = 5e-4
+    """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
     warmup: int = 3
     clip: float = 1.0
     checkpoint_every: int = 10
-    evaluate_every: int = 20
+    evaluate_every: int = 30
     """Steps between looks at the tuning tasks; 0 for none."""
     microbatch_tokens: int = 4096
     tokens_per_rollout: int = 64
@@ -126,6 +125,8 @@ class Settings:
     seed: int = 0
     rl_seed: int = 0
     """Seed of RL alone, so that several RL runs can share one mid-training."""
+    control_steps: int = 0
+    """Control: instead of RL, so many steps on all demonstrations from the mid-trained policy."""
     ranks: int = 2
     """Processes, one thread each."""
     data: DataSettings = field(default_factory=DataSettings)

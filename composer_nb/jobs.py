@@ -15,6 +15,7 @@ import builtins
 import ctypes
 import difflib
 import json
+import logging
 import os
 import signal
 import time
@@ -54,6 +55,7 @@ def run_notebook(
     values = check_parameters(source, parameters or {})
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns when the disk is slow
     papermill_io.register(f"{output.parent}/", _AtomicHandler())
     record: dict[str, Any] = {
         "notebook": source.name,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from composer_nb.harness.agent import Agent, drive
 from composer_nb.harness.attempt import Attempt, attempt
 from composer_nb.harness.execute import Executor
 from composer_nb.harness.policy import Policy
+from composer_nb.harness.rollout import Turn
 from composer_nb.harness.task import Task
 
 
@@ -29,63 +31,62 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt], seed: int =
 
     pass_at_1 is the mean over tasks of the share solved; best_of_k the share of tasks that any of the k solved; ci95 a
     bootstrap over tasks of pass_at_1 (2,000 resamples), ci95_greedy likewise. Attempts lost to the infrastructure count
-    neither as solved nor as tried.
+    neither as solved nor as tried. Raises ValueError when no other is left.
     """
-    by_task: dict[str, list[float]] = {}
-    for done in sampled:
-        scores = by_task.setdefault(done.task.id, [])
-        if done.grade.status == "graded":
-            scores.append(float(done.grade.passed))
-    scored = {task: scores for task, scores in by_task.items() if scores}
-    means = np.array([np.mean(scores) for scores in scored.values()])
+    graded = [done for done in sampled if done.grade.status == "graded"]
     singles = np.array([float(done.grade.passed) for done in greedy if done.grade.status == "graded"])
-    k = max((len(scores) for scores in scored.values()), default=0)
-    families = sorted({done.task.metadata.get("family", "all") for done in sampled})
+    if not graded or not len(singles):
+        raise ValueError("no attempt has a grade, so there is nothing to sum up; run `composer-nb doctor`")
+    by_task = _scores(graded, lambda done: done.task.id)
+    means = np.array([np.mean(scores) for scores in by_task.values()])
+    by_family = _scores(graded, lambda done: done.task.metadata.get("family", "all"))
     return {
         "pass_at_1": float(means.mean()),
         "ci95": _bootstrap(means, seed),
         "pass_greedy": float(singles.mean()),
         "ci95_greedy": _bootstrap(singles, seed),
-        "best_of_k": float(np.mean([max(scores) for scores in scored.values()])),
-        "k": k,
-        "n_tasks": len(scored),
+        "best_of_k": float(np.mean([max(scores) for scores in by_task.values()])),
+        "k": max(len(scores) for scores in by_task.values()),
+        "n_tasks": len(by_task),
         "infra_errors": sum(done.grade.status != "graded" for done in (*sampled, *greedy)),
-        **behaviour(sampled),
-        "by_family": {
-            family: float(np.mean([d.grade.passed for d in sampled if d.task.metadata.get("family", "all") == family]))
-            for family in families
-        },
+        **behaviour(graded),
+        "by_family": {family: float(np.mean(by_family[family])) for family in sorted(by_family)},
     }
 
 
+def _scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str, list[float]]:
+    scores: dict[str, list[float]] = {}
+    for done in graded:
+        scores.setdefault(key(done), []).append(float(done.grade.passed))
+    return scores
+
+
 def behaviour(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """How a policy goes about it: means over attempts."""
+    """How a policy goes about it: means over attempts. retries_after_failed_test is, of those who edited and then failed
+    the tests, the share that edited again (0 where there are none)."""
     rollouts = [done.rollout for done in attempts]
     calls = sum(len(rollout.turns) for rollout in rollouts)
-    failed = [rollout for rollout in rollouts if any(_failed(turn) for turn in rollout.turns)]
+    retried = [again for rollout in rollouts if (again := _retried(rollout.turns)) is not None]
     return {
         "tokens_per_task": float(np.mean([rollout.tokens for rollout in rollouts])),
         "sampled_per_task": float(np.mean([rollout.sampled for rollout in rollouts])),
         "tool_calls_per_task": calls / len(rollouts),
         "invalid_call_rate": sum(rollout.invalid_calls for rollout in rollouts) / max(1, calls),
         "runs_tests": float(np.mean([any(turn.tests_run for turn in rollout.turns) for rollout in rollouts])),
-        "retries_after_failed_test": float(np.mean([_retried(rollout.turns) for rollout in failed])) if failed else 0.0,
+        "retries_after_failed_test": float(np.mean(retried)) if retried else 0.0,
         "finishes": float(np.mean([rollout.stop == "finished" for rollout in rollouts])),
     }
 
 
-def _failed(turn: Any) -> bool:
-    return turn.tests_run is not None and turn.tests_passed < turn.tests_run
-
-
-def _retried(turns: Sequence[Any]) -> bool:
-    """Whether an edit that was followed by a failed test was followed by another edit."""
+def _retried(turns: Sequence[Turn]) -> bool | None:
+    """Whether an edit followed a failed test of an earlier edit, or None where no edit failed its test."""
     edits = [place for place, turn in enumerate(turns) if '"edit_line"' in turn.call and turn.error is None]
-    failures = [place for place, turn in enumerate(turns) if _failed(turn)]
-    return any(any(a < f < b for a in edits for b in edits) for f in failures)
+    failures = [place for place, turn in enumerate(turns) if (turn.tests_passed or 0) < (turn.tests_run or 0)]
+    failures = [place for place in failures if edits and place > edits[0]]
+    return any(edit > failures[0] for edit in edits) if failures else None
 
 
-def _bootstrap(values: np.ndarray, seed: int) -> list[float]:
+def _bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
     random = np.random.default_rng(seed)
     means = random.choice(values, (2000, len(values))).mean(1)
     return [float(x) for x in np.quantile(means, [0.025, 0.975])]

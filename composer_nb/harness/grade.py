@@ -35,15 +35,14 @@ class Grade:
 
 def grading(task: Task, files: Mapping[str, str]) -> Generator[CallRequest, tuple[CallOutcome, ...], Grade]:
     """Yields the one execution that a grade needs and returns the grade."""
-    pristine = dict(task.files)
-    changed = {path for path in {*files, *pristine} if files.get(path) != pristine.get(path)}
-    for path in changed & set(task.source_scope):
+    changed = {path for path in {*files, *task.files} if files.get(path) != task.files.get(path)}
+    graded = dict(task.files)
+    for path in task.source_scope:
+        graded.pop(path, None)
         if path in files:
-            pristine[path] = files[path]
-        else:
-            del pristine[path]
+            graded[path] = files[path]
     tests = parse_test_files(task.tests)
-    outcomes = yield test_request(pristine, tests)
+    outcomes = yield test_request(graded, tests)
     results = {test.id: False for test in tests}
     results |= {test.id: passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=False)}
     flags = ("outside_scope",) if changed - set(task.source_scope) else ()

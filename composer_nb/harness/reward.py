@@ -45,7 +45,8 @@ def unfinished(rollout: Rollout, grade: Grade) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The effort penalty: weights of what counts as effort, and the curve."""
+    """The effort penalty: weights of what counts as effort, and the curve. Raises ValueError unless k > 0 and q ≥ 0, where
+    the curve is concave."""
 
     weight: float = 0.0
     """λ; 0 turns the penalty off."""
@@ -57,6 +58,10 @@ class Effort:
     final_message_tokens: float = 0.01
     calls: float = 0.0
     turns: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (self.k > 0 and self.q >= 0):
+            raise ValueError(f"reward.effort: k={self.k} must be above 0 and q={self.q} not below it")
 
     def of(self, rollout: Rollout) -> float:
         """x, the weighted effort of a rollout."""
@@ -71,7 +76,7 @@ class Effort:
 
 
 def effort_curve(x: float, k: float, q: float) -> float:
-    """C_{k,q}(x) for x ≥ 0: concave, C(0) = 0, C'(0) = 1; its limits are x at q = 0 and ln(1 + kx)/k at q = 1."""
+    """C_{k,q}(x) for x ≥ 0, k > 0, q ≥ 0: concave, C(0) = 0, C'(0) = 1; its limits are x at q = 0 and ln(1 + kx)/k at q = 1."""
     if abs(q - 1.0) < 1e-9:
         return math.log1p(k * x) / k
     return math.expm1((1.0 - q) * math.log1p(k * x)) / (k * (1.0 - q))
@@ -89,7 +94,7 @@ class Reward:
 class RewardSettings:
     """Weights of the registered terms, and the effort penalty."""
 
-    weights: dict[str, float] = field(default_factory=lambda: {"solved": 1.0})
+    weights: dict[str, float] = field(default_factory=lambda: {"solved": 1.0, "invalid_calls": -0.2})
     effort: Effort = field(default_factory=Effort)
 
 

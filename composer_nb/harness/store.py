@@ -16,22 +16,46 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grade import Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout, Segment, Turn
+from composer_nb.harness.task import Task
 
 _TENSORS = ("routes", "gates", "margins", "route_valid")
+_COLUMNS = {
+    "task_id": pa.string(),
+    "stop": pa.string(),
+    "status": pa.string(),
+    "passed": pa.bool_(),
+    "tests": pa.string(),
+    "flags": pa.list_(pa.string()),
+    "turns": pa.string(),
+    "files": pa.string(),
+    "token_ids": pa.list_(pa.int32()),
+    "kind": pa.list_(pa.uint8()),
+    "logprob": pa.list_(pa.float32()),
+    "policy_version": pa.list_(pa.int32()),
+}
+"""`tests`, `turns` and `files` are JSON."""
 
 
 def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
-    """Writes `path` (.parquet) and the tensors beside it. `columns` adds further columns, one value an attempt."""
-    segments = [segment for done in attempts for segment in done.rollout.segments]
+    """Writes `path` (.parquet) and the tensors beside it. `columns` adds further columns, one value an attempt.
+
+    Raises ValueError when some attempts have a trace and others have none.
+    """
     rows = [_row(done) for done in attempts]
-    table = pa.table({name: [row[name] for row in rows] for name in rows[0]} | dict(columns or {}))
-    tensors = {name: np.concatenate([getattr(segment.trace, name) for segment in segments]) for name in _TENSORS}
+    traces = [segment.trace for done in attempts for segment in done.rollout.segments] or [Trace()]
+    if len({len(trace.route_valid) > 0 for trace in traces}) > 1:
+        raise ValueError(f"{path}: some of these rollouts have a trace and some have none; store them apart")
+    own = {name: pa.array([row[name] for row in rows], kind) for name, kind in _COLUMNS.items()}
+    table = pa.table(own | dict(columns or {}))
+    tensors = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _TENSORS}
     for target, write in (
         (path.with_suffix(".safetensors"), lambda part: save_file(tensors, part)),
         (path, lambda part: pq.write_table(table, part, compression="zstd")),
@@ -41,22 +65,36 @@ def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str,
         os.replace(part, target)
 
 
-def load_attempts(path: Path, tasks: Mapping[str, Any]) -> list[Attempt]:
-    """Reads what `save_attempts` wrote; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
+def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
+    """Reads what `save_attempts` wrote; `tasks` maps ids to tasks.
+
+    Raises ValueError that names a damaged file or a task that is not among `tasks`.
+    """
     try:
-        rows = pq.read_table(path).to_pylist()
+        rows = pq.read_table(path).select(list(_COLUMNS)).to_pylist()
         tensors = load_file(path.with_suffix(".safetensors"))
-    except (pa.ArrowException, OSError, ValueError) as error:
+        traces = _traces([len(row["token_ids"]) for row in rows], tensors)
+        unknown = sorted({row["task_id"] for row in rows} - set(tasks))
+        attempts = [] if unknown else [_attempt(row, trace, tasks) for row, trace in zip(rows, traces, strict=True)]
+    except (pa.ArrowException, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged or incomplete ({error}); the step it holds can be run again") from None
-    attempts, place = [], 0
-    for row in rows:
-        size = len(row["token_ids"])
-        trace = Trace()
-        if len(tensors["routes"]):
-            trace = Trace(**{name: tensors[name][place : place + size] for name in _TENSORS})
-        place += size
-        attempts.append(_attempt(row, trace, tasks))
+    if unknown:
+        raise ValueError(f"{path}: task {unknown[0]!r} is not among the {len(tasks)} tasks given")
     return attempts
+
+
+def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[Trace]:
+    """Each row's part of the tensors. Raises ValueError when they do not fit the rows."""
+    total = len(tensors["route_valid"])
+    if any(len(tensors[name]) != total for name in _TENSORS) or total not in (0, sum(sizes)):
+        raise ValueError(f"{sum(sizes)} tokens, but tensors of {total}")
+    if not total:
+        return [Trace()] * len(sizes)
+    ends = np.cumsum(sizes)
+    return [
+        Trace(**{name: tensors[name][end - size : end] for name in _TENSORS})
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _row(done: Attempt) -> dict[str, Any]:
@@ -77,7 +115,7 @@ def _row(done: Attempt) -> dict[str, Any]:
     }
 
 
-def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Any]) -> Attempt:
+def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) -> Attempt:
     segment = Segment(
         token_ids=np.array(row["token_ids"], np.int32),
         kind=np.array(row["kind"], np.uint8),

@@ -40,36 +40,55 @@ def cached_attention_reference(
     return torch.einsum("nqt,nqtc->nqc", weight_NQT, v_NQTC)
 
 
-@numba.njit(fastmath={"reassoc", "contract", "nsz"}, cache=True, error_model="numpy")
+# Vector code needs sums in any order, and no care for infinities or the sign of zero; NaN keeps its meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
 def _attend(q, k, v, slot, position, out):  # type: ignore[no-untyped-def]
+    """Softmax in base 2. 2^x is put together from the bits of its exponent and a polynomial, because a call to exp would
+    keep the compiler from using vector instructions and costs half of the time."""
     tokens, heads, width = q.shape
     groups = heads // k.shape[1]
-    scale = np.float32(1.0 / math.sqrt(width))
-    score = np.empty((groups, k.shape[2]), dtype=np.float32)
-    total = np.empty((groups, width), dtype=np.float32)
+    scale = np.float32(math.log2(math.e) / math.sqrt(width))
+    score = np.empty(k.shape[2], dtype=np.float32)
+    bits = np.empty(k.shape[2], dtype=np.int32)
+    power = bits.view(np.float32)
     for n in range(tokens):
         last = position[n] + 1
-        for g in range(k.shape[1]):
-            keys, values = k[slot[n], g], v[slot[n], g]
-            for h in range(groups):
-                query = q[n, g * groups + h]
-                top = np.float32(-np.inf)
-                for t in range(last):
-                    s = np.float32(0.0)
-                    for c in range(width):
-                        s += query[c] * keys[t, c]
-                    s *= scale
-                    score[h, t] = s
-                    top = max(top, s)
-                norm = np.float32(0.0)
-                for t in range(last):
-                    w = np.exp(score[h, t] - top)
-                    score[h, t] = w
-                    norm += w
-                total[h, :] = 0.0
-                inverse = np.float32(1.0) / norm
-                for t in range(last):
-                    w = score[h, t] * inverse
-                    for c in range(width):
-                        total[h, c] += w * values[t, c]
-                out[n, g * groups + h] = total[h]
+        for head in range(heads):
+            keys, values = k[slot[n], head // groups], v[slot[n], head // groups]
+            query, total = q[n, head], out[n, head]
+            top = np.float32(-1e30)
+            for t in range(last):
+                s = np.float32(0.0)
+                for c in range(width):
+                    s += query[c] * keys[t, c]
+                score[t] = s * scale
+                top = max(top, score[t])
+            for t in range(last):
+                x = max(score[t] - top, np.float32(-126.0))
+                whole = np.int32(x - np.float32(0.5))  # the nearest integer, as x is at most 0
+                bits[t] = (whole + np.int32(127)) << np.int32(23)
+                score[t] = _power_of_two(x - np.float32(whole))
+            norm = np.float32(0.0)
+            for t in range(last):
+                score[t] *= power[t]
+                norm += score[t]
+            total[:] = np.float32(0.0)
+            for t in range(last):
+                weight = score[t] / norm
+                for c in range(width):
+                    total[c] += weight * values[t, c]
+
+
+@numba.njit(fastmath=_FAST, inline="always")
+def _power_of_two(f):  # type: ignore[no-untyped-def]
+    """2^f for |f| ≤ 0.5 by its series, Σ (f ln 2)^i / i! to i = 6; the error is below 2e-7 of the value."""
+    p = np.float32(1.5403530e-4)
+    p = p * f + np.float32(1.3333558e-3)
+    p = p * f + np.float32(9.6181291e-3)
+    p = p * f + np.float32(5.5504109e-2)
+    p = p * f + np.float32(2.4022651e-1)
+    p = p * f + np.float32(6.9314718e-1)
+    return p * f + np.float32(1.0)

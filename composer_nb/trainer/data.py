@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -69,9 +70,8 @@ def read_corpus(code: str) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"]) if code == "stdlib" else Path(code).expanduser()
     if not root.is_dir():
         raise ValueError(f"data.code={code!r}: neither 'stdlib' nor a folder")
-    train: list[str] = []
-    validation: list[str] = []
-    names, digest = [], hashlib.sha256()
+    texts: dict[str, str] = {}
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if _SKIPPED & set(name.split("/")[:-1]):
@@ -81,12 +81,17 @@ def read_corpus(code: str) -> Corpus:
         except (UnicodeDecodeError, OSError):
             continue
         digest.update(f"{name}\0{text}\0".encode())
-        names.append(name)
-        held = hashlib.md5(name.encode()).digest()[0] < 13
-        (validation if held else train).append(text)
-    if len(names) < 20 or not validation:
-        raise ValueError(f"data.code={code!r}: only {len(names)} usable Python files; at least 20 are needed")
-    return Corpus(train=train, validation=validation, names=names, digest=digest.hexdigest())
+        texts[name] = text
+    if len(texts) < 20:
+        raise ValueError(f"data.code={code!r}: only {len(texts)} usable Python files; at least 20 are needed")
+    place = {name: hashlib.md5(name.encode()).digest()[0] for name in texts}
+    bound = max(13, min(place.values()) + 1)  # 5 %; in a small folder the lowest there is
+    return Corpus(
+        train=[text for name, text in texts.items() if place[name] >= bound],
+        validation=[text for name, text in texts.items() if place[name] < bound],
+        names=list(texts),
+        digest=digest.hexdigest(),
+    )
 
 
 def code_rows(texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: int | None = None) -> list[Row]:
@@ -95,14 +100,14 @@ def code_rows(texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: 
     rows: list[Row] = []
     stream: list[int] = []
     for text in texts:
+        if limit is not None and len(rows) >= limit:
+            break
         stream += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
         while len(stream) >= CODE_ROW - 1:
             ids = np.array([bos, *stream[: CODE_ROW - 1]], np.int32)
             rows.append(Row(ids, np.full(CODE_ROW, weight, np.float32)))
             del stream[: CODE_ROW - 1]
-            if limit is not None and len(rows) == limit:
-                return rows
-    return rows
+    return rows[:limit]
 
 
 def demonstrate(
@@ -127,7 +132,11 @@ def demonstration_row(rollout: Rollout, context_weight: float) -> Row:
 
 
 def deal(rows: Sequence[Row], budget: int, rng: Random) -> Iterator[list[int]]:
-    """Endless batches of row numbers of about `budget` tokens, every row once before any a second time."""
+    """Endless batches of row numbers of about `budget` tokens, every row once before any a second time.
+
+    Raises ValueError when there are no rows."""
+    if not rows:
+        raise ValueError("there are no rows to train on; data.code or data.demonstrations gives too little")
     batch: list[int] = []
     room = budget
     while True:
@@ -181,5 +190,5 @@ def load_rows(path: Path) -> list[Row]:
             cuts = np.cumsum(archive["lengths"])[:-1]
             parts = (np.split(archive[name], cuts) for name in ("token_ids", "weight"))
             return [Row(ids, weight) for ids, weight in zip(*parts, strict=True)]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path}: damaged ({error}); delete it and run again") from None

@@ -8,6 +8,8 @@ applied to the masters, so what the trainer scores is exactly what the engine sa
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -40,8 +42,10 @@ class FlatAdamW:
 
     def step(self, lr: float, clip: float) -> float:
         """One update with the gradients that lie in the buffer, scaled to a norm of at most `clip`. Returns the norm
-        before."""
+        before. Raises FloatingPointError, with the weights as they were, when it is not a finite number."""
         norm = float(self.gradients.norm())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
         if norm > clip:
             self.gradients.mul_(clip / norm)
         self._adam.param_groups[0]["lr"] = lr

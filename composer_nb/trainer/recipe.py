@@ -35,7 +35,7 @@ def run_recipe(s: Stages) -> None:
     fine_tune(s)
     for name in ("base", "midtrained", "start"):
         evaluate(s, name)
-    if s.settings.sft.control_steps:
+    if s.settings.control_steps:
         control(s)
         evaluate(s, "control")
         return
@@ -58,10 +58,11 @@ class _Supervised:
     watch: dict[str, list[Row]]
 
 
-def _train(s: Stages, model: Model, plan: _Supervised, info: dict[str, Any], every: int = 250) -> None:
-    """The supervised loop, with checkpoints. `plan.batches` yields whole batches, of which this rank takes its part."""
+def _train(s: Stages, model: Model, plan: _Supervised, info: dict[str, Any]) -> None:
+    """The supervised loop, with ten looks and as many checkpoints. `plan.batches` yields whole batches, of which this rank
+    takes its part."""
     optimizer = FlatAdamW(model, weight_decay=plan.weight_decay)
-    begin, pending = 0, []
+    begin = 0
     start, before = time.perf_counter(), 0.0
     if found := s.run.checkpoint(plan.stage):
         begin, state, before = found
@@ -85,15 +86,12 @@ def _train(s: Stages, model: Model, plan: _Supervised, info: dict[str, Any], eve
             point["agent_loss"] = float(np.mean(agent_losses)) if agent_losses else None
             point |= {name: cross_entropy(model, rows, s.ranks) for name, rows in plan.watch.items()}
             recent = []
-            pending.append((step + 1, point))
             if s.ranks.first:
                 s.run.log(plan.stage, step + 1, point)
                 shown = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
                 s.say(f"{plan.stage} {step + 1}/{plan.steps}: {shown}")
-        if ((step + 1) % every == 0 or last) and s.ranks.first:
-            seconds = before + time.perf_counter() - start
-            s.run.commit(plan.stage, step + 1, optimizer.state(), pending, seconds=seconds)
-            pending = []
+                seconds = before + time.perf_counter() - start
+                s.run.commit(plan.stage, step + 1, optimizer.state(), [(step + 1, point)], seconds=seconds)
     info["seconds_before"] = before
 
 
@@ -165,7 +163,7 @@ def control(s: Stages) -> None:
     with s.stage("control") as info:
         if info is not None:
             rows = [*s.rows("clean"), *s.rows("mistaken")]
-            _supervise_agent(s, "control", rows, s.settings.sft.control_steps, info)
+            _supervise_agent(s, "control", rows, s.settings.control_steps, info)
             s.publish(info.pop("model"), "control")
 
 

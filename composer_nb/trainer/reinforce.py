@@ -28,6 +28,7 @@ from composer_nb.trainer.rl import (
     to_stream,
 )
 from composer_nb.trainer.stages import Stages
+from composer_nb.trainer.supervised import trapezoid
 
 
 def reinforce(s: Stages) -> None:
@@ -128,7 +129,7 @@ class RlLoop:
             Random(f"minibatches {self.s.settings.rl_seed} {self.step}"),
             minibatches=rl.minibatches,
             denominator=float(rl.prompts * rl.group * rl.tokens_per_rollout),
-            lr=rl.lr * min(1.0, (self.step + 1) / rl.warmup),
+            lr=rl.lr * trapezoid(self.step, rl.steps, rl.warmup / rl.steps, rl.warmup / rl.steps, 0.05),
             clip=rl.clip,
             budget=rl.microbatch_tokens,
         )

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.data import Batch, Row
 from composer_nb.trainer.model import Model, PackedRows, balance_loss
 from composer_nb.trainer.optimizer import FlatAdamW
@@ -35,24 +37,25 @@ def train_step(
     balance: float,
     clip: float,
 ) -> dict[str, float]:
-    """One optimiser step on this rank's `rows`: the weighted mean of cross-entropy over the tokens of all ranks."""
-    batch = Batch.of(rows)
-    packed = PackedRows.of_lengths(batch.lengths, model.config)
-    hidden_ND, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
-    loss_N = F.cross_entropy(F.linear(hidden_ND, model.output_weight), batch.targets_N, reduction="none")
-    weighted = (loss_N * batch.weight_N).sum()
-    acted_N = batch.weight_N == 1.0
-    totals = ranks.sums(
-        {
+    """One optimiser step on this rank's `rows`: the weighted mean of cross-entropy over the tokens of all ranks, and the mean
+    of the ranks' balance losses. A small batch may leave a rank without rows; it takes part all the same."""
+    optimizer.zero_()
+    counts = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
+    if rows:
+        batch = Batch.of(rows)
+        loss_N, routings = _losses(model, batch)
+        weighted = (loss_N * batch.weight_N).sum()
+        acted_N = batch.weight_N == 1.0
+        counts = {
             "loss": float(weighted.detach()),
             "weight": float(batch.weight_N.sum()),
             "agent_loss": float(loss_N.detach()[acted_N].sum()),
             "agent_tokens": float(acted_N.sum()),
             "tokens": float(len(loss_N)),
         }
-    )
-    optimizer.zero_()
-    (weighted / totals["weight"] + balance * balance_loss(routings) / ranks.world).backward()
+    totals = ranks.sums(counts)
+    if rows:
+        (weighted / totals["weight"] + balance * balance_loss(routings) / ranks.world).backward()
     ranks.sum_(optimizer.gradients)
     norm = optimizer.step(lr, clip)
     return {
@@ -61,6 +64,13 @@ def train_step(
         "tokens": totals["tokens"],
         "grad_norm": norm,
     }
+
+
+def _losses(model: Model, batch: Batch) -> tuple[Tensor, list[Routing]]:
+    """Cross-entropy [N] of each target, and each layer's routing."""
+    packed = PackedRows.of_lengths(batch.lengths, model.config)
+    hidden_ND, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
+    return F.cross_entropy(F.linear(hidden_ND, model.output_weight), batch.targets_N, reduction="none"), routings
 
 
 def share(rows: Sequence[Row], numbers: Sequence[int], ranks: Ranks) -> list[Row]:
@@ -79,9 +89,7 @@ def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int =
     total = {"loss": 0.0, "tokens": 0.0}
     for part in _chunks(mine, budget):
         batch = Batch.of(part)
-        packed = PackedRows.of_lengths(batch.lengths, model.config)
-        hidden_ND, _ = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
-        loss_N = F.cross_entropy(F.linear(hidden_ND, model.output_weight), batch.targets_N, reduction="none")
+        loss_N, _ = _losses(model, batch)
         counted_N = batch.weight_N == 1.0
         total["loss"] += float(loss_N[counted_N].sum())
         total["tokens"] += float(counted_N.sum())

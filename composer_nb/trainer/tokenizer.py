@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,11 +38,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Reads `tokenizer.json` in the folder `path`. Raises ValueError when it lacks a special token of the harness."""
+    """Reads `tokenizer.json` in the folder `path`. Raises ValueError when it is damaged or lacks a special token of the
+    harness."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: a checkpoint needs its tokenizer beside it")
-    tokenizer = Tokenizer.from_file(str(file))
+    text = file.read_text(encoding="utf-8")
+    try:
+        json.loads(text)  # the library would raise a bare Exception
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
+    tokenizer = Tokenizer.from_str(text)
     if missing := [token for token in SPECIALS if tokenizer.token_to_id(token) is None]:
         raise ValueError(f"{file}: lacks the tokens {missing} of the compact format")
     return tokenizer

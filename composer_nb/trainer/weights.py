@@ -20,7 +20,8 @@ def delta_sizes(before: Path, after: Path) -> dict[str, Any]:
     """Bytes of `after` in full, and of XOR + zstd (level 1, tensor by tensor) against `before`; the share of weights whose
     bits changed. Raises ValueError when the two do not hold the same tensors."""
     old, new = (load_file(path / "model.safetensors") for path in (before, after))
-    if {name: t.shape for name, t in old.items()} != {name: t.shape for name, t in new.items()}:
+    forms = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} for tensors in (old, new)]
+    if forms[0] != forms[1]:
         raise ValueError(f"{before} and {after} are not versions of one model")
     compressor = zstandard.ZstdCompressor(level=1)
     full = delta = changed = count = 0

@@ -82,7 +82,9 @@ def _line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, l
     at, values = (np.array(x, float) for x in zip(*points, strict=True))
     ax.plot(at, values, color=color, linewidth=0.9, alpha=0.3)
     marker = "o" if len(at) < 6 else ""
-    ax.plot(at, style.smooth(values.tolist(), WINDOW), color=color, linewidth=2, marker=marker, markersize=4, label=label)
+    ax.plot(
+        at, style.smooth(values.tolist(), WINDOW), color=color, linewidth=2, marker=marker, markersize=4, label=label
+    )
 
 
 def time_split(run: RunDir, report: Mapping[str, Any]) -> Picture:

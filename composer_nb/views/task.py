@@ -17,7 +17,9 @@ def card(task: Task) -> Html:
     for path, text in sorted(task.files.items()):
         lines = text.rstrip("\n").split("\n")
         wanted = task.solution.get(path, text).rstrip("\n").split("\n")
-        shown = [_line(old, new) for old, new in zip(lines, wanted, strict=True)] if len(lines) == len(wanted) else lines
+        shown = (
+            [_line(old, new) for old, new in zip(lines, wanted, strict=True)] if len(lines) == len(wanted) else lines
+        )
         parts.append(f'<div style="font:12px system-ui,sans-serif;color:#777">{html.escape(path)}</div>')
         parts.append(f'<pre style="{_PRE}">{chr(10).join(shown)}</pre>')
     look = "background:#fff;color:#222;padding:.6em;border:1px solid #e3e3e3;border-radius:4px"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grade import Grade
@@ -16,6 +17,7 @@ from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.harness.task import Task
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.model import Model, ModelConfig
+from composer_nb.trainer.tokenizer import train_tokenizer
 
 MakeModel = Callable[..., Model]
 SIZES: dict[str, Any] = {
@@ -54,6 +56,8 @@ def make_model() -> MakeModel:
             for name, weight in model.named_parameters():
                 if "norm" in name:
                     weight.copy_(0.5 + torch.rand_like(weight))
+                if name == "final_norm":  # a distribution with some entropy, not one certain token
+                    weight.mul_(0.3)
                 if name.endswith("router"):
                     weight.mul_(2)
                 if name in ("embed", "head"):
@@ -110,3 +114,10 @@ def _attempt(task: Task, stream: tuple[list[int], list[int], list[float]], engin
     )
     done = Rollout(task_id=task.id, segments=(segment,), turns=(), files=dict(task.files), stop="turns")
     return Attempt(task=task, rollout=done, grade=Grade(status="graded", tests={"hidden.py::test_0": False}))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Small, but with merges."""
+    text = "def f(xs):\n    return sum(x for x in xs if x > 3)\nfix f.py: sum of the items that are more than 3\n"
+    return train_tokenizer([text] * 4, 420)

@@ -89,8 +89,6 @@ def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(make_model):
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_samples_follow_the_softmax_at_the_temperature(make_model, temperature: float):
     model = make_model(6, vocab_size=7)
-    with torch.no_grad():
-        model.final_norm.mul_(0.15)
     engine = Engine(model, stop=NEVER, slots=64, max_length=8, temperature=temperature, seed=3)
     with torch.no_grad():
         wanted = (model(torch.tensor([[1, 4]]))[0][0, -1] / temperature).log_softmax(-1)

@@ -96,7 +96,9 @@ def ours(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tuple[
 def test_every_ratio_equals_its_formula_and_so_does_its_gradient(
     ratio: Any, case: dict[str, Tensor], length_norm: bool, denominator: float
 ):
-    s = LossSettings(ratio=ratio, length_norm=length_norm, clip_low=0.2, clip_high=0.28, tis_cap=3.0, icepop=2.0, dppo=0.2)
+    s = LossSettings(
+        ratio=ratio, length_norm=length_norm, clip_low=0.2, clip_high=0.28, tis_cap=3.0, icepop=2.0, dppo=0.2
+    )
     assume(not near_a_border(case, s))
     exact = {**case, "logprob": case["logprob"].clone().requires_grad_()}
     wanted, masked = by_hand(exact, s, denominator)

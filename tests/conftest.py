@@ -1,0 +1,62 @@
+"""What tests all over share: one tiny run of the whole recipe, made once a session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ranks and kernels are processes of their own; they find the package whether or not it is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+TINY: dict[str, Any] = {
+    "data.demonstrations": 128,
+    "data.mistaken_demonstrations": 48,
+    "data.rl_tasks": 64,
+    "data.heldout_tasks": 16,
+    "data.tune_tasks": 8,
+    "midtrain.steps": 30,
+    "midtrain.tokens": 512,
+    "sft.steps": 6,
+    "sft.tokens": 1024,
+    "rl.steps": 3,
+    "rl.prompts": 4,
+    "rl.group": 4,
+    "rl.checkpoint_every": 2,
+    "rl.evaluate_every": 2,
+    "eval.samples": 2,
+    "limits.tokens": 192,
+    # So small a model solves nothing. Other terms make its rewards differ, so that there is something to train on.
+    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+}
+"""Settings of a run that learns next to nothing and goes through everything."""
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished run, to be read only; `copy_of` gives one to change."""
+    from composer_nb.config import Settings, override
+    from composer_nb.trainer.launch import start_or_resume
+
+    runs = tmp_path_factory.mktemp("runs")
+    said: list[str] = []
+    return start_or_resume(None, override(Settings(), TINY), runs=runs, name="tiny", say=said.append)
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Any], Any]:
+    """A copy of a run, as `runs/tour` in a temporary directory."""
+    from composer_nb.trainer.rundir import RunDir
+
+    def copy(run: Any) -> RunDir:
+        runs = tmp_path / "runs"
+        shutil.copytree(run.path, runs / "tour-copy")
+        (runs / "tour").symlink_to("tour-copy")
+        return RunDir(runs / "tour-copy")
+
+    return copy

@@ -1,0 +1,120 @@
+"""Every notebook keeps the conventions, and runs."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from composer_nb.jobs import parameters_of, run_notebook
+from composer_nb.trainer.rundir import RunDir
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LONGEST_CELL, LONGEST_DEFINITION = 12, 10
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def book(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, 4)
+
+
+def code(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks():
+    assert [path.name for path in NOTEBOOKS][:1] == ["00_tour.ipynb"]
+    assert all(re.fullmatch(r"\d\d\d?_[a-z_]+\.ipynb", path.name) for path in NOTEBOOKS)
+
+
+def test_it_is_clean(book: nbformat.NotebookNode):
+    nbformat.validate(book)
+    assert set(book.metadata) <= {"kernelspec", "language_info"}
+    assert book.metadata.kernelspec.name == "python3"
+    for cell in book.cells:
+        assert set(cell.metadata) <= {"tags"}
+    for cell in code(book):
+        assert not cell.outputs and cell.execution_count is None
+
+
+def test_it_begins_with_what_a_reader_needs(book: nbformat.NotebookNode):
+    opening = book.cells[0].source
+    assert book.cells[0].cell_type == "markdown" and opening.startswith("# ")
+    assert "*You will*" in opening
+    assert re.search(r"\*Needs\*.*minute.*memory", opening)
+    everything = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
+    for heading in ("## Recap", "## Exercises", "Solutions", "## What next"):
+        assert heading in everything
+
+
+def test_its_first_code_cell_holds_the_parameters(path: Path, book: nbformat.NotebookNode):
+    assert "parameters" in code(book)[0].metadata.get("tags", [])
+    assert parameters_of(path)
+
+
+def test_cells_are_short_and_prose_stands_before_them(book: nbformat.NotebookNode):
+    for before, cell in zip(book.cells, book.cells[1:], strict=False):
+        if cell.cell_type == "code":
+            assert cell.source.count("\n") < LONGEST_CELL, cell.source
+            introduced = before.cell_type == "markdown" or "parameters" in before.metadata.get("tags", [])
+            assert introduced, f"no prose before:\n{cell.source}"
+
+
+def test_logic_lives_in_the_package(book: nbformat.NotebookNode):
+    for cell in code(book):
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, ast.ClassDef)
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < LONGEST_DEFINITION, node.name
+
+
+def test_it_installs_fetches_and_points_at_nothing(book: nbformat.NotebookNode):
+    for cell in book.cells:
+        assert not re.search(r"^\s*[!%]", cell.source, re.M) or cell.cell_type == "markdown", cell.source
+        assert not re.search(r"https?://|hf_hub|from_pretrained\(\s*[\"']", cell.source), cell.source
+        assert not re.search(r"(?<![\w./])/(?:home|root|tmp|usr|opt|mnt|Users)/", cell.source), cell.source
+
+
+def test_it_checks_its_own_claims(book: nbformat.NotebookNode):
+    asserts = [node for cell in code(book) for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Assert)]
+    assert len(asserts) >= len(code(book)) // 2
+
+
+def test_a_name_means_one_thing(book: nbformat.NotebookNode):
+    """Cells can be run again in any order that makes sense, because none rebinds what another has bound."""
+    seen: dict[str, int] = {}
+    for number, cell in enumerate(code(book)):
+        bound = {
+            node.id
+            for statement in ast.parse(cell.source).body
+            if isinstance(statement, ast.Assign | ast.AnnAssign)
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        for name in bound:
+            assert seen.setdefault(name, number) == number, f"{name} is bound in two cells"
+
+
+def test_the_tour_runs_on_a_finished_run(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(tiny_run)
+    said: list[str] = []
+    parameters = {"run_dir": str(run.path)}
+    record = run_notebook(FOLDER / "00_tour.ipynb", run.path / "00_tour.ipynb", parameters, say=said.append)
+    assert record["state"] == "completed" and record["cells_run"] == record["cells"] >= 30
+    assert any("the run is complete" in line for line in said)
+    done = nbformat.read(run.path / "00_tour.ipynb", 4)
+    errors = [
+        out for cell in code(done) for out in cell.outputs if out.output_type == "error" or out.get("name") == "stderr"
+    ]
+    assert errors == []
+    pictures = [out for cell in code(done) for out in cell.outputs if "image/png" in out.get("data", {})]
+    assert len(pictures) >= 8
+    assert not list(FOLDER.glob("runs/*"))

@@ -1,0 +1,188 @@
+"""The command line: what it prints, what it refuses, how it ends."""
+
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb import cli
+from composer_nb.harness.task import Task, save_tasks
+from composer_nb.trainer.rundir import RunDir
+
+TASK = Task(
+    id="add-1",
+    instruction="fix f.py: the sum",
+    files={
+        "f.py": "def f(a, b):\n    return a - b\n",
+        "test_f.py": "from f import f\n\n\ndef test_0():\n    assert f(1, 2) == 3\n",
+    },
+    tests={"test_hidden.py": "from f import f\n\n\ndef test_0():\n    assert f(2, 5) == 7\n"},
+    solution={"f.py": "def f(a, b):\n    return a + b\n"},
+    source_scope=("f.py",),
+)
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.jsonl"
+    save_tasks([TASK], path)
+    return path
+
+
+def test_heavy_libraries_are_not_imported_before_they_are_needed():
+    script = "import sys, composer_nb.cli; print([m for m in ('torch', 'papermill', 'pandas') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["report", "nowhere"], "nowhere: no run here"),
+        (["tour", "--set", "rl.stepz=3"], "unknown setting 'rl.stepz'; did you mean 'rl.steps'?"),
+        (["tour", "--set", "rl.steps"], "write --set name=value"),
+        (["tour", "--set", "rl.steps=many"], "rl.steps='many': must be of type int"),
+        (["tour", "--resume"], "no run here"),
+        (["tour", "--resume", "--set", "seed=1"], "leave out --set"),
+        (["eval", "--policy", "openai:http://x", "--tasks", "TASKS"], "not supported yet"),
+        (["eval", "--policy", "scripted:genius", "--tasks", "TASKS"], "there is scripted:expert"),
+        (["eval", "--policy", "gone", "--tasks", "TASKS"], "gone: no such checkpoint directory"),
+        (["eval", "--policy", "scripted:expert", "--tasks", "gone"], "gone: no task file or folder here"),
+        (["eval", "--policy", "scripted:expert", "--tasks", "TASKS", "--samples", "0"], "at least 1"),
+        (["sandbox", "check", "--backend", "wishes"], "backend must be one of bwrap"),
+        (["tasks", "check", "gone"], "gone: no task file or folder here"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str], message: str
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([str(tasks) if word == "TASKS" else word for word in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and message in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "error, status", [(OSError(errno.ENOSPC, "No space left on device"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_a_full_disk_and_an_interrupt_are_no_bugs(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, error: BaseException, status: int
+):
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_report", fail)
+    assert cli.main(["report", "x"]) == status
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), AssertionError(), OSError(errno.EBADF, "bad")])
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception):
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_report", fail)
+    with pytest.raises(type(error)):
+        cli.main(["report", "x"])
+
+
+def test_report_prints_for_programs_and_for_people(tiny_run: RunDir, capsys: Any):
+    assert cli.main(["report", str(tiny_run.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["complete"] and found["eval"]["final"]["n_tasks"] > 0
+    assert cli.main(["report", str(tiny_run.path)]) == 0
+    shown = capsys.readouterr().out
+    for name in ("midtrained", "final", "every token accounted for", "bf16 mismatch"):
+        assert name in shown
+
+
+def test_a_finished_tour_resumes_to_its_results(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir], monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    run = copy_of(tiny_run)
+    assert cli.main(["tour", "--plain", "--resume", "--runs", str(run.path.parent)]) == 0
+    shown = capsys.readouterr().out
+    assert "the run is complete" in shown and "report.html" in shown and "00_tour" not in shown
+    page = (run.path / "report.html").read_text()
+    assert page.count("data:image/png") >= 7
+    assert json.loads((run.path / "report.json").read_text())["complete"]
+
+
+def test_an_interrupted_tour_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    from composer_nb.trainer import launch
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "start_or_resume", interrupt)
+    assert cli.main(["tour", "--plain", "--runs", str(tmp_path), "--set", "seed=5"]) == 130
+    assert f"composer-nb tour --resume --runs {tmp_path}" in capsys.readouterr().err
+    saved = json.loads((tmp_path / "tour" / "settings.json").read_text())
+    assert saved["seed"] == 5 and (tmp_path / "tour" / "run.db").is_file()
+
+
+def test_the_scripted_expert_solves_everything(tasks: Path, capsys: Any):
+    assert cli.main(["eval", "--policy", "scripted:expert", "--tasks", str(tasks), "--samples", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pass_at_1"] == found["pass_greedy"] == found["best_of_k"] == 1.0
+    assert (found["k"], found["n_tasks"], found["invalid_call_rate"]) == (2, 1, 0.0)
+
+
+def test_a_checkpoint_scores_as_it_did_in_its_run(tiny_run: RunDir, capsys: Any):
+    weights, held = tiny_run.path / "weights" / "final", tiny_run.path / "data" / "heldout.jsonl"
+    arguments = ["--samples", "1", "--json", "--set", "limits.tokens=192"]
+    assert cli.main(["eval", "--policy", str(weights), "--tasks", str(held), *arguments]) == 0
+    found, noted = json.loads(capsys.readouterr().out), tiny_run.finished("eval_final")
+    assert noted is not None
+    assert found["n_tasks"] == noted["n_tasks"] and found["k"] == 1
+    assert found["pass_greedy"] == noted["pass_greedy"]
+    assert found["policy"] == str(weights)
+
+
+def test_unfit_tasks_are_found(tmp_path: Path, capsys: Any):
+    wrong = TASK.model_copy(update={"id": "wrong", "solution": {"f.py": "def f(a, b):\n    return a * b\n"}})
+    done = TASK.model_copy(update={"id": "done", "files": {**TASK.files, **TASK.solution}})
+    bare = TASK.model_copy(update={"id": "bare", "solution": {}})
+    path = tmp_path / "tasks.jsonl"
+    save_tasks([TASK, wrong, done, bare], path)
+    assert cli.main(["tasks", "check", str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["fit"], found["unfit"]) == (1, 3)
+    problems = {row["id"]: row["problem"] for row in found["tasks"]}
+    assert problems["add-1"] == ""
+    assert problems["wrong"] == "the solution fails 1 tests, first test_hidden.py::test_0"
+    assert problems["done"] == "passes before anything is changed"
+    assert problems["bare"] == "has no solution"
+    save_tasks([TASK], path)
+    assert cli.main(["tasks", "check", str(path)]) == 0
+    assert "1 of 1 tasks are fit" in capsys.readouterr().out
+
+
+def test_a_task_that_answers_by_chance_is_unfit():
+    from composer_nb.commands import check_tasks
+    from composer_nb.harness.sandbox import CallOutcome
+
+    class Moody:
+        asked = 0
+
+        def run(self, requests: Any) -> list[tuple[CallOutcome, ...]]:
+            self.asked += 1
+            return [(CallOutcome("returned", "7" if self.asked == 1 else "0"),) for _ in requests]
+
+    [row] = check_tasks([TASK], Moody())
+    assert not row["ok"] and not row["repeatable"] and row["problem"] == "two runs gave different results"
+
+
+@pytest.mark.slow
+def test_bench_measures_everything(capsys: Any):
+    assert cli.main(["bench", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    figures = {name: value for name, value in found.items() if isinstance(value, float)}
+    assert len(figures) == 9 and all(value > 0 for value in figures.values()), figures
+    assert found["sandbox_p50_ms"] <= found["sandbox_p95_ms"]

@@ -1,0 +1,139 @@
+"""The promises of a run as a whole: one seed gives one result, and a killed run is the run that was not killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from composer_nb.config import Settings, override, to_dict
+from composer_nb.trainer.launch import RunFailed, fork, start_or_resume
+from composer_nb.trainer.rundir import RunDir, create, write_json
+
+MICRO: dict[str, Any] = {
+    "data.demonstrations": 32,
+    "data.mistaken_demonstrations": 16,
+    "data.rl_tasks": 24,
+    "data.heldout_tasks": 12,
+    "data.tune_tasks": 8,
+    "midtrain.steps": 10,
+    "midtrain.tokens": 256,
+    "sft.steps": 2,
+    "sft.tokens": 256,
+    "rl.steps": 4,
+    "rl.prompts": 2,
+    "rl.group": 4,
+    "rl.checkpoint_every": 1,
+    "rl.evaluate_every": 3,
+    "eval.samples": 1,
+    "limits.tokens": 144,
+    "limits.turn_tokens": 24,
+    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+}
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+def metrics(run: RunDir) -> list[dict[str, Any]]:
+    """All lines of metrics.jsonl, without times."""
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def sampled(run: RunDir) -> dict[str, list[Any]]:
+    """Everything that was sampled and how it was scored, by file."""
+    columns = ["task_id", "token_ids", "logprob", "policy_version", "passed"]
+    files = sorted((run.path / "rollouts").glob("*.parquet"))
+    return {file.name: pq.read_table(file, columns=columns).to_pylist() for file in files}
+
+
+def same(one: RunDir, other: RunDir) -> None:
+    assert metrics(one) == metrics(other)
+    assert sampled(one) == sampled(other)
+    assert one.ledger() == other.ledger()
+    for name in ("midtrained", "start", "final"):
+        file = Path("weights") / name / "model.safetensors"
+        assert (one.path / file).read_bytes() == (other.path / file).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run on two ranks that nobody disturbed."""
+    settings = override(Settings(), MICRO)
+    return start_or_resume(None, settings, runs=tmp_path_factory.mktemp("whole"), say=quiet)
+
+
+def test_every_task_is_trained_on_once_and_every_token_is_accounted_for(whole: RunDir) -> None:
+    rows = [row for name, part in sampled(whole).items() if name.startswith("rl_") for row in part]
+    tasks = [row["task_id"] for row in rows]
+    assert len(set(tasks)) == 4 * 2 and all(tasks.count(task) == 4 for task in tasks)
+    written = sum(sum(value != 0.0 for value in row["logprob"]) for row in rows)
+    assert sum(whole.ledger().values()) == sum(step["sampled"] for step in whole.steps("rl")) >= written > 0
+
+
+def test_a_complete_run_returns_at_once_and_changes_nothing(whole: RunDir) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
+    start_or_resume(whole.path, say=quiet)
+    assert before == {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
+
+
+def test_twice_with_one_seed_on_one_rank_is_the_same(tmp_path: Path) -> None:
+    settings = override(Settings(), MICRO | {"ranks": 1})
+    one, other = (start_or_resume(None, settings, runs=tmp_path / name, say=quiet) for name in ("a", "b"))
+    same(one, other)
+
+
+def test_killed_at_five_random_points_it_is_the_same_run(whole: RunDir, tmp_path: Path) -> None:
+    run = create(tmp_path, "killed")
+    write_json(run.path / "settings.json", to_dict(override(Settings(), MICRO)))
+    write_json(run.path / "provenance.json", {})
+    rng = random.Random(7)
+    program = "import sys; from pathlib import Path; from composer_nb.trainer.launch import start_or_resume as s; "
+    command = [sys.executable, "-c", program + "s(Path(sys.argv[1]))", str(run.path)]
+    for _ in range(5):
+        process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + rng.uniform(4.0, 14.0)
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        family = process.children(recursive=True)
+        process.kill()
+        process.wait()
+        gone, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, f"left behind: {alive}"
+    same(start_or_resume(run.path, say=quiet), whole)
+    assert not list(run.path.rglob("*.part*"))
+
+
+def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> None:
+    settings = override(Settings(), MICRO | {"control_steps": 2})
+    forked = start_or_resume(fork(whole, settings, runs=tmp_path, name="control").path, say=quiet)
+    assert forked.finished("eval_control") is not None and forked.finished("rl") is None
+    with pytest.raises(ValueError, match="a fork can not change seed"):
+        fork(whole, override(settings, {"seed": 5}), runs=tmp_path, name="other")
+
+
+def test_too_few_tasks_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"raise data\.rl_tasks or lower rl\.steps"):
+        start_or_resume(None, override(Settings(), MICRO | {"rl.steps": 40}), runs=tmp_path, say=quiet)
+
+
+def test_a_damaged_shard_is_one_clear_line(whole: RunDir, tmp_path: Path) -> None:
+    run = fork(whole, override(Settings(), MICRO), runs=tmp_path, name="damaged")
+    file = run.path / "weights" / "start" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RunFailed, match="damaged"):
+        start_or_resume(run.path, say=quiet)
+
+
+def test_other_settings_than_the_run_began_with_are_refused(whole: RunDir) -> None:
+    with pytest.raises(ValueError, match="other settings"):
+        start_or_resume(whole.path, override(Settings(), MICRO | {"seed": 9}), say=quiet)

@@ -1,0 +1,179 @@
+"""Figures and readings of a run."""
+
+import html
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.harness.task import load_tasks
+from composer_nb.trainer.report import build_report
+from composer_nb.trainer.rundir import RunDir
+from composer_nb.views import curves, rollout, scores, style, task
+from composer_nb.views.figures import pictures
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return matplotlib.image.imread(io.BytesIO(png))
+
+
+def test_a_run_has_all_its_figures_and_each_shows_something(tiny_run: RunDir):
+    found = pictures(tiny_run)
+    assert set(found) == {"policies", "families", "behaviour", "losses", "rl", "experts", "mismatch", "time"}
+    for name, (caption, png) in found.items():
+        image = pixels(png)
+        assert image.shape[0] > 200 and image.shape[1] > 600, name
+        assert (image[..., :3] < 0.9).any(-1).mean() > 0.005, f"{name} is blank"
+        assert caption.endswith(".")
+
+
+DRAWN: dict[str, Callable[[RunDir, dict[str, Any]], style.Picture]] = {
+    "supervised": lambda run, report: curves.supervised(run),
+    "reinforcement": lambda run, report: curves.reinforcement(run),
+    "time": curves.time_split,
+    "policies": lambda run, report: scores.policies(report),
+    "families": lambda run, report: scores.families(report),
+    "behaviour": lambda run, report: scores.behaviour(report),
+    "mismatch": lambda run, report: scores.mismatch(report),
+    "experts": lambda run, report: rollout.experts(run),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
+def test_a_run_that_has_just_begun_says_why_there_is_nothing(tmp_path: Path, draw: Any):
+    run = RunDir(tmp_path)
+    picture = draw(run, build_report(run))
+    [text] = [text.get_text() for ax in picture.axes for text in ax.texts]
+    assert re.search(r"\b(yet|not)\b", text)
+    assert pixels(picture.png()).size
+
+
+def test_the_bars_are_the_scores(tiny_run: RunDir):
+    report = build_report(tiny_run)
+    report["eval"]["final"]["pass_at_1"], report["eval"]["final"]["ci95"] = 0.5, [0.4, 0.6]
+    [ax] = scores.policies(report).axes
+    heights = {container.get_label(): [bar.get_height() for bar in container] for container in ax.containers}
+    assert list(heights) == ["base", "midtrained", "start", "final"]
+    final = report["eval"]["final"]
+    assert heights["final"] == [0.5, final["pass_greedy"], final["best_of_k"]]
+    lines = [sorted(line.get_ydata()) for line in ax.lines]
+    assert [0.4, 0.6] in lines
+
+
+def test_curves_hold_every_durable_step(tiny_run: RunDir):
+    steps = tiny_run.steps("rl")
+    solved, entropy, calls, _ = curves.reinforcement(tiny_run).axes
+    raw = [line for line in calls.lines if line.get_alpha() == 0.3]
+    assert list(raw[0].get_ydata()) == [step["turns"] for step in steps]
+    dots = {line.get_label(): list(line.get_ydata()) for line in solved.lines}
+    assert dots["tuning tasks, greedy"] == [step["tune_greedy"] for step in steps if "tune_greedy" in step]
+    assert entropy.lines, "this run trains on something, so it has an entropy"
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 10))
+def test_smoothing_averages_the_past_alone(values: list[float], window: int):
+    expected = [np.mean(values[max(0, at + 1 - window) : at + 1]) for at in range(len(values))]
+    assert np.allclose(style.smooth(values, window), expected, atol=1e-6)
+
+
+def visible_text(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page[page.index("<pre") : page.index("</pre>")]))
+
+
+def test_a_reading_shows_every_token_and_its_numbers(tiny_run: RunDir):
+    stored = rollout.sampled(tiny_run)[0]
+    page = rollout.read(stored)._repr_html_()
+    texts = rollout._texts(stored)
+    assert visible_text(page).replace("⏎", "").replace("\n", "") == "".join(texts).replace("\n", "")
+    notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', page)]
+    assert len(notes) == len(texts)
+    place = int(stored.segment.acted.argmax())
+    assert f"log p {stored.segment.logprob[place]:.3f}" in notes[place]
+    experts = stored.segment.trace.routes[place]
+    layers = [line for line in notes[place].split("\n") if line.startswith("layer")]
+    assert len(layers) == len(experts)
+    for line, chosen in zip(layers, experts, strict=True):
+        assert [int(n) for n in re.findall(r"(\d+) \(", line)] == list(chosen)
+    assert "log p" not in notes[0], "the prompt was not sampled"
+    assert "layer" not in notes[-1], "the last token was never forwarded"
+
+
+def test_text_of_a_rollout_is_no_markup(tiny_run: RunDir):
+    stored = rollout.sampled(tiny_run)[0]
+    page = rollout.read(stored).text
+    assert "<|" not in page and "&lt;|call|&gt;" in page
+    assert set(re.findall(r"<(\w+)", page)) == {"div", "pre", "span"}
+
+
+def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
+    group = rollout.sampled(tiny_run)
+    stored = max(group, key=lambda one: abs(one.advantage or 0))
+    assert stored.advantage
+    colours = rollout._backgrounds(stored, "logprob")
+    acted = stored.segment.acted
+    assert [bool(colour) for colour in colours] == list(acted)
+    sure = int(np.argmax(np.where(acted, stored.segment.logprob, -np.inf)))
+    unsure = int(np.argmin(np.where(acted, stored.segment.logprob, np.inf)))
+    assert int(colours[sure][5:], 16) > int(colours[unsure][5:], 16), "orange has the less blue"
+    [shade] = {colour for colour in rollout._backgrounds(stored, "advantage") if colour}
+    red, blue = int(shade[1:3], 16), int(shade[5:], 16)
+    assert (blue > red) == (stored.advantage > 0)
+
+
+def test_only_what_was_trained_on_has_an_advantage(tiny_run: RunDir):
+    stored = next(iter(rollout.held_out(tiny_run, "final").values()))
+    with pytest.raises(ValueError, match="only rollouts that RL trained on"):
+        rollout.read(stored, "advantage")
+
+
+def test_a_step_that_is_not_there_is_refused(tiny_run: RunDir):
+    assert rollout.sampled(tiny_run, 1)[0].name == "RL step 1"
+    for step in (0, 4, -4):
+        with pytest.raises(ValueError, match="RL has 3 steps"):
+            rollout.sampled(tiny_run, step)
+
+
+def test_before_and_after_are_greedy_attempts_at_one_task(tiny_run: RunDir):
+    before, after = rollout.before_and_after(tiny_run)
+    assert before.attempt.task == after.attempt.task
+    assert (before.name, after.name) == ("start", "final")
+    held = {one.id for one in load_tasks(tiny_run.path / "data" / "heldout.jsonl")}
+    assert set(rollout.held_out(tiny_run, "final")) == held
+    assert len(rollout.doubts([before, after]).axes) == 2
+    assert pixels(rollout.draw(after).png()).shape[1] == 1100
+
+
+@given(
+    st.lists(st.text("ab\n ", min_size=0, max_size=30) | st.just("<|call|>"), min_size=1, max_size=20),
+    st.integers(8, 20),
+)
+def test_layout_loses_no_character_and_keeps_inside(texts: list[str], width: int):
+    boxes = rollout._lay_out(texts, width)
+    for place, text in enumerate(texts):
+        assert "".join(piece for _, _, piece, owner in boxes if owner == place) == text.replace("\n", "")
+    cells = [(row, column + at) for row, column, piece, _ in boxes for at in range(len(piece))]
+    assert len(set(cells)) == len(cells), "nothing lies on anything else"
+    assert cells == sorted(cells) and all(column < width for _, column in cells)
+
+
+def test_expert_use_is_counted_over_forwarded_tokens(tiny_run: RunDir):
+    files = sorted((tiny_run.path / "rollouts").glob("rl_00002_*.safetensors"))
+    use_LE = rollout.expert_use(files)
+    config = tiny_run.finished("rl") and build_report(tiny_run)["settings"]["model"]
+    assert use_LE.shape == (config["num_hidden_layers"], config["num_experts"])
+    assert np.allclose(use_LE.sum(1), config["num_experts_per_tok"])
+
+
+def test_a_task_card_marks_the_wrong_line(tiny_run: RunDir):
+    one = load_tasks(tiny_run.path / "data" / "heldout.jsonl")[0]
+    text = task.card(one).text
+    assert html.escape(one.instruction) in text and text.count("←") == 1
+    [wrong] = set(one.files["f.py"].split("\n")) - set(one.solution["f.py"].split("\n"))
+    assert f'<span style="background:#fde3b0">{html.escape(wrong)}</span>' in text
