@@ -28,13 +28,13 @@ class DataSettings:
     """Python source to train on: `stdlib`, or a folder."""
     demonstrations: int = 8704
     """Clean demonstrations for mid-training, each on a task of its own."""
-    mistaken_demonstrations: int = 3072
+    mistaken_demonstrations: int = 6144
     """Demonstrations with mistakes for the policy that RL starts from."""
     rl_tasks: int = 1536
     heldout_tasks: int = 440
     tune_tasks: int = 96
     """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
-    mistake_rate: float = 0.5
+    mistake_rate: float = 0.7
     """Probability of a mistake before the right edit, and of another one after each, up to three."""
 
 
@@ -72,7 +72,7 @@ class MidtrainSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: int = 100
+    steps: int = 300
     tokens: int = 2048
     lr: float = 4e-4
     clip: float = 1.0

@@ -34,7 +34,7 @@ CASES = st.lists(st.tuples(st.lists(VALUES, max_size=3).map(tuple), VALUES), min
 GOOD = "from f import f\n\n\ndef test_0():\n    assert f([3, 1], 4) == 7\n"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases=CASES)
 def test_rendered_cases_are_parsed_to_the_same_values(cases: list[tuple[tuple[Any, ...], Any]]) -> None:
     tests = parse_tests("test_f.py", render_tests("pkg.mod", "g", cases))

@@ -57,7 +57,7 @@ def make_model() -> MakeModel:
                 if "norm" in name:
                     weight.copy_(0.5 + torch.rand_like(weight))
                 if name == "final_norm":  # a distribution with some entropy, not one certain token
-                    weight.mul_(0.3)
+                    weight.mul_(0.15)
                 if name.endswith("router"):
                     weight.mul_(2)
                 if name in ("embed", "head"):

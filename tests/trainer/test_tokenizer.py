@@ -26,8 +26,8 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str):
 def test_special_tokens_come_first_and_digits_stand_alone(tokenizer: Tokenizer):
     assert [tokenizer.token_to_id(token) for token in SPECIALS] == list(range(7))
     assert [tokenizer.decode([i]) for i in tokenizer.encode("x1203").ids] == ["x", "1", "2", "0", "3"]
-    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("    return x\n    sum").ids]
-    assert " return" in pieces and "\n    " in pieces, "words take the space before them, a newline its indentation"
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("the sum of\n    return").ids]
+    assert pieces[-4:] == [" sum", " of", "\n    ", "return"], "a word takes its space, a newline its indentation"
 
 
 def test_training_is_reproducible_and_fills_the_vocabulary():

@@ -1,0 +1,210 @@
+"""Repair tasks: one changed line, gold right and bug wrong in fresh sandboxes, the same again from the same seed."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness import tools
+from composer_nb.harness.execute import CachedExecutor
+from composer_nb.harness.functions import parse_test_files
+from composer_nb.harness.programs import FAMILIES, Program, draw_program
+from composer_nb.harness.repairs import (
+    BATCH,
+    HIDDEN,
+    VISIBLE,
+    Candidate,
+    bugs,
+    buggy_prints,
+    draw_candidate,
+    fingerprints,
+    make_task,
+    make_tasks,
+    run_programs,
+)
+from composer_nb.harness.sandbox import BwrapSandboxes, CallOutcome
+from composer_nb.harness.task import Task
+from composer_nb.harness.tools import passes
+
+KINDS = {"compare", "operator", "swap", "augmented", "constant", "aggregate", "name"}
+COUNT = 120
+
+
+class Made:
+    """Tasks of one call of `make_tasks`, and the memory it left."""
+
+    def __init__(self, sandboxes: BwrapSandboxes, seed: str, count: int, heldout: bool) -> None:
+        self.executor = CachedExecutor(sandboxes)
+        self.tasks = list(make_tasks(seed, count, heldout=heldout, executor=self.executor))
+
+
+@pytest.fixture(scope="module")
+def made(sandboxes: BwrapSandboxes) -> Made:
+    return Made(sandboxes, "a seed", COUNT, False)
+
+
+@pytest.fixture(scope="module")
+def heldout(sandboxes: BwrapSandboxes) -> Made:
+    return Made(sandboxes, "a seed", 40, True)
+
+
+def test_a_bug_changes_exactly_one_line() -> None:
+    rng, kinds = Random("bugs"), Counter()
+    for _ in range(600):
+        source = draw_program(rng).source
+        planted = bugs(source, rng)
+        if planted is None:
+            continue
+        kind, text = planted
+        kinds[kind] += 1
+        before, after = source.split("\n"), text.split("\n")
+        assert len(before) == len(after)
+        assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+        assert ast.unparse(ast.parse(text)) == text
+    assert set(kinds) == KINDS and sum(kinds.values()) > 400
+
+
+def test_a_source_without_a_place_for_a_bug_has_none() -> None:
+    assert bugs("def f(xs):\n    return 'a'", Random(0)) is None
+
+
+def test_every_family_and_kind_of_bug_occurs(made: Made) -> None:
+    assert {task.metadata["family"] for task in made.tasks} == set(FAMILIES)
+    assert {task.metadata["bug"] for task in made.tasks} == KINDS
+
+
+def test_tasks_are_distinct_and_well_formed(made: Made) -> None:
+    assert len(made.tasks) == COUNT == len({task.id for task in made.tasks})
+    assert len({(task.instruction, task.files["f.py"]) for task in made.tasks}) == COUNT
+    for task in made.tasks:
+        assert len(parse_test_files(task.visible_tests)) == VISIBLE
+        assert len(parse_test_files(task.tests)) == HIDDEN
+        assert set(task.files) == {"f.py", "test_f.py"} and set(task.solution) == {"f.py"}
+
+
+def results(task: Task, files: dict[str, str], sandboxes: BwrapSandboxes) -> tuple[list[bool], list[bool]]:
+    """What visible and hidden tests say in fresh sandboxes, without any memory."""
+    groups = [parse_test_files(task.visible_tests), parse_test_files(task.tests)]
+    outcomes = sandboxes.run([tools.test_request(files, tests) for tests in groups])
+    visible, hidden = (
+        [passes(test, outcome) for test, outcome in zip(tests, got, strict=True)]
+        for tests, got in zip(groups, outcomes, strict=True)
+    )
+    return visible, hidden
+
+
+def test_gold_passes_and_the_bug_fails_in_fresh_sandboxes(
+    made: Made, heldout: Made, sandboxes: BwrapSandboxes
+) -> None:
+    for task in (*made.tasks, *heldout.tasks):
+        visible, hidden = results(task, task.files | task.solution, sandboxes)
+        assert all(visible) and all(hidden), task.id
+        visible, hidden = results(task, task.files, sandboxes)
+        assert not visible[0] and not all(hidden), task.id
+
+
+def test_the_memory_left_is_what_fresh_sandboxes_say(made: Made, sandboxes: BwrapSandboxes) -> None:
+    requests = [
+        tools.test_request(files, parse_test_files(tests))
+        for task in made.tasks
+        for files in (task.files, task.files | task.solution)
+        for tests in (task.visible_tests, task.tests)
+    ]
+    before = made.executor.executed
+    remembered = made.executor.run(requests)
+    assert made.executor.executed == before
+    assert remembered == sandboxes.run(requests)
+
+
+def test_the_same_seed_gives_the_same_tasks(made: Made, sandboxes: BwrapSandboxes) -> None:
+    assert Made(sandboxes, "a seed", 30, False).tasks == made.tasks[:30]
+    assert Made(sandboxes, "another seed", 10, False).tasks != made.tasks[:10]
+
+
+def test_no_tasks_are_none(sandboxes: BwrapSandboxes) -> None:
+    assert Made(sandboxes, "a seed", 0, False).tasks == []
+
+
+def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
+    assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
+    assert not fingerprints(made.tasks) & fingerprints(heldout.tasks)
+    assert not buggy_prints(made.tasks) & {print_ for task in heldout.tasks for print_ in fingerprints([task])}
+
+
+def test_fingerprints_tell_tasks_apart(made: Made) -> None:
+    task = made.tasks[0]
+    other = task.model_copy(update={"metadata": {"structure": "other"}})
+    assert len(fingerprints([task])) == 3 and len(fingerprints([task]) & fingerprints([other])) == 2
+
+
+GOOD = "def f(x):\n    return x + 1"
+BAD = {
+    "endless": "def f(x):\n    while True:\n        x = 1",
+    "ends on the second input": "def f(x):\n    while x:\n        pass\n    return x",
+    "dies": "import os\ndef f(x):\n    os._exit(0)",
+    "grows": "def f(x):\n    xs = [x]\n    for y in xs:\n        xs.append(y)\n    return xs",
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
+@pytest.mark.parametrize("place", [0, 2, BATCH - 1, BATCH, BATCH + 2])
+def test_a_program_that_does_not_end_is_none_and_touches_no_other(
+    sandboxes: BwrapSandboxes, bad: str, place: int
+) -> None:
+    sources = [GOOD.replace("1", str(n)) for n in range(BATCH + 3)]
+    sources[place] = bad
+    inputs = [((0,), (3,))] * len(sources)
+    expected = [tuple(CallOutcome(status="returned", text=str(x + n)) for x in (0, 3)) for n in range(len(sources))]
+    assert run_programs(sources, inputs, sandboxes) == [
+        None if n == place else outcomes for n, outcomes in enumerate(expected)
+    ]
+
+
+def test_only_bad_programs_leave_nothing(sandboxes: BwrapSandboxes) -> None:
+    assert run_programs(list(BAD.values()), [((0,), (3,))] * len(BAD), sandboxes) == [None] * len(BAD)
+    assert run_programs([], [], sandboxes) == []
+
+
+def test_a_program_that_raises_is_kept(sandboxes: BwrapSandboxes) -> None:
+    [outcomes] = run_programs(["def f(x):\n    return 1 // x"], [((0,), (1,))], sandboxes)
+    assert outcomes == (CallOutcome(status="raised", text="ZeroDivisionError"), CallOutcome(status="returned", text="1"))
+
+
+PROGRAM = Program(family="fn2", source="def f(x):\n    return x + 1", spec="x plus 1", inputs=("any",))
+
+
+@settings(max_examples=60, deadline=None)
+@given(fails=st.lists(st.booleans(), min_size=VISIBLE + HIDDEN, max_size=VISIBLE + HIDDEN))
+def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> None:
+    inputs = tuple((n,) for n in range(len(fails)))
+    candidate = Candidate(
+        program=PROGRAM, kind="constant", buggy="def f(x):\n    return x", inputs=inputs, wanted=tuple(range(1, 13))
+    )
+    wrong = CallOutcome(status="returned", text="0")
+    outcomes = tuple(wrong if failed else right for failed, right in zip(fails, candidate.right, strict=True))
+    task = make_task(candidate, outcomes)
+    if sum(fails) < 2:
+        assert task is None
+        return
+    assert task is not None
+    visible, hidden = (
+        [int(test.arguments[1:-2]) for test in parse_test_files(tests)] for tests in (task.visible_tests, task.tests)
+    )
+    assert sorted(visible + hidden) == list(range(12)) and len(visible) == VISIBLE
+    assert fails[visible[0]] and any(fails[n] for n in hidden)
+
+
+def test_a_candidate_behaves(sandboxes: BwrapSandboxes) -> None:
+    rng = Random("candidates")
+    candidates = [candidate for candidate in (draw_candidate(rng, False) for _ in range(60)) if candidate is not None]
+    assert len(candidates) > 20
+    found = run_programs([c.program.source for c in candidates], [c.inputs for c in candidates], sandboxes)
+    for candidate, outcomes in zip(candidates, found, strict=True):
+        assert not candidate.program.heldout
+        assert len({repr(value) for value in candidate.wanted}) >= 3
+        assert outcomes == candidate.right
