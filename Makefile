@@ -33,7 +33,7 @@ demo: .venv/.ready ## train a small coding agent from nothing and show what each
 	@$(BIN)/composer-nb tour $(ARGS)
 
 test: .venv/.ready ## all tests but the slow ones
-	@$(BIN)/python -m pytest -q -rs -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m 'not slow' $(ARGS)
 
 test-slow: .venv/.ready ## the slow tests
 	@$(BIN)/python -m pytest -q -rs -m slow $(ARGS)

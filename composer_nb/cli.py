@@ -126,9 +126,11 @@ def _print_json(value: Any) -> None:
 
 def _tour(given: argparse.Namespace) -> int:
     from composer_nb import jobs
+    from composer_nb.harness.sandbox import BwrapSandboxes
     from composer_nb.trainer.launch import start_or_resume
     from composer_nb.trainer.report import table
 
+    BwrapSandboxes().close()  # where none can be made, that is said now and not after minutes
     console = _console()
     run = _resumed(given) if given.resume else _started(given)
     console.print(f"[dim]{run.path}[/]", soft_wrap=True)

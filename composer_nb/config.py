@@ -6,8 +6,10 @@ the nearest setting. The resolved tree is saved in the run directory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -30,11 +32,11 @@ class DataSettings:
     """Clean demonstrations for mid-training, each on a task of its own."""
     mistaken_demonstrations: int = 6144
     """Demonstrations with mistakes for the policy that RL starts from."""
-    rl_tasks: int = 1536
+    rl_tasks: int = 1792
     heldout_tasks: int = 440
     tune_tasks: int = 96
     """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
-    mistake_rate: float = 0.7
+    mistake_rate: float = 0.3
     """Probability of a mistake before the right edit, and of another one after each, up to three."""
 
 
@@ -72,7 +74,7 @@ class MidtrainSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: int = 300
+    steps: int = 200
     tokens: int = 2048
     lr: float = 4e-4
     clip: float = 1.0
@@ -82,14 +84,14 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 90
+    steps: int = 100
     prompts: int = 16
     """Tasks a step."""
     group: int = 8
     """Rollouts a task."""
     minibatches: int = 2
     """Optimiser steps a batch."""
-    lr: float = 5e-4
+    lr: float = 3e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
     warmup: int = 3
     clip: float = 1.0
@@ -149,10 +151,10 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
     """A copy of `settings` with dotted names replaced. Raises ValueError for an unknown name or a wrong type.
 
     An int is taken where a float is wanted; text is read as a number or truth value where one is wanted (command lines).
+    Values of one group may depend on one another; they are set together.
     """
-    for name, value in values.items():
-        settings = _set(settings, name.split("."), value, name)
-    return settings
+    changes = [(name.split("."), name, value) for name, value in values.items()]
+    return _replace(settings, changes, names(settings))
 
 
 def names(settings: Any, prefix: str = "") -> list[str]:
@@ -184,42 +186,49 @@ def from_dict(saved: Mapping[str, Any]) -> Settings:
     return override(Settings(), flat(saved, "", Settings()))
 
 
-def _set(node: Any, path: list[str], value: Any, full: str) -> Any:
-    head, *rest = path
-    fields = {entry.name: entry for entry in dataclasses.fields(node)}
-    if head not in fields or (rest and not dataclasses.is_dataclass(getattr(node, head))):
-        near = difflib.get_close_matches(full, names(Settings()), n=1, cutoff=0.0)
-        raise ValueError(f"unknown setting {full!r}; did you mean {near[0]!r}?")
-    current = getattr(node, head)
-    if rest:
-        return dataclasses.replace(node, **{head: _set(current, rest, value, full)})
-    if dataclasses.is_dataclass(current):
-        raise ValueError(f"{full} is a group of settings; name one of {', '.join(names(current, full + '.'))}")
-    wanted = typing.get_type_hints(type(node))[head]
-    try:
-        return dataclasses.replace(node, **{head: _typed(value, wanted, full)})
-    except ValueError as error:
-        raise ValueError(str(error) if full in str(error) else f"{full}: {error}") from None
+def _replace(node: Tree, changes: list[tuple[list[str], str, Any]], known: list[str]) -> Tree:
+    """`node` with (path below it, full name, value) changed."""
+    fields = {entry.name: getattr(node, entry.name) for entry in dataclasses.fields(node)}  # type: ignore[arg-type]
+    types_of = typing.get_type_hints(type(node))
+    replaced: dict[str, Any] = {}
+    deeper: dict[str, list[tuple[list[str], str, Any]]] = {}
+    for (head, *rest), full, value in changes:
+        group = dataclasses.is_dataclass(fields.get(head))
+        if head not in fields or (rest and not group):
+            near = difflib.get_close_matches(full, known, n=1, cutoff=0.0)
+            raise ValueError(f"unknown setting {full!r}; did you mean {near[0]!r}?")
+        if rest:
+            deeper.setdefault(head, []).append((rest, full, value))
+        elif group:
+            raise ValueError(f"{full} is a group of settings; name one of {', '.join(names(fields[head], full + '.'))}")
+        else:
+            replaced[head] = _typed(value, types_of[head], full)
+    for head, inner in deeper.items():
+        replaced[head] = _replace(fields[head], inner, known)
+    return dataclasses.replace(node, **replaced)  # type: ignore[type-var]
 
 
 def _typed(value: Any, wanted: Any, full: str) -> Any:
-    if typing.get_origin(wanted) is typing.Literal:
-        choices = typing.get_args(wanted)
-        if value not in choices:
-            raise ValueError(f"{full}={value!r}: must be one of {', '.join(map(repr, choices))}")
+    """`value` as what a field is annotated with."""
+    origin, inside = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is typing.Literal:
+        if value not in inside:
+            raise ValueError(f"{full}={value!r}: must be one of {', '.join(map(repr, inside))}")
         return value
     if isinstance(wanted, types.UnionType):
-        wanted = next(kind for kind in typing.get_args(wanted) if kind is not type(None))
-    wanted = typing.get_origin(wanted) or wanted
-    if isinstance(value, str) and wanted in (int, float):
-        try:
+        if value is None and type(None) in inside:
+            return None
+        return _typed(value, next(choice for choice in inside if choice is not type(None)), full)
+    if origin is dict and isinstance(value, Mapping):
+        return {_typed(k, inside[0], full): _typed(v, inside[1], f"{full}[{k!r}]") for k, v in value.items()}
+    wanted = origin or wanted
+    if (isinstance(value, str) and wanted in (int, float)) or (type(value) is int and wanted is float):
+        with contextlib.suppress(ValueError, OverflowError):
             value = wanted(value)
-        except ValueError:
-            pass
-    if isinstance(value, str) and wanted is bool and value.lower() in ("true", "false"):
-        value = value.lower() == "true"
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if isinstance(value, str) and wanted is bool:
+        value = {"true": True, "false": False}.get(value.lower(), value)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ValueError(f"{full}={value!r}: must be of type {wanted.__name__}")
+    if wanted is float and not math.isfinite(value):
+        raise ValueError(f"{full}={value!r}: must be finite")
     return value

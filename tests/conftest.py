@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -38,14 +39,21 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A finished run, to be read only; `copy_of` gives one to change."""
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
+    """A finished run, to be read only; `copy_of` gives one to change. Test processes side by side share one."""
     from composer_nb.config import Settings, override
     from composer_nb.trainer.launch import start_or_resume
 
-    runs = tmp_path_factory.mktemp("runs")
-    said: list[str] = []
-    return start_or_resume(None, override(Settings(), TINY), runs=runs, name="tiny", say=said.append)
+    shared = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        shared = shared.parent
+    with (shared / "tiny.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (shared / "tiny-runs" / "tiny").exists():
+            return start_or_resume(shared / "tiny-runs" / "tiny", say=lambda line: None)
+        return start_or_resume(
+            None, override(Settings(), TINY), runs=shared / "tiny-runs", name="tiny", say=lambda line: None
+        )
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
 
     Two of three mistakes are of place: a line that was right is written anew, which changes nothing. The others are of
     substance: a random change of the program, or the line that needs the fix written wrongly. The tests find a mistake
-    out. Then the expert gives up (every other time), or may be mistaken once more, or mends what is wrong and tests it.
+    out. Then the expert gives up (one time in four), or may be mistaken once more, or mends what is wrong and tests it.
     """
     path = task.source_scope[0]
     now, wanted = task.files[path].rstrip("\n"), task.solution[path].rstrip("\n")
@@ -38,7 +38,7 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
         tried.append(call.arguments["line"] - 1)
         yield call
         passed = (yield _TEST).startswith("pass")
-        gives_up = not passed and rng.random() < 0.5
+        gives_up = not passed and rng.random() < 0.25
     if not passed and not gives_up:
         while now != wanted:
             place = _first_difference(now, wanted)

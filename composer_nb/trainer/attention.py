@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def cached_attention(q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor) -> Tensor:
-    """[N, Q, C], all float32: token n attends to positions 0..position_N[n] of cache row slot_N[n], where its own key already lies."""
+    """[N, Q, C], all float32: token n attends to positions 0..position_N[n] of cache row slot_N[n], its own key among them."""
     if q_NQC.device.type != "cpu":
         return cached_attention_reference(q_NQC, k_SGTC, v_SGTC, slot_N, position_N)
     q_NQC = q_NQC.contiguous()

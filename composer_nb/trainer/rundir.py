@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -89,6 +90,8 @@ class RunDir:
         name = f"{stage}-{step:06d}.safetensors"
         part = self.path / "checkpoints" / (name + ".part")
         save_file({key: value.contiguous() for key, value in state.items()}, part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())  # the pointer is synced by SQLite: it must not outlive the file in a power failure
         os.replace(part, self.path / "checkpoints" / name)
         before = self.query("SELECT file FROM checkpoint WHERE stage = ?", stage)
         with closing(self._connect()) as db, db:
@@ -132,10 +135,17 @@ class RunDir:
         return dict(self.query("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason"))
 
     def clean(self) -> None:
-        """Removes what a killed run left half written and rebuilds metrics.jsonl from the durable steps."""
-        for part in self.path.rglob("*.part*"):
-            if part.is_file():
-                part.unlink()
+        """Removes what a killed run left half written, and checkpoints that nothing points to; rebuilds metrics.jsonl from
+        the durable steps."""
+        for part in list(self.path.rglob("*.part*")):
+            if part.is_dir():
+                shutil.rmtree(part)
+            else:
+                part.unlink(missing_ok=True)
+        kept = {name for (name,) in self.query("SELECT file FROM checkpoint")}
+        for file in (self.path / "checkpoints").iterdir():
+            if file.name not in kept:
+                file.unlink()
         rows = self.query("SELECT stage, step, metrics FROM step ORDER BY rowid")
         lines = [json.dumps({"stage": stage, "step": step, **json.loads(m)}) + "\n" for stage, step, m in rows]
         write_text(self.path / "metrics.jsonl", "".join(lines))
@@ -154,7 +164,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def create(runs: Path, name: str) -> RunDir:
-    """Makes `runs/<name>-<time>` and points `runs/<name>` at it."""
+    """Makes `runs/<name>-<time>` and points `runs/<name>` at it. Raises ValueError for a name that can not be a link."""
+    link, temporary = runs / name, runs / f".{name}.{os.getpid()}"
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is not a run name: it must be a plain file name")
+    if link.exists() and not link.is_symlink():
+        raise ValueError(f"{link} is a folder of its own; choose another run name, or move it away")
     runs.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = runs / f"{name}-{stamp}"
@@ -163,23 +178,21 @@ def create(runs: Path, name: str) -> RunDir:
         number += 1
         path = runs / f"{name}-{stamp}-{number}"
     run = RunDir(path)
-    link, temporary = runs / name, runs / f".{name}.{os.getpid()}"
-    if link.exists() and not link.is_symlink():
-        raise ValueError(f"{link} is a folder of its own; choose another run name, or move it away")
     temporary.symlink_to(path.name)
     os.replace(temporary, link)
     return run
 
 
 def provenance() -> dict[str, Any]:
-    """What the code and the machine were."""
+    """What the code and the machine were; `commit` and `changed` are None outside a git repository."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    status = _git(root, "status", "--porcelain", "--", str(root))
     return {
         "commit": _git(root, "rev-parse", "HEAD"),
-        "changed": bool(_git(root, "status", "--porcelain", "--", str(root))),
+        "changed": None if status is None else bool(status),
         "package_digest": digest.hexdigest(),
         "python": sys.version.split()[0],
         "machine": platform.machine(),

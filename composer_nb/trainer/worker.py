@@ -28,10 +28,20 @@ def main(arguments: list[str]) -> None:
     def say(text: str) -> None:
         print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
 
-    with BwrapSandboxes(run_id=run.path.name) as sandboxes:
-        ranks = Ranks(int(rank), int(world), Path(rendezvous))
-        run_recipe(Stages(run, settings, ranks, CachedExecutor(sandboxes), say))
-        ranks.close()
+    try:
+        with BwrapSandboxes(run_id=run.path.name) as sandboxes:
+            ranks = Ranks(int(rank), int(world), Path(rendezvous))
+            run_recipe(Stages(run, settings, ranks, CachedExecutor(sandboxes), say))
+            ranks.close()
+    except Exception as error:
+        if not _disk_is_full(error):
+            raise
+        sys.exit(f"the disk is full: free some space for {run.path}, then go on with --resume ({error})")
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """Every library has its own exception for this; all name the reason."""
+    return any(words in str(error) for words in ("No space left", "disk is full", "StorageFull", "code: 28"))
 
 
 if __name__ == "__main__":

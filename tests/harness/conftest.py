@@ -116,18 +116,18 @@ class Typist:
         )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def typist(renderer: CompactRenderer) -> Callable[..., Typist]:
     """`typist(write, capacity=…)`: see Typist."""
     return lambda write, **options: Typist(renderer, write, **options)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def boxes() -> Callable[..., Boxes]:
     """`boxes(answer)`: see Boxes; `boxes("7")` is one in which everything returns 7."""
     return lambda answer: Boxes(returns(answer) if isinstance(answer, str) else answer)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def agent(renderer: CompactRenderer) -> Agent:
     return Agent(renderer, limits=Limits(turns=6, turn_tokens=48, tokens=600))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+
 from composer_nb.config import Settings, override, to_dict
 from composer_nb.trainer.launch import RunFailed, fork, start_or_resume
 from composer_nb.trainer.rundir import RunDir, create, write_json
@@ -107,7 +109,7 @@ def test_killed_at_five_random_points_it_is_the_same_run(whole: RunDir, tmp_path
         family = process.children(recursive=True)
         process.kill()
         process.wait()
-        gone, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, f"left behind: {alive}"
     same(start_or_resume(run.path, say=quiet), whole)
     assert not list(run.path.rglob("*.part*"))
@@ -132,6 +134,22 @@ def test_a_damaged_shard_is_one_clear_line(whole: RunDir, tmp_path: Path) -> Non
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(RunFailed, match="damaged"):
         start_or_resume(run.path, say=quiet)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk that is small enough to fill")
+def test_a_full_disk_is_one_clear_line_and_the_run_goes_on_when_there_is_room(whole: RunDir, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        with pytest.raises(RunFailed, match="the disk is full: free some space"):
+            start_or_resume(None, override(Settings(), MICRO), runs=disk, say=quiet)
+        subprocess.run(["mount", "-o", "remount,size=512m", str(disk)], check=True)
+        same(start_or_resume(disk / "tour", say=quiet), whole)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_other_settings_than_the_run_began_with_are_refused(whole: RunDir) -> None:

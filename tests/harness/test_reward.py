@@ -1,0 +1,153 @@
+"""Rewards: the effort curve against its closed forms, and what terms a rollout gets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.reward import TERMS, Effort, RewardSettings, effort_curve, reward, term
+from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
+
+X = st.floats(0, 1e4)
+K = st.floats(1e-3, 1e3)
+Q = st.floats(0, 4)
+PASSED = Grade(status="graded", tests={"t": True})
+FAILED = Grade(status="graded", tests={"t": False})
+
+
+def rollout(kinds: list[Kind] | None = None, turns: int = 2, invalid: int = 0, stop: str = "finished") -> Rollout:
+    kind = np.array([int(each) for each in kinds or [Kind.PROMPT, Kind.TOOL_CALL]], np.uint8)
+    segment = Segment(
+        token_ids=np.zeros(len(kind), np.int32),
+        kind=kind,
+        logprob=np.zeros(len(kind), np.float32),
+        policy_version=np.zeros(len(kind), np.int32),
+    )
+    made = [Turn(call="", observation="", error="InvalidArguments" if n < invalid else None) for n in range(turns)]
+    return Rollout(task_id="t", segments=(segment,), turns=tuple(made), files={}, stop=stop)
+
+
+@given(x=X, k=K)
+def test_the_curves_closed_forms(x: float, k: float) -> None:
+    assert effort_curve(x, k, 0.0) == pytest.approx(x)
+    assert effort_curve(x, k, 1.0) == pytest.approx(math.log1p(k * x) / k)
+    assert effort_curve(x, k, 0.5) == pytest.approx(2 * (math.sqrt(1 + k * x) - 1) / k, rel=1e-6, abs=1e-9)
+    assert effort_curve(x, k, 2.0) == pytest.approx(x / (1 + k * x))
+
+
+@given(x=X, k=K, q=Q)
+def test_the_curve_is_the_published_formula(x: float, k: float, q: float) -> None:
+    if abs(q - 1) > 1e-3:
+        assert effort_curve(x, k, q) == pytest.approx(((1 + k * x) ** (1 - q) - 1) / (k * (1 - q)), rel=1e-6, abs=1e-8)
+
+
+@given(x=X, k=K, sign=st.sampled_from([-1, 1]), near=st.sampled_from([1e-6, 1e-8, 1e-10, 1e-12]))
+def test_the_curve_is_continuous_in_q(x: float, k: float, sign: int, near: float) -> None:
+    assert effort_curve(x, k, near) == pytest.approx(x, rel=1e-4)
+    assert effort_curve(x, k, 1 + sign * near) == pytest.approx(effort_curve(x, k, 1.0), rel=1e-4)
+
+
+@given(k=K, q=Q)
+def test_the_curve_starts_at_zero_with_slope_one(k: float, q: float) -> None:
+    assert effort_curve(0.0, k, q) == 0.0
+    step = 1e-7 / k
+    assert effort_curve(step, k, q) / step == pytest.approx(1.0, abs=1e-5)
+
+
+@given(x=X, more=st.floats(1e-3, 1e3), k=K, q=Q)
+def test_the_curve_rises_and_bends_down(x: float, more: float, k: float, q: float) -> None:
+    first, middle, last = (effort_curve(at, k, q) for at in (x, x + more / 2, x + more))
+    assert first <= middle * (1 + 1e-9) and middle <= last * (1 + 1e-9)
+    assert middle >= (first + last) / 2 * (1 - 1e-9)
+    if q > 1:
+        assert last <= 1 / (k * (q - 1)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("change", [{"k": 0.0}, {"k": -1.0}, {"q": -0.1}, {"k": float("nan")}])
+def test_a_curve_that_is_none_is_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"reward\.effort: k=.* must be above 0"):
+        Effort(**change)  # type: ignore[arg-type]
+
+
+def test_effort_weighs_each_kind_of_token() -> None:
+    kinds = [Kind.PROMPT] * 7 + [Kind.THINKING] + [Kind.TOOL_CALL] * 2 + [Kind.OBSERVATION] * 3
+    kinds += [Kind.FINAL_MESSAGE] * 4 + [Kind.SUMMARY] * 5
+    effort = Effort(
+        thinking_tokens=1.0,
+        tool_call_tokens=10.0,
+        tool_output_tokens=100.0,
+        final_message_tokens=1000.0,
+        calls=1e5,
+        turns=1e6,
+    )
+    assert effort.of(rollout(kinds, turns=3)) == 1 + 20 + 300 + 4000 + 3e5 + 3e6
+
+
+def test_effort_adds_up_over_segments() -> None:
+    once = rollout([Kind.THINKING] * 3, turns=0)
+    twice = Rollout(task_id="t", segments=once.segments * 2, turns=(), files={}, stop="finished")
+    effort = Effort(thinking_tokens=1.0)
+    assert effort.of(twice) == 2 * effort.of(once) == 6.0
+
+
+def test_the_default_reward_is_solved_or_not() -> None:
+    assert reward(rollout(), PASSED, RewardSettings()).total == 1.0
+    assert reward(rollout(), FAILED, RewardSettings()).total == 0.0
+
+
+def test_a_reward_is_the_sum_of_its_terms() -> None:
+    settings = RewardSettings(
+        weights={"solved": 2.0, "invalid_calls": -0.5, "unfinished": -0.25}, effort=Effort(weight=0.1, turns=1.0)
+    )
+    scored = reward(rollout(turns=4, invalid=1, stop="turns"), PASSED, settings)
+    effort = -0.1 * effort_curve(4.0 + 0.01, 1.0, 0.5)
+    assert scored.terms == {"solved": 2.0, "invalid_calls": -0.125, "unfinished": -0.25, "effort": effort}
+    assert scored.total == pytest.approx(sum(scored.terms.values()))
+
+
+@pytest.mark.parametrize("turns", [1, 3, 8])
+def test_each_invalid_call_costs_when_weighed(turns: int) -> None:
+    settings = RewardSettings(weights={"solved": 1.0, "invalid_calls": -1.0})
+    totals = [reward(rollout(turns=turns, invalid=n), PASSED, settings).total for n in range(turns + 1)]
+    assert totals == [pytest.approx(1.0 - n / turns) for n in range(turns + 1)]
+
+
+def test_more_effort_costs_more() -> None:
+    settings = RewardSettings(effort=Effort(weight=0.05))
+    totals = [reward(rollout(turns=n), PASSED, settings).total or 0.0 for n in range(1, 6)]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 5
+
+
+def test_a_rollout_without_turns_has_a_reward() -> None:
+    settings = RewardSettings(weights={"invalid_calls": -1.0, "unfinished": -1.0})
+    assert reward(rollout(turns=0, stop="tokens"), FAILED, settings).total == -1.0
+
+
+def test_an_infrastructure_error_has_no_reward() -> None:
+    settings = RewardSettings(weights=dict.fromkeys(TERMS, 1.0), effort=Effort(weight=1.0))
+    scored = reward(rollout(), Grade(status="infra_error"), settings)
+    assert scored.total is None and scored.terms == {}
+
+
+@pytest.mark.parametrize("grade", [PASSED, Grade(status="infra_error")])
+def test_an_unknown_term_is_named(grade: Grade) -> None:
+    with pytest.raises(ValueError, match=r"reward\.weights names \['sovled'\]; registered terms: \[.*'solved'"):
+        reward(rollout(), grade, RewardSettings(weights={"sovled": 1.0}))
+
+
+def test_a_term_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer_nb.harness.reward.TERMS", dict(TERMS))
+
+    @term
+    def quick(done: Rollout, grade: Grade) -> float:
+        return float(len(done.turns) < 3)
+
+    values: dict[str, Any] = {"solved": 1.0, "quick": 0.5}
+    assert reward(rollout(turns=2), PASSED, RewardSettings(weights=values)).total == 1.5
+    assert quick(rollout(turns=3), PASSED) == 0.0

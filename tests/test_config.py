@@ -1,0 +1,261 @@
+"""Settings: every name can be set in every way, nothing else can, and what is saved comes back."""
+
+from __future__ import annotations
+
+import json
+import math
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.config import RlSettings, Settings, from_dict, names, override, to_dict
+
+
+def leaf(settings: Any, name: str) -> Any:
+    for part in name.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+def kind(name: str) -> Any:
+    *path, last = name.split(".")
+    return typing.get_type_hints(type(leaf(Settings(), ".".join(path)) if path else Settings()))[last]
+
+
+NAMES = names(Settings())
+WHOLE = [name for name in NAMES if kind(name) is int]
+REAL = [name for name in NAMES if kind(name) is float]
+TRUTH = [name for name in NAMES if kind(name) is bool]
+TEXT = [name for name in NAMES if kind(name) is str]
+CHOICE = [name for name in NAMES if typing.get_origin(kind(name)) is Literal]
+
+
+def test_every_setting_is_of_a_kind_that_these_tests_know():
+    rest = set(NAMES) - {*WHOLE, *REAL, *TRUTH, *TEXT, *CHOICE}
+    assert rest == {"reward.weights"}
+    assert len(NAMES) == len(set(NAMES)) > 50 and {"rl.steps", "seed", "reward.effort.k"} <= set(NAMES)
+
+
+# What can be set
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_takes_its_own_value_and_nothing_else_changes(name: str):
+    value = leaf(Settings(), name)
+    assert override(Settings(), {name: value}) == Settings()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_also_come_as_text_and_never_as_fractions(name: str):
+    now = leaf(Settings(), name)
+    changed = override(Settings(), {name: str(now)})
+    assert changed == Settings() and type(leaf(changed, name)) is int
+    for wrong in (float(now), now + 0.5, f"{now}.5", True, None, "many", [now]):
+        with pytest.raises(ValueError, match=f"{name}=.*: must be of type int"):
+            override(Settings(), {name: wrong})
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_numbers_also_come_whole_or_as_text_but_are_finite(name: str):
+    now = leaf(Settings(), name)
+    for same in (now, str(now)):
+        assert override(Settings(), {name: same}) == Settings()
+    if now == int(now):
+        changed = override(Settings(), {name: int(now)})
+        assert changed == Settings() and type(leaf(changed, name)) is float
+    for wrong in (True, None, "high", {}, math.nan, math.inf, "nan", "-inf", 10**400, "1e999"):
+        with pytest.raises(ValueError, match=f"{name}=.*: must be of type float|{name}=.*: must be finite"):
+            override(Settings(), {name: wrong})
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_truth_values_also_come_as_text(name: str):
+    for value, wanted in ((True, True), (False, False), ("true", True), ("False", False), ("TRUE", True)):
+        assert leaf(override(Settings(), {name: value}), name) is wanted
+    for wrong in (1, 0, "yes", "1", "", None):
+        with pytest.raises(ValueError, match=f"{name}=.*: must be of type bool"):
+            override(Settings(), {name: wrong})
+
+
+@pytest.mark.parametrize("name", CHOICE)
+def test_choices_are_those_listed(name: str):
+    choices = typing.get_args(kind(name))
+    for choice in choices:
+        assert leaf(override(Settings(), {name: choice}), name) == choice
+    for wrong in ("other", None, 1, choices, [choices[0]]):
+        with pytest.raises(ValueError, match=f"{name}=.*: must be one of {choices[0]!r}, "):
+            override(Settings(), {name: wrong})
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_text_is_text(name: str):
+    assert leaf(override(Settings(), {name: "some/where"}), name) == "some/where"
+    with pytest.raises(ValueError, match=f"{name}=5: must be of type str"):
+        override(Settings(), {name: 5})
+
+
+def test_a_mapping_of_weights_is_a_setting_of_its_own():
+    weights = {"solved": 1, "invalid_calls": -0.1}
+    changed = override(Settings(), {"reward.weights": weights})
+    assert changed.reward.weights == weights
+    weights["solved"] = 9
+    assert changed.reward.weights["solved"] == 1, "what the caller does to its own mapping later changes nothing"
+    for wrong in (5, "solved", [("solved", 1)], {"solved": "much"}, {"solved": None}, {3: 1.0}, {"solved": math.nan}):
+        with pytest.raises(ValueError, match=r"reward\.weights"):
+            override(Settings(), {"reward.weights": wrong})
+
+
+def test_several_settings_at_once_and_the_original_stays():
+    base = Settings()
+    changed = override(base, {"rl.steps": 3, "seed": 7, "reward.effort.weight": 0.5, "rl.lr": 1})
+    assert (changed.rl.steps, changed.seed, changed.reward.effort.weight, changed.rl.lr) == (3, 7, 0.5, 1.0)
+    assert base == Settings() and override(base, {}) is not None
+    back = override(changed, {name: leaf(base, name) for name in ("rl.steps", "seed", "reward.effort.weight", "rl.lr")})
+    assert back == base
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_values_that_only_fit_together_may_come_in_any_order(order: int):
+    together = [("model.num_experts", 1), ("model.num_experts_per_tok", 1)]
+    assert override(Settings(), dict(together[::order])).model.num_experts == 1
+    with pytest.raises(ValueError, match=r"model\.num_experts_per_tok=2 must lie in 1\.\.model\.num_experts=1"):
+        override(Settings(), {"model.num_experts": 1})
+
+
+# What can not
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("rl.step", "rl.steps"),
+        ("rl.group_size", "rl.group"),
+        ("midtrain.learning_rate", "midtrain."),
+        ("loss.ratios", "loss.ratio"),
+        ("sede", "seed"),
+        ("rl.steps.x", "rl.steps"),
+        ("reward.weights.solved", "reward.weights"),
+        ("rl..steps", "rl.steps"),
+        ("", ""),
+        ("nothing.like.it", ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, near: str):
+    with pytest.raises(ValueError) as error:
+        override(Settings(), {name: 1})
+    assert f"unknown setting {name!r}; did you mean '{near}" in str(error.value)
+    assert str(error.value).split("'")[-2] in NAMES
+
+
+@pytest.mark.parametrize("name", ["rl", "reward.effort", "model"])
+def test_a_group_can_not_be_set_as_a_whole(name: str):
+    inner = next(other for other in NAMES if other.startswith(name + "."))
+    for value in (5, {"steps": 3}, leaf(Settings(), name)):
+        with pytest.raises(ValueError, match=f"{name} is a group of settings; name one of {inner}, "):
+            override(Settings(), {name: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"loss.beta": -1.0}, "loss.beta"),
+        ({"loss.clip_low": 2.0}, "loss.clip_low"),
+        ({"model.hidden_size": 30}, "model.hidden_size=30"),
+        ({"limits.turns": 0}, "limits.turns"),
+    ],
+)
+def test_a_group_that_refuses_a_value_names_the_setting(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        override(Settings(), values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    maybe: float | None = None
+    table: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    """Not our tree: `override` works on any."""
+
+    inner: Inner = field(default_factory=Inner)
+    size: Literal[1, 2] = 1
+
+
+def test_any_tree_of_dataclasses_can_be_overridden():
+    assert override(Other(), {"inner.maybe": 3}).inner.maybe == 3.0
+    assert override(Other(inner=Inner(maybe=1.0)), {"inner.maybe": None}).inner.maybe is None
+    assert override(Other(), {"size": 2}).size == 2
+    with pytest.raises(ValueError, match="did you mean 'inner.maybe'"):
+        override(Other(), {"inner.may": 1})
+    with pytest.raises(ValueError, match=r"inner\.maybe='x': must be of type float"):
+        override(Other(), {"inner.maybe": "x"})
+    assert override(RlSettings(), {"steps": "4"}).steps == 4
+
+
+# Saved and read
+
+values = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**40),
+        "ranks": st.integers(1, 64),
+        "data.code": st.text(max_size=8),
+        "rl.lr": st.floats(0, 1, exclude_min=True),
+        "rl.replay": st.booleans(),
+        "rl.max_seconds": st.floats(0, 1e9),
+        "loss.ratio": st.sampled_from(["ppo", "gspo", "dppo"]),
+        "loss.beta": st.floats(0, 2),
+        "reward.weights": st.dictionaries(st.text(max_size=5), st.floats(-1e3, 1e3), max_size=3),
+        "reward.effort.q": st.floats(0, 2),
+        "model.num_experts": st.integers(2, 99),
+        "midtrain.steps": st.integers(0, 10**6),
+    },
+)
+
+
+@given(values)
+def test_what_is_saved_as_json_comes_back_equal(chosen: dict[str, Any]):
+    settings = override(Settings(), chosen)
+    saved = json.loads(json.dumps(to_dict(settings)))
+    assert from_dict(saved) == settings
+    for name, value in chosen.items():
+        assert leaf(settings, name) == value
+    for name in set(NAMES) - set(chosen):
+        assert leaf(settings, name) == leaf(Settings(), name)
+
+
+def test_saved_settings_do_not_share_memory_with_the_tree():
+    settings = Settings()
+    to_dict(settings)["reward"]["weights"]["solved"] = 5
+    assert settings == Settings() and settings.reward.weights["solved"] != 5
+
+
+def test_saved_settings_that_this_version_does_not_know_are_refused():
+    saved = to_dict(Settings())
+    saved["rl"]["ghost"] = 1
+    with pytest.raises(ValueError, match=r"unknown setting 'rl\.ghost'"):
+        from_dict(saved)
+    with pytest.raises(ValueError, match="unknown setting 'ghost'"):
+        from_dict({"ghost": {"a": 1}})
+    with pytest.raises(ValueError, match="rl is a group"):
+        from_dict({"rl": 5})
+
+
+anything_at_all = st.none() | st.integers() | st.text(max_size=4) | st.floats()
+
+
+@given(st.dictionaries(st.text(max_size=12) | st.sampled_from(NAMES), anything_at_all, max_size=3))
+def test_whatever_comes_in_is_taken_or_refused_with_a_value_error(anything: dict[str, Any]):
+    try:
+        changed = override(Settings(), anything)
+    except ValueError as error:
+        assert "\n" not in str(error), "one line, whatever was given"
+        return
+    assert from_dict(json.loads(json.dumps(to_dict(changed)))) == changed
+    assert all(name in NAMES for name in anything)

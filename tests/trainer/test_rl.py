@@ -1,0 +1,268 @@
+"""The RL step: what becomes of attempts, that learning sums what it says, and that nothing depends on how work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from composer_nb.harness.agent import Agent
+from composer_nb.harness.expert import ScriptedPolicy
+from composer_nb.harness.render import CompactRenderer
+from composer_nb.harness.reward import Reward, RewardSettings
+from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
+from composer_nb.harness.task import Task
+from composer_nb.harness.tools import ToolCall
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.model import Model
+from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.rl import (
+    Learner,
+    Scored,
+    Stream,
+    flatten,
+    ledger,
+    microbatches,
+    sample_groups,
+    score,
+    score_groups,
+    shuffle_rewards,
+    to_stream,
+)
+
+NEVER = frozenset[int]()
+LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "budget": 64}
+
+
+class Part(Ranks):
+    """One of several ranks, by itself: its sums are its own."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self.rank, self.world = rank, world
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@pytest.fixture
+def sampled(make_model, converse):
+    """`sampled(model)`: streams that `model` itself sampled, with an advantage each."""
+
+    def make(model: Model, count: int = 7) -> list[Stream]:
+        attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=count, max_length=96), count)
+        random = np.random.default_rng(1)
+        return [
+            to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=float(random.normal())))
+            for done in attempts
+        ]
+
+    return make
+
+
+def by_hand(model: Model, stream: Stream, replay: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each token that the agent wrote, one row through the whole model."""
+    ids = torch.from_numpy(stream.token_ids).long()[None]
+    routes = torch.from_numpy(stream.routes[:-1]).long()[None] if replay else None
+    scores = model(ids[:, :-1], routes)[0][0].log_softmax(-1)
+    acted = torch.from_numpy(stream.acted[1:])
+    return scores.gather(1, ids[0, 1:, None])[acted, 0], -(scores.exp() * scores).sum(-1)[acted]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled, replay: bool):
+    streams = sampled(make_model(3))
+    model = make_model(4)  # another one, whose own routes differ
+    with torch.no_grad():
+        logprob, entropy = score(model, flatten(streams), replay=replay)
+        wanted = [by_hand(model, stream, replay) for stream in streams]
+    torch.testing.assert_close(logprob, torch.cat([w[0] for w in wanted]), atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(entropy, torch.cat([w[1] for w in wanted]), atol=3e-5, rtol=1e-4)
+
+
+def gradient(model: Model, streams: Sequence[Stream], **changes: Any) -> tuple[Tensor, dict[str, float]]:
+    learner = Learner(model, FlatAdamW(model), changes.pop("settings", LossSettings()), changes.pop("reference", None))
+    metrics = learner.learn(streams, changes.pop("ranks", Ranks()), Random(0), **LEARN | changes)
+    return learner.optimizer.gradients.clone(), metrics
+
+
+def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model, sampled):
+    model = make_model(3)
+    streams = sampled(model)
+    loss = -sum(
+        (by_hand(model, stream)[0] * torch.from_numpy(stream.advantage[1:][stream.acted[1:]])).sum() for stream in streams
+    )
+    slopes = torch.autograd.grad(loss / 50.0, list(model.parameters()))
+    wanted = torch.cat([slope.flatten() for slope in slopes])
+    assert wanted.norm() > 1e-3
+    for budget in (1, 64, 10_000):
+        found, metrics = gradient(model, streams, budget=budget)
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+        assert metrics["masked"] == metrics["ratio_off_20"] == 0 and abs(metrics["k3"]) < 1e-8, "on policy"
+    parts = [gradient(model, streams, ranks=Part(rank, 3))[0] for rank in range(3)]
+    torch.testing.assert_close(sum(parts), wanted, atol=2e-5, rtol=1e-3)
+    assert all(part.norm() > 1e-4 for part in parts), "each rank has its share"
+
+
+@pytest.mark.parametrize("changes", [{"length_norm": True}, {"ratio": "gspo"}, {"ratio": "cispo", "length_norm": True}])
+def test_no_choice_of_loss_depends_on_microbatches(make_model, sampled, changes: dict[str, Any]):
+    model, other = make_model(3), make_model(3)
+    streams = sampled(other)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.02)
+    found = [gradient(model, streams, settings=LossSettings(**changes), budget=budget)[0] for budget in (1, 10_000)]
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_penalty_weighs_in_each_token_s_advantage(make_model, sampled, kind: Any):
+    model, reference = make_model(3), make_model(5)
+    streams = sampled(model)
+    loss = torch.zeros(())
+    for stream in streams:
+        logprob, _ = by_hand(model, stream)
+        with torch.no_grad():
+            gap = by_hand(reference, stream)[0] - logprob
+        estimate = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}[kind]
+        advantage = torch.from_numpy(stream.advantage[1:][stream.acted[1:]])
+        loss = loss - ((advantage - 0.2 * estimate) * logprob).sum()
+    slopes = torch.autograd.grad(loss / 50.0, list(model.parameters()))
+    wanted = torch.cat([slope.flatten() for slope in slopes])
+    found, _ = gradient(model, streams, settings=LossSettings(beta=0.2, kl=kind), reference=reference)
+    torch.testing.assert_close(found, wanted, atol=2e-5 * float(wanted.abs().max() + 1), rtol=1e-3)
+    assert all(p.grad is None for p in reference.parameters())
+
+
+def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_model, sampled):
+    model = make_model(3)
+    streams = sampled(model)
+    learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), LossSettings())
+    before = [float(by_hand(model, stream)[0].detach().sum()) for stream in streams]
+    for _ in range(3):
+        metrics = learner.learn(streams, Ranks(), Random(1), **LEARN | {"minibatches": 3, "lr": 2e-3, "clip": 1.0})
+    after = [float(by_hand(model, stream)[0].detach().sum()) for stream in streams]
+    advantage = [float(stream.advantage.sum()) for stream in streams]
+    moved = np.array(after) - np.array(before)
+    assert np.dot(moved, advantage) > 0
+    assert 0 < metrics["entropy"] < np.log(61) and metrics["k3"] > 0 and metrics["grad_norm"] > 0
+
+
+def test_learning_twice_with_one_seed_gives_the_same_bits(make_model, sampled):
+    weights = []
+    for _ in range(2):
+        model = make_model(3)
+        learner = Learner(model, FlatAdamW(model), LossSettings())
+        learner.learn(sampled(model), Ranks(), Random(1), **LEARN | {"minibatches": 2, "lr": 1e-3})
+        weights.append(learner.optimizer.weights)
+    assert torch.equal(*weights)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(2, 60), max_size=20), st.integers(1, 120))
+def test_microbatches_hold_every_stream_once_within_the_budget(lengths: list[int], budget: int):
+    def stream(n: int) -> Stream:
+        return Stream(
+            token_ids=np.zeros(n, np.int32),
+            acted=np.ones(n, np.bool_),
+            logprob=np.zeros(n, np.float32),
+            advantage=np.zeros(n, np.float32),
+            routes=np.zeros((n, 1, 1), np.uint8),
+        )
+
+    streams = [stream(n) for n in lengths]
+    chunks = microbatches(streams, budget)
+    assert sorted(map(id, sum(chunks, []))) == sorted(map(id, streams))
+    for chunk in chunks:
+        assert chunk and (sum(len(s.token_ids) for s in chunk) <= budget or len(chunk) == 1)
+
+
+# Attempts in groups
+
+
+class Trusting:
+    """Runs code right here, for tests that bring their own code; loses the requests that `loses` picks."""
+
+    def __init__(self, loses: Any = lambda number: False) -> None:
+        self.loses, self.number = loses, 0
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        answers = []
+        for request in requests:
+            self.number += 1
+            if self.loses(self.number):
+                raise SandboxFailure("gone")
+            scope: dict[str, Any] = {}
+            exec(request.files["f.py"], scope)
+            values = [scope[request.function](*eval(text)) for text in request.arguments]
+            answers.append(tuple(CallOutcome(status="returned", text=repr(value)) for value in values))
+        return answers
+
+
+def edit(text: str) -> ToolCall:
+    return ToolCall(name="edit_line", arguments={"path": "f.py", "line": 2, "text": text})
+
+
+@pytest.fixture
+def agent(tokenizer: Tokenizer) -> Agent:
+    return Agent(CompactRenderer(tokenizer))
+
+
+@pytest.fixture
+def policy(agent: Agent) -> ScriptedPolicy:
+    """Every second attempt is right."""
+
+    def script(rollout: int):
+        yield edit("return x + 1" if rollout % 2 else "return x - 1")
+        yield ToolCall(name="finish", arguments={})
+
+    return ScriptedPolicy(agent.renderer, script, capacity=3)
+
+
+def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, policy, task: Task):
+    tasks = [task, task.model_copy(update={"id": "u"})]
+    groups, lost = sample_groups(policy, agent, tasks, 3, Trusting())
+    assert [[done.task.id for done in group] for group in groups] == [["t"] * 3, ["u"] * 3] and lost == 0
+    assert [[done.grade.passed for done in group] for group in groups] == [[False, True, False], [True, False, True]]
+    only_solved = RewardSettings(weights={"solved": 1.0})
+    scored = score_groups(groups, only_solved, LossSettings())
+    assert [[s.reward.total for s in group] for group in scored] == [[0, 1, 0], [1, 0, 1]]
+    assert [s.advantage for s in scored[0]] == pytest.approx([-1 / 3, 2 / 3, -1 / 3])
+    normed = score_groups(groups, only_solved, LossSettings(std_norm=True))
+    assert [s.advantage for s in normed[0]] == pytest.approx([-(0.5**0.5), 2**0.5, -(0.5**0.5)], rel=1e-4)
+
+    written = [sum(s.attempt.rollout.sampled for s in group) for group in scored]
+    assert ledger(scored) == {"trained": sum(written)}
+    flat = [[Scored(attempt=s.attempt, reward=s.reward, advantage=0.0) for s in scored[0]], scored[1]]
+    assert ledger(flat) == {"zero_advantage": written[0], "trained": written[1]}
+
+
+def test_what_the_infrastructure_lost_is_tried_again_and_nothing_else(agent, policy, task: Task):
+    # A request that fails in a batch is tried once more by itself, so two failures in a row lose an attempt.
+    groups, lost = sample_groups(policy, agent, [task], 4, Trusting(lambda number: number in (1, 2)))
+    assert lost == 1 and [done.grade.passed for done in groups[0]] == [False, True, False, True]
+    with pytest.raises(SandboxFailure, match=r"2 attempts got no grade in 3 tries; run `composer-nb doctor`"):
+        sample_groups(policy, agent, [task], 2, Trusting(lambda number: True))
+
+
+def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
+    tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(6)]
+    groups, _ = sample_groups(policy, agent, tasks, 4, Trusting())
+    scored = score_groups(groups, RewardSettings(weights={"solved": 1.0}), LossSettings())
+    dealt = shuffle_rewards(scored, LossSettings(), Random(3))
+    assert dealt == shuffle_rewards(scored, LossSettings(), Random(3)) != scored
+    assert sum(s.reward.total for group in dealt for s in group) == sum(s.reward.total for g in scored for s in g) == 12
+    for before, after in zip(scored, dealt, strict=True):
+        assert [s.attempt for s in before] == [s.attempt for s in after]
+        mean = np.mean([s.reward.total for s in after])
+        assert [s.advantage for s in after] == pytest.approx([s.reward.total - mean for s in after])
