@@ -181,7 +181,7 @@ def test_a_task_that_answers_by_chance_is_unfit():
 
         def run(self, requests: Any) -> list[tuple[CallOutcome, ...]]:
             self.asked += 1
-            return [(CallOutcome("returned", "7" if self.asked == 1 else "0"),) for _ in requests]
+            return [(CallOutcome(status="returned", text="7" if self.asked == 1 else "0"),) for _ in requests]
 
     [row] = check_tasks([TASK], Moody())
     assert not row["ok"] and not row["repeatable"] and row["problem"] == "two runs gave different results"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.config import RlSettings, Settings, from_dict, names, override, to_dict
@@ -219,6 +219,7 @@ values = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(values)
 def test_what_is_saved_as_json_comes_back_equal(chosen: dict[str, Any]):
     settings = override(Settings(), chosen)
@@ -250,6 +251,7 @@ def test_saved_settings_that_this_version_does_not_know_are_refused():
 anything_at_all = st.none() | st.integers() | st.text(max_size=4) | st.floats()
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=12) | st.sampled_from(NAMES), anything_at_all, max_size=3))
 def test_whatever_comes_in_is_taken_or_refused_with_a_value_error(anything: dict[str, Any]):
     try:

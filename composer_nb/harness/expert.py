@@ -27,9 +27,12 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     Two of three mistakes are of place: a line that was right is written anew, which changes nothing. The others are of
     substance: a random change of the program, or the line that needs the fix written wrongly. The tests find a mistake
     out. Then the expert gives up (one time in four), or may be mistaken once more, or mends what is wrong and tests it.
+    Raises ValueError for a task that is not mended by changing lines of one file.
     """
     path = task.source_scope[0]
-    now, wanted = task.files[path].rstrip("\n"), task.solution[path].rstrip("\n")
+    now, wanted = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
+    if set(task.solution) != {path} or _indents(now) != _indents(wanted):
+        raise ValueError(f"task {task.id}: the expert changes lines of {path}; the solution has to do that and no more")
     yield ToolCall(name="read_file", arguments={"path": path})
     tried: list[int] = []
     passed = gives_up = False
@@ -49,6 +52,11 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     yield ToolCall(name="finish", arguments={})
 
 
+def _indents(text: str) -> list[str]:
+    """The indentation of each line, which the tool keeps."""
+    return [line[: len(line) - len(line.lstrip())] for line in text.split("\n")]
+
+
 def _first_difference(now: str, wanted: str) -> int:
     lines, right = now.split("\n"), wanted.split("\n")
     return next(place for place in range(len(lines)) if lines[place] != right[place])
@@ -61,7 +69,7 @@ def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) ->
     if sound and rng.random() < 2 / 3:
         place = rng.choice(sound)
         return _edit(path, now, place, lines[place])
-    while True:
+    for _ in range(100):  # every third draw or so will do
         drawn = bugs(now if rng.random() < 0.5 else wanted, rng)
         if drawn is None or drawn[1] == wanted:
             continue
@@ -69,6 +77,7 @@ def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) ->
         places = [place for place in range(len(lines)) if lines[place] != wrong[place]]
         if len(places) == 1:
             return _edit(path, now, places[0], wrong[places[0]])
+    raise ValueError(f"{path}: found no mistake to make; the expert's mistakes are those of `repairs.bugs`")
 
 
 def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:

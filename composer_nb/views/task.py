@@ -1,12 +1,16 @@
-"""A task as a card: what is asked, the workspace with the line that is wrong, the tests that the agent may see."""
+"""A task as a card (what is asked, the workspace with the line that is wrong, the tests that the agent may see), and an
+attempt at it as a table of calls and observations."""
 
 from __future__ import annotations
 
 import html
+import json
 
+from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.task import Task
 from composer_nb.views.rollout import Html
 
+_BOX = "background:#fff;color:#222;padding:.6em;border:1px solid #e3e3e3;border-radius:4px;overflow-x:auto"
 _PRE = "font:12.5px/1.5 ui-monospace,monospace;background:none;color:#222;margin:.3em 0 .8em;white-space:pre-wrap"
 
 
@@ -15,6 +19,8 @@ def card(task: Task) -> Html:
     they should be."""
     parts = [f'<div style="font:600 13px system-ui,sans-serif">{html.escape(task.instruction)}</div>']
     for path, text in sorted(task.files.items()):
+        if path in task.visible_tests:
+            text = text.replace("\n\n\n", "\n")
         lines = text.rstrip("\n").split("\n")
         wanted = task.solution.get(path, text).rstrip("\n").split("\n")
         shown = (
@@ -22,8 +28,29 @@ def card(task: Task) -> Html:
         )
         parts.append(f'<div style="font:12px system-ui,sans-serif;color:#777">{html.escape(path)}</div>')
         parts.append(f'<pre style="{_PRE}">{chr(10).join(shown)}</pre>')
-    look = "background:#fff;color:#222;padding:.6em;border:1px solid #e3e3e3;border-radius:4px"
-    return Html(f'<div style="{look}">{"".join(parts)}</div>')
+    return Html(f'<div style="{_BOX}">{"".join(parts)}</div>')
+
+
+def turns(attempt: Attempt) -> Html:
+    """One row a turn: the call as a function call, or as written where it was none, and what was answered."""
+    cell = "text-align:left;vertical-align:top;padding:.15em 1.5em .15em 0"
+    rows = []
+    for number, turn in enumerate(attempt.rollout.turns, 1):
+        color = "#D55E00" if turn.error else "#222"
+        call = f'<td style="{cell};color:{color}">{html.escape(_call(turn.call))}</td>'
+        answer = f'<td style="{cell};color:#777;white-space:pre-wrap">{html.escape(turn.observation)}</td>'
+        rows.append(f'<tr style="background:none"><td style="{cell};color:#777">{number}</td>{call}{answer}</tr>')
+    table = f'<table style="font:12.5px/1.5 ui-monospace,monospace;border:0">{"".join(rows)}</table>'
+    return Html(f'<div style="{_BOX}">{table}</div>')
+
+
+def _call(text: str) -> str:
+    try:
+        call = json.loads(text)
+        given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
+        return f"{call['name']}({given})"
+    except (json.JSONDecodeError, TypeError, KeyError):  # what the agent wrote was no call
+        return text
 
 
 def _line(old: str, new: str) -> str:

@@ -128,7 +128,9 @@ def test_garbage_for_ever_is_answered_and_ends(agent: Agent, task: Task, typist:
     [first, second, third] = run(
         agent, task, typist(lambda rollout, turn: [garbage, endless, []][rollout]), boxes("1"), 3
     )
-    assert [turn.call for turn in first.rollout.turns] == ["<|user|>"] * 6  # cut at the token that has no business there
+    assert [turn.call for turn in first.rollout.turns] == [
+        "<|user|>"
+    ] * 6  # cut at the token that has no business there
     for done in (first, second):
         assert done.rollout.stop == "turns" and done.rollout.invalid_calls == 6
         assert {turn.observation for turn in done.rollout.turns} == {"error: bad call"}
@@ -148,7 +150,9 @@ def test_an_invalid_call_lowers_a_reward_that_weighs_it(agent: Agent, task: Task
     assert totals == [0.0, -0.5 / 2, -0.5 * 2 / 3]
 
 
-def test_an_environment_without_tests_is_no_fault_of_the_agent(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
+def test_an_environment_without_tests_is_no_fault_of_the_agent(
+    agent: Agent, task: Task, typist: Make, boxes: Make
+) -> None:
     bare = task.model_copy(update={"files": {"f.py": task.files["f.py"]}})
     [done] = run(agent, bare, typist(calls(agent.renderer, TEST, FINISH)), boxes("1"))
     assert done.rollout.turns[0].error == "UnexpectedEnvironment" and done.rollout.invalid_calls == 0

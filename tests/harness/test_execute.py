@@ -54,7 +54,11 @@ REQUESTS = st.builds(
 
 
 @settings(max_examples=120, deadline=None)
-@given(batches=st.lists(st.lists(REQUESTS, max_size=5), max_size=6), size=st.sampled_from([1, 3, 1000]), every=st.integers(0, 3))
+@given(
+    batches=st.lists(st.lists(REQUESTS, max_size=5), max_size=6),
+    size=st.sampled_from([1, 3, 1000]),
+    every=st.integers(0, 3),
+)
 def test_the_memory_answers_as_the_sandboxes_would(batches: list[list[CallRequest]], size: int, every: int) -> None:
     inside = Unreliable(every)
     memory = CachedExecutor(inside, size=size)

@@ -55,7 +55,7 @@ def test_only_the_code_under_test_enters_the_sandbox(task: Task) -> None:
     _, request = ask(task, files)
     assert dict(request.files) == task.solution
     assert request.arguments == tuple(test.arguments for test in parse_test_files(task.tests))
-    assert not any(test.expected in str(request) for test in parse_test_files(task.tests) if test.expected != "[9]")
+    assert "[9]" not in str(request)  # what the first test wants
 
 
 @pytest.mark.parametrize(

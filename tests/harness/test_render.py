@@ -105,7 +105,9 @@ def test_a_body_that_is_almost_a_call_is_invalid(renderer: CompactRenderer, text
     assert caught.value.kind == "InvalidArguments"
 
 
-@pytest.mark.parametrize("head", ["edit f.py", "edit f.py -1", "edit f.py ٣", "edit f.py 1234567", "edit 3", "read f.py", ""])
+@pytest.mark.parametrize(
+    "head", ["edit f.py", "edit f.py -1", "edit f.py ٣", "edit f.py 1234567", "edit 3", "read f.py", ""]
+)
 def test_a_head_that_is_almost_an_edit_is_invalid(renderer: CompactRenderer, head: str) -> None:
     with pytest.raises(ToolError) as caught:
         renderer.parse_call([*renderer.encode(head), renderer.to, *renderer.encode("x"), renderer.end])

@@ -172,6 +172,6 @@ def test_gates_stay_finite_when_replayed_experts_have_lost_all_probability():
     router[0] = 100.0
     router.requires_grad_()
     routing = route(x, router, 2, torch.tensor([[1, 2]]))
-    assert math.isclose(float(routing.gates_NK.sum()), 1.0, abs_tol=1e-6)
+    assert math.isclose(routing.gates_NK.sum().item(), 1.0, abs_tol=1e-6)
     (slope,) = torch.autograd.grad(routing.gates_NK[0, 0], router)
     assert slope.isfinite().all()

@@ -92,13 +92,13 @@ def test_a_name_means_one_thing(book: nbformat.NotebookNode):
     """Cells can be run again in any order that makes sense, because none rebinds what another has bound."""
     seen: dict[str, int] = {}
     for number, cell in enumerate(code(book)):
-        bound = {
-            node.id
+        targets = [
+            target
             for statement in ast.parse(cell.source).body
             if isinstance(statement, ast.Assign | ast.AnnAssign)
-            for node in ast.walk(statement)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
+            for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+        ]
+        bound = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
         for name in bound:
             assert seen.setdefault(name, number) == number, f"{name} is bound in two cells"
 

@@ -81,7 +81,7 @@ def test_seconds_add_up(tiny_run, report):
     assert report["wall_s"]["rl"] == seconds["rl"]
 
 
-@pytest.mark.parametrize("reached", range(len(STAGES)))
+@pytest.mark.parametrize("reached", [0, 3, 5, 8, 9])
 def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], RunDir], reached: int):
     run = copy_of(tiny_run)
     order = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]

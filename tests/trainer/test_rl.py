@@ -100,7 +100,8 @@ def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model
     model = make_model(3)
     streams = sampled(model)
     loss = -sum(
-        (by_hand(model, stream)[0] * torch.from_numpy(stream.advantage[1:][stream.acted[1:]])).sum() for stream in streams
+        (by_hand(model, stream)[0] * torch.from_numpy(stream.advantage[1:][stream.acted[1:]])).sum()
+        for stream in streams
     )
     slopes = torch.autograd.grad(loss / 50.0, list(model.parameters()))
     wanted = torch.cat([slope.flatten() for slope in slopes])

@@ -181,6 +181,7 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert drops == pytest.approx(np.full(50, -0.97 / 50))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.floats(0, 0.5), st.floats(0, 1), st.floats(0, 1))
 def test_the_schedule_is_between_nothing_and_one_and_never_turns_back(
     steps: int, warmup: float, rest: float, floor: float
@@ -203,6 +204,7 @@ def of_lengths(sizes: list[int]) -> list[Row]:
     return [Row(np.zeros(n, np.int32), np.ones(n, np.float32)) for n in sizes]
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 100), st.integers(0, 99))
 def test_every_row_is_dealt_once_before_any_a_second_time(sizes: list[int], budget: int, seed: int):
     data = of_lengths(sizes)
@@ -222,7 +224,7 @@ def test_nothing_can_be_dealt_from_nothing():
         next(deal([], 100, Random(0)))
 
 
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(lengths, st.integers(1, 4), st.data())
 def test_ranks_share_a_batch_without_gap_or_overlap_and_about_evenly(sizes: list[int], world: int, data: st.DataObject):
     everyone = of_lengths(sizes)

@@ -14,7 +14,7 @@ from composer_nb.harness.render import SPECIALS
 from composer_nb.trainer.tokenizer import load_tokenizer, train_tokenizer
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.characters(exclude_categories=("Cs",))) | st.text("ab1 \n_<|>é"))
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str):
     safe = text.replace("<|", "< |")

@@ -2,6 +2,7 @@
 
 import html
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.task import load_tasks
@@ -77,6 +78,7 @@ def test_curves_hold_every_durable_step(tiny_run: RunDir):
     assert entropy.lines, "this run trains on something, so it has an entropy"
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 10))
 def test_smoothing_averages_the_past_alone(values: list[float], window: int):
     expected = [np.mean(values[max(0, at + 1 - window) : at + 1]) for at in range(len(values))]
@@ -150,6 +152,7 @@ def test_before_and_after_are_greedy_attempts_at_one_task(tiny_run: RunDir):
     assert pixels(rollout.draw(after).png()).shape[1] == 1100
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text("ab\n ", min_size=0, max_size=30) | st.just("<|call|>"), min_size=1, max_size=20),
     st.integers(8, 20),
@@ -177,3 +180,16 @@ def test_a_task_card_marks_the_wrong_line(tiny_run: RunDir):
     assert html.escape(one.instruction) in text and text.count("←") == 1
     [wrong] = set(one.files["f.py"].split("\n")) - set(one.solution["f.py"].split("\n"))
     assert f'<span style="background:#fde3b0">{html.escape(wrong)}</span>' in text
+
+
+def test_calls_are_shown_as_calls_and_what_is_none_as_written(tiny_run: RunDir):
+    attempts = [stored.attempt for stored in rollout.sampled(tiny_run)]
+    turns = [(one, turn) for one in attempts for turn in one.rollout.turns]
+    good = next(one for one, turn in turns if turn.error is None)
+    bad, wrong = next((one, turn) for one, turn in turns if turn.error == "InvalidArguments")
+    first = next(turn for turn in good.rollout.turns if turn.error is None)
+    assert html.escape(f"{json.loads(first.call)['name']}(") in task.turns(good).text
+    assert "#D55E00" in task.turns(bad).text and html.escape(wrong.observation) in task.turns(bad).text
+    assert task.turns(bad).text.count("<tr") == len(bad.rollout.turns)
+    assert task._call('{"name": "edit_line", "arguments": {"line": 2}}') == "edit_line(line=2)"
+    assert task._call("edit f.py 2 2 <b>") == "edit f.py 2 2 <b>"

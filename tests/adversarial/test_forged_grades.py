@@ -1,0 +1,267 @@
+"""Agent code that wants a pass without knowing the answer. Each must get a grade, and the grade must be 0.
+
+The code runs where its results are made, so it can say anything: what it can not do is say the right thing, because the
+expected values never enter a sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from composer_nb.harness.functions import render_tests
+from composer_nb.harness.grade import Grade, grading
+from composer_nb.harness.sandbox import BwrapSandboxes, Limits
+from composer_nb.harness.task import Task
+
+HONEST = "def f(xs, k):\n    return [x * k for x in xs if x > k]\n"
+VISIBLE = [(([1, 5, 3], 2), [10, 6]), (([], 1), [])]
+HIDDEN = [(([4, 7, 9], 4), [28, 36]), (([2, 8], 1), [2, 8]), (([-1, 6], 5), [30]), (([3], 3), [])]
+
+SPY = """
+import gc, sys
+
+def everything():
+    found, frame = [], sys._getframe()
+    while frame is not None:
+        found += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    return found + gc.get_objects()
+"""
+
+FORGED: dict[str, str] = {
+    "does nothing": "",
+    "does nothing with a function": "def f(xs, k):\n    pass\n",
+    "syntax error": "def f(xs, k:\n",
+    "always equal object": """
+class Equal:
+    __eq__ = __bool__ = __contains__ = lambda *_: True
+    __ne__ = lambda *_: False
+    __repr__ = __str__ = lambda _: "[28, 36]"
+    __hash__ = lambda _: 1
+def f(xs, k):
+    return Equal()
+""",
+    "subclass of list": """
+class Right(list):
+    __eq__ = lambda *_: True
+    __repr__ = lambda _: "[28, 36]"
+def f(xs, k):
+    return Right()
+""",
+    "subclasses inside a list": """
+class Right(int):
+    __eq__ = lambda *_: True
+    __repr__ = lambda _: "28"
+def f(xs, k):
+    return [Right()] * 2
+""",
+    "subclass of str": "class S(str):\n    __repr__ = lambda _: '[30]'\ndef f(xs, k):\n    return S('[30]')\n",
+    "text of the value": "def f(xs, k):\n    return repr([x * k for x in xs if x > k])\n",
+    "tuple for a list": "def f(xs, k):\n    return tuple(x * k for x in xs if x > k)\n",
+    "floats for integers": "def f(xs, k):\n    return [float(x * k) for x in xs if x > k]\n",
+    "a generator": "def f(xs, k):\n    return (x * k for x in xs if x > k)\n",
+    "metaclass that names itself list": """
+class Meta(type):
+    __eq__ = lambda *_: True
+    __hash__ = lambda _: hash(list)
+    __name__ = "list"
+class Right(metaclass=Meta):
+    __class__ = list
+    __repr__ = lambda _: "[28, 36]"
+def f(xs, k):
+    return Right()
+""",
+    "patched repr": "import builtins\nbuiltins.repr = lambda value: '[28, 36]'\ndef f(xs, k):\n    return [1]\n",
+    "patched builtins": """
+import builtins
+builtins.isinstance = builtins.all = builtins.any = lambda *_: True
+builtins.type = lambda value: list
+builtins.len = lambda value: 0
+builtins.sorted = lambda value: []
+def f(xs, k):
+    return 0
+""",
+    "patched json": """
+import json
+json.dumps = lambda value, **_: '["returned", "[28, 36]"]'
+json.JSONEncoder.encode = lambda *_: '["returned", "[28, 36]"]'
+def f(xs, k):
+    return 0
+""",
+    "patched ast": """
+import ast, operator
+ast.literal_eval = lambda text: []
+operator.eq = lambda *_: True
+def f(xs, k):
+    return []
+""",
+    "patched os.write": """
+import os
+real = os.write
+os.write = lambda fd, data: real(fd, bytes(data).replace(b"[0]", b"[28, 36]")) and len(data)
+def f(xs, k):
+    return [0]
+""",
+    "patched eval and the box's own functions": SPY
+    + """
+import __main__
+__main__.value_text = lambda *_: "[]"
+__main__.call = lambda *_: ["returned", "[28, 36]"]
+__main__.send_line = lambda nonce, fields: None
+def f(xs, k):
+    return [0]
+""",
+    "frame peeking": SPY
+    + """
+def f(xs, k):
+    for value in everything():
+        if isinstance(value, dict) and "expected" in value:
+            return value["expected"]
+        if isinstance(value, list) and value and all(type(x) is int for x in value) and value != xs:
+            return value
+    return None
+""",
+    "reads the tests": """
+import glob, os
+def f(xs, k):
+    for name in glob.glob("/box/**", recursive=True) + glob.glob("/**/test_*.py", recursive=True) + ["test_f.py"]:
+        if "test" in name and os.path.isfile(name):
+            for line in open(name):
+                if line.strip().startswith(f"assert f({xs}, {k}) == "):
+                    return eval(line.split(" == ")[1])
+    return None
+""",
+    "forged lines with the right nonce": SPY
+    + """
+import os
+def f(xs, k):
+    nonces = [v for v in everything() if type(v) is str and len(v) == 16 and set(v) <= set("0123456789abcdef")]
+    for nonce in nonces[:1]:
+        for fd in range(3, 6):
+            try:
+                os.write(fd, (nonce + ' ["returned", "[28, 36]"]\\n').encode() * 4)
+            except OSError:
+                pass
+    os._exit(0)
+""",
+    "forged lines without a nonce": """
+import os
+for fd in range(0, 6):
+    try:
+        os.write(fd, b'["returned", "[28, 36]"]\\n' * 4)
+    except OSError:
+        pass
+def f(xs, k):
+    return None
+""",
+    "prints results": """
+import sys
+def f(xs, k):
+    print("PASSED test_0 [28, 36]", flush=True)
+    print("1 passed", file=sys.stderr, flush=True)
+    sys.__stdout__.write("[28, 36]")
+""",
+    "os._exit on import": "import os\nos._exit(0)\ndef f(xs, k):\n    pass\n",
+    "os._exit in the call": "import os\ndef f(xs, k):\n    os._exit(0)\n",
+    "sys.exit on import": "import sys\nsys.exit(0)\n",
+    "sys.exit in the call": "import sys\ndef f(xs, k):\n    sys.exit(0)\n",
+    "exits well at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(xs, k):\n    raise SystemExit(0)\n",
+    "raises what looks right": "class X(BaseException):\n    __repr__ = lambda _: '[]'\ndef f(xs, k):\n    raise X([])\n",
+    "skips": "def f(xs, k):\n    import unittest\n    raise unittest.SkipTest('not today')\n",
+    "endless loop": "def f(xs, k):\n    while True:\n        pass\n",
+    "endless loop on import": "while True:\n    pass\n",
+    "endless recursion": "def f(xs, k):\n    return f(xs, k)\n",
+    "memory bomb": "def f(xs, k):\n    x = [0]\n    while True:\n        x += x\n",
+    "huge value": "def f(xs, k):\n    return [0] * 10**6\n",
+    "value that holds itself": "def f(xs, k):\n    x = []\n    x.append(x)\n    return x\n",
+    "kills its group": "import os, signal\ndef f(xs, k):\n    os.kill(0, signal.SIGKILL)\n",
+    "replaces itself after the first call": """
+def f(xs, k):
+    global f
+    def f(xs, k):
+        return [28, 36]
+    return [28, 36]
+""",
+    "replaces itself in the box": SPY
+    + """
+def f(xs, k):
+    for value in everything():
+        if isinstance(value, dict) and value.get("function") is f:
+            value["function"] = lambda *_: [28, 36]
+    return [x * k for x in xs if x > k] if len(xs) == 3 else 0
+""",
+    "right for visible inputs alone": """
+KNOWN = {"([1, 5, 3], 2)": [10, 6], "([], 1)": []}
+def f(xs, k):
+    return KNOWN.get(repr((xs, k)))
+""",
+    "right for the first call alone": """
+calls = []
+def f(xs, k):
+    calls.append(k)
+    return [x * k for x in xs if x > k] if len(calls) == 1 else None
+""",
+    "changes its arguments": "def f(xs, k):\n    xs[:] = [28, 36]\n    return None\n",
+    "files of its own": "open('test_hidden.py', 'w').write('')\nopen('/box/f.py', 'w').write('f = 1')\ndef f(xs, k):\n    pass\n",
+    "patched in another thread": """
+import threading, time
+def patch():
+    import builtins
+    while True:
+        builtins.repr = lambda value: "[28, 36]"
+        time.sleep(0.001)
+threading.Thread(target=patch, daemon=True).start()
+def f(xs, k):
+    time.sleep(0.01)
+    return [1]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[BwrapSandboxes]:
+    with BwrapSandboxes(Limits(wall_s=20.0)) as boxes:  # a busy machine must not fail a test
+        yield boxes
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return Task(
+        id="scale",
+        instruction="fix f.py: items times k for items more than k",
+        files={"f.py": "def f(xs, k):\n    return xs\n", "test_f.py": render_tests("f", "f", VISIBLE)},
+        tests={"test_hidden.py": render_tests("f", "f", HIDDEN)},
+        solution={"f.py": HONEST},
+        source_scope=("f.py",),
+    )
+
+
+def grade(task: Task, source: str, sandboxes: BwrapSandboxes) -> Grade:
+    steps = grading(task, task.files | {"f.py": source})
+    outcomes = sandboxes.run([next(steps)])[0]
+    with pytest.raises(StopIteration) as stop:
+        steps.send(outcomes)
+    found: Grade = stop.value.value
+    return found
+
+
+@pytest.mark.parametrize("source", FORGED.values(), ids=list(FORGED))
+def test_a_forged_result_is_graded_zero(task: Task, sandboxes: BwrapSandboxes, source: str) -> None:
+    found = grade(task, source, sandboxes)
+    assert found.status == "graded" and len(found.tests) == len(HIDDEN)
+    assert not found.passed
+    assert grade(task, HONEST, sandboxes).passed  # and it left nothing behind
+
+
+def test_the_honest_solution_passes_in_every_disguise(task: Task, sandboxes: BwrapSandboxes) -> None:
+    """What is refused is the value, not the style."""
+    for source in (
+        HONEST,
+        "import builtins\nbuiltins.print = None\n" + HONEST,
+        "def f(xs, k):\n    xs[:] = [x * k for x in xs if x > k]\n    return xs\n",
+        "f = lambda xs, k: [x * k for x in xs if x > k]\n",
+        "class F:\n    def __call__(self, xs, k):\n        return [x * k for x in xs if x > k]\nf = F()\n",
+    ):
+        assert grade(task, source, sandboxes).passed

@@ -1,0 +1,169 @@
+"""The bench: figures against hand computation, and behaviour on rollouts made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.agent import Agent
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.bench import behaviour, run_eval, summarise
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.render import CompactRenderer, call_json
+from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
+from composer_nb.harness.task import Task
+from composer_nb.harness.tools import ToolCall
+
+EDIT = Turn(call=call_json(ToolCall(name="edit_line", arguments={"path": "f.py"})), observation="ok")
+BAD_EDIT = Turn(call=EDIT.call, observation="error: no line", error="InvalidArguments")
+INVALID = Turn(call='garbage "edit_line"', observation="error: bad call", error="InvalidArguments")
+FAIL = Turn(call=call_json(ToolCall(name="run_tests", arguments={})), observation="fail", tests_passed=1, tests_run=4)
+PASS = Turn(call=FAIL.call, observation="pass 4", tests_passed=4, tests_run=4)
+NO_TESTS = Turn(call=FAIL.call, observation="error: no tests here", error="UnexpectedEnvironment")
+FINISH = Turn(call=call_json(ToolCall(name="finish", arguments={})), observation="")
+
+
+def made(
+    name: str,
+    passed: bool | None,
+    turns: tuple[Turn, ...] = (FINISH,),
+    family: str = "loop",
+    read: int = 4,
+    wrote: int = 2,
+    stop: str = "finished",
+) -> Attempt:
+    """An attempt; `passed` None is one lost to the infrastructure."""
+    kind = np.array([Kind.PROMPT] * read + [Kind.TOOL_CALL] * wrote, np.uint8)
+    blank = np.zeros(read + wrote, np.int32)
+    segment = Segment(token_ids=blank, kind=kind, logprob=blank.astype(np.float32), policy_version=blank)
+    source = "from f import f\n\n\ndef test_0():\n    assert f(1) == 1\n"
+    task = Task(
+        id=name,
+        instruction="x",
+        files={},
+        tests={"t.py": source},
+        source_scope=("f.py",),
+        metadata={"family": family} if family else {},
+    )
+    grade = Grade(status="infra_error") if passed is None else Grade(status="graded", tests={"t.py::test_0": passed})
+    rollout = Rollout(task_id=name, segments=(segment,), turns=turns, files={}, stop=stop)
+    return Attempt(task=task, rollout=rollout, grade=grade)
+
+
+def test_figures_are_those_computed_by_hand() -> None:
+    sampled = [
+        *(made("a", passed) for passed in (True, True, False, False)),
+        *(made("b", passed, family="comp") for passed in (False, False, False, True)),
+        *(made("c", passed, family="comp") for passed in (False, False, False, False)),
+    ]
+    greedy = [made("a", True), made("b", False), made("c", False), made("d", True)]
+    found = summarise(sampled, greedy)
+    assert found["pass_at_1"] == pytest.approx((0.5 + 0.25 + 0.0) / 3)
+    assert found["best_of_k"] == pytest.approx(2 / 3)
+    assert found["pass_greedy"] == 0.5
+    assert (found["k"], found["n_tasks"], found["infra_errors"]) == (4, 3, 0)
+    assert found["by_family"] == {"comp": 1 / 8, "loop": 0.5}
+
+
+def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> None:
+    lost = made("b", None, turns=(), family="comp", read=100, wrote=0, stop="infrastructure")
+    sampled = [made("a", True), made("a", None), lost, lost, made("c", False, family="comp")]
+    greedy = [made("a", True), made("b", None), made("c", False)]
+    found = summarise(sampled, greedy)
+    assert (found["pass_at_1"], found["best_of_k"], found["pass_greedy"]) == (0.5, 0.5, 0.5)
+    assert (found["k"], found["n_tasks"], found["infra_errors"]) == (1, 2, 4)
+    assert found["by_family"] == {"comp": 0.0, "loop": 1.0}
+    assert (found["tokens_per_task"], found["finishes"], found["tool_calls_per_task"]) == (6.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "greedy"),
+    [([], []), ([made("a", None)], [made("a", True)]), ([made("a", True)], [made("a", None)]), ([made("a", True)], [])],
+)
+def test_nothing_graded_is_an_error(sampled: list[Attempt], greedy: list[Attempt]) -> None:
+    with pytest.raises(ValueError, match="no attempt has a grade"):
+        summarise(sampled, greedy)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    solved=st.lists(st.lists(st.booleans(), min_size=1, max_size=4), min_size=1, max_size=12), seed=st.integers(0, 9)
+)
+def test_an_interval_holds_the_mean(solved: list[list[bool]], seed: int) -> None:
+    sampled = [made(f"t{n}", passed) for n, each in enumerate(solved) for passed in each]
+    greedy = [made(f"t{n}", each[0]) for n, each in enumerate(solved)]
+    found = summarise(sampled, greedy, seed)
+    for mean, interval in (("pass_at_1", "ci95"), ("pass_greedy", "ci95_greedy")):
+        low, high = found[interval]
+        assert -1e-9 <= low <= found[mean] + 1e-9 and found[mean] - 1e-9 <= high <= 1 + 1e-9
+    assert found["best_of_k"] >= found["pass_at_1"] - 1e-9
+    assert found == summarise(sampled, greedy, seed)
+
+
+def test_an_interval_narrows_with_more_tasks() -> None:
+    widths = []
+    for count in (10, 1000):
+        sampled = [made(f"t{n}", n % 2 == 0) for n in range(count)]
+        low, high = summarise(sampled, sampled)["ci95"]
+        widths.append(high - low)
+        assert high - low == pytest.approx(2 * 1.96 * 0.5 / count**0.5, rel=0.25)
+    assert widths[1] < widths[0] / 5
+
+
+def test_tasks_without_a_family_are_one() -> None:
+    done = [made("a", True, family=""), made("b", False, family="")]
+    assert summarise(done, done)["by_family"] == {"all": 0.5}
+
+
+def test_behaviour_is_what_was_done() -> None:
+    attempts = [
+        made("a", True, (FAIL, EDIT, PASS, FINISH), wrote=10),
+        made("b", False, (INVALID, BAD_EDIT, INVALID), read=2, wrote=3, stop="turns"),
+        made("c", False, (), read=5, wrote=0, stop="tokens"),
+        made("d", False, (NO_TESTS, FINISH)),
+    ]
+    found = behaviour(attempts)
+    assert found["tokens_per_task"] == (14 + 5 + 5 + 6) / 4
+    assert found["sampled_per_task"] == (10 + 3 + 0 + 2) / 4
+    assert found["tool_calls_per_task"] == 9 / 4
+    assert found["invalid_call_rate"] == pytest.approx(3 / 9)
+    assert found["runs_tests"] == 1 / 4
+    assert found["finishes"] == 1 / 2
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "share"),
+    [
+        ([()], 0.0),
+        ([(FAIL, EDIT, PASS)], 0.0),  # what failed was the task as it was given, not an edit
+        ([(EDIT, FAIL, EDIT, PASS)], 1.0),
+        ([(EDIT, FAIL, FINISH)], 0.0),
+        ([(EDIT, FAIL, BAD_EDIT)], 0.0),
+        ([(BAD_EDIT, FAIL, EDIT)], 0.0),
+        ([(EDIT, FAIL, FAIL, EDIT)], 1.0),
+        ([(EDIT, FAIL, EDIT, FAIL, FINISH)], 1.0),
+        ([(EDIT, PASS, EDIT, FAIL)], 0.0),
+        ([(EDIT, FAIL, EDIT), (EDIT, FAIL), (FAIL, EDIT, PASS), (FINISH,)], 0.5),
+    ],
+)
+def test_retries_are_edits_after_an_edit_that_failed(rollouts: list[tuple[Turn, ...]], share: float) -> None:
+    found = behaviour([made(f"t{n}", False, turns) for n, turns in enumerate(rollouts)])
+    assert found["retries_after_failed_test"] == share
+
+
+def test_attempts_come_in_order_of_task_whatever_ended_first(
+    renderer: CompactRenderer, agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable[..., Any]
+) -> None:
+    tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(3)]
+    finish = renderer.render_call(ToolCall(name="finish", arguments={}))
+    read = renderer.render_call(ToolCall(name="read_file", arguments={"path": "f.py"}))
+    policy = typist(lambda rollout, turn: read if turn < (5 - rollout) else finish, capacity=3)
+    done = list(run_eval(policy, agent, tasks, boxes("1"), 2))
+    assert [each.task.id for each in done] == ["t0", "t0", "t1", "t1", "t2", "t2"]
+    assert [len(each.rollout.turns) for each in done] == [6, 5, 4, 3, 2, 1]
+    assert list(run_eval(policy, agent, [], boxes("1"), 2)) == []

@@ -1,0 +1,198 @@
+"""Rollouts on disk: what is read is what was written, and damage is named."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.agent import Agent, drive
+from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.policy import Trace
+from composer_nb.harness.render import CompactRenderer
+from composer_nb.harness.rollout import Rollout, Segment, Turn
+from composer_nb.harness.store import load_attempts, save_attempts
+from composer_nb.harness.task import Task
+from composer_nb.harness.tools import ToolCall
+
+TEXT = st.text(max_size=10) | st.sampled_from(["\u2028", "\ud800", "\0", '"'])
+TURNS = st.builds(
+    Turn,
+    call=TEXT,
+    observation=TEXT,
+    error=st.none() | st.sampled_from(["InvalidArguments", "UnexpectedEnvironment"]),
+    tests_passed=st.none() | st.integers(0, 9),
+    tests_run=st.none() | st.integers(0, 9),
+)
+GRADES = st.builds(Grade, status=st.just("infra_error")) | st.builds(
+    Grade,
+    status=st.just("graded"),
+    tests=st.dictionaries(TEXT, st.booleans(), max_size=3),
+    flags=st.lists(st.just("outside_scope"), max_size=1).map(tuple),
+)
+
+
+@st.composite
+def attempts(draw: st.DrawFn, task: Task, traced: bool) -> Attempt:
+    size = draw(st.integers(0 if not traced else 1, 6))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    trace = Trace()
+    if traced:
+        trace = Trace(
+            routes=random.integers(0, 256, (size, 2, 3)).astype(np.uint8),
+            gates=random.random((size, 2, 3), np.float32),
+            margins=random.random((size, 2), np.float32),
+            route_valid=np.arange(size) < size - 1,
+        )
+    segment = Segment(
+        token_ids=random.integers(0, 2**31 - 1, size).astype(np.int32),
+        kind=random.integers(0, 6, size).astype(np.uint8),
+        logprob=-random.random(size, np.float32),
+        policy_version=random.integers(-1, 2**31 - 1, size).astype(np.int32),
+        trace=trace,
+    )
+    rollout = Rollout(
+        task_id=task.id,
+        segments=(segment,),
+        turns=tuple(draw(st.lists(TURNS, max_size=3))),
+        files=draw(st.dictionaries(TEXT, TEXT, max_size=2)),
+        stop=draw(st.sampled_from(["finished", "turns", "tokens", "time", "infrastructure"])),
+    )
+    return Attempt(task=task, rollout=rollout, grade=draw(GRADES))
+
+
+def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
+    assert len(found) == len(wanted)
+    for new, old in zip(found, wanted, strict=True):
+        assert (new.task, new.grade) == (old.task, old.grade)
+        assert replace(new.rollout, segments=()) == replace(old.rollout, segments=())
+        [a], [b] = new.rollout.segments, old.rollout.segments
+        pairs = [(getattr(a, name), getattr(b, name)) for name in ("token_ids", "kind", "logprob", "policy_version")]
+        pairs += [(getattr(a.trace, n), getattr(b.trace, n)) for n in ("routes", "gates", "margins", "route_valid")]
+        for left, right in pairs:
+            assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), traced=st.booleans())
+def test_what_is_written_is_read(task: Task, data: st.DataObject, traced: bool) -> None:
+    other = task.model_copy(update={"id": "other"})
+    one = st.sampled_from([task, other]).flatmap(lambda each: attempts(each, traced))
+    wanted = data.draw(st.lists(one, max_size=4))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.parquet"
+        save_attempts(path, wanted)
+        assert_same(load_attempts(path, {"other": other, task.id: task}), wanted)
+        assert sorted(entry.name for entry in Path(folder).iterdir()) == ["step.parquet", "step.safetensors"]
+
+
+@pytest.fixture
+def played(agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable[..., Any]) -> list[Attempt]:
+    """Two rollouts that the loop made, without traces."""
+    finish = agent.renderer.render_call(ToolCall(name="finish", arguments={}))
+    policy = typist(lambda rollout, turn: finish)
+    return [done for _, done in drive((attempt(agent, task, n, policy.release) for n in range(2)), policy, boxes("1"))]
+
+
+def with_trace(done: Attempt) -> Attempt:
+    [segment] = done.rollout.segments
+    size = len(segment.token_ids)
+    trace = Trace(
+        routes=np.ones((size, 2, 3), np.uint8),
+        gates=np.ones((size, 2, 3), np.float32),
+        margins=np.ones((size, 2), np.float32),
+        route_valid=np.ones(size, np.bool_),
+    )
+    return replace(done, rollout=replace(done.rollout, segments=(replace(segment, trace=trace),)))
+
+
+def test_pandas_reads_it_with_the_columns_added(played: list[Attempt], tmp_path: Path) -> None:
+    save_attempts(tmp_path / "a.parquet", played, {"reward": [0.5, None], "group": [0, 0]})
+    frame = pd.read_parquet(tmp_path / "a.parquet")
+    assert list(frame["task_id"]) == ["keep", "keep"] and list(frame["stop"]) == ["finished", "finished"]
+    assert frame["reward"][0] == 0.5 and np.isnan(frame["reward"][1]) and not frame["passed"].any()
+    [segment] = played[0].rollout.segments
+    assert frame["token_ids"][0].tolist() == segment.token_ids.tolist()
+
+
+def test_every_file_has_the_same_columns(played: list[Attempt], tmp_path: Path) -> None:
+    """Also one without attempts, or whose attempts have no flags: readers join the files of many steps."""
+    save_attempts(tmp_path / "none.parquet", [])
+    flagged = replace(played[0], grade=replace(played[0].grade, flags=("outside_scope",)))
+    save_attempts(tmp_path / "flagged.parquet", [flagged])
+    save_attempts(tmp_path / "plain.parquet", played)
+    import pyarrow.parquet as pq
+
+    schemas = [pq.read_schema(tmp_path / f"{name}.parquet") for name in ("none", "flagged", "plain")]
+    assert schemas[0].equals(schemas[1]) and schemas[1].equals(schemas[2])
+    assert load_attempts(tmp_path / "none.parquet", {}) == []
+
+
+def test_traces_are_all_there_or_none(played: list[Attempt], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.parquet: some of these rollouts have a trace and some have none"):
+        save_attempts(tmp_path / "a.parquet", [with_trace(played[0]), played[1]])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_that_is_not_given_is_named(played: list[Attempt], tmp_path: Path) -> None:
+    save_attempts(tmp_path / "a.parquet", played)
+    with pytest.raises(ValueError, match=r"a\.parquet: task 'keep' is not among the 0 tasks given"):
+        load_attempts(tmp_path / "a.parquet", {})
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\xff" * 400)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".safetensors"])
+@pytest.mark.parametrize("harm", [empty, cut, garbage, Path.unlink])
+def test_a_damaged_file_is_named(
+    played: list[Attempt], task: Task, tmp_path: Path, suffix: str, harm: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "a.parquet"
+    save_attempts(path, [with_trace(done) for done in played])
+    harm(path.with_suffix(suffix))
+    with pytest.raises(ValueError, match=r"a\.parquet: damaged or incomplete"):
+        load_attempts(path, {task.id: task})
+
+
+def test_tensors_of_another_step_are_not_taken(played: list[Attempt], task: Task, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    save_attempts(path, [with_trace(played[0])])
+    other = path.with_suffix(".safetensors").read_bytes()
+    save_attempts(path, [with_trace(done) for done in played])
+    path.with_suffix(".safetensors").write_bytes(other)
+    with pytest.raises(ValueError, match=r"damaged or incomplete \(\d+ tokens, but tensors of \d+\)"):
+        load_attempts(path, {task.id: task})
+
+
+def test_a_table_without_our_columns_is_named(task: Task, played: list[Attempt], tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    save_attempts(path, played)
+    pd.DataFrame({"token_ids": [[1]]}).to_parquet(path)
+    with pytest.raises(ValueError, match=r"a\.parquet: damaged or incomplete"):
+        load_attempts(path, {task.id: task})
+
+
+def test_writing_again_replaces(played: list[Attempt], task: Task, tmp_path: Path, renderer: CompactRenderer) -> None:
+    path = tmp_path / "a.parquet"
+    save_attempts(path, played)
+    save_attempts(path, played[:1])
+    assert_same(load_attempts(path, {task.id: task}), played[:1])
