@@ -36,7 +36,7 @@ class DataSettings:
     heldout_tasks: int = 440
     tune_tasks: int = 96
     """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
-    mistake_rate: float = 0.3
+    mistake_rate: float = 0.5
     """Probability of a mistake before the right edit, and of another one after each, up to three."""
 
 

@@ -89,7 +89,7 @@ ALLOWED = {
 
 def part(module: str) -> str:
     """`trainer` of composer_nb.trainer.model; empty for the package itself."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def test_imports_flow_one_way() -> None:

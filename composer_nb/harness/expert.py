@@ -24,9 +24,10 @@ _TEST = ToolCall(name="run_tests", arguments={})
 def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     """Read, edit, test (in 7 of 10 tasks), finish; or, at the given rate, a mistake first.
 
-    Two of three mistakes are of place: a line that was right is written anew, which changes nothing. The others are of
-    substance: a random change of the program, or the line that needs the fix written wrongly. The tests find a mistake
-    out. Then the expert gives up (one time in four), or may be mistaken once more, or mends what is wrong and tests it.
+    Two of three mistakes are of place: a line that was right is written anew; the tool says that nothing changed, and the
+    expert looks elsewhere. The others are of substance: a random change of the program, or the line that needs the fix
+    written wrongly. The tests find those out, and then the expert gives up one time in four. After a mistake there may
+    be another, up to three; then the expert mends what is wrong and tests it.
     Raises ValueError for a task that is not mended by changing lines of one file.
     """
     path = task.source_scope[0]
@@ -39,7 +40,8 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     while not passed and not gives_up and len(tried) < 3 and rng.random() < mistake_rate:
         call, now = _mistake(path, now, wanted, rng, tried)
         tried.append(call.arguments["line"] - 1)
-        yield call
+        if (yield call) == "same":
+            continue
         passed = (yield _TEST).startswith("pass")
         gives_up = not passed and rng.random() < 0.25
     if not passed and not gives_up:

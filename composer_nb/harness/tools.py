@@ -147,6 +147,8 @@ def _edit_line(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
     if "\n" in text or "\r" in text:
         raise ToolError("InvalidArguments", "one line")
     indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+    if lines[place] == indent + text:
+        return Observation(text="same")  # tells the agent at once that this edit changed nothing
     lines[place] = indent + text
     workspace.files[arguments["path"]] = "\n".join(lines) + "\n" * before.endswith("\n")
     return Observation(text="ok")

@@ -27,8 +27,11 @@ from rich.table import Table
 from composer_nb.trainer.rundir import RunDir, write_json, write_text
 
 POLICIES = ("base", "midtrained", "start", "final")
-STAGES = ("tokenizer", "data", "midtrain", "sft", *(f"eval_{name}" for name in POLICIES), "rl", "numerics")
-"""What a complete run has finished."""
+STAGES = (
+    *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
+    *("rl", "eval_final", "numerics"),
+)
+"""What a complete run has finished, in the order of the recipe."""
 RL_FILE = re.compile(r"rl_(\d+)_\d+\.parquet")
 
 
@@ -346,7 +349,9 @@ def _published(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _stage_names(run: RunDir) -> list[str]:
-    return [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
+    """Finished stages in the order of the recipe, then those that it does not name."""
+    found = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
+    return sorted(found, key=lambda name: STAGES.index(name) if name in STAGES else len(STAGES))
 
 
 def _policy_order(name: str) -> tuple[int, str]:

@@ -124,7 +124,7 @@ def read(stored: Stored, color: ColorBy = "logprob") -> Html:
         look = f"background:{backgrounds[place]};" if backgrounds[place] else "color:#777;"
         shown = html.escape(text.replace("\n", "⏎\n"))
         if text.startswith("<|") and text.endswith("|>"):
-            look += "font-size:75%;color:#999;"
+            look += "font-size:75%;color:#555;" if backgrounds[place] else "font-size:75%;color:#999;"
         note = html.escape(_note(stored, place, text, kind), quote=True).replace("\n", "&#10;")
         new_turn = "\n" if text == "<|call|>" else ""
         spans.append(f'{new_turn}<span style="{look}" title="{note}">{shown}</span>')

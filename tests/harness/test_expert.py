@@ -103,8 +103,7 @@ def test_an_expert_that_finds_no_mistake_says_so(task: Task) -> None:
 
 
 def script_of(*calls: ToolCall) -> Script:
-    for call in calls:
-        yield call
+    return (call for call in calls)
 
 
 def test_a_script_that_ends_too_soon_is_an_error(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:
