@@ -66,7 +66,7 @@ class Engine:
             raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
         self.model, self.stop, self.max_length = model, stop, max_length
         self.temperature, self.version = temperature, version
-        self.random = torch.Generator().manual_seed(seed)
+        self.random = torch.Generator().manual_seed(seed % (1 << 63))  # of any size
         device = model.embed.device
         shape = (c.num_hidden_layers, slots, c.num_key_value_heads, max_length, c.head_dim)
         self._k = torch.zeros(shape, device=device)

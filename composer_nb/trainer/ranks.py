@@ -27,7 +27,8 @@ class Ranks:
         if world > 1:
             assert rendezvous is not None
             store = dist.FileStore(str(rendezvous), world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=600))
+            # Others may wait long for work that one rank does alone; a rank that dies is noticed by its closed connections.
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(days=1))
 
     @property
     def first(self) -> bool:
@@ -66,7 +67,7 @@ def set_up_process(seed: int) -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
     try:
         libc = ctypes.CDLL("libc.so.6")

@@ -88,6 +88,8 @@ class RlLoop:
             last = self.step == rl.steps
             if rl.evaluate_every and (self.step % rl.evaluate_every == 0 or last):
                 self._look()
+            if self.s.ranks.first:
+                self.s.run.log("rl", *self.pending[-1])
             if self.step % rl.checkpoint_every == 0 or last:
                 self._save()
         self._save()
@@ -159,14 +161,12 @@ class RlLoop:
         }
         self.pending.append((self.step, point))
         self.ledgers.append((self.step, dict(counts)))
-        if self.s.ranks.first:
-            self.s.run.log("rl", self.step, point)
-            if self.step % 5 == 0:
-                recent = [p["solved"] for _, p in self.pending[-5:]]
-                self.s.say(
-                    f"rl {self.step}/{self.s.settings.rl.steps}: solved {np.mean(recent):.3f}, "
-                    f"{point['turns']:.1f} calls, entropy {point.get('entropy', 0):.2f}, {self.seconds:.0f} s"
-                )
+        if self.s.ranks.first and self.step % 5 == 0:
+            recent = [p["solved"] for _, p in self.pending[-5:]]
+            self.s.say(
+                f"rl {self.step}/{self.s.settings.rl.steps}: solved {np.mean(recent):.3f}, "
+                f"{point['turns']:.1f} calls, entropy {point.get('entropy', 0):.2f}, {self.seconds:.0f} s"
+            )
 
     def _look(self) -> None:
         """Scores the weights as they are on the tuning tasks."""

@@ -114,6 +114,7 @@ def test_the_same_seed_gives_the_same_and_another_seed_another_conversation(make
         return [done.rollout.segments[0].token_ids.tolist() for done in converse(engine, 4)]
 
     assert tokens(1) == tokens(1) != tokens(2)
+    assert tokens(10**20) == tokens(10**20) != tokens(10**20 + 1), "seeds are made by multiplication and grow large"
 
 
 def test_a_bf16_model_is_sampled_with_its_own_rounding(make_model, converse):

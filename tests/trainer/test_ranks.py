@@ -26,7 +26,7 @@ def test_one_rank_needs_no_others():
 def test_two_processes_with_one_seed_draw_the_same_numbers_on_one_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     drawn = []
-    for seed in (3, 3, 4):
+    for seed in (3, 3, 2**40):
         set_up_process(seed)
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
     assert drawn[0] == drawn[1] and all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
