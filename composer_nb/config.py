@@ -84,7 +84,7 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 100
+    steps: int = 90
     prompts: int = 16
     """Tasks a step."""
     group: int = 8

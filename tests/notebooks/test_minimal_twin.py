@@ -1,0 +1,364 @@
+"""The minimal twin says the same as the package: same advantages, same loss, same gradients, same published bits."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+
+from composer_nb import config
+from composer_nb.harness.policy import Request
+from composer_nb.jobs import parameters_of, run_notebook
+from composer_nb.trainer import loss as package
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.model import Model
+from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.rl import Learner, Stream, flatten, score
+from composer_nb.trainer.supervised import trapezoid
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "notebooks" / "minimal_twin.ipynb"
+TINY: dict[str, Any] = {"steps": 6, "prompts": 8, "group": 8, "warmup": 2}
+SMOKE: dict[str, Any] = {"steps": 40, "prompts": 16, "group": 8}
+ONE_CHUNK = 10**9
+"""A microbatch budget that no minibatch exceeds: gradients are then one sum, in one order, on both sides."""
+
+
+def code_cells() -> list[nbformat.NotebookNode]:
+    return [cell for cell in nbformat.read(NOTEBOOK, 4).cells if cell.cell_type == "code"]
+
+
+def tags(cell: nbformat.NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the notebook and in the package's ranks: sums of floats depend on how they are split."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def twin() -> Iterator[ModuleType]:
+    """The notebook's parameters, at tiny size, and its functions, as a module."""
+    module = ModuleType("minimal_twin")
+    sys.modules[module.__name__] = module
+    for cell in code_cells():
+        if {"parameters", "twin"} & set(tags(cell)):
+            exec(compile(cell.source, f"{NOTEBOOK.name}:{cell.id}", "exec"), vars(module))
+        if "parameters" in tags(cell):
+            vars(module).update(TINY)
+    yield module
+    del sys.modules[module.__name__]
+
+
+def settings(twin: ModuleType) -> LossSettings:
+    return LossSettings(clip_low=twin.clip_low, clip_high=twin.clip_high)
+
+
+def batch(twin: ModuleType, model: Model, seed: int) -> list[Any]:
+    """Judged rollouts that train, as `run` would pick them."""
+    rng, dice = Random(seed), torch.Generator().manual_seed(seed)
+    rollouts_P_G = twin.sample(model, [twin.draw_prompt(rng) for _ in range(twin.prompts)], twin.group, dice)
+    twin.judge(rollouts_P_G)
+    return [r for rollouts_G in rollouts_P_G for r in rollouts_G if abs(r.advantage) > 1e-6]
+
+
+def to_stream(rollout: Any, model: Model) -> Stream:
+    """A rollout of the twin as the package's trainer gets it."""
+    acted = np.arange(len(rollout.token_ids)) >= rollout.asked
+    logprob = np.zeros(len(acted), np.float32)
+    logprob[acted] = rollout.logprobs
+    c = model.config
+    return Stream(
+        token_ids=np.array(rollout.token_ids, np.int32),
+        acted=acted,
+        logprob=logprob,
+        advantage=np.where(acted, rollout.advantage, 0.0).astype(np.float32),
+        routes=np.zeros((len(acted), c.num_hidden_layers, c.num_experts_per_tok), np.uint8),
+    )
+
+
+def package_loss(model: Model, rollouts: list[Any], twin: ModuleType, denominator: float) -> Tensor:
+    flat = flatten([to_stream(r, model) for r in rollouts])
+    logprob_N, _ = score(model, flat, replay=False)
+    value, _ = package.policy_loss(
+        logprob_N, flat.sampled_N, flat.advantage_N, flat.rollout_N, settings(twin), denominator
+    )
+    return value
+
+
+class PackageLearner:
+    """The package's trainer, with the interface of the twin's `learn`."""
+
+    def __init__(self, twin: ModuleType, model: Model) -> None:
+        self.twin = twin
+        self.learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), settings(twin))
+        self.norms: list[float] = []
+
+    def learn(self, rollouts: list[Any], rng: Random, lr: float, budget: int = ONE_CHUNK) -> None:
+        t = self.twin
+        metrics = self.learner.learn(
+            [to_stream(r, self.learner.model) for r in rollouts],
+            Ranks(),
+            rng,
+            minibatches=t.minibatches,
+            denominator=float(t.prompts * t.group * t.tokens_per_rollout),
+            lr=lr,
+            clip=t.clip,
+            budget=budget,
+        )
+        self.norms.append(metrics["grad_norm"])
+
+    @property
+    def published_W(self) -> Tensor:
+        return parameters_to_vector(self.learner.model.parameters()).detach()
+
+
+def two_models(twin: ModuleType, seed: int = 0) -> tuple[Model, Model]:
+    """The same random weights twice."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        models.append(Model(twin.CONFIG))
+    return models[0], models[1]
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def test_advantages_are_the_package_s(twin: ModuleType):
+    rng = Random(0)
+    for _ in range(200):
+        rewards_G = torch.tensor([rng.choice([0.0, 1 / 3, 0.5, 2 / 3, 1.0, rng.random()]) for _ in range(16)])
+        assert torch.equal(twin.advantages(rewards_G), package.advantages(rewards_G))
+
+
+def test_a_group_of_equals_teaches_nothing(twin: ModuleType):
+    for value in (0.0, 1 / 3, 2 / 3, 1.0):
+        for size in (2, 3, 7, 16):
+            assert not twin.advantages(torch.full((size,), value)).any()
+
+
+def test_judge_compares_within_groups_alone(twin: ModuleType):
+    torch.manual_seed(0)
+    model, dice = Model(twin.CONFIG), torch.Generator().manual_seed(0)
+    rollouts_P_G = twin.sample(model, [twin.draw_prompt(Random(n)) for n in range(8)], 5, dice)
+    twin.judge(rollouts_P_G)
+    for rollouts_G in rollouts_P_G:
+        rewards_G = torch.tensor([r.reward for r in rollouts_G])
+        assert [r.advantage for r in rollouts_G] == package.advantages(rewards_G).tolist()
+        assert len({tuple(r.token_ids[: r.asked]) for r in rollouts_G}) == 1
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+def test_loss_and_its_gradient_are_the_package_s(twin: ModuleType, spread: float):
+    random = torch.Generator().manual_seed(1)
+    logprob_N, noise_N, advantage_N = (torch.randn(400, generator=random) for _ in range(3))
+    sampled_N = logprob_N + spread * noise_N
+    ours, theirs = logprob_N.clone().requires_grad_(), logprob_N.clone().requires_grad_()
+    found = twin.policy_loss(ours, sampled_N, advantage_N, twin.clip_low, twin.clip_high, 7.0)
+    rollout_N = torch.zeros(400, dtype=torch.long)
+    wanted, metrics = package.policy_loss(theirs, sampled_N, advantage_N, rollout_N, settings(twin), 7.0)
+    found.backward()
+    wanted.backward()
+    assert ours.grad is not None and theirs.grad is not None
+    assert relative(found.detach(), wanted.detach()) < 1e-6 and relative(ours.grad, theirs.grad) < 1e-6
+    assert (metrics["masked"] > 0) == (spread > 0), "the clip was not put to the test"
+    assert int((ours.grad == 0).sum()) == metrics["masked"]
+
+
+def test_minibatch_loss_and_its_gradient_are_the_package_s(twin: ModuleType):
+    """On rollouts of other weights, so that ratios are away from 1 and some of them clipped."""
+    model, same = two_models(twin)
+    sampler, _ = two_models(twin, seed=1)
+    rollouts = batch(twin, sampler, 0)
+    assert len({len(r.token_ids) for r in rollouts}) > 1, "rollouts of one length say little about masks"
+    found = twin.minibatch_loss(model, rollouts, 11.0)
+    wanted = package_loss(same, rollouts, twin, 11.0)
+    found.backward()
+    wanted.backward()
+    assert relative(found.detach(), wanted.detach()) < 1e-6
+    for (name, ours), theirs in zip(model.named_parameters(), same.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and theirs.grad.abs().max() > 0, name
+        assert relative(ours.grad, theirs.grad) < 1e-6, name
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.05])
+def test_published_weights_are_the_package_s_bit_for_bit(twin: ModuleType, clip: float):
+    """Over six batches of two minibatches, each sampled from the weights that the one before has left."""
+    twin.clip = clip
+    model, same = two_models(twin)
+    master_W, adam = twin.make_optimizer(model)
+    theirs = PackageLearner(twin, same)
+    assert torch.equal(parameters_to_vector(model.parameters()), theirs.published_W)
+    for step in range(twin.steps):
+        before_W = parameters_to_vector(model.parameters()).detach().clone()
+        rollouts = batch(twin, model, step)
+        twin.learn(model, master_W, adam, rollouts, Random(step), twin.lr_at(step, twin.steps))
+        theirs.learn(rollouts, Random(step), twin.lr_at(step, twin.steps))
+        published_W = parameters_to_vector(model.parameters()).detach()
+        assert torch.equal(published_W, theirs.published_W), step
+        assert torch.equal(master_W, theirs.learner.optimizer.master), step
+        assert torch.equal(published_W, master_W.detach().bfloat16().float())
+        assert (published_W != before_W).float().mean() > 0.1, "the step changed next to nothing"
+    assert (max(theirs.norms) > clip) == (clip < 1), "clipping was not put to the test on both sides"
+
+
+def test_microbatches_give_the_same_gradient(twin: ModuleType):
+    """The package adds up gradients of several microbatches: the same to rounding, no longer to the bit."""
+    model, same = two_models(twin)
+    rollouts = batch(twin, model, 0)
+    master_W, adam = twin.make_optimizer(model)
+    theirs = PackageLearner(twin, same)
+    twin.minibatches = 1
+    twin.learn(model, master_W, adam, rollouts, Random(0), 1e-4)
+    theirs.learn(rollouts, Random(0), 1e-4, budget=64)
+    gradient_W = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert relative(gradient_W, theirs.learner.optimizer.gradients) < 1e-6
+
+
+def test_the_whole_loop_is_the_package_s_bit_for_bit(twin: ModuleType):
+    """`run` ends with the weights that the package's parts, called as in its own loop, end with."""
+    policy, history = twin.run(twin.steps)
+    assert len(history) == twin.steps
+    torch.manual_seed(twin.seed)
+    rng, dice = Random(twin.seed), torch.Generator().manual_seed(twin.seed)
+    theirs = PackageLearner(twin, Model(twin.CONFIG))
+    share = twin.warmup / twin.steps
+    for step in range(twin.steps):
+        tasks = [twin.draw_prompt(rng) for _ in range(twin.prompts)]
+        rollouts_P_G = twin.sample(theirs.learner.model, tasks, twin.group, dice)
+        for rollouts_G in rollouts_P_G:
+            rewards = [twin.reward(r.token_ids[: r.asked], r.token_ids[r.asked :]) for r in rollouts_G]
+            shares = package.advantages(torch.tensor(rewards)).tolist()
+            for r, advantage in zip(rollouts_G, shares, strict=True):
+                r.advantage = advantage
+        live = [r for rollouts_G in rollouts_P_G for r in rollouts_G if abs(r.advantage) > 1e-6]
+        factor = trapezoid(step, twin.steps, share, share, 0.05)
+        assert twin.lr_at(step, twin.steps) == pytest.approx(twin.lr * factor, rel=1e-12)
+        theirs.learn(live, rng, twin.lr_at(step, twin.steps))
+    assert torch.equal(parameters_to_vector(policy.parameters()), theirs.published_W)
+
+
+def test_full_forwards_sample_from_what_the_engine_samples_from(twin: ModuleType):
+    """The engine's log-probabilities of its own tokens are those that the twin finds for them, with its cache or without."""
+    model, _ = two_models(twin)
+    twin.publish(model, parameters_to_vector(model.parameters()))
+    prompts = [twin.draw_prompt(Random(n)) for n in range(24)]
+    engine = Engine(model, stop=frozenset(), slots=len(prompts), max_length=16, seed=3)
+    requests = [Request(rollout=n, token_ids=p, max_tokens=len(p) - 1) for n, p in enumerate(prompts)]
+    done = engine.generate(requests)
+    rollouts = [twin.Rollout([*p, *d.token_ids], len(p), list(d.logprobs)) for p, d in zip(prompts, done, strict=True)]
+    sampled_N = torch.tensor([logprob for r in rollouts for logprob in r.logprobs])
+    assert torch.allclose(twin.score(model, rollouts).detach(), sampled_N, atol=1e-5)
+
+
+def test_sampled_tokens_follow_the_distribution(twin: ModuleType):
+    """4,000 first tokens after one prompt: each as often as its probability says, within five standard errors."""
+    model, _ = two_models(twin)
+    prompt = [3, 0, 2, twin.ASK]
+    [rollouts] = twin.sample(model, [prompt], 4000, torch.Generator().manual_seed(0))
+    counts = np.bincount([r.token_ids[4] for r in rollouts], minlength=7) / 4000
+    with torch.no_grad():
+        probability = model(torch.tensor([prompt]))[0][0, -1].softmax(-1).double().numpy()
+    assert (np.abs(counts - probability) <= 5 * np.sqrt(probability * (1 - probability) / 4000)).all()
+
+
+def test_reward_is_the_share_of_right_positions(twin: ModuleType):
+    assert twin.reward([5, 0, 5, 1, twin.ASK], [0, 1, 5, 5]) == 1.0
+    assert twin.reward([5, 0, 5, 1, twin.ASK], [0, 1, 1, twin.ASK]) == 0.5
+    assert twin.reward([1, 0, twin.ASK], [1, 0]) == 0.0
+    with pytest.raises(ValueError):
+        twin.reward([1, 0, twin.ASK], [0])
+
+
+def test_it_stands_alone():
+    """Torch, the standard library and the model; matplotlib for the one figure."""
+    imported = set()
+    for cell in code_cells():
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module or "")
+    ours = {name for name in imported if name.startswith("composer_nb")}
+    assert ours == {"composer_nb.trainer.model"}
+    foreign = {name.partition(".")[0] for name in imported - ours} - set(sys.stdlib_module_names)
+    assert foreign == {"torch", "matplotlib"}
+
+
+def test_it_keeps_to_one_page():
+    lines = 0
+    for cell in code_cells():
+        lines += len([line for line in cell.source.splitlines() if line.strip()])
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None and node.end_lineno - node.lineno < 20, node.name
+                assert "twin" in tags(cell), f"{node.name} is not tagged, so nothing holds it equal"
+    assert 150 < lines <= 300
+
+
+def test_its_settings_are_the_package_s():
+    known = config.names(config.Settings())
+    for name in parameters_of(NOTEBOOK):
+        assert {name, f"rl.{name}", f"loss.{name}"} & set(known), name
+
+
+def test_files_that_it_names_exist():
+    text = "\n".join(cell.source for cell in nbformat.read(NOTEBOOK, 4).cells if cell.cell_type == "markdown")
+    named = re.findall(r"`([\w/]+\.(?:py|ipynb))`", text)
+    assert len(named) > 12
+    for name in named:
+        assert (ROOT / name).is_file() or (NOTEBOOK.parent / name).is_file(), name
+
+
+def pictures(book: nbformat.NotebookNode) -> int:
+    outputs = [out for cell in book.cells if cell.cell_type == "code" for out in cell.outputs]
+    assert not [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"]
+    return sum("image/png" in out.get("data", {}) for out in outputs)
+
+
+def test_it_runs_and_the_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From top to bottom at a small size; its own asserts say that the ratio is 1 and that the reward has risen."""
+    for name in ("IPYTHONDIR", "MPLCONFIGDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    output = tmp_path / "minimal_twin.ipynb"
+    record = run_notebook(NOTEBOOK, output, SMOKE)
+    assert record["state"] == "completed" and record["cells_run"] == record["cells"] >= 25
+    done = nbformat.read(output, 4)
+    assert pictures(done) == 1
+    said = "\n".join(
+        str(out.get("data", {}).get("text/plain")) for cell in done.cells for out in cell.get("outputs", [])
+    )
+    [(before, after)] = re.findall(r"reward (\d\.\d+) → (\d\.\d+)", said)
+    assert float(before) < 0.35 and float(after) > float(before) + 0.1
+
+
+def test_its_solutions_are_right(twin: ModuleType):
+    """The solutions are text; here they run after the cells that they follow."""
+    exercises = next(cell for cell in nbformat.read(NOTEBOOK, 4).cells if "<summary>Solutions" in cell.source)
+    solutions = re.findall(r"```python\n(.*?)```", exercises.source, re.S)
+    assert len(solutions) == 2
+    vars(twin).update(SMOKE)
+    mean = partial(lambda part, window: sum(h["reward"] for h in part) / window, window=4)
+    twin.window, twin.after = 4, mean(twin.run(twin.steps)[1][-4:])
+    for solution in solutions:
+        exec(compile(solution, "solution", "exec"), vars(twin))
