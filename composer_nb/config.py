@@ -91,7 +91,7 @@ class RlSettings:
     """Rollouts a task."""
     minibatches: int = 2
     """Optimiser steps a batch."""
-    lr: float = 3e-4
+    lr: float = 5e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
     warmup: int = 3
     clip: float = 1.0
