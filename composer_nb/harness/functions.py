@@ -67,7 +67,7 @@ def render_tests(module: str, function: str, cases: list[tuple[tuple[object, ...
     return "\n".join(lines) + "\n"
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
     """Reads a test file. Raises ValueError that names the line when it holds anything but tests of the plain form."""
     tree = _parse(path, text)

@@ -59,4 +59,4 @@ class Policy(Protocol):
         """Works on everything submitted and returns the turns that ended in this step, in order of rollout."""
 
     def release(self, rollout: int) -> Trace:
-        """Forgets a rollout and returns what was recorded."""
+        """Forgets a rollout, also in the middle of a turn or before its first, and returns what was recorded."""

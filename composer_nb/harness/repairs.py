@@ -205,11 +205,12 @@ def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor
     """`count` distinct tasks of the held-out structures, or of the others. The same seed gives the same tasks.
 
     What the buggy and the right programs return is left in the executor's memory, so that demonstrations on fresh tasks
-    execute only what is new.
+    execute only what is new. Raises ValueError when a thousand draws hold nothing new: `count` is beyond what there is.
     """
     rng = Random(f"repairs {seed} {heldout}")
     seen: set[tuple[str, str]] = set()
     while len(seen) < count:
+        before = len(seen)
         drawn = (draw_candidate(rng, heldout) for _ in range(16 * BATCH))
         candidates = [candidate for candidate in drawn if candidate is not None]
         inputs = [candidate.inputs for candidate in candidates]
@@ -224,6 +225,10 @@ def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor
             yield task
             if len(seen) == count:
                 return
+        if len(seen) == before:
+            raise ValueError(
+                f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"
+            )
 
 
 def _remember(

@@ -126,6 +126,12 @@ def test_another_seed_gives_other_tasks(boxes: Callable[..., Executor]) -> None:
     assert Made(boxes("0"), "one", 0, False).tasks == []
 
 
+def test_where_nothing_can_be_made_there_is_an_error(boxes: Callable[..., Executor]) -> None:
+    nothing_ends = boxes(lambda request: (CallOutcome(status="timeout"),) * len(request.arguments))
+    with pytest.raises(ValueError, match="only 0 of 5 tasks could be made"):
+        Made(nothing_ends, "one", 5, False)
+
+
 def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
     assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
     assert not fingerprints(made.tasks) & fingerprints(heldout.tasks)

@@ -419,7 +419,9 @@ def test_a_machine_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch
     for directory in (tmp_path, *tmp_path.parents[:2]):
         directory.chmod(0o755)
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: str(fake))
-    with pytest.raises(SandboxUnavailable, match=r"user namespaces allowed.*(No permissions to create|Permission denied)"):
+    with pytest.raises(
+        SandboxUnavailable, match=r"user namespaces allowed.*(No permissions to create|Permission denied)"
+    ):
         BwrapSandboxes()
 
 

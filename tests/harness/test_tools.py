@@ -64,6 +64,13 @@ def test_an_edit_replaces_one_line(text: str, line: int, new: str, after: str) -
     assert edited(text, line, new) == after
 
 
+@pytest.mark.parametrize("new", ["return 1", "  return 1\n"])
+def test_an_edit_that_changes_nothing_says_so(new: str) -> None:
+    space = workspace(PROGRAM)
+    assert use(space, None, "edit_line", path="f.py", line=3, text=new).text == "same"
+    assert space.files == {"f.py": PROGRAM}
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [(PROGRAM, 0), (PROGRAM, -1), (PROGRAM, 4), (PROGRAM, 999_999), (PROGRAM, 10**30), ("", 1), ("", 0), ("a\nb", 3)],
