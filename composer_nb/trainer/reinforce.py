@@ -80,10 +80,10 @@ class RlLoop:
         """Steps until the last one, or until the time is up. Every rank decides the same."""
         rl = self.s.settings.rl
         while self.step < rl.steps:
-            self.s.publish(self.learner.model, "before_final")
             if rl.max_seconds and max(self.s.ranks.gather(self.seconds)) > rl.max_seconds:
                 self.stopped_early = True
                 break
+            self.s.publish(self.learner.model, "before_final")
             self.one_step()
             last = self.step == rl.steps
             if rl.evaluate_every and (self.step % rl.evaluate_every == 0 or last):
