@@ -56,6 +56,8 @@ SETUP_FAILED = 12  # a worker's exit code
 # Network, ipc, uts and cgroup namespaces are bwrap's: its network has no interface but a dead loopback, and no worker can
 # make a socket, a queue or shared memory (DENIED). Anew for each request they would cost as much as all the rest.
 NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "mount": 0x00020000}
+# clone's flags for those, and for network, ipc, uts, cgroup and time: a worker may ask for none of them.
+ANY_NAMESPACE = sum(NAMESPACES.values()) | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000 | 0x00000080
 CLONE_THREAD = 0x00010000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUMPABLE = 24, 22, 38, 47, 4
@@ -175,7 +177,7 @@ def seccomp_program(table: dict[str, int]) -> bytes:
         if number is not None:
             program += [op(equal, number, 0, 1), op(ret, deny)]
     # clone: threads alone, no new process, no namespace
-    program += [op(equal, table["clone"], 0, 4), op(load, 16), op(bits, sum(NAMESPACES.values()), 1, 0)]
+    program += [op(equal, table["clone"], 0, 4), op(load, 16), op(bits, ANY_NAMESPACE, 1, 0)]
     program += [op(bits, CLONE_THREAD, 1, 0), op(ret, deny), op(ret, allow)]
     return b"".join(program)
 

@@ -152,7 +152,9 @@ class Engine:
         return [done[request.rollout] for request in requests]
 
     def release(self, rollout: int) -> Trace:
-        slot = self._live.pop(rollout)
+        slot = self._live.pop(rollout, None)
+        if slot is None:  # its first request was refused
+            return Trace()
         self._free.append(slot.index)
         total = slot.length + len(slot.pending)
         return Trace(

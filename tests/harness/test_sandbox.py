@@ -458,7 +458,8 @@ def test_the_filter_denies_and_allows_what_it_says() -> None:
             assert number is None or verdict(number) == deny, name
         thread = 0x003D0F00
         assert verdict(table["clone"], thread) == allow and verdict(table["clone"], 17) == deny
-        assert all(verdict(table["clone"], thread | flag) == deny for flag in box.NAMESPACES.values())
+        namespaces = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
+        assert all(verdict(table["clone"], thread | flag) == deny for flag in namespaces)
         assert verdict(table["clone3"]) == missing and verdict(0x40000000 + 1) == missing and verdict(999) == missing
         assert verdict(1, arch=0x40000003) == 0x80000000
         assert verdict(63 if table["column"] else 0) == allow  # read

@@ -201,7 +201,7 @@ def test_minibatch_loss_and_its_gradient_are_the_package_s(twin: ModuleType):
         assert relative(ours.grad, theirs.grad) < 1e-6, name
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.05])
+@pytest.mark.parametrize("clip", [100.0, 0.02])
 def test_published_weights_are_the_package_s_bit_for_bit(twin: ModuleType, clip: float):
     """Over six batches of two minibatches, each sampled from the weights that the one before has left."""
     twin.clip = clip
@@ -219,7 +219,7 @@ def test_published_weights_are_the_package_s_bit_for_bit(twin: ModuleType, clip:
         assert torch.equal(master_W, theirs.learner.optimizer.master), step
         assert torch.equal(published_W, master_W.detach().bfloat16().float())
         assert (published_W != before_W).float().mean() > 0.1, "the step changed next to nothing"
-    assert (max(theirs.norms) > clip) == (clip < 1), "clipping was not put to the test on both sides"
+    assert all((norm > clip) == (clip < 1) for norm in theirs.norms), "clipping was not put to the test on both sides"
 
 
 def test_microbatches_give_the_same_gradient(twin: ModuleType):

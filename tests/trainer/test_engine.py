@@ -233,6 +233,7 @@ def test_a_turn_that_can_not_fit_is_refused_and_leaves_no_trace(make_model):
     with pytest.raises(ValueError, match="may reach 21 tokens, past .*20"):
         engine.submit(ask(0, [1] * 13, 8))
     assert engine.step() == [] and not engine._live and len(engine._free) == 2
+    assert len(engine.release(0).routes) == 0, "an agent that was refused can be closed"
     [turn] = engine.generate([ask(0, [1] * 12, 8)])
     assert len(turn.token_ids) == 8, "exactly as long as it may be"
     with pytest.raises(ValueError, match="may reach 22 tokens"):

@@ -159,6 +159,13 @@ def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_mod
     assert 0 < metrics["entropy"] < np.log(61) and metrics["k3"] > 0 and metrics["grad_norm"] > 0
 
 
+def test_a_minibatch_weighs_as_much_as_the_whole_batch(make_model, sampled):
+    model = make_model(3)
+    streams = sampled(model)[:1] * 6
+    norms = [gradient(model, streams, minibatches=parts)[1]["grad_norm"] for parts in (1, 2, 3)]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4) and norms[0] > 1e-3
+
+
 def test_learning_twice_with_one_seed_gives_the_same_bits(make_model, sampled):
     weights = []
     for _ in range(2):
