@@ -42,10 +42,10 @@ def by_hand(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tup
         elif s.ratio == "tis":
             term = -clamp(r, 0, s.tis_cap).detach() * a * logprob
         elif s.ratio == "icepop":
-            kept = 1 / s.icepop <= float(r) <= s.icepop
+            kept = 1 / s.icepop <= r.item() <= s.icepop
             term = -r.detach() * a * logprob if kept else 0 * logprob
         else:
-            moved = float(torch.exp(logprob) - torch.exp(sampled))
+            moved = (torch.exp(logprob) - torch.exp(sampled)).item()
             kept = not ((a > 0 and moved > s.dppo) or (a < 0 and -moved > s.dppo))
             term = -r * a if kept else 0 * logprob
         masked += not kept
