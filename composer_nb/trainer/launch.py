@@ -127,18 +127,18 @@ def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
             )
             for rank in range(world)
         ]
+        listener = threading.Thread(target=_relay, args=(ranks[0], say), daemon=True)
         try:
-            listener = threading.Thread(target=_relay, args=(ranks[0], say), daemon=True)
             listener.start()
-            _wait(ranks)
-            listener.join(timeout=10)
+            failed = _wait(ranks)
         finally:
             _end(ranks)
+            listener.join(timeout=10)
             for log in logs:
                 log.close()
-    for rank, process in enumerate(ranks):
-        if process.returncode:
-            raise RunFailed(f"rank {rank} ended with {process.returncode}: {_last_line(run.path / f'rank{rank}.log')}")
+    if failed is not None:
+        log_file = run.path / f"rank{failed}.log"
+        raise RunFailed(f"rank {failed} ended with {ranks[failed].returncode}: {_last_line(log_file)}")
 
 
 def _relay(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
@@ -147,12 +147,15 @@ def _relay(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
         say(line.rstrip())
 
 
-def _wait(ranks: list[subprocess.Popen[str]]) -> None:
-    """Until all have ended well, or any has ended badly."""
-    while any(process.poll() is None for process in ranks):
-        if any(process.returncode for process in ranks):
-            return
-        time.sleep(0.1)
+def _wait(ranks: list[subprocess.Popen[str]]) -> int | None:
+    """The first rank seen to end badly, or None when all have ended well. The others then end of its absence, or of us."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        if bad := [rank for rank, code in enumerate(codes) if code]:
+            return bad[0]
+        if None not in codes:
+            return None
+        time.sleep(0.02)
 
 
 def _end(ranks: list[subprocess.Popen[str]]) -> None:

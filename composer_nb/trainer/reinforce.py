@@ -26,6 +26,7 @@ from composer_nb.trainer.rl import (
     score_groups,
     shuffle_rewards,
     to_stream,
+    trains,
 )
 from composer_nb.trainer.stages import Stages
 from composer_nb.trainer.supervised import trapezoid
@@ -111,13 +112,13 @@ class RlLoop:
             groups = shuffle_rewards(groups, s.settings.loss, Random(f"shuffle {self.step} {s.ranks.rank}"))
         self._store(groups)
         at = clocked(clock, "sample_s", at)
-        mine = [to_stream(scored) for group in groups for scored in group if abs(scored.advantage) > 1e-6]
+        mine = [to_stream(scored) for group in groups for scored in group if trains(scored, s.settings.loss)]
         streams = [stream for part in s.ranks.gather(mine) for stream in part]
         at = clocked(clock, "wait_s", at)
         metrics = self._learn(streams)
         at = clocked(clock, "train_s", at)
         sums = s.ranks.sums({**batch_metrics(groups), "infra_errors": float(lost), **clock})
-        counts = s.ranks.gather(ledger(groups))
+        counts = s.ranks.gather(ledger(groups, s.settings.loss))
         self.step += 1
         self._note(metrics, sums, sum(counts, Counter()), time.perf_counter() - begin)
 
@@ -130,7 +131,9 @@ class RlLoop:
             self.s.ranks,
             Random(f"minibatches {self.s.settings.rl_seed} {self.step}"),
             minibatches=rl.minibatches,
-            denominator=float(rl.prompts * rl.group * rl.tokens_per_rollout),
+            denominator=float(
+                rl.prompts * rl.group * (1 if self.s.settings.loss.length_norm else rl.tokens_per_rollout)
+            ),
             lr=rl.lr * trapezoid(self.step, rl.steps, rl.warmup / rl.steps, rl.warmup / rl.steps, 0.05),
             clip=rl.clip,
             budget=rl.microbatch_tokens,

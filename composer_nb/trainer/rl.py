@@ -126,12 +126,17 @@ def to_stream(scored: Scored) -> Stream:
     )
 
 
-def ledger(groups: Sequence[Sequence[Scored]]) -> Counter[str]:
+def trains(scored: Scored, loss: LossSettings) -> bool:
+    """Whether a rollout adds anything to the gradient: an advantage, or the KL weight, which needs none."""
+    return abs(scored.advantage) > 1e-6 or loss.beta > 0
+
+
+def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[str]:
     """Where every sampled token went: trained, or why not."""
     counts: Counter[str] = Counter()
     for group in groups:
         for scored in group:
-            reason = "trained" if abs(scored.advantage) > 1e-6 else "zero_advantage"
+            reason = "trained" if trains(scored, loss) else "zero_advantage"
             counts[reason] += scored.attempt.rollout.sampled
     return counts
 
@@ -147,6 +152,10 @@ class Learner:
     """Frozen, for the KL weight; needed when beta is above 0."""
     replay: bool = False
     """Train on the experts that sampling chose."""
+
+    def __post_init__(self) -> None:
+        if self.settings.beta and self.reference is None:
+            raise ValueError("loss.beta is above 0: the KL weight needs a reference model")
 
     def learn(
         self,
@@ -167,6 +176,8 @@ class Learner:
         norms = []
         for part in range(minibatches):
             numbers = order[part::minibatches]
+            if not numbers:  # a step on no gradient would still move the weights, by momentum
+                continue
             self.optimizer.zero_()
             for chunk in microbatches([streams[n] for n in _share(streams, numbers, ranks)], budget):
                 loss, metrics = self._loss(chunk, denominator / minibatches)
@@ -176,7 +187,9 @@ class Learner:
             norms.append(self.optimizer.step(lr, clip))
         sums = ranks.sums({name: totals[name] for name in ("masked", "ratio_off_20", "k3", "tokens", "entropy")})
         count = max(1.0, sums.pop("tokens"))
-        return {name: value / count for name, value in sums.items()} | {"grad_norm": float(np.mean(norms))}
+        return {name: value / count for name, value in sums.items()} | {
+            "grad_norm": float(np.mean(norms)) if norms else 0.0
+        }
 
     def _loss(self, streams: Sequence[Stream], denominator: float) -> tuple[Tensor, dict[str, float]]:
         batch = flatten(streams)

@@ -250,9 +250,10 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
     assert [s.advantage for s in normed[0]] == pytest.approx([-(0.5**0.5), 2**0.5, -(0.5**0.5)], rel=1e-4)
 
     written = [sum(s.attempt.rollout.sampled for s in group) for group in scored]
-    assert ledger(scored) == {"trained": sum(written)}
+    assert ledger(scored, LossSettings()) == {"trained": sum(written)}
     flat = [[Scored(attempt=s.attempt, reward=s.reward, advantage=0.0) for s in scored[0]], scored[1]]
-    assert ledger(flat) == {"zero_advantage": written[0], "trained": written[1]}
+    assert ledger(flat, LossSettings()) == {"zero_advantage": written[0], "trained": written[1]}
+    assert ledger(flat, LossSettings(beta=0.1)) == {"trained": sum(written)}, "the KL weight trains on every token"
 
 
 def test_what_the_infrastructure_lost_is_tried_again_and_nothing_else(agent, policy, task: Task):
