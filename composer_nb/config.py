@@ -30,9 +30,9 @@ class DataSettings:
     """Python source to train on: `stdlib`, or a folder."""
     demonstrations: int = 8704
     """Clean demonstrations for mid-training, each on a task of its own."""
-    mistaken_demonstrations: int = 6144
+    mistaken_demonstrations: int = 3072
     """Demonstrations with mistakes for the policy that RL starts from."""
-    rl_tasks: int = 1792
+    rl_tasks: int = 2048
     heldout_tasks: int = 440
     tune_tasks: int = 96
     """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
@@ -84,19 +84,19 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 90
+    steps: int = 120
     prompts: int = 16
     """Tasks a step."""
     group: int = 8
     """Rollouts a task."""
     minibatches: int = 2
     """Optimiser steps a batch."""
-    lr: float = 5e-4
+    lr: float = 4e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
     warmup: int = 3
     clip: float = 1.0
     checkpoint_every: int = 10
-    evaluate_every: int = 30
+    evaluate_every: int = 40
     """Steps between looks at the tuning tasks; 0 for none."""
     microbatch_tokens: int = 4096
     tokens_per_rollout: int = 64

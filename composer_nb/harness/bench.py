@@ -17,11 +17,22 @@ from composer_nb.harness.task import Task
 
 
 def run_eval(
-    policy: Policy, agent: Agent, tasks: Sequence[Task], executor: Executor, samples: int
+    policy: Policy,
+    agent: Agent,
+    tasks: Sequence[Task],
+    executor: Executor,
+    samples: int,
+    slots: Sequence[int] | None = None,
 ) -> Iterator[Attempt]:
-    """Attempts every task `samples` times. Attempts come in order of task, then sample, whatever ended first."""
-    order = [task for task in tasks for _ in range(samples)]
-    runs = (attempt(agent, task, number, policy.release) for number, task in enumerate(order))
+    """Attempts every task `samples` times. Attempts come in order of task, then sample, whatever ended first.
+
+    `slots` are the tasks' places in a longer list of which `tasks` is a part; they number the rollouts, and so what they draw.
+    """
+    places = range(len(tasks)) if slots is None else slots
+    order = [
+        (slot * samples + sample, task) for slot, task in zip(places, tasks, strict=True) for sample in range(samples)
+    ]
+    runs = (attempt(agent, task, number, policy.release) for number, task in order)
     done = dict(drive(runs, policy, executor))
     return (done[number] for number in range(len(order)))
 

@@ -125,7 +125,7 @@ def draw_candidate(rng: Random, heldout: bool) -> Candidate | None:
     scope: dict[str, Any] = {}
     exec(compile(program.source, "f.py", "exec"), scope)
     wanted = tuple(scope["f"](*copy.deepcopy(arguments)) for arguments in inputs)
-    if len({repr(value) for value in wanted}) < 3:
+    if len({repr(value) for value in wanted}) < 3 or len({repr(given) for given in inputs}) < len(inputs):
         return None
     return Candidate(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=wanted)
 
@@ -167,7 +167,8 @@ def _batch_request(sources: Sequence[str], inputs: Sequence[tuple[tuple[object, 
 
 
 def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
-    """The task of a candidate whose bug gave `outcomes`, or None if the bug shows on fewer than two inputs.
+    """The task of a candidate whose bug gave `outcomes`, or None if the bug shows on fewer than two inputs, or the hidden tests
+    all want the same.
 
     The first visible test fails at the start; the others are drawn in order, so that hidden tests fail as well.
     """
@@ -182,6 +183,8 @@ def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task |
             visible.append(index)
     cases = [(arguments, value) for arguments, value in zip(candidate.inputs, candidate.wanted, strict=True)]
     hidden = [cases[index] for index in range(len(cases)) if index not in visible]
+    if len({repr(value) for _, value in hidden}) < 2:  # else a constant would pass
+        return None
     digest = hashlib.sha256((candidate.buggy + repr(candidate.inputs)).encode()).hexdigest()[:12]
     return Task(
         id=f"{candidate.program.family}-{digest}",

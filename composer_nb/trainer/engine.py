@@ -2,9 +2,14 @@
 
 Every step is one forward pass over whatever tokens are new, side by side: one token for a rollout in the middle of a turn,
 a whole prompt or observation for one that starts the next. There is no prefill phase that others wait for, and no padding.
+Rollouts that have read and written the same tokens so far, as those of a group do until their first differing choice, are
+forwarded once; each has its own copy of the cache.
 
-Dimensions: N new tokens, S slots (live rollouts), T positions, L layers, K experts a token, V vocabulary.
-Leaves out: prefix sharing between the rollouts of a group, and weight swaps between two steps of a rollout.
+What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
+what else is under way. Weights can be swapped between two steps: the cache stays, and each token notes the version that drew it.
+
+Dimensions: N new tokens of all slots, U of them distinct, S slots (live rollouts), T positions, L layers, K experts a token,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.policy import Completion, Request, Trace
@@ -29,11 +35,16 @@ class _Slot:
     index: int
     pending: list[int]
     """Tokens not yet forwarded."""
+    uniform: list[float]
+    """Random number for the token at each position."""
+    past: int = 0
+    """Equal for slots that hold the same tokens from the same steps."""
     length: int = 0
     """Tokens forwarded so far, those in the cache."""
     max_tokens: int = 0
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     waiting: bool = False
     """The turn has ended; the next request is not here yet."""
 
@@ -66,7 +77,7 @@ class Engine:
             raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
         self.model, self.stop, self.max_length = model, stop, max_length
         self.temperature, self.version = temperature, version
-        self.random = torch.Generator().manual_seed(seed % (1 << 63))  # of any size
+        self.seed = seed
         device = model.embed.device
         shape = (c.num_hidden_layers, slots, c.num_key_value_heads, max_length, c.head_dim)
         self._k = torch.zeros(shape, device=device)
@@ -77,7 +88,9 @@ class Engine:
         self._margins = np.zeros(routed, np.float32)
         self._free = list(range(slots))[::-1]
         self._live: dict[int, _Slot] = {}
+        self._pasts = 0
         self.forwarded = 0
+        """Tokens computed; those that were copied from a rollout alike are not among them."""
         self.sampled = 0
         if c.num_experts > 256:
             raise ValueError("the engine stores routes as uint8: at most 256 experts")
@@ -102,12 +115,22 @@ class Engine:
         needed = (known.length if known else 0) + len(pending) + request.max_tokens
         if needed > self.max_length:
             raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
-        slot = known or self._live.setdefault(request.rollout, self._new_slot())
-        slot.pending = pending
-        slot.max_tokens, slot.sampled, slot.logprobs, slot.waiting = request.max_tokens, [], [], False
+        slot = known or self._live.setdefault(request.rollout, self._new_slot(request.rollout))
+        slot.pending, slot.max_tokens, slot.waiting = pending, request.max_tokens, False
+        slot.sampled, slot.logprobs, slot.versions = [], [], []
 
-    def _new_slot(self) -> _Slot:
-        slot = _Slot(self._free.pop(), [])
+    def swap(self, model: Model, version: int) -> None:
+        """Goes on with other weights from the next step on. What is in the cache stays, and so does what is under way.
+
+        Raises ValueError for a model of other sizes.
+        """
+        if model.config != self.model.config:
+            raise ValueError("the weights are of another model than those that the engine runs")
+        self.model, self.version = model, version
+
+    def _new_slot(self, rollout: int) -> _Slot:
+        key = [abs(self.seed), int(self.seed < 0), rollout]
+        slot = _Slot(self._free.pop(), [], np.random.default_rng(key).random(self.max_length + 1).tolist())
         for record in (self._routes, self._gates, self._margins):
             record[slot.index] = 0  # what is not forwarded is the same on every replay: nothing
         return slot
@@ -117,21 +140,21 @@ class Engine:
         if not active:
             return []
         logits_SV = self._forward([slot for _, slot in active])
-        tokens, logprobs = self._sample(logits_SV)
+        tokens, logprobs = self._sample(logits_SV, [slot.uniform[slot.length] for _, slot in active])
         done = []
         for (rollout, slot), token, logprob in zip(active, tokens, logprobs, strict=True):
             slot.pending = [token]
             slot.sampled.append(token)
             slot.logprobs.append(logprob)
+            slot.versions.append(self.version)
             if token in self.stop or len(slot.sampled) >= slot.max_tokens:
                 slot.waiting = True
-                versions = [self.version] * len(slot.sampled)
                 done.append(
                     Completion(
                         rollout=rollout,
                         token_ids=slot.sampled,
                         logprobs=slot.logprobs,
-                        policy_versions=versions,
+                        policy_versions=slot.versions,
                     )
                 )
         self.sampled += len(active)
@@ -167,38 +190,63 @@ class Engine:
     @torch.no_grad()
     def _forward(self, slots: list[_Slot]) -> Tensor:
         """Logits [S, V] after the last pending token of each slot; all pending tokens go to the cache."""
+        leaders, leader_S = self._alike(slots)
         counts = np.array([len(slot.pending) for slot in slots])
         row_N = np.repeat([slot.index for slot in slots], counts)
         position_N = np.concatenate([np.arange(slot.length, slot.length + len(slot.pending)) for slot in slots])
+        sizes = counts[leaders]
+        starts = np.cumsum(sizes) - sizes
+        from_N = np.concatenate([np.arange(starts[lead], starts[lead] + sizes[lead]) for lead in leader_S])
         device = self.model.embed.device
-        ids_N = torch.tensor([token for slot in slots for token in slot.pending], device=device)
-        row, position = torch.from_numpy(row_N).to(device), torch.from_numpy(position_N).to(device)
+        ids_U = torch.tensor([token for place in leaders for token in slots[place].pending], device=device)
+        own_U = np.concatenate([[slots[place].index] * len(slots[place].pending) for place in leaders])
+        at_U = np.empty(len(own_U), np.int64)
+        at_U[from_N] = position_N
+        row, position, source, own, at = (
+            torch.from_numpy(x).to(device) for x in (row_N, position_N, from_N, own_U, at_U)
+        )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._k[layer].transpose(1, 2).index_put_((row, position), k.float())
-            self._v[layer].transpose(1, 2).index_put_((row, position), v.float())
-            return cached_attention(q.float(), self._k[layer], self._v[layer], row, position).to(q.dtype)
+            self._k[layer].transpose(1, 2).index_put_((row, position), k.float().index_select(0, source))
+            self._v[layer].transpose(1, 2).index_put_((row, position), v.float().index_select(0, source))
+            return cached_attention(q.float(), self._k[layer], self._v[layer], own, at).to(q.dtype)
 
-        hidden_ND, routings = self.model.trunk(ids_N, position, attend)
-        self._routes[row_N, position_N] = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()
-        self._gates[row_N, position_N] = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()
-        self._margins[row_N, position_N] = torch.stack([r.margin_N for r in routings], 1).cpu().numpy()
+        hidden_UD, routings = self.model.trunk(ids_U, at, attend)
+        self._routes[row_N, position_N] = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()[from_N]
+        self._gates[row_N, position_N] = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()[from_N]
+        self._margins[row_N, position_N] = torch.stack([r.margin_N for r in routings], 1).cpu().numpy()[from_N]
         for slot in slots:
             slot.length += len(slot.pending)
             slot.pending = []
-        self.forwarded += len(row_N)
-        last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
-        return F.linear(hidden_ND[last], self.model.output_weight).float()
+        self.forwarded += len(own_U)
+        last = torch.from_numpy(starts + sizes - 1).to(device)
+        logits = F.linear(hidden_UD[last], self.model.output_weight).float()
+        return logits.index_select(0, torch.from_numpy(leader_S).to(device))
 
-    def _sample(self, logits_SV: Tensor) -> tuple[list[int], list[float]]:
-        """One token a row with its log-probability. Sampling is by the Gumbel trick, which needs one random number an
-        entry and no cumulative sums."""
+    def _alike(self, slots: list[_Slot]) -> tuple[list[int], NDArray[np.int64]]:
+        """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
+        from the same steps, and the same ones pending. Marks the slots' new pasts."""
+        known: dict[tuple[int, ...], int] = {}
+        leaders: list[int] = []
+        leader_S = np.empty(len(slots), np.int64)
+        for place, slot in enumerate(slots):
+            leader_S[place] = known.setdefault((slot.past, slot.length, *slot.pending), len(leaders))
+            if leader_S[place] == len(leaders):
+                leaders.append(place)
+        for slot, lead in zip(slots, leader_S.tolist(), strict=True):
+            slot.past = self._pasts + 1 + lead
+        self._pasts += len(leaders)
+        return leaders, leader_S
+
+    def _sample(self, logits_SV: Tensor, uniform_S: list[float]) -> tuple[list[int], list[float]]:
+        """One token a row with its log-probability: the first whose cumulative probability exceeds the row's random number."""
         if self.temperature == 0:
             logprob_SV = logits_SV.log_softmax(-1)
             token_S = logprob_SV.argmax(-1)
         else:
             logprob_SV = (logits_SV / self.temperature).log_softmax(-1)
-            uniform = torch.rand(logprob_SV.shape, generator=self.random).to(logits_SV.device)
-            token_S = (logprob_SV - (-uniform.clamp_min(1e-20).log()).log()).argmax(-1)
+            below_SV = logprob_SV.double().exp().cumsum(-1)
+            drawn_S1 = torch.tensor(uniform_S, dtype=torch.float64, device=logits_SV.device)[:, None] * below_SV[:, -1:]
+            token_S = torch.searchsorted(below_SV, drawn_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
         chosen_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
         return token_S.tolist(), chosen_S.tolist()

@@ -41,7 +41,8 @@ def evaluate(s: Stages, name: str) -> None:
 def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int, temperature: float) -> list[Attempt]:
     """Attempts of a model at tasks, the work dealt over the ranks; the same list on every rank, in order of task."""
     engine = s.engine(model, seed=s.settings.seed + 17, temperature=temperature)
-    mine = run_eval(engine, s.agent(), tasks[s.ranks.rank :: s.ranks.world], s.executor, samples)
+    slots = range(len(tasks))[s.ranks.rank :: s.ranks.world]
+    mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.executor, samples, slots)
     parts = s.ranks.gather([_light(done) for done in mine])
     order = {task.id: place for place, task in enumerate(tasks)}
     return sorted((done for part in parts for done in part), key=lambda done: order[done.task.id])

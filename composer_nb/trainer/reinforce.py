@@ -100,13 +100,11 @@ class RlLoop:
         s, rl = self.s, self.s.settings.rl
         clock: dict[str, float] = {}
         begin = at = time.perf_counter()
-        batch = self.tasks[self.step * rl.prompts : (self.step + 1) * rl.prompts]
-        engine = s.engine(
-            self.learner.model,
-            seed=(s.settings.seed * 101 + s.settings.rl_seed) * 10_007 + self.step,
-            version=self.version,
+        slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[s.ranks.rank :: s.ranks.world]
+        engine = s.engine(self.learner.model, seed=s.rl_sampling_seed, version=self.version)
+        attempts, lost = sample_groups(
+            engine, s.agent(), {slot: self.tasks[slot] for slot in slots}, rl.group, s.executor
         )
-        attempts, lost = sample_groups(engine, s.agent(), batch[s.ranks.rank :: s.ranks.world], rl.group, s.executor)
         groups = score_groups(attempts, s.settings.reward, s.settings.loss)
         if rl.shuffle_rewards:
             groups = shuffle_rewards(groups, s.settings.loss, Random(f"shuffle {self.step} {s.ranks.rank}"))

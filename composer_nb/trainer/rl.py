@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.agent import Agent, drive
@@ -33,8 +31,9 @@ from composer_nb.harness.reward import Reward, RewardSettings, reward
 from composer_nb.harness.sandbox import SandboxFailure
 from composer_nb.harness.task import Task
 from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, policy_loss
-from composer_nb.trainer.model import Model, PackedRows
+from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.packing import Stream, families, flatten, microbatches, score, tree_tokens
 from composer_nb.trainer.ranks import Ranks
 
 
@@ -47,40 +46,27 @@ class Scored:
     advantage: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """What the trainer sees of a rollout of T tokens."""
-
-    token_ids: NDArray[np.int32]
-    acted: NDArray[np.bool_]
-    logprob: NDArray[np.float32]
-    advantage: NDArray[np.float32]
-    routes: NDArray[np.uint8]
-    """[T, L, K] as sampled."""
-
-
 def sample_groups(
-    policy: Policy, agent: Agent, tasks: Sequence[Task], group: int, executor: Executor, redispatch: int = 3
+    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, tries: int = 3
 ) -> tuple[list[list[Attempt]], int]:
     """`group` attempts at each task, and how many were lost to the infrastructure on the way.
 
-    A lost attempt is dispatched again, up to `redispatch` times; then SandboxFailure is raised, because a batch without
-    it would be biased.
+    `tasks` are keyed by their place in the order of the run's prompts: it numbers the rollouts, and so what they draw. A lost
+    attempt is dispatched again, up to `tries` in all; then SandboxFailure is raised, because a batch without it would be
+    biased.
     """
-    order = [task for task in tasks for _ in range(group)]
+    order = [(slot * group + place, task) for slot, task in tasks.items() for place in range(group)]
     done: dict[int, Attempt] = {}
     lost = 0
-    for _ in range(redispatch):
+    for _ in range(tries):
         missing = [number for number in range(len(order)) if number not in done]
-        runs = (attempt(agent, order[number], number, policy.release) for number in missing)
+        runs = (attempt(agent, order[number][1], order[number][0], policy.release) for number in missing)
         results = [(missing[place], result) for place, result in drive(runs, policy, executor)]
         done |= {number: result for number, result in results if result.grade.status == "graded"}
         lost += len(missing) - sum(result.grade.status == "graded" for _, result in results)
         if len(done) == len(order):
             return [[done[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
-    raise SandboxFailure(
-        f"{len(order) - len(done)} attempts got no grade in {redispatch} tries; run `composer-nb doctor`"
-    )
+    raise SandboxFailure(f"{len(order) - len(done)} attempts got no grade in {tries} tries; run `composer-nb doctor`")
 
 
 def score_groups(
@@ -169,8 +155,9 @@ class Learner:
         clip: float,
         budget: int,
     ) -> dict[str, float]:
-        """One epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps. Returns metrics."""
-        order = list(range(len(streams)))
+        """One epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps; streams of one prompt share
+        a step. Returns metrics."""
+        order = families(streams)
         rng.shuffle(order)
         totals: Counter[str] = Counter()
         norms = []
@@ -179,7 +166,7 @@ class Learner:
             if not numbers:  # a step on no gradient would still move the weights, by momentum
                 continue
             self.optimizer.zero_()
-            for chunk in microbatches([streams[n] for n in _share(streams, numbers, ranks)], budget):
+            for chunk in microbatches(_share(streams, numbers, ranks), budget):
                 loss, metrics = self._loss(chunk, denominator / minibatches)
                 loss.backward()
                 totals.update(metrics)
@@ -192,83 +179,31 @@ class Learner:
         }
 
     def _loss(self, streams: Sequence[Stream], denominator: float) -> tuple[Tensor, dict[str, float]]:
-        batch = flatten(streams)
-        logprob_N, entropy_N = score(self.model, batch, replay=self.replay)
-        advantage_N = batch.advantage_N
+        batch = flatten(streams, replay=self.replay)
+        logprob_S, entropy_S = score(self.model, batch, replay=self.replay)
+        advantage_S = batch.advantage_S
         if self.settings.beta and self.reference is not None:
             with torch.no_grad():
-                reference_N, _ = score(self.reference, batch, replay=self.replay)
-            advantage_N = advantage_N - self.settings.beta * kl_estimate(
-                logprob_N.detach(), reference_N, self.settings.kl
+                reference_S, _ = score(self.reference, batch, replay=self.replay)
+            advantage_S = advantage_S - self.settings.beta * kl_estimate(
+                logprob_S.detach(), reference_S, self.settings.kl
             )
         loss, metrics = policy_loss(
-            logprob_N, batch.sampled_N, advantage_N, batch.rollout_N, self.settings, denominator
+            logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, self.settings, denominator
         )
-        return loss, metrics | {"entropy": float(entropy_N.sum())}
+        return loss, metrics | {"entropy": float(entropy_S.sum())}
 
 
-@dataclass(frozen=True, slots=True)
-class FlatBatch:
-    """Streams side by side: T tokens that are forwarded, N of whose successors were sampled."""
-
-    lengths: list[int]
-    inputs_T: Tensor
-    routes_TLK: Tensor
-    place_N: Tensor
-    """Position in T whose output predicts the token."""
-    token_N: Tensor
-    sampled_N: Tensor
-    advantage_N: Tensor
-    rollout_N: Tensor
-
-
-def flatten(streams: Sequence[Stream]) -> FlatBatch:
-    """Joins streams. The last token of each is only predicted, never forwarded."""
-    acted = [stream.acted[1:] for stream in streams]
-    join = np.concatenate
-    return FlatBatch(
-        lengths=[len(stream.token_ids) - 1 for stream in streams],
-        inputs_T=torch.from_numpy(join([stream.token_ids[:-1] for stream in streams])).long(),
-        routes_TLK=torch.from_numpy(join([stream.routes[:-1] for stream in streams])).long(),
-        place_N=torch.from_numpy(np.flatnonzero(join(acted))),
-        token_N=torch.from_numpy(join([s.token_ids[1:][a] for s, a in zip(streams, acted, strict=True)])).long(),
-        sampled_N=torch.from_numpy(join([s.logprob[1:][a] for s, a in zip(streams, acted, strict=True)])),
-        advantage_N=torch.from_numpy(join([s.advantage[1:][a] for s, a in zip(streams, acted, strict=True)])),
-        rollout_N=torch.from_numpy(join([np.full(a.sum(), i) for i, a in enumerate(acted)])),
-    )
-
-
-def score(model: Model, batch: FlatBatch, *, replay: bool) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] and (detached) entropy [N] of each sampled token; with `replay` on the experts sampling chose."""
-    packed = PackedRows.of_lengths(batch.lengths, model.config)
-    routes = batch.routes_TLK if replay else None
-    hidden_TD, _ = model.trunk(batch.inputs_T, packed.position_N, packed.attend, routes)
-    logprob_NV = F.linear(hidden_TD[batch.place_N], model.output_weight).log_softmax(-1)
-    entropy_N = -(logprob_NV.detach().exp() * logprob_NV.detach()).sum(-1)
-    return logprob_NV.gather(1, batch.token_N[:, None])[:, 0], entropy_N
-
-
-def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
-    """Streams of similar length together, about `budget` tokens each."""
-    chunks: list[list[Stream]] = []
-    room = 0
-    for stream in sorted(streams, key=lambda stream: len(stream.token_ids)):
-        if len(stream.token_ids) > room:
-            chunks.append([])
-            room = budget
-        chunks[-1].append(stream)
-        room -= len(stream.token_ids)
-    return chunks
-
-
-def _share(streams: Sequence[Stream], numbers: Sequence[int], ranks: Ranks) -> list[int]:
-    """This rank's part, dealt so that the ranks' token counts are about equal."""
-    parts: list[list[int]] = [[] for _ in range(ranks.world)]
+def _share(streams: Sequence[Stream], numbers: Sequence[Sequence[int]], ranks: Ranks) -> list[Stream]:
+    """This rank's families, dealt so that the ranks' work is about equal."""
+    parts: list[list[Stream]] = [[] for _ in range(ranks.world)]
     load = [0] * ranks.world
-    for number in sorted(numbers, key=lambda n: (-len(streams[n].token_ids), n)):
+    members = [[streams[number] for number in family] for family in numbers]
+    cost = [tree_tokens(family) for family in members]
+    for place in sorted(range(len(members)), key=lambda place: (-cost[place], place)):
         lightest = load.index(min(load))
-        parts[lightest].append(number)
-        load[lightest] += len(streams[number].token_ids)
+        parts[lightest] += members[place]
+        load[lightest] += cost[place]
     return parts[ranks.rank]
 
 

@@ -55,9 +55,14 @@ class Stages:
             slots=self.settings.engine.slots,
             max_length=self.settings.limits.tokens,
             temperature=temperature,
-            seed=seed * 1_000_003 + self.ranks.rank,
+            seed=seed,
             version=version,
         )
+
+    @property
+    def rl_sampling_seed(self) -> int:
+        """Seed of everything that RL samples; the rollouts' numbers tell them apart."""
+        return self.settings.seed * 10_007 + self.settings.rl_seed
 
     def load(self, name: str) -> Model:
         return load_pretrained(self.run.path / "weights" / name)

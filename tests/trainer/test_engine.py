@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from itertools import product
 
 import numpy as np
@@ -93,9 +93,9 @@ def test_samples_follow_the_softmax_at_the_temperature(make_model, temperature: 
     with torch.no_grad():
         wanted = (model(torch.tensor([[1, 4]]))[0][0, -1] / temperature).log_softmax(-1)
     counts = np.zeros(7)
-    for _ in range(60):
-        turns = engine.generate([ask(i, [1, 4], 1) for i in range(64)])
-        for i, turn in enumerate(turns):
+    for first in range(0, 60 * 64, 64):
+        turns = engine.generate([ask(i, [1, 4], 1) for i in range(first, first + 64)])
+        for i, turn in enumerate(turns, first):
             [token] = turn.token_ids
             counts[token] += 1
             assert turn.logprobs[0] == pytest.approx(float(wanted[token]), abs=3e-5)
@@ -127,6 +127,78 @@ def test_a_bf16_model_is_sampled_with_its_own_rounding(make_model, converse):
         gaps.append((segment.logprob[1:] - logprob)[segment.acted[1:]])
     worst = np.abs(np.concatenate(gaps)).max()
     assert 1e-3 < worst < 3.0
+
+
+# Rollouts alike are forwarded once; what a rollout draws is its own affair
+
+
+def play(engine: Engine, numbers: Sequence[int], turns: int = 3) -> dict[int, tuple[list[int], list[float], Trace]]:
+    """Every rollout gets the same prompt, then the same observations; they differ by what they draw."""
+    ids: dict[int, list[int]] = {number: [] for number in numbers}
+    logprobs: dict[int, list[float]] = {number: [] for number in numbers}
+    for turn in range(turns):
+        news = [11 + turn, 5, 30 + turn, 2]
+        for done in engine.generate([ask(number, news, 5) for number in numbers]):
+            ids[done.rollout] += [*news, *done.token_ids]
+            logprobs[done.rollout] += done.logprobs
+    return {number: (ids[number], logprobs[number], engine.release(number)) for number in numbers}
+
+
+def test_rollouts_alike_are_forwarded_once_and_come_out_as_if_each_were_alone(make_model):
+    model = make_model(3)
+    with torch.no_grad():
+        model.final_norm.mul_(2.5)  # so sure of itself that some rollouts stay alike
+    together = Engine(model, stop=NEVER, slots=12, max_length=60, seed=5)
+    found = play(together, range(12))
+    forwarded = 0
+    for number, (ids, logprobs, trace) in found.items():
+        alone = Engine(model, stop=NEVER, slots=1, max_length=60, seed=5)
+        [(wanted_ids, wanted_logprobs, wanted)] = play(alone, [number]).values()
+        forwarded += alone.forwarded
+        assert ids == wanted_ids
+        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=3e-5)
+        np.testing.assert_array_equal(trace.routes, wanted.routes)
+        np.testing.assert_allclose(trace.gates, wanted.gates, atol=3e-5)
+        np.testing.assert_allclose(trace.margins, wanted.margins, atol=3e-5)
+    distinct = {tuple(ids[:end]) for ids, _, _ in found.values() for end in range(1, len(ids))}
+    assert 1 < len({tuple(ids) for ids, _, _ in found.values()}), "they differ in the end"
+    assert together.forwarded == len(distinct) < forwarded / 2, "each distinct beginning was forwarded once"
+
+
+def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike(make_model):
+    first, second = make_model(3), make_model(4)
+    engine = Engine(first, stop=NEVER, slots=2, max_length=40, temperature=0.0)
+    engine.submit(ask(0, [1, 2, 3], 4))
+    engine.step()
+    engine.swap(second, 1)
+    engine.submit(ask(1, [1, 2, 3], 4))
+    turns = {}
+    while len(turns) < 2:
+        turns |= {done.rollout: done for done in engine.step()}
+    assert turns[0].policy_versions == [0, 1, 1, 1] and turns[1].policy_versions == [1] * 4
+    alone = Engine(second, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+    [wanted] = alone.generate([ask(0, [1, 2, 3], 4)])
+    assert turns[1].token_ids == wanted.token_ids
+    np.testing.assert_allclose(turns[1].logprobs, wanted.logprobs, atol=3e-5)
+
+
+def test_after_a_swap_tokens_come_from_the_new_weights_on_the_old_cache(make_model):
+    """The same by hand: keys and values of both models side by side in a cache of the engine's own making."""
+    first, second = make_model(3), make_model(4)
+    engine = Engine(first, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+    engine.submit(ask(0, [1, 2, 3], 3))
+    engine.step()
+    engine.swap(second, 8)
+    again = Engine(first, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+    again.submit(ask(0, [1, 2, 3], 1))
+    [opening] = again.step()
+    again.model, again.version = second, 8
+    [rest] = again.generate([ask(0, [], 2)])
+    [turn] = [done for _ in range(2) for done in engine.step()]
+    assert turn.token_ids == [*opening.token_ids, *rest.token_ids] and turn.policy_versions == [0, 8, 8]
+    assert turn.logprobs == [*opening.logprobs, *rest.logprobs]
+    with pytest.raises(ValueError, match="another model"):
+        engine.swap(make_model(3, num_experts=4), 9)
 
 
 # Continuous batching

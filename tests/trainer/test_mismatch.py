@@ -33,7 +33,9 @@ def test_a_bf16_engine_shows_a_gap_that_replaying_its_routes_narrows(make_model,
     assert found["on"]["logprob_gap_p99"] < found["off"]["logprob_gap_p99"]
     assert 0 < found["on"]["k3"] < found["off"]["k3"]
     again = measure_mismatch(model, attempts, budget=64)
-    assert again["routes_differ"] == found["routes_differ"]
+    assert again["routes_differ"] == pytest.approx(found["routes_differ"], rel=0.05), (
+        "beginnings are shared differently"
+    )
     assert again["off"] == pytest.approx(found["off"], rel=1e-2), "however it is cut"
 
     gaps, different, pairs = [], 0, 0
@@ -49,7 +51,7 @@ def test_a_bf16_engine_shows_a_gap_that_replaying_its_routes_narrows(make_model,
     gap = np.abs(np.concatenate(gaps))
     assert found["off"]["logprob_gap_p50"] == pytest.approx(np.quantile(gap, 0.5), rel=1e-2)
     assert found["off"]["logprob_gap_p99"] == pytest.approx(np.quantile(gap, 0.99), rel=1e-2)
-    assert found["routes_differ"] == different / pairs
+    assert found["routes_differ"] == pytest.approx(different / pairs, rel=0.05)
 
 
 def test_wrong_routes_are_seen_in_both_numbers(make_model, converse):

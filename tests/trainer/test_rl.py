@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -25,16 +23,13 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.packing import Stream, flatten, score
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.rl import (
     Learner,
     Scored,
-    Stream,
-    flatten,
     ledger,
-    microbatches,
     sample_groups,
-    score,
     score_groups,
     shuffle_rewards,
     to_stream,
@@ -84,7 +79,7 @@ def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled
     streams = sampled(make_model(3))
     model = make_model(4)  # another one, whose own routes differ
     with torch.no_grad():
-        logprob, entropy = score(model, flatten(streams), replay=replay)
+        logprob, entropy = score(model, flatten(streams, replay=replay), replay=replay)
         wanted = [by_hand(model, stream, replay) for stream in streams]
     torch.testing.assert_close(logprob, torch.cat([w[0] for w in wanted]), atol=3e-5, rtol=1e-4)
     torch.testing.assert_close(entropy, torch.cat([w[1] for w in wanted]), atol=3e-5, rtol=1e-4)
@@ -161,9 +156,11 @@ def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_mod
 
 def test_a_minibatch_weighs_as_much_as_the_whole_batch(make_model, sampled):
     model = make_model(3)
-    streams = sampled(model)[:1] * 6
-    norms = [gradient(model, streams, minibatches=parts)[1]["grad_norm"] for parts in (1, 2, 3)]
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4) and norms[0] > 1e-3
+    streams = sampled(model, 6)
+    assert len({int(stream.token_ids[0]) for stream in streams}) == 6, "six prompts"
+    alone = [gradient(model, [stream])[1]["grad_norm"] for stream in streams]
+    together = gradient(model, streams, minibatches=6)[1]["grad_norm"]
+    assert together == pytest.approx(6 * np.mean(alone), rel=1e-4) and together > 1e-3
 
 
 def test_learning_twice_with_one_seed_gives_the_same_bits(make_model, sampled):
@@ -174,25 +171,6 @@ def test_learning_twice_with_one_seed_gives_the_same_bits(make_model, sampled):
         learner.learn(sampled(model), Ranks(), Random(1), **LEARN | {"minibatches": 2, "lr": 1e-3})
         weights.append(learner.optimizer.weights)
     assert torch.equal(*weights)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(2, 60), max_size=20), st.integers(1, 120))
-def test_microbatches_hold_every_stream_once_within_the_budget(lengths: list[int], budget: int):
-    def stream(n: int) -> Stream:
-        return Stream(
-            token_ids=np.zeros(n, np.int32),
-            acted=np.ones(n, np.bool_),
-            logprob=np.zeros(n, np.float32),
-            advantage=np.zeros(n, np.float32),
-            routes=np.zeros((n, 1, 1), np.uint8),
-        )
-
-    streams = [stream(n) for n in lengths]
-    chunks = microbatches(streams, budget)
-    assert sorted(map(id, sum(chunks, []))) == sorted(map(id, streams))
-    for chunk in chunks:
-        assert chunk and (sum(len(s.token_ids) for s in chunk) <= budget or len(chunk) == 1)
 
 
 # Attempts in groups
@@ -239,7 +217,7 @@ def policy(agent: Agent) -> ScriptedPolicy:
 
 def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, policy, task: Task):
     tasks = [task, task.model_copy(update={"id": "u"})]
-    groups, lost = sample_groups(policy, agent, tasks, 3, Trusting())
+    groups, lost = sample_groups(policy, agent, dict(enumerate(tasks)), 3, Trusting())
     assert [[done.task.id for done in group] for group in groups] == [["t"] * 3, ["u"] * 3] and lost == 0
     assert [[done.grade.passed for done in group] for group in groups] == [[False, True, False], [True, False, True]]
     only_solved = RewardSettings(weights={"solved": 1.0})
@@ -258,15 +236,15 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
 
 def test_what_the_infrastructure_lost_is_tried_again_and_nothing_else(agent, policy, task: Task):
     # A request that fails in a batch is tried once more by itself, so two failures in a row lose an attempt.
-    groups, lost = sample_groups(policy, agent, [task], 4, Trusting(lambda number: number in (1, 2)))
+    groups, lost = sample_groups(policy, agent, {0: task}, 4, Trusting(lambda number: number in (1, 2)))
     assert lost == 1 and [done.grade.passed for done in groups[0]] == [False, True, False, True]
     with pytest.raises(SandboxFailure, match=r"2 attempts got no grade in 3 tries; run `composer-nb doctor`"):
-        sample_groups(policy, agent, [task], 2, Trusting(lambda number: True))
+        sample_groups(policy, agent, {0: task}, 2, Trusting(lambda number: True))
 
 
 def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
     tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(6)]
-    groups, _ = sample_groups(policy, agent, tasks, 4, Trusting())
+    groups, _ = sample_groups(policy, agent, dict(enumerate(tasks)), 4, Trusting())
     scored = score_groups(groups, RewardSettings(weights={"solved": 1.0}), LossSettings())
     dealt = shuffle_rewards(scored, LossSettings(), Random(3))
     assert dealt == shuffle_rewards(scored, LossSettings(), Random(3)) != scored

@@ -1,0 +1,108 @@
+"""The prefix tree: as many tokens as there are distinct beginnings, and what is computed is what each row alone gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.trainer.model import Model, ModelConfig
+from composer_nb.trainer.packing import Stream, families, flatten, microbatches, score, tree_tokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 7,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "max_position_embeddings": 64,
+}
+FEW = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=20), min_size=1, max_size=9)
+
+
+def stream(tokens: list[int], seed: int = 0, prompt: int = 1) -> Stream:
+    random = np.random.default_rng([seed, *tokens])
+    acted = random.random(len(tokens)) < 0.6
+    acted[:prompt], acted[prompt] = False, True
+    return Stream(
+        token_ids=np.array(tokens, np.int32),
+        acted=acted,
+        logprob=random.normal(size=len(tokens)).astype(np.float32),
+        advantage=random.normal(size=len(tokens)).astype(np.float32),
+        routes=random.permuted(np.tile(np.arange(4, dtype=np.uint8), (len(tokens), 2, 1)), axis=2)[:, :, :2],
+    )
+
+
+def beginnings(streams: list[Stream], routed: bool = False) -> set[Any]:
+    """Every distinct beginning that is forwarded, by brute force."""
+    found: set[Any] = set()
+    for s in streams:
+        path = [(int(t), r.tobytes() if routed else b"") for t, r in zip(s.token_ids, s.routes, strict=True)]
+        found |= {tuple(path[: n + 1]) for n in range(len(path) - 1)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(ModelConfig(**SIZES))
+
+
+@given(FEW, st.booleans())
+def test_the_tree_holds_each_beginning_once(rows: list[list[int]], replay: bool):
+    streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
+    batch = flatten(streams, replay=replay)
+    assert len(batch.inputs_N) == len(beginnings(streams, replay))
+    assert tree_tokens(streams) == len(beginnings(streams))
+    assert sorted(batch.order_N.tolist()) == list(range(len(batch.inputs_N)))
+    acted = [s.acted[1:] for s in streams]
+    assert batch.token_S.tolist() == [int(t) for s, a in zip(streams, acted, strict=True) for t in s.token_ids[1:][a]]
+    assert batch.rollout_S.tolist() == [n for n, a in enumerate(acted) for _ in range(int(a.sum()))]
+
+
+@given(FEW, st.booleans())
+def test_scores_and_gradients_are_those_of_each_row_alone(model: Model, rows: list[list[int]], replay: bool):
+    streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
+    logprob, entropy = score(model, flatten(streams, replay=replay), replay=replay)
+    weight = torch.linspace(0.5, 1.5, len(logprob))
+    slopes = torch.autograd.grad((logprob * weight).sum(), list(model.parameters()))
+    alone = [score(model, flatten([s], replay=replay), replay=replay) for s in streams]
+    wanted = torch.cat([w[0] for w in alone])
+    torch.testing.assert_close(logprob, wanted, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat([w[1] for w in alone]), atol=2e-6, rtol=1e-5)
+    expected = torch.autograd.grad((wanted * weight).sum(), list(model.parameters()))
+    for found, right in zip(slopes, expected, strict=True):
+        torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
+
+
+def test_a_lone_row_is_the_model_itself(model: Model):
+    s = stream([1, 2, 3, 4, 5, 6, 1, 2])
+    logits, _ = model(torch.from_numpy(s.token_ids).long()[None, :-1])
+    wanted = logits[0].log_softmax(-1)[s.acted[1:], torch.from_numpy(s.token_ids[1:][s.acted[1:]]).long()]
+    torch.testing.assert_close(score(model, flatten([s]), replay=False)[0], wanted, atol=1e-6, rtol=1e-6)
+
+
+@given(FEW, st.integers(1, 60))
+def test_microbatches_hold_every_stream_once_within_the_budget(rows: list[list[int]], budget: int):
+    streams = [stream(row) for row in rows]
+    chunks = microbatches(streams, budget)
+    assert sorted(map(id, sum(chunks, []))) == sorted(map(id, streams))
+    for chunk in chunks:
+        assert chunk and (tree_tokens(chunk) <= budget or len(chunk) == 1)
+
+
+@given(FEW)
+def test_families_share_a_prompt(rows: list[list[int]]):
+    streams = [stream(row, prompt=min(2, len(row) - 1)) for row in rows]
+    found = families(streams)
+    assert sorted(n for family in found for n in family) == list(range(len(streams)))
+    prompts = [{streams[n].token_ids[: streams[n].acted.argmax()].tobytes() for n in family} for family in found]
+    assert all(len(prompt) == 1 for prompt in prompts) and len(set.union(*prompts)) == len(found)
