@@ -14,12 +14,13 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.reward import RewardSettings
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.model import ModelConfig
+from composer_nb.trainer.optimizer import trapezoid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,44 @@ class RlSettings:
     max_seconds: float = 350.0
     """RL ends before a step that would begin later; the report says when that happened. Not reproducible then."""
 
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        return self.lr * trapezoid(step, self.steps, self.warmup / self.steps, self.warmup / self.steps, 0.05)
+
+    def denominator(self, loss: LossSettings) -> float:
+        """What a batch's summed loss is divided by."""
+        return float(self.prompts * self.group * (1 if loss.length_norm else self.tokens_per_rollout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicesSettings:
+    """RL as services on Ray that never wait for each other. Off: the plain loop, one batch after the other."""
+
+    on: bool = True
+    address: str = ""
+    """Of a Ray cluster to attach to; empty: one is started for the run, and ends with it."""
+    engines: int = 2
+    """Inference engines, each with an environment worker of its own."""
+    ahead: int = 1
+    """O: batches that may be under way beyond the one that is due; 0 = on policy."""
+    bound: int = 3
+    """Batches by which the oldest token of a rollout may be behind when it is trained."""
+    window: float = 0.5
+    """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
+    order: Literal["window", "fifo", "discard"] = "window"
+    retries: int = 3
+    """Times that one rollout is dispatched again after a fault of the infrastructure."""
+    deaths: int = 20
+    """Times that a group may lose its worker, or a batch its trainer."""
+    hang_s: float = 120.0
+    """A worker that says nothing for so long is taken for hung, and ended."""
+    lockstep: bool = False
+    """Engines step only while an environment worker waits for them. With ahead=0 and one engine: reproducible, bit for bit."""
+    full_every: int = 25
+    """Weight versions between two full ones."""
+    store: str = ""
+    """Of weight versions, any fsspec URL; empty: in the run directory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
@@ -142,6 +181,7 @@ class Settings:
     reward: RewardSettings = field(default_factory=RewardSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
+    services: ServicesSettings = field(default_factory=ServicesSettings)
 
 
 Tree = TypeVar("Tree")

@@ -31,7 +31,7 @@ from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.repairs import make_tasks
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.task import Task
-from composer_nb.harness.tools import test_request
+from composer_nb.harness.tools import request_tests
 from composer_nb.trainer.data import Row
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.model import Model
@@ -64,7 +64,7 @@ def measure(say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
 def sandbox_speed(sandboxes: Executor, tasks: list[Task]) -> dict[str, float]:
     """Milliseconds for one fresh sandbox that runs a task's hidden tests, one after another, and executions a second when
     they come all at once."""
-    requests = [test_request(task.files | task.solution, parse_test_files(task.tests)) for task in tasks]
+    requests = [request_tests(task.files | task.solution, parse_test_files(task.tests)) for task in tasks]
     several = list(itertools.islice(itertools.cycle(requests), EXECUTIONS))
     sandboxes.run(several[:4])  # the first starts the fleet
     spent = []

@@ -1,4 +1,4 @@
-"""What tests all over share: one tiny run of the whole recipe, made once a session."""
+"""What tests all over share: one tiny run of the whole recipe, made once a session; how hypothesis works."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes examples slow, not wrong.
+settings.register_profile("composer_nb", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("composer_nb")
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ranks and kernels are processes of their own; they find the package whether or not it is installed.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -148,61 +148,95 @@ class Agent:
         return turn, tool.ends
 
 
-def drive(agents: Iterable[Steps[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
-    """Runs agents, at most `policy.capacity` at a time, and yields (position, result) as each ends.
+class Driver(Generic[Result]):
+    """Agents under way against one policy and one sandbox fleet.
 
-    In each round every agent that waits for the policy shares one step of it, then everything that wants a sandbox shares
-    one batch. The order of rounds depends on nothing but the inputs, so one seed gives one result. When the caller stops
-    early, the agents still alive are closed.
-
-    Raises ValueError for a policy without capacity.
+    In each round everything that wants a sandbox shares one batch, then every agent that waits for the policy shares one step
+    of it. The order of rounds depends on nothing but what was added when, so one seed gives one result.
     """
-    if policy.capacity < 1:
-        raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
-    queue = enumerate(agents)
-    alive: dict[int, Steps[Result]] = {}
-    names: dict[int, int] = {}  # rollout -> position of its agent
-    executions: list[tuple[int, CallRequest]] = []
 
-    def advance(position: int, answer: Answer | None) -> Result | None:
-        agent = alive[position]
+    def __init__(self, policy: Policy, sandboxes: Executor) -> None:
+        """Raises ValueError for a policy without capacity."""
+        if policy.capacity < 1:
+            raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
+        self.policy, self.sandboxes = policy, sandboxes
+        self._alive: dict[int, Steps[Result]] = {}
+        self._names: dict[int, int] = {}  # rollout -> position of its agent
+        self._executions: list[tuple[int, CallRequest]] = []
+        self._results: list[tuple[int, Result]] = []
+
+    @property
+    def room(self) -> int:
+        """Agents that may be added now."""
+        return self.policy.capacity - len(self._alive)
+
+    @property
+    def alive(self) -> list[int]:
+        """Positions of the agents under way."""
+        return list(self._alive)
+
+    def add(self, position: int, agent: Steps[Result]) -> None:
+        """Starts an agent under a name of the caller's, which comes back with its result."""
+        self._alive[position] = agent
+        self._advance(position, None)
+
+    def round(self) -> list[tuple[int, Result]]:
+        """Serves everybody once. Returns (position, result) of the agents that ended."""
+        while self._executions:
+            batch, self._executions = self._executions, []
+            outcomes = _execute(self.sandboxes, [request for _, request in batch])
+            for (position, _), outcome in zip(batch, outcomes, strict=True):
+                if position in self._alive:
+                    self._advance(position, outcome)
+        for completion in self.policy.step():
+            self._advance(self._names.pop(completion.rollout), completion)
+        results, self._results = self._results, []
+        return results
+
+    def drop(self, position: int) -> None:
+        """Closes an agent under way; its result is lost. One that is not there is no error: it may just have ended."""
+        if agent := self._alive.pop(position, None):
+            self._names = {rollout: place for rollout, place in self._names.items() if place != position}
+            agent.close()
+
+    def close(self) -> None:
+        """Closes every agent still alive."""
+        for position in self.alive:
+            self.drop(position)
+
+    def _advance(self, position: int, answer: Answer | None) -> None:
+        agent = self._alive[position]
         try:
             if isinstance(answer, SandboxFailure):
                 request = agent.throw(answer)
             else:
                 request = next(agent) if answer is None else agent.send(answer)
         except StopIteration as stop:
-            del alive[position]
-            return stop.value
+            del self._alive[position]
+            self._results.append((position, stop.value))
+            return
         if isinstance(request, Request):
-            names[request.rollout] = position
-            policy.submit(request)
+            self._names[request.rollout] = position
+            self.policy.submit(request)
         else:
-            executions.append((position, request))
-        return None
+            self._executions.append((position, request))
 
+
+def drive(agents: Iterable[Steps[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
+    """Runs agents, at most `policy.capacity` at a time, and yields (position, result) as each ends. When the caller stops
+    early, the agents still alive are closed. Raises ValueError for a policy without capacity."""
+    driver: Driver[Result] = Driver(policy, sandboxes)
+    queue = enumerate(agents)
+    more = True
     try:
-        more = True
-        while more or alive:
-            results: list[tuple[int, Result]] = []
-            while more and len(alive) < policy.capacity:
+        while more or driver.alive:
+            while more and driver.room:
                 following = next(queue, None)
-                more = following is not None
-                if following is not None:
-                    alive[following[0]] = following[1]
-                    _collect(results, following[0], advance(following[0], None))
-            while executions:
-                batch, executions = executions, []
-                outcomes = _execute(sandboxes, [request for _, request in batch])
-                for (position, _), outcome in zip(batch, outcomes, strict=True):
-                    _collect(results, position, advance(position, outcome))
-            for completion in policy.step():
-                position = names[completion.rollout]
-                _collect(results, position, advance(position, completion))
-            yield from results
+                if more := following is not None:
+                    driver.add(*following)
+            yield from driver.round()
     finally:
-        for agent in alive.values():
-            agent.close()
+        driver.close()
 
 
 def _execute(sandboxes: Executor, requests: list[CallRequest]) -> list[tuple[CallOutcome, ...] | SandboxFailure]:
@@ -213,8 +247,3 @@ def _execute(sandboxes: Executor, requests: list[CallRequest]) -> list[tuple[Cal
         if len(requests) == 1:
             return [failure]
     return [_execute(sandboxes, [request])[0] for request in requests]
-
-
-def _collect(results: list[tuple[int, Result]], position: int, result: Result | None) -> None:
-    if result is not None:
-        results.append((position, result))

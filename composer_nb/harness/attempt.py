@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from composer_nb.harness.agent import Agent, Steps
+from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.grade import Grade, grading
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox import SandboxFailure
 from composer_nb.harness.task import Task
 
 

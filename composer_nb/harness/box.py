@@ -51,6 +51,8 @@ RESULT_FD, GO_FD = 3, 4
 MAX_FDS = 4096
 MAX_DEPTH = 50
 TICK_S = 0.005
+LOOK_S = 0.05  # how often a worker is looked at, whether it sleeps
+PATIENCE = 5  # a request may take so many times wall_s, if it does not sleep; more means that the machine is in trouble
 SETUP_FAILED = 12  # a worker's exit code
 
 # Network, ipc, uts and cgroup namespaces are bwrap's: its network has no interface but a dead loopback, and no worker can
@@ -58,7 +60,7 @@ SETUP_FAILED = 12  # a worker's exit code
 NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "mount": 0x00020000}
 # clone's flags for those, and for network, ipc, uts, cgroup and time: a worker may ask for none of them.
 ANY_NAMESPACE = sum(NAMESPACES.values()) | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000 | 0x00000080
-CLONE_THREAD = 0x00010000
+CLONE_THREAD, CLONE_VFORK = 0x00010000, 0x00004000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUMPABLE = 24, 22, 38, 47, 4
 
@@ -84,6 +86,10 @@ DENIED = {
     "syslog": (103, 116), "personality": (135, 92), "fanotify_init": (300, 262), "vmsplice": (278, 75),
     "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
     "prlimit64": (302, 261), "setrlimit": (160, 164),
+    # What would let a program wait for the machine on purpose, and so look starved: low priority, the disks of the host.
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sync": (162, 81), "syncfs": (306, 267), "fadvise64": (221, 223),
 }  # fmt: skip
 MACHINES = {
     "x86_64": {"arch": 0xC000003E, "column": 0, "clone": 56, "clone3": 435, "capset": 126},
@@ -176,8 +182,8 @@ def seccomp_program(table: dict[str, int]) -> bytes:
         number = numbers[table["column"]]
         if number is not None:
             program += [op(equal, number, 0, 1), op(ret, deny)]
-    # clone: threads alone, no new process, no namespace
-    program += [op(equal, table["clone"], 0, 4), op(load, 16), op(bits, ANY_NAMESPACE, 1, 0)]
+    # clone: threads alone, no new process, no namespace, no waiting for the child in the kernel
+    program += [op(equal, table["clone"], 0, 4), op(load, 16), op(bits, ANY_NAMESPACE | CLONE_VFORK, 1, 0)]
     program += [op(bits, CLONE_THREAD, 1, 0), op(ret, deny), op(ret, allow)]
     return b"".join(program)
 
@@ -375,26 +381,74 @@ def clone(flags: int, table: dict[str, int]) -> int:
     return check(pid, "clone with new namespaces")
 
 
-def watch(pid: int, source: int, limits: Limits, buffer: bytearray) -> tuple[str, int]:
+class Proc:
+    """What the zygote sees of its workers in a /proc: that of its own namespace, or (`fd`) the host's."""
+
+    def __init__(self, fd: int | None) -> None:
+        self.own = fd is None
+        self.fd = os.open("/proc", os.O_RDONLY) if fd is None else fd
+
+    def name_of(self, pid: int) -> str:
+        """Under what number a worker stands there. RuntimeError where it does not."""
+        if self.own:
+            return str(pid)
+        me = os.readlink("self", dir_fd=self.fd)
+        for name in os.listdir(self.fd):
+            fields = self.stat(name) if name.isdigit() else []
+            if fields and fields[1].decode() == me:  # the parent; there is but one worker
+                return name
+        raise RuntimeError("the host's /proc does not show the sandbox (is it mounted with hidepid?)")
+
+    def stat(self, path: str) -> list[bytes]:
+        """Fields of `stat` from the state on, past the name, which a process chooses; none for one that is gone."""
+        try:
+            fd = os.open(path + "/stat", os.O_RDONLY, dir_fd=self.fd)
+            try:
+                return os.read(fd, 4096).rpartition(b") ")[2].split()
+            finally:
+                os.close(fd)
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+
+    def asleep(self, name: str) -> bool:
+        """Whether no thread of a process runs, waits for a CPU, or waits for the kernel (as for a disk)."""
+        try:
+            fd = os.open(name + "/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        try:
+            threads = os.listdir(fd)
+        finally:
+            os.close(fd)
+        return not any(self.stat(name + "/task/" + thread)[:1] in ([b"R"], [b"D"]) for thread in threads)
+
+
+def watch(pid: int, source: int, limits: Limits, buffer: bytearray, proc: Proc) -> tuple[str, int]:
     """Collect what the worker writes until it has ended, or kill it and its namespace at a limit.
 
     CPU time is read from the worker's clock, which it cannot stop, unlike a timer of its own: when one thread
-    could have used up what is left, and then every TICK_S.
-    Returns (why, bytes used): why is "exit", "cpu", "wall", "flood" or "slow start".
+    could have used up what is left, and then every TICK_S. Sleep is added up from looks at its threads; a look counts for
+    two LOOK_S at most, so that a machine that was frozen itself puts no sleep on anybody's account.
+    Returns (why, bytes used): why is "exit", "cpu", "asleep", "flood", or the machine's fault: "starved", "slow start".
     """
     view, used, ready, why = memoryview(buffer), 0, False, "exit"
     clock = (~pid << 3) | 2  # see clock_getcpuclockid(3)
-    deadline, cpu_end = time.monotonic() + SETUP_S, math.inf
+    deadline, cpu_end, slept, looked, name = time.monotonic() + SETUP_S, math.inf, 0.0, math.inf, ""
     pidfd = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.register(source, select.POLLIN)
     while why == "exit":
-        wall_left, cpu_left = deadline - time.monotonic(), cpu_end - time.clock_gettime(clock)
-        if wall_left <= 0 or cpu_left <= 0:
-            why = ("cpu" if cpu_left <= 0 else "wall") if ready else "slow start"
+        now = time.monotonic()
+        wall_left, cpu_left = deadline - now, cpu_end - time.clock_gettime(clock)
+        if now - looked >= LOOK_S:
+            name = name or proc.name_of(pid)
+            slept += min(now - looked, 2 * LOOK_S) if proc.asleep(name) else 0.0
+            looked = now
+        why = reason(ready, wall_left, cpu_left, slept >= limits["wall_s"])
+        if why != "exit":
             break
-        events = dict(poll.poll(1 + 1000 * min(wall_left, max(cpu_left, TICK_S))))
+        events = dict(poll.poll(1 + 1000 * min(wall_left, max(cpu_left, TICK_S), LOOK_S)))
         if source in events:
             count = os.readv(source, [view[used:]])
             if count == 0:
@@ -403,14 +457,25 @@ def watch(pid: int, source: int, limits: Limits, buffer: bytearray) -> tuple[str
             if used == len(buffer):
                 why = "flood"
             elif not ready and count:
-                ready, deadline = True, time.monotonic() + limits["wall_s"]
-                cpu_end = time.clock_gettime(clock) + limits["cpu_s"]
+                ready, looked = True, time.monotonic()
+                deadline, cpu_end = looked + PATIENCE * limits["wall_s"], time.clock_gettime(clock) + limits["cpu_s"]
         elif pidfd in events:
             break
     if why != "exit":
         os.kill(pid, signal.SIGKILL)
     os.close(pidfd)
     return why, used
+
+
+def reason(ready: bool, wall_left: float, cpu_left: float, overslept: bool) -> str:
+    """Why a worker must end now, or "exit". Its own faults come first: they are the same on every machine."""
+    if cpu_left <= 0:
+        return "cpu"
+    if overslept:
+        return "asleep"
+    if wall_left > 0:
+        return "exit"
+    return "starved" if ready else "slow start"
 
 
 def prepare(limits: Limits, table: dict[str, int], program: bytes, nested: bool, maps: Maps) -> tuple[int, int, int]:
@@ -434,13 +499,13 @@ def hand_over(go: int, size: int) -> None:
     os.close(go)
 
 
-def finish(pid: int, source: int, limits: Limits, buffer: bytearray) -> bool:
+def finish(pid: int, source: int, limits: Limits, buffer: bytearray, proc: Proc) -> bool:
     """See a worker to its end and write its answer. False if its request may still lie on stdin.
 
     The zygote itself never reads a request: it would leave traces in memory that later workers inherit.
     Results pass through one buffer that is cleared.
     """
-    why, used = watch(pid, source, limits, buffer)
+    why, used = watch(pid, source, limits, buffer, proc)
     os.close(source)
     _, status, usage = os.wait4(pid, 0)
     ended = "finished" if status == 0 else "died"
@@ -454,8 +519,10 @@ def finish(pid: int, source: int, limits: Limits, buffer: bytearray) -> bool:
 
 
 def main() -> None:
-    """argv: "nested" (serve until stdin ends) or "single" (one request, in bubblewrap's own), limits."""
+    """argv: "nested" (serve until stdin ends) or "single" (one request, in bubblewrap's own), limits, and for "single" the
+    descriptor of a /proc."""
     nested, limits = sys.argv[1] == "nested", json.loads(sys.argv[2])
+    proc = Proc(None if nested else int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # pid 1 can only be reached by signals that have a handler
     table, maps, buffer = machine(), map_ids(), bytearray(limits["answer_bytes"])
     program = seccomp_program(table)
@@ -464,6 +531,8 @@ def main() -> None:
     gc.freeze()
     going, kit = True, (limits, table, program, nested, maps)
     spare: tuple[int, int, int] | None = prepare(*kit)
+    assert spare is not None
+    proc.name_of(spare[0])  # complains at once where nothing is to be seen
     while going and spare is not None:
         try:
             size = int.from_bytes(read_exactly(0, 4), "big")
@@ -472,7 +541,7 @@ def main() -> None:
         pid, go, source = spare
         hand_over(go, size)
         spare = prepare(*kit) if nested else None  # while the agent's code runs
-        going = finish(pid, source, limits, buffer)
+        going = finish(pid, source, limits, buffer, proc)
 
 
 if __name__ == "__main__":

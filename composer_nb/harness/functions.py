@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from composer_nb.harness.sandbox import value_text
+from composer_nb.harness.calls import value_text
 
 LONGEST_ARGUMENTS = 1 << 20
 """Characters of one call's arguments."""

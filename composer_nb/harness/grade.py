@@ -11,10 +11,10 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from composer_nb.harness.calls import CallOutcome, CallRequest
 from composer_nb.harness.functions import parse_test_files
-from composer_nb.harness.sandbox import CallOutcome, CallRequest
 from composer_nb.harness.task import Task
-from composer_nb.harness.tools import passes, test_request
+from composer_nb.harness.tools import passes, request_tests
 
 Status = Literal["graded", "infra_error"]
 
@@ -42,7 +42,7 @@ def grading(task: Task, files: Mapping[str, str]) -> Generator[CallRequest, tupl
         if path in files:
             graded[path] = files[path]
     tests = parse_test_files(task.tests)
-    outcomes = yield test_request(graded, tests)
+    outcomes = yield request_tests(graded, tests)
     results = {test.id: False for test in tests}
     results |= {test.id: passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=False)}
     flags = ("outside_scope",) if changed - set(task.source_scope) else ()

@@ -3,8 +3,8 @@
     <|bos|><|user|>fix f.py: sum of items<|end|><|call|>read f.py<|end|><|out|>1def f(xs):\\n…<|end|><|call|>…
 
 A turn of the agent is the tokens between `<|call|>` and `<|end|>`. Rendering and parsing are inverse to one another on every
-call whose path has no white space, whose line has at most six digits and whose text is free of `<|`; whatever else the model
-writes parses to a ToolError of kind InvalidArguments.
+call whose path has no white space and whose line has at most six digits; whatever else the model writes parses to a ToolError
+of kind InvalidArguments. Text is kept exactly; where it spells a special token, that spelling is text and not the token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS = {"read_file": "read", "edit_line": "edit", "run_tests": "test", "finish
 class CompactRenderer:
     """Turns instructions, calls and observations into token ids and calls back out of them.
 
-    Raises ValueError for a tokenizer that lacks a token of the format.
+    Raises ValueError for a tokenizer that lacks a token of the format, or that finds one in plain text whatever it is told.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,11 +34,16 @@ class CompactRenderer:
         )
         self.stop = frozenset((self.pad, self.bos, self.user, self.call, self.out, self.end))
         """Tokens that end the agent's turn: `<|end|>`, and every token that the agent has no business to write."""
+        self._plain = Tokenizer.from_str(tokenizer.to_str())  # a copy: the caller's keeps finding special tokens
+        self._plain.encode_special_tokens = True
+        if found := {token for token in SPECIALS if tokenizer.token_to_id(token) in self.encode(token)}:
+            raise ValueError(
+                f"the tokenizer finds {', '.join(sorted(found))} in plain text: these tokens must be special"
+            )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text. Text can not smuggle in special tokens: their spelling is broken up first."""
-        safe = text.replace("<|", "< |")
-        return self.tokenizer.encode(safe, add_special_tokens=False).ids
+        """Token ids of plain text, none of them special: what spells a special token is encoded as the signs it is made of."""
+        return self._plain.encode(text, add_special_tokens=False).ids
 
     def prompt(self, instruction: str) -> list[int]:
         return [self.bos, self.user, *self.encode(instruction), self.end, self.call]

@@ -21,7 +21,7 @@ from composer_nb.harness.functions import literal, parse_test_files, render_test
 from composer_nb.harness.programs import Program, draw_arguments, draw_program
 from composer_nb.harness.sandbox import CallOutcome, CallRequest
 from composer_nb.harness.task import Task
-from composer_nb.harness.tools import test_request
+from composer_nb.harness.tools import request_tests
 
 VISIBLE, HIDDEN = 4, 8
 BATCH = 64
@@ -135,8 +135,8 @@ def run_programs(
 ) -> list[tuple[CallOutcome, ...] | None]:
     """What each program returns on its inputs, or None if it does not end.
 
-    Many programs share one sandbox. When one of them takes the sandbox down, it is left out and those after it are tried
-    again.
+    Many programs share one sandbox and its CPU time. What ends one proves nothing about the program at which that happened: it
+    may be those before it that used the time up. It is tried again alone, and those after it again together.
     """
     results: dict[int, tuple[CallOutcome, ...] | None] = {}
     batches = [list(range(i, min(i + BATCH, len(sources)))) for i in range(0, len(sources), BATCH)]
@@ -149,9 +149,10 @@ def run_programs(
                 calls = outcome[position : position + len(inputs[index])]
                 position += len(calls)
                 if any(call.status in ("timeout", "died", "not_run") for call in calls):
-                    results[index] = None
-                    if rest := batch[place + 1 :]:
-                        following.append(rest)
+                    if len(batch) == 1:
+                        results[index] = None
+                    else:
+                        following += [rest for rest in ([index], batch[place + 1 :]) if rest]
                     break
                 results[index] = calls
         batches = following
@@ -244,7 +245,7 @@ def _remember(
     """Notes what `files` return on the candidate's inputs, as the visible and as the hidden tests will ask for it."""
     known = {literal(given): outcome for given, outcome in zip(candidate.inputs, outcomes, strict=True)}
     for tests in (task.visible_tests, task.tests):
-        request = test_request(files, parse_test_files(tests))
+        request = request_tests(files, parse_test_files(tests))
         executor.remember(request, [known[arguments] for arguments in request.arguments])
 
 

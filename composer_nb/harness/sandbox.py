@@ -4,16 +4,18 @@ Host side. One bubblewrap process a `BwrapSandboxes` holds a zygote (`box.py`), 
 each request. Where a machine forbids nested namespaces every request gets a bubblewrap process of its own
 (mode "one-shot"): the same code, slower. Nothing ever runs with less isolation: what is missing is an error.
 
+A program ends at its CPU limit, or when it has slept too long: both are its own doing, and the same each time. One that
+wanted a CPU and got none within PATIENCE times as long tells nothing but that the machine is overloaded: it is run once
+more, and then the run fails with SandboxFailure, as it does when the box itself dies. Runs that fail in a row make the
+sandboxes rest, so that a broken machine costs a batch a minute or two and not as much for each of its requests.
+
 Covers Linux (x86_64, aarch64) with user namespaces, as root or as an ordinary user. Does not cover shell
-commands and test suites. Values come back as texts (`value_text`); expected values never enter a box, because
-code in a box can claim any result it likes.
+commands and test suites.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -23,196 +25,26 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from select import POLLERR, POLLHUP, POLLIN, POLLOUT, poll
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from composer_nb.harness import box
+from composer_nb.harness.calls import CallOutcome, CallRequest, Limits, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.interpreter import Interpreter, install_hint
+from composer_nb.harness.journal import Journal, Resource
+from composer_nb.harness.wire import NoAnswer, decode, encode, take_frame
 
-Status = Literal["returned", "raised", "timeout", "died", "unreadable", "not_run"]
 Mode = Literal["forked", "one-shot"]
 
 BOX_UID = 47_811  # who starts bubblewrap when the harness is root: a number no account uses
 HOST_GRACE_S = 5.0  # how much longer than the box's own deadlines the host waits
 STARTS_AT_ONCE = 1  # a dead zygote is started again so many times a run
-MIN_PYTHON = (3, 9)
-
-
-class SandboxUnavailable(RuntimeError):
-    """Bubblewrap is missing or cannot start here; the message says what to install or change."""
-
-
-class SandboxFailure(RuntimeError):
-    """The machinery failed: the result says nothing about the code that was to run."""
-
-
-class _ZygoteDied(Exception):
-    """The box ended, stalled or sent something that is no answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one request may use; all of its arguments together, but for `output_bytes`."""
-
-    cpu_s: float = 0.1  # CPU seconds from the import of the module on
-    wall_s: float = 2.0  # seconds from the import on
-    memory_bytes: int = 256 << 20  # address space
-    disk_bytes: int = 4 << 20  # the workspace, a tmpfs
-    inodes: int = 256
-    files: int = 32  # open at once
-    threads: int = 16  # new processes are never allowed
-    output_bytes: int = 16 << 10  # characters of one value's text
-    answer_bytes: int = 1 << 20  # everything a request may report
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"Limits.{name} must be above 0, not {value!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRequest:
-    """Call `function` of `module` once for each text of an argument tuple, in one sandbox.
-
-    files: workspace path -> text; module: dotted name; arguments: literals such as "([3, 1], 4)".
-    Raises ValueError for paths that leave the workspace, for bad names and for texts that are no tuple.
-    """
-
-    files: Mapping[str, str]
-    module: str
-    function: str
-    arguments: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for name in self.files:
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.name or "\0" in name:
-                raise ValueError(f"CallRequest.files: {name!r} is not a path inside the workspace")
-        if not all(part.isidentifier() for part in self.module.split(".")):
-            raise ValueError(f"CallRequest.module: {self.module!r} is not a module name")
-        if not self.function.isidentifier():
-            raise ValueError(f"CallRequest.function: {self.function!r} is not a function name")
-        for text in self.arguments:
-            _check_argument(text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOutcome:
-    """What became of one argument. text: the value's text, the exception's type name, or "".
-
-    returned: a readable value. raised: the call or the import raised. timeout: the CPU or wall limit ended
-    it. died: its process ended otherwise. unreadable: a value, or a report, that is not plain data of a fair
-    size. not_run: an earlier argument ended the process.
-    """
-
-    status: Status
-    text: str = ""
-
-
-@functools.lru_cache(maxsize=8192)
-def _check_argument(text: str) -> None:
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"CallRequest.arguments: {text[:80]!r} is not a literal") from error
-    if type(value) is not tuple:
-        raise ValueError(f"CallRequest.arguments: {text[:80]!r} is not a tuple (one argument is written (x,))")
-
-
-def value_text(value: object, limit: int = Limits().output_bytes) -> str:
-    """The text a box reports for `value`: repr, with set elements sorted by their texts.
-
-    Raises ValueError for values a box calls unreadable.
-    """
-    try:
-        return str(box.value_text(value, limit))
-    except box.Unreadable:
-        raise ValueError(f"a {type(value).__name__} that is not plain data of at most {limit} characters") from None
-
-
-def install_hint(program: str = "bubblewrap") -> str:
-    """The line that installs `program` with the package manager found here."""
-    managers = {
-        "apt-get": "install -y",
-        "dnf": "install -y",
-        "pacman": "-S",
-        "apk": "add",
-        "zypper": "install",
-    }
-    found = next((name for name in managers if shutil.which(name)), None)
-    return f"{found} {managers[found]} {program}" if found else f"install {program} with your package manager"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interpreter:
-    """A Python of the host and what it needs to run elsewhere."""
-
-    path: str  # the real file
-    directories: tuple[str, ...]  # standard library and shared libraries
-    loader: str | None  # the dynamic loader, under the name programs ask for
-
-    @classmethod
-    def find(cls) -> Interpreter:
-        """The system's python3, else the base of the running one. Raises SandboxUnavailable."""
-        for candidate in ("/usr/bin/python3", *_base_interpreters()):
-            if os.path.exists(candidate):
-                found = cls._inspect(os.path.realpath(candidate))
-                if found is not None:
-                    return found
-        raise SandboxUnavailable(f"no Python >= 3.9 for the box: {install_hint('python3')}")
-
-    @classmethod
-    def _inspect(cls, path: str) -> Interpreter | None:
-        command = [path, "-I", "-S", "-c", _INSPECT]
-        done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={}, check=False)
-        if done.returncode:
-            return None
-        facts = json.loads(done.stdout)
-        if tuple(facts["version"]) < MIN_PYTHON:
-            return None
-        kept: list[str] = []
-        for directory in sorted({*facts["stdlib"], *facts["libraries"]}, key=len):
-            if not any(directory == k or directory.startswith(k + "/") for k in kept):
-                kept.append(directory)
-        loaders = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1", "/lib/ld-musl-x86_64.so.1")
-        loader = next((name for name in loaders if os.path.exists(name)), None)
-        return cls(path=path, directories=tuple(kept), loader=loader)
-
-    def binds(self) -> list[str]:
-        """Bubblewrap arguments that put it, read-only, where it was."""
-        arguments: list[str] = []
-        for link in ("/lib", "/lib64"):
-            if os.path.islink(link):
-                arguments += ["--symlink", os.readlink(link), link]
-        for directory in self.directories:
-            arguments += ["--ro-bind", directory, directory]
-            packages = os.path.join(directory, "site-packages")
-            if os.path.isdir(packages):  # installed packages are no part of the task's runtime
-                arguments += ["--tmpfs", packages, "--remount-ro", packages]
-        files = [self.path]
-        if self.loader is not None:
-            directory, name = os.path.split(self.loader)
-            files.append(os.path.join(os.path.realpath(directory), name))
-        for name in files:
-            arguments += ["--ro-bind", os.path.realpath(name), name]
-        return arguments
-
-
-_INSPECT = """
-import sys, os, json, sysconfig, ctypes, zlib, hashlib
-mapped = {line.split()[-1] for line in open("/proc/self/maps")}
-libraries = {os.path.dirname(name) for name in mapped if ".so" in name}
-stdlib = {os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib")}
-print(json.dumps({"version": sys.version_info[:2], "stdlib": sorted(stdlib), "libraries": sorted(libraries)}))
-"""
-
-
-def _base_interpreters() -> tuple[str, ...]:
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return tuple(os.path.join(sys.base_prefix, "bin", name) for name in (version, "python3"))
+FAILURES_IN_A_ROW = 3  # so many failed runs, one after the other, and the sandboxes rest
+REST_S = 60.0  # how long they refuse every run then
 
 
 @dataclass(slots=True)
@@ -221,6 +53,7 @@ class _Box:
 
     process: subprocess.Popen[bytes]
     errors: Any  # an unnamed file that takes its stderr
+    noted: Resource | None  # in the journal
     pending: bytearray = field(default_factory=bytearray)
 
     def complaint(self) -> str:
@@ -250,6 +83,16 @@ class _Box:
         return False
 
 
+@contextlib.contextmanager
+def _host_proc() -> Iterator[int]:
+    """A descriptor of this machine's /proc. A zygote without one of its own sees in it whether its worker wants a CPU."""
+    fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class BwrapSandboxes:
     """Runs requests, each in a fresh sandbox. A context manager; `run` may be called from several threads.
 
@@ -260,11 +103,14 @@ class BwrapSandboxes:
     """
 
     def __init__(self, limits: Limits | None = None, run_id: str | None = None, journal: Path | None = None) -> None:
+        """`journal`: a folder in which what runs is noted while it does (`reap.py`)."""
         self.limits = limits or Limits()
         self.run_id = run_id or uuid.uuid4().hex
-        self.journal = journal
+        self._journal = None if journal is None else Journal(journal, self.run_id)
         self._lock = threading.Lock()
         self._closed = False
+        self._failures = 0  # in a row
+        self._rest_until, self._refusal = 0.0, ""
         self._box: _Box | None = None
         bwrap = shutil.which("bwrap")
         if sys.platform != "linux":
@@ -318,15 +164,8 @@ class BwrapSandboxes:
         if self._box is not None:
             running, self._box = self._box, None
             running.stop()
-            self._note("stopped", running.process.pid)
-
-    def _note(self, event: str, pid: int | None) -> None:
-        """One line in the journal, which lets a later process find what a killed one left."""
-        if self.journal is None:
-            return
-        entry = {"event": event, "run_id": self.run_id, "owner": os.getpid(), "pid": pid, "time": time.time()}
-        with self.journal.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            if self._journal is not None:
+                self._journal.gone(running.noted)
 
     def _command(self, mode: Mode) -> list[str]:
         forked = mode == "forked"
@@ -362,31 +201,31 @@ class BwrapSandboxes:
 
     def _start(self, mode: Mode) -> _Box:
         """Raises SandboxFailure when the process cannot be started at all."""
-        self._note("starting", None)
-        errors = tempfile.TemporaryFile()
         who: dict[str, Any] = {}
         if self._uid is not None:
             who = {"user": self._uid, "group": self._uid, "extra_groups": []}
+        errors, command = tempfile.TemporaryFile(), self._command(mode)
         try:
-            process = subprocess.Popen(
-                self._command(mode),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                close_fds=True,
-                cwd="/",
-                env={},
-                bufsize=0,
-                **who,
-            )
+            with _host_proc() as proc:
+                process = subprocess.Popen(
+                    [*command, str(proc)] if mode == "one-shot" else command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    pass_fds=(proc,) if mode == "one-shot" else (),
+                    cwd="/",
+                    env={},
+                    bufsize=0,
+                    **who,
+                )
         except OSError as error:
             errors.close()
             raise SandboxFailure(f"cannot start {self._bwrap}: {error}") from error
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
-        self._note("started", process.pid)
-        return _Box(process, errors)
+        noted = None if self._journal is None else self._journal.made("process", process.pid)
+        return _Box(process, errors, noted)
 
     def _probe(self) -> Mode:
         """Which mode works here, found by running one call. Raises SandboxUnavailable when none does."""
@@ -399,7 +238,7 @@ class BwrapSandboxes:
             try:
                 self._attempt([request], [None])
                 return mode
-            except (SandboxFailure, _ZygoteDied) as error:
+            except (SandboxFailure, NoAnswer) as error:
                 complaints.append(f"{mode}: {error}")
             self._stop()
         who = "this user" if self._uid is None else f"user {self._uid}"
@@ -411,25 +250,39 @@ class BwrapSandboxes:
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         """One tuple of outcomes a request, one outcome an argument, both in order.
 
-        Raises SandboxFailure when the machinery fails twice; then nothing is known about the code.
+        Raises SandboxFailure when the machinery fails twice, or has done so in the last runs; then nothing is known
+        about the code.
         """
         answers: list[tuple[CallOutcome, ...] | None] = [None] * len(requests)
         with self._lock:
             if self._closed:
                 raise SandboxFailure("these sandboxes are closed")
+            if time.monotonic() < self._rest_until:
+                raise SandboxFailure(self._refusal)
             for left in reversed(range(STARTS_AT_ONCE + 1)):
                 try:
                     self._attempt(requests, answers)
                     break
-                except _ZygoteDied as error:
+                except NoAnswer as error:
                     self._stop()
                     if not left:
+                        self._count_failure(error)
                         raise SandboxFailure(f"the sandbox failed twice: {error}") from error
+            self._failures = 0
         assert all(answer is not None for answer in answers)
         return [answer for answer in answers if answer is not None]
 
+    def _count_failure(self, error: NoAnswer) -> None:
+        self._failures += 1
+        if self._failures >= FAILURES_IN_A_ROW:
+            self._rest_until = time.monotonic() + REST_S
+            self._refusal = (
+                f"the sandboxes are out of order: {self._failures} runs in a row failed, the last because {error}; "
+                f"they are tried again after {REST_S:g} s (`composer-nb doctor` tells whether they work)"
+            )
+
     def _attempt(self, requests: Sequence[CallRequest], answers: list[tuple[CallOutcome, ...] | None]) -> None:
-        """Answer what is unanswered, in place. Raises _ZygoteDied."""
+        """Answer what is unanswered, in place. Raises NoAnswer."""
         for index, request in enumerate(requests):
             size = sum(len(text.encode("utf-8", "surrogatepass")) for text in request.files.values())
             if size > self.limits.disk_bytes:  # what writing it in the box would come to, without the traffic
@@ -453,8 +306,8 @@ class BwrapSandboxes:
         """Write the requests and read their answers at the same time: neither pipe can fill for good."""
         stdin, stdout = running.process.stdin, running.process.stdout
         assert stdin is not None and stdout is not None
-        to_send = memoryview(b"".join(_encode(requests[index]) for index in batch))
-        patience = box.SETUP_S + self.limits.wall_s + HOST_GRACE_S
+        to_send = memoryview(b"".join(encode(requests[index]) for index in batch))
+        patience = box.SETUP_S + box.PATIENCE * self.limits.wall_s + HOST_GRACE_S
         deadline = time.monotonic() + patience
         poller = poll()
         poller.register(stdout, POLLIN)
@@ -464,7 +317,7 @@ class BwrapSandboxes:
         while waiting:
             events = dict(poller.poll(max(deadline - time.monotonic(), 0) * 1000))
             if not events:
-                raise _ZygoteDied("no answer in time")
+                raise NoAnswer("no answer in time")
             if events.get(stdin.fileno(), 0) & (POLLERR | POLLHUP):
                 poller.unregister(stdin)
             elif stdin.fileno() in events:
@@ -476,14 +329,14 @@ class BwrapSandboxes:
                 if not chunk:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         running.process.wait(timeout=HOST_GRACE_S)
-                    raise _ZygoteDied(running.complaint())
+                    raise NoAnswer(running.complaint())
                 running.pending += chunk
-                while waiting and (body := _take_frame(running.pending, self.limits.answer_bytes)) is not None:
+                while waiting and (body := take_frame(running.pending, self.limits.answer_bytes)) is not None:
                     index = waiting.pop(0)
-                    answers[index] = _decode(body, len(requests[index].arguments), self.limits)
+                    answers[index] = decode(body, len(requests[index].arguments), self.limits)
                     deadline = time.monotonic() + patience
         if running.pending:
-            raise _ZygoteDied("more answers than requests")
+            raise NoAnswer("more answers than requests")
 
 
 def _write_some(fd: int, data: memoryview) -> int:
@@ -493,81 +346,3 @@ def _write_some(fd: int, data: memoryview) -> int:
         return 0
     except BrokenPipeError:
         return len(data)  # the reading side notices that the box is gone, and why
-
-
-def _encode(request: CallRequest) -> bytes:
-    body = json.dumps(
-        {
-            "files": dict(request.files),
-            "module": request.module,
-            "function": request.function,
-            "arguments": list(request.arguments),
-        }
-    ).encode()
-    return len(body).to_bytes(4, "big") + body
-
-
-def _take_frame(pending: bytearray, answer_bytes: int) -> bytes | None:
-    """Remove one whole frame from `pending`. Raises _ZygoteDied for an impossible length."""
-    if len(pending) < 4:
-        return None
-    size = int.from_bytes(pending[:4], "big")
-    if size > answer_bytes + 1000:
-        raise _ZygoteDied("an answer of impossible length")
-    if len(pending) < 4 + size:
-        return None
-    body = bytes(pending[4 : 4 + size])
-    del pending[: 4 + size]
-    return body
-
-
-def _decode(body: bytes, count: int, limits: Limits) -> tuple[CallOutcome, ...]:
-    """Outcomes of `count` arguments. The header is the zygote's, all after it is the hostile worker's.
-
-    Raises _ZygoteDied when the sandbox was not made.
-    """
-    head, _, report = body.partition(b"\n")
-    try:
-        end = json.loads(head)["end"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _ZygoteDied("an answer without a header") from error
-    first, _, report = report.partition(b"\n")
-    if not first.startswith(b"ready "):
-        raise _ZygoteDied(f"{end}: {first[:300].decode('utf-8', 'replace')}")
-    nonce = first[len(b"ready ") :] + b" "
-    lines = report.split(b"\n")
-    outcomes: list[CallOutcome] = []
-    for line in lines[:-1]:  # the last has no newline: it is empty or was cut off
-        outcome = _outcome(line, nonce, limits) if len(outcomes) < count else None
-        if outcome is None:  # forged or garbled: from here on nothing it says is believed
-            outcomes = [*outcomes[: count - 1], CallOutcome(status="unreadable")]
-            return _pad(outcomes, count)
-        outcomes.append(outcome)
-    if len(outcomes) < count:
-        outcomes.append(CallOutcome(status=_ENDINGS.get(end, "died")))
-    return _pad(outcomes, count)
-
-
-_ENDINGS: dict[str, Status] = {"cpu": "timeout", "wall": "timeout", "flood": "unreadable"}
-
-
-def _pad(outcomes: list[CallOutcome], count: int) -> tuple[CallOutcome, ...]:
-    return tuple(outcomes + [CallOutcome(status="not_run")] * (count - len(outcomes)))
-
-
-def _outcome(line: bytes, nonce: bytes, limits: Limits) -> CallOutcome | None:
-    """One reported line, or None if it is not exactly what an honest worker writes."""
-    if not line.startswith(nonce):
-        return None
-    try:
-        fields = json.loads(line[len(nonce) :])
-    except (ValueError, RecursionError):
-        return None
-    if type(fields) is not list or len(fields) != 2 or not all(type(f) is str for f in fields):
-        return None
-    status, text = fields
-    honest = {"returned": text.isprintable() and text != "", "raised": text.isidentifier()}
-    honest["unreadable"] = text == ""
-    if len(text) > limits.output_bytes or not honest.get(status, False):
-        return None
-    return CallOutcome(status=status, text=text)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save, save_file
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grade import Grade
@@ -81,6 +81,29 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
     if unknown:
         raise ValueError(f"{path}: task {unknown[0]!r} is not among the {len(tasks)} tasks given")
     return attempts
+
+
+def pack_attempt(done: Attempt) -> bytes:
+    """One attempt as bytes, for a message or a row of a database: safetensors, the table's row as its metadata."""
+    [segment] = done.rollout.segments
+    row = _row(done)
+    streams = {name: row.pop(name) for name in ("token_ids", "kind", "logprob", "policy_version")}
+    traces = {name: np.ascontiguousarray(getattr(segment.trace, name)) for name in _TENSORS}
+    return save(streams | traces, metadata={"row": json.dumps(row)})
+
+
+def unpack_attempt(data: bytes, task: Task) -> Attempt:
+    """What `pack_attempt` wrote. Raises ValueError for anything else, or for another task's attempt."""
+    try:
+        arrays = load(data)
+        length = int.from_bytes(data[:8], "little")
+        row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
+        trace = Trace(**{name: arrays.pop(name) for name in _TENSORS})
+        if row["task_id"] != task.id:
+            raise ValueError(f"an attempt at {row['task_id']!r}, not at {task.id!r}")
+        return _attempt(row | arrays, trace, {task.id: task})
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"a stored attempt is damaged ({error})") from None
 
 
 def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[Trace]:

@@ -7,12 +7,13 @@ rollouts in batches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from composer_nb.harness.calls import CallOutcome, CallRequest
 from composer_nb.harness.functions import FunctionTest, is_test, parse_test_files
-from composer_nb.harness.sandbox import CallOutcome, CallRequest
 
 ErrorKind = Literal["InvalidArguments", "UnexpectedEnvironment", "ProviderError", "UserAborted", "Timeout"]
 Execution = Generator[CallRequest, tuple[CallOutcome, ...], "Observation"]
@@ -164,7 +165,7 @@ def _run_tests(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
     if not workspace.visible_tests:
         raise ToolError("UnexpectedEnvironment", "no tests here")
     tests = parse_test_files(workspace.visible_tests)
-    outcomes = yield test_request(workspace.files, tests)
+    outcomes = yield request_tests(workspace.files, tests)
     passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
     if all(passed):
         return Observation(text=f"pass {len(tests)}", tests_passed=len(tests), tests_run=len(tests))
@@ -178,7 +179,7 @@ def _finish(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:
     yield
 
 
-def test_request(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
+def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
     """One fresh sandbox that calls what `tests` (of one `parse_test_files`) call: the code under test and the arguments, no
     expected values."""
     [(module, function)] = {(test.module, test.function) for test in tests}
@@ -193,6 +194,14 @@ def passes(test: FunctionTest, outcome: CallOutcome) -> bool:
 
 def describe(test: FunctionTest, outcome: CallOutcome) -> str:
     """One line for the agent: the call, what came, what was wanted."""
-    call = f"{test.function}({test.arguments[1:-1].removesuffix(',')})".replace(" ", "")
-    got = outcome.text.replace(" ", "")[:24] if outcome.status in ("returned", "raised") else outcome.status
-    return f"{call} = {got} want {test.expected.replace(' ', '')[:24]}"
+    call = f"{test.function}({_compact(test.arguments[1:-1].removesuffix(','))})"
+    got = _compact(outcome.text)[:24] if outcome.status in ("returned", "raised") else outcome.status
+    return f"{call} = {got} want {_compact(test.expected)[:24]}"
+
+
+_STRING_OR_SPACE = re.compile(r"""'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?| """)
+
+
+def _compact(text: str) -> str:
+    """`text` without the spaces between its parts; those inside strings stay."""
+    return _STRING_OR_SPACE.sub(lambda part: "" if part[0] == " " else part[0], text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def to_hugging_face(model: Model) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def from_hugging_face(model: Model, tensors: dict[str, Tensor]) -> None:
+def from_hugging_face(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Copies `tensors` into the model. Raises ValueError that lists what is missing, unknown or of a wrong shape."""
     wanted = to_hugging_face(model)
     if wrong := sorted(set(wanted) ^ set(tensors)):
@@ -85,6 +86,31 @@ def from_hugging_face(model: Model, tensors: dict[str, Tensor]) -> None:
             layer.w_out[expert].copy_(parts[where + "down_proj.weight"].T)
 
 
+def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
+    """The text of config.json."""
+    config = {
+        **c.to_dict(),
+        **_FIXED,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "intermediate_size": c.moe_intermediate_size,
+        "router_aux_loss_coef": 0.001,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def published(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """A copy of the weights as they are published: under Hugging Face's names, in `dtype`, on the CPU."""
+    return {name: tensor.to("cpu", dtype, copy=True) for name, tensor in to_hugging_face(model).items()}
+
+
+def empty_model(config: ModelConfig) -> Model:
+    """A model whose weights are still to be filled in."""
+    with torch.device("meta"):  # no time and no random numbers for weights that are about to be overwritten
+        model = Model(config)
+    return model.to_empty(device="cpu")
+
+
 def save_pretrained(
     model: Model, path: Path, *, dtype: torch.dtype = torch.bfloat16, tokenizer: Path | None = None
 ) -> None:
@@ -94,18 +120,8 @@ def save_pretrained(
     shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(before, ignore_errors=True)
     part.mkdir(parents=True)
-    c = model.config
-    config = {
-        **c.to_dict(),
-        **_FIXED,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "intermediate_size": c.moe_intermediate_size,
-        "router_aux_loss_coef": 0.001,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: tensor.to(dtype) for name, tensor in to_hugging_face(model).items()}
-    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    (part / "config.json").write_text(config_json(model.config, dtype))
+    save_file(published(model, dtype), part / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         shutil.copyfile(tokenizer, part / "tokenizer.json")
     if path.exists():
@@ -116,11 +132,8 @@ def save_pretrained(
 
 def load_pretrained(path: Path, *, dtype: torch.dtype = torch.float32) -> Model:
     """Reads a Qwen3-MoE checkpoint. Raises FileNotFoundError or ValueError that names the file and what is wrong."""
-    config = _read_config(path / "config.json")
-    with torch.device("meta"):  # no time and no random numbers for weights that are about to be overwritten
-        model = Model(config)
-    model.to_empty(device="cpu")
-    from_hugging_face(model, _shards(path))
+    model = empty_model(_read_config(path / "config.json"))
+    from_hugging_face(model, read_tensors(path))
     return model.to(dtype)
 
 
@@ -157,7 +170,9 @@ def _read_config(file: Path) -> ModelConfig:
     return ModelConfig(**{name: config[name] for name in sizes})
 
 
-def _shards(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, from one file or the shards of its index. Raises FileNotFoundError or ValueError that names
+    the file."""
     index = path / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():

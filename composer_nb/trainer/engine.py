@@ -99,6 +99,11 @@ class Engine:
     def capacity(self) -> int:
         return self._k.shape[1]
 
+    @property
+    def busy(self) -> bool:
+        """Whether any turn is under way."""
+        return any(not slot.waiting for slot in self._live.values())
+
     def submit(self, request: Request) -> None:
         """Begins a turn. A request that is refused changes nothing."""
         known = self._live.get(request.rollout)
@@ -173,6 +178,17 @@ class Engine:
         while len(done) < len(requests):
             done |= {completion.rollout: completion for completion in self.step()}
         return [done[request.rollout] for request in requests]
+
+    def recorded(self, rollout: int, start: int = 0) -> Trace:
+        """What was recorded of a live rollout from token `start` to the last one that was forwarded."""
+        slot = self._live[rollout]
+        part = slice(start, slot.length)
+        return Trace(
+            routes=self._routes[slot.index, part].copy(),
+            gates=self._gates[slot.index, part].copy(),
+            margins=self._margins[slot.index, part].copy(),
+            route_valid=np.ones(slot.length - start, np.bool_),
+        )
 
     def release(self, rollout: int) -> Trace:
         slot = self._live.pop(rollout, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import shutil
@@ -12,15 +13,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from composer_nb.config import Settings, from_dict, to_dict
+from composer_nb.harness.journal import FOLDER, Journal
 from composer_nb.trainer.rundir import RunDir, create, provenance, write_json
+
+LOST = 75
+"""Exit status of services whose cluster died under them (EX_TEMPFAIL)."""
 
 
 class RunFailed(RuntimeError):
-    """A rank ended with an error; the message is its last line."""
+    """A process of the run ended with an error; the message is its last line, `code` its exit status."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RunBusy(ValueError):
+    """Another launcher works on the run."""
 
 
 def start_or_resume(
@@ -34,10 +49,35 @@ def start_or_resume(
     """Runs the recipe to its end: in a new directory under `runs`, or on from where `run_dir` stands.
 
     One idempotent call: a run that is complete returns at once; one that was interrupted continues from its last checkpoint
-    to the same numbers. Raises ValueError when `settings` are not those that the run was started with, RunFailed when a rank
-    ends with an error. Ctrl-C ends the ranks and leaves the run ready to resume.
+    to the same numbers. Raises ValueError when `settings` are not those that the run was started with, RunBusy when somebody
+    else runs it, RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the run ready to resume.
     """
     run = create(runs, name) if run_dir is None else RunDir(_existing(run_dir))
+    with _only_launcher(run):
+        _launch(run, settings, say)
+    return run
+
+
+@contextmanager
+def _only_launcher(run: RunDir) -> Iterator[None]:
+    """Holds the run's lock, which ends with this process at the latest. Raises RunBusy when another launcher holds it."""
+    fd = os.open(run.path / "launch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(fd, 20).decode().strip() or "(it does not say which)"
+            raise RunBusy(
+                f"{run.path.name} is being run by process {pid} ({run.path}); wait for it, or end it first"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(fd)
+
+
+def _launch(run: RunDir, settings: Settings | None, say: Callable[[str], None]) -> None:
     saved = run.path / "settings.json"
     if saved.is_file():
         known = from_dict(json.loads(saved.read_text()))
@@ -53,12 +93,23 @@ def start_or_resume(
     start = time.perf_counter()
     run.clean()
     _run_ranks(run, settings.ranks, say)
+    if settings.services.on and run.finished("rl") is None:
+        _run_services(run, say)
+        _run_ranks(run, settings.ranks, say)
     seconds = time.perf_counter() - start
     say(f"the run is complete after {seconds:.0f} s: {run.path}")
-    return run
 
 
-BEFORE_RL = ("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
+BEFORE_RL = {
+    "tokenizer": ("data/tokenizer.json", "data/corpus.json"),
+    "data": ("data/*",),
+    "midtrain": ("weights/base", "weights/midtrained"),
+    "sft": ("weights/start",),
+    "eval_base": ("rollouts/eval_base.*",),
+    "eval_midtrained": ("rollouts/eval_midtrained.*",),
+    "eval_start": ("rollouts/eval_start.*",),
+}
+"""The stages before RL and the files and folders that each makes."""
 
 
 def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
@@ -74,16 +125,9 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     if missing := [stage for stage, info in finished.items() if info is None]:
         raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
     run = create(runs, name)
-    for folder in ("data", "weights", "rollouts"):
-        for item in (source.path / folder).iterdir():
-            if (
-                item.name.startswith("rl_")
-                or item.name in ("final", "before_final")
-                or item.name.startswith("eval_final")
-            ):
-                continue
-            copy = shutil.copytree if item.is_dir() else shutil.copyfile
-            copy(item, run.path / folder / item.name)
+    for item in {item for patterns in BEFORE_RL.values() for pattern in patterns for item in source.path.glob(pattern)}:
+        copy = shutil.copytree if item.is_dir() else shutil.copyfile
+        copy(item, run.path / item.relative_to(source.path))
     for stage, info in finished.items():
         assert info is not None
         run.finish(stage, info.pop("seconds"), info)
@@ -101,44 +145,77 @@ def _existing(path: Path) -> Path:
 def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
     if world < 1:
         raise ValueError(f"ranks={world}: at least 1 is needed")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-    with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "composer_nb.trainer.worker",
-            str(run.path),
-            str(world),
-            f"{folder}/rendezvous",
+    with _temporary_folder(Journal(run.path / FOLDER, run.path.name)) as folder:
+        common = (str(run.path), str(world), str(folder / "rendezvous"))
+        programs = {f"rank{rank}": ("composer_nb.trainer.worker", *common, str(rank)) for rank in range(world)}
+        _run_processes(run, programs, say)
+
+
+RESTARTS = 3
+"""Times that the services are started anew when what carries them is lost."""
+
+
+def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
+    """RL as services. A cluster that dies under it is no reason to end: everything is in the run directory."""
+    for left in reversed(range(RESTARTS + 1)):
+        try:
+            _run_processes(run, {"services": ("composer_nb.trainer.coordinator", str(run.path))}, say)
+            return
+        except RunFailed as error:
+            if error.code not in (LOST, -signal.SIGKILL) or not left:
+                raise
+            say(f"{error}; started again")
+
+
+def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Callable[[str], None]) -> None:
+    """Runs modules side by side, by name, until all have ended; the first one is heard. Raises RunFailed when one fails, and
+    ends the others."""
+    journal = Journal(run.path / FOLDER, run.path.name)
+    with ExitStack() as stack:
+        logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
+        begins = [log.tell() for log in logs]
+        processes = [
+            _start(words, log, heard=place == 0)
+            for place, (words, log) in enumerate(zip(programs.values(), logs, strict=True))
         ]
-        logs = [(run.path / f"rank{rank}.log").open("a") for rank in range(world)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(os.getpid())],
-                stdout=subprocess.PIPE if rank == 0 else logs[rank],
-                stderr=logs[rank],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        listener = threading.Thread(target=_relay, args=(ranks[0], say), daemon=True)
+        noted = [journal.made("process", process.pid) for process in processes]
+        listener = threading.Thread(target=_relay, args=(processes[0], say), daemon=True)
         try:
             listener.start()
-            failed = _wait(ranks)
+            failed = _wait(processes)
         finally:
-            _end(ranks)
+            _end(processes)
+            for resource in noted:
+                journal.gone(resource)
             listener.join(timeout=10)
-            for log in logs:
-                log.close()
     if failed is not None:
-        log_file = run.path / f"rank{failed}.log"
-        raise RunFailed(f"rank {failed} ended with {ranks[failed].returncode}: {_last_line(log_file)}")
+        name, code = list(programs)[failed], processes[failed].returncode
+        last = _last_line(run.path / f"{name}.log", begins[failed])
+        raise RunFailed(f"{_spoken(name)} ended with {code}: {last}", code)
+
+
+def _spoken(name: str) -> str:
+    return f"rank {name[4:]}" if name.startswith("rank") else name
+
+
+@contextmanager
+def _temporary_folder(journal: Journal) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
+        noted = journal.made("directory", folder)
+        yield Path(folder)
+    journal.gone(noted)
+
+
+def _start(words: Sequence[str], log: IO[bytes], *, heard: bool) -> subprocess.Popen[str]:
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", *words, str(os.getpid())],
+        stdout=subprocess.PIPE if heard else log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | settings,
+        text=True,
+    )
 
 
 def _relay(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
@@ -171,8 +248,10 @@ def _end(ranks: list[subprocess.Popen[str]]) -> None:
             process.wait()
 
 
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text().splitlines() if line.strip()]
+def _last_line(log: Path, begin: int) -> str:
+    """The last line that was written to `log` from byte `begin` on."""
+    text = log.read_bytes()[begin:].decode("utf-8", "replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     return f"{lines[-1]} ({log})" if lines else f"it said nothing ({log})"
 
 

@@ -77,3 +77,11 @@ class FlatAdamW:
     def _publish(self) -> None:
         if self.published is not None:
             self.weights.copy_(self.master.to(self.published))
+
+
+def trapezoid(step: int, steps: int, warmup: float, constant: float, floor: float = 0.03) -> float:
+    """Factor of the learning rate: up linearly over `warmup`, 1 until `constant` (shares of `steps`), down to `floor`."""
+    place = (step + 1) / steps
+    if place < warmup:
+        return place / warmup
+    return 1.0 if place <= constant else floor + (1 - floor) * (1 - place) / (1 - constant)

@@ -20,11 +20,11 @@ import torch
 from composer_nb.trainer.data import Row, code_rows, deal, read_corpus
 from composer_nb.trainer.evaluate import compare_numerics, evaluate
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
 from composer_nb.trainer.prepare import make_data, make_tokenizer
 from composer_nb.trainer.reinforce import reinforce
 from composer_nb.trainer.stages import Stages
-from composer_nb.trainer.supervised import cross_entropy, share, train_step, trapezoid
+from composer_nb.trainer.supervised import cross_entropy, share, train_step
 
 
 def run_recipe(s: Stages) -> None:
@@ -39,6 +39,8 @@ def run_recipe(s: Stages) -> None:
         control(s)
         evaluate(s, "control")
         return
+    if s.settings.services.on and s.run.finished("rl") is None:
+        return  # the services take over, and the ranks come back for the rest
     reinforce(s)
     evaluate(s, "final")
     compare_numerics(s)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -13,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_nb.harness.store import save_attempts
 from composer_nb.harness.task import Task, load_tasks
+from composer_nb.trainer.batches import batch_file, save_batch
+from composer_nb.trainer.environments import prompt_order
 from composer_nb.trainer.evaluate import evaluate_model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.rl import (
@@ -25,11 +24,11 @@ from composer_nb.trainer.rl import (
     sample_groups,
     score_groups,
     shuffle_rewards,
+    step_point,
     to_stream,
     trains,
 )
 from composer_nb.trainer.stages import Stages
-from composer_nb.trainer.supervised import trapezoid
 
 
 def reinforce(s: Stages) -> None:
@@ -53,9 +52,7 @@ class RlLoop:
         optimizer = FlatAdamW(model, published=torch.bfloat16)
         reference = s.load("start") if settings.loss.beta else None
         self.learner = Learner(model, optimizer, settings.loss, reference, settings.rl.replay)
-        tasks = load_tasks(s.run.path / "data" / "rl.jsonl")
-        Random(f"rl tasks {settings.seed} {settings.rl_seed}").shuffle(tasks)
-        self.tasks = tasks
+        self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")
         self.step, self.before = 0, 0.0
         if found := s.run.checkpoint("rl"):
             self.step, state, self.before = found
@@ -108,7 +105,7 @@ class RlLoop:
         groups = score_groups(attempts, s.settings.reward, s.settings.loss)
         if rl.shuffle_rewards:
             groups = shuffle_rewards(groups, s.settings.loss, Random(f"shuffle {self.step} {s.ranks.rank}"))
-        self._store(groups)
+        save_batch(batch_file(s.run.path, self.step, s.ranks.rank), groups)
         at = clocked(clock, "sample_s", at)
         mine = [to_stream(scored) for group in groups for scored in group if trains(scored, s.settings.loss)]
         streams = [stream for part in s.ranks.gather(mine) for stream in part]
@@ -129,28 +126,15 @@ class RlLoop:
             self.s.ranks,
             Random(f"minibatches {self.s.settings.rl_seed} {self.step}"),
             minibatches=rl.minibatches,
-            denominator=float(
-                rl.prompts * rl.group * (1 if self.s.settings.loss.length_norm else rl.tokens_per_rollout)
-            ),
-            lr=rl.lr * trapezoid(self.step, rl.steps, rl.warmup / rl.steps, rl.warmup / rl.steps, 0.05),
+            denominator=rl.denominator(self.s.settings.loss),
+            lr=rl.rate(self.step),
             clip=rl.clip,
             budget=rl.microbatch_tokens,
         )
 
     def _note(self, metrics: dict[str, float], sums: dict[str, float], counts: Counter[str], wall: float) -> None:
-        count = sums["samples"]
         point = {
-            "reward": sums["reward"] / count,
-            "solved": sums["solved"] / count,
-            "best_of_group": sums["any_solved"] / sums["groups"],
-            "live_groups": sums["live_groups"] / sums["groups"],
-            "turns": sums["turns"] / count,
-            "tokens": sums["tokens"],
-            "sampled": sums["sampled"],
-            "samples": count,
-            "finished": sums["finished"] / count,
-            "invalid_call_rate": sums["invalid"] / max(1.0, sums["turns"]),
-            "flagged": sums["flagged"],
+            **step_point(sums),
             "infra_errors": sums["infra_errors"],
             "version": self.version,
             "staleness": 0,
@@ -188,16 +172,3 @@ class RlLoop:
             state = self.learner.optimizer.state()
             self.s.run.commit("rl", self.step, state, self.pending, self.ledgers, self.seconds)
         self.pending, self.ledgers = [], []
-
-    def _store(self, groups: Sequence[Sequence[Any]]) -> None:
-        everyone = [scored for group in groups for scored in group]
-        save_attempts(
-            self.s.run.path / "rollouts" / f"rl_{self.step:05d}_{self.s.ranks.rank}.parquet",
-            [scored.attempt for scored in everyone],
-            {
-                "group": [place for place, group in enumerate(groups) for _ in group],
-                "reward": [scored.reward.total for scored in everyone],
-                "terms": [json.dumps(scored.reward.terms) for scored in everyone],
-                "advantage": [scored.advantage for scored in everyone],
-            },
-        )

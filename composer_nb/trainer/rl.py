@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -154,9 +154,10 @@ class Learner:
         lr: float,
         clip: float,
         budget: int,
+        after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """One epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps; streams of one prompt share
-        a step. Returns metrics."""
+        a step. Calls `after` when a step is done. Returns metrics."""
         order = families(streams)
         rng.shuffle(order)
         totals: Counter[str] = Counter()
@@ -172,6 +173,7 @@ class Learner:
                 totals.update(metrics)
             ranks.sum_(self.optimizer.gradients)
             norms.append(self.optimizer.step(lr, clip))
+            after()
         sums = ranks.sums({name: totals[name] for name in ("masked", "ratio_off_20", "k3", "tokens", "entropy")})
         count = max(1.0, sums.pop("tokens"))
         return {name: value / count for name, value in sums.items()} | {
@@ -230,4 +232,22 @@ def batch_metrics(groups: Sequence[Sequence[Scored]]) -> dict[str, Any]:
         "invalid": float(sum(s.attempt.rollout.invalid_calls for s in everyone)),
         "flagged": float(sum(bool(s.attempt.grade.flags) for s in everyone)),
         "finished": float(sum(s.attempt.rollout.stop == "finished" for s in everyone)),
+    }
+
+
+def step_point(sums: dict[str, float]) -> dict[str, Any]:
+    """A step's metrics from the sums of `batch_metrics` over all ranks."""
+    count = sums["samples"]
+    return {
+        "reward": sums["reward"] / count,
+        "solved": sums["solved"] / count,
+        "best_of_group": sums["any_solved"] / sums["groups"],
+        "live_groups": sums["live_groups"] / sums["groups"],
+        "turns": sums["turns"] / count,
+        "tokens": sums["tokens"],
+        "sampled": sums["sampled"],
+        "samples": count,
+        "finished": sums["finished"] / count,
+        "invalid_call_rate": sums["invalid"] / max(1.0, sums["turns"]),
+        "flagged": sums["flagged"],
     }

@@ -45,23 +45,23 @@ class RunDir:
         self.path = path.resolve()
         for folder in ("data", "weights", "checkpoints", "rollouts", "figures"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
-        with closing(self._connect()) as db, db:
+        with closing(self.connect()) as db, db:
             db.executescript(_SCHEMA)
 
-    def _connect(self) -> sqlite3.Connection:
+    def connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path / "run.db", timeout=30.0)
         db.execute("PRAGMA journal_mode=WAL")
         return db
 
     def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        with closing(self._connect()) as db:
+        with closing(self.connect()) as db:
             return db.execute(sql, values).fetchall()
 
     # Stages
 
     def finish(self, stage: str, seconds: float, info: Mapping[str, Any]) -> None:
         """Notes that a stage is complete, with what it found."""
-        with closing(self._connect()) as db, db:
+        with closing(self.connect()) as db, db:
             db.execute("INSERT OR REPLACE INTO stage VALUES (?, ?, ?)", (stage, seconds, json.dumps(info)))
 
     def finished(self, stage: str) -> dict[str, Any] | None:
@@ -94,7 +94,7 @@ class RunDir:
             os.fsync(file.fileno())  # the pointer is synced by SQLite: it must not outlive the file in a power failure
         os.replace(part, self.path / "checkpoints" / name)
         before = self.query("SELECT file FROM checkpoint WHERE stage = ?", stage)
-        with closing(self._connect()) as db, db:
+        with closing(self.connect()) as db, db:
             db.executemany(
                 "INSERT OR REPLACE INTO step VALUES (?, ?, ?)",
                 [(stage, at, json.dumps(m)) for at, m in metrics],

@@ -19,14 +19,6 @@ from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.ranks import Ranks
 
 
-def trapezoid(step: int, steps: int, warmup: float, constant: float, floor: float = 0.03) -> float:
-    """Factor of the learning rate: up linearly over `warmup`, 1 until `constant` (shares of `steps`), down to `floor`."""
-    place = (step + 1) / steps
-    if place < warmup:
-        return place / warmup
-    return 1.0 if place <= constant else floor + (1 - floor) * (1 - place) / (1 - constant)
-
-
 def train_step(
     model: Model,
     rows: Sequence[Row],

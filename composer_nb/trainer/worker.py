@@ -9,6 +9,7 @@ from pathlib import Path
 
 from composer_nb.config import from_dict
 from composer_nb.harness.execute import CachedExecutor
+from composer_nb.harness.journal import FOLDER
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.trainer.launch import die_with
 from composer_nb.trainer.ranks import Ranks, set_up_process
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> None:
         print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
 
     try:
-        with BwrapSandboxes(run_id=run.path.name) as sandboxes:
+        with BwrapSandboxes(run_id=run.path.name, journal=run.path / FOLDER) as sandboxes:
             ranks = Ranks(int(rank), int(world), Path(rendezvous))
             run_recipe(Stages(run, settings, ranks, CachedExecutor(sandboxes), say))
             ranks.close()

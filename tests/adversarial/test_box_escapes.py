@@ -13,8 +13,10 @@ from typing import Any, cast
 import pytest
 
 from composer_nb.harness import sandbox_check
-from composer_nb.harness.sandbox import BwrapSandboxes, CallOutcome, CallRequest, Limits, Mode
-from composer_nb.harness.sandbox_check import CASES, SECRET, SECRET_NAME, Host, Silent, run_checks
+from composer_nb.harness.attacks.case import SECRET, SECRET_NAME, Host, Silent
+from composer_nb.harness.calls import CallOutcome, CallRequest, Limits
+from composer_nb.harness.sandbox import BwrapSandboxes, Mode
+from composer_nb.harness.sandbox_check import CASES, run_checks
 
 
 class OneShot(BwrapSandboxes):
@@ -124,5 +126,6 @@ def test_a_silent_program_is_no_evidence() -> None:
 
 
 def test_every_judge_names_a_distinct_case() -> None:
-    assert all(case.judge.__module__ == sandbox_check.__name__ for case in CASES)
+    assert all(case.judge.__module__.startswith("composer_nb.harness.attacks.") for case in CASES)
+    assert len({case.id for case in CASES}) == len(CASES)
     assert len({case.title for case in CASES}) == len(CASES)

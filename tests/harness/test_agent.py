@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.agent import Agent, Limits, drive
 from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.calls import CallOutcome, CallRequest, SandboxFailure
 from composer_nb.harness.expert import ScriptedPolicy, expert
 from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.render import CompactRenderer, call_json
 from composer_nb.harness.reward import RewardSettings, reward
 from composer_nb.harness.rollout import Kind, Rollout, Segment
-from composer_nb.harness.sandbox import BwrapSandboxes, CallOutcome, CallRequest, SandboxFailure
+from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import ToolCall
 
@@ -90,7 +91,7 @@ def test_rollouts_of_a_group_share_nothing_but_the_task(
     assert [each.grade.passed for each in done] == [False, True, False, True]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_whatever_is_written_limits_hold_and_everything_is_counted(
     renderer: CompactRenderer, task: Task, typist: Make, boxes: Make, data: st.DataObject

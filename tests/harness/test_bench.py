@@ -90,7 +90,7 @@ def test_nothing_graded_is_an_error(sampled: list[Attempt], greedy: list[Attempt
         summarise(sampled, greedy)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     solved=st.lists(st.lists(st.booleans(), min_size=1, max_size=4), min_size=1, max_size=12), seed=st.integers(0, 9)
 )

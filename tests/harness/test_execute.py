@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.calls import CallOutcome, CallRequest, SandboxFailure
 from composer_nb.harness.execute import CachedExecutor
-from composer_nb.harness.sandbox import BwrapSandboxes, CallOutcome, CallRequest, SandboxFailure
+from composer_nb.harness.sandbox import BwrapSandboxes
 
 STATUSES = ("returned", "returned", "raised", "timeout", "died", "unreadable", "not_run")
 
@@ -53,7 +54,7 @@ REQUESTS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     batches=st.lists(st.lists(REQUESTS, max_size=5), max_size=6),
     size=st.sampled_from([1, 3, 1000]),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.calls import CallRequest, value_text
 from composer_nb.harness.functions import is_test, literal, parse_test_files, parse_tests, render_tests
-from composer_nb.harness.sandbox import CallRequest, value_text
 
 SCALARS = (
     st.none()
@@ -34,7 +34,7 @@ CASES = st.lists(st.tuples(st.lists(VALUES, max_size=3).map(tuple), VALUES), min
 GOOD = "from f import f\n\n\ndef test_0():\n    assert f([3, 1], 4) == 7\n"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases=CASES)
 def test_rendered_cases_are_parsed_to_the_same_values(cases: list[tuple[tuple[Any, ...], Any]]) -> None:
     tests = parse_tests("test_f.py", render_tests("pkg.mod", "g", cases))

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.calls import CallOutcome, CallRequest
 from composer_nb.harness.functions import parse_test_files
 from composer_nb.harness.grade import Grade, grading
-from composer_nb.harness.sandbox import BwrapSandboxes, CallOutcome, CallRequest
+from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.task import Task
 
 Make = Callable[..., Any]
@@ -105,7 +106,7 @@ def test_the_task_is_not_changed_by_grading(task: Task, sandboxes: BwrapSandboxe
 STATUSES = ["returned", "raised", "timeout", "died", "unreadable", "not_run"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_test_passes_only_if_its_call_returned_the_value(task: Task, data: st.DataObject) -> None:
     tests = parse_test_files(task.tests)

@@ -48,7 +48,7 @@ def locals_of(source: str) -> list[str]:
     return sorted(names - KEPT)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=SEEDS, data=st.data())
 def test_a_structure_knows_no_names_and_no_constants(seed: int, data: st.DataObject) -> None:
     program = program_of(seed)
@@ -58,7 +58,7 @@ def test_a_structure_knows_no_names_and_no_constants(seed: int, data: st.DataObj
     assert canonical(ast.unparse(changed)) == canonical(program.source)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=SEEDS, data=st.data())
 def test_a_structure_knows_every_operator_and_aggregate(seed: int, data: st.DataObject) -> None:
     program = program_of(seed)
@@ -151,7 +151,7 @@ def test_the_same_generator_state_gives_the_same_program() -> None:
     assert draw() == draw()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=SEEDS)
 def test_arguments_fit_their_kinds(seed: int) -> None:
     program = program_of(seed)

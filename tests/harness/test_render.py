@@ -15,19 +15,18 @@ from composer_nb.harness.tools import ToolCall, ToolError, ToolSet
 
 FRAGMENTS = ["<", "|", ">", "<|", "|>", "<<||", "end", "call", "pad", "to", " ", "\n", *SPECIALS, "< |end|>", "é", "😀"]
 TEXT = st.text(max_size=20) | st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
-SURVIVES = TEXT.filter(lambda text: "<|" not in text)
-PATH = SURVIVES.filter(lambda text: bool(re.fullmatch(r"\S+", text)))
+PATH = TEXT.filter(lambda text: bool(re.fullmatch(r"\S+", text)))
 CALLS = (
     st.builds(lambda path: ToolCall(name="read_file", arguments={"path": path}), PATH)
     | st.builds(
         lambda path, line, text: ToolCall(name="edit_line", arguments={"path": path, "line": line, "text": text}),
         PATH,
         st.integers(0, 999_999),
-        SURVIVES | SURVIVES.map(lambda text: "    " + text),
+        TEXT | TEXT.map(lambda text: "    " + text),
     )
     | st.sampled_from([ToolCall(name="run_tests", arguments={}), ToolCall(name="finish", arguments={})])
 )
-QUICK = settings(max_examples=150, deadline=None)
+QUICK = settings(max_examples=150)
 
 
 def specials(renderer: CompactRenderer) -> set[int]:
@@ -49,7 +48,7 @@ def test_a_call_survives_the_way_there_and_back(renderer: CompactRenderer, call:
 def test_text_never_becomes_a_special_token(renderer: CompactRenderer, text: str) -> None:
     token_ids = renderer.encode(text)
     assert not set(token_ids) & specials(renderer)
-    assert renderer.tokenizer.decode(token_ids, skip_special_tokens=False) == text.replace("<|", "< |")
+    assert renderer.tokenizer.decode(token_ids, skip_special_tokens=False) == text
 
 
 @QUICK
@@ -65,13 +64,24 @@ def test_instruction_observation_and_edit_hold_specials_only_where_the_format_ha
     assert [observation[0], *observation[-2:]] == [r.out, r.end, r.call]
     edit = r.render_call(ToolCall(name="edit_line", arguments={"path": "f.py", "line": 1, "text": text}))
     assert [token for token in edit if token in specials(r)] == [r.to, r.end]
-    assert r.parse_call(edit).arguments["text"] == text.replace("<|", "< |")
+    assert r.parse_call(edit).arguments["text"] == text
+
+
+@QUICK
+@given(text=TEXT.filter(lambda text: not any(token in text for token in SPECIALS)))
+def test_ordinary_text_has_the_tokens_that_the_tokenizer_gives_it(renderer: CompactRenderer, text: str) -> None:
+    assert renderer.encode(text) == renderer.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_renderer_leaves_the_tokenizer_as_it_was(renderer: CompactRenderer) -> None:
+    assert renderer.tokenizer.encode("<|end|>").ids == [renderer.end]
+    assert renderer.encode("<|end|>") != [renderer.end]
 
 
 WORDS = ["read", "edit", "test", "done", " f.py", " 3", " ", "\n", " 07", " ٣", " -1", " 1234567"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_token_soup_is_a_call_or_an_invalid_one(renderer: CompactRenderer, data: st.DataObject) -> None:
     r = renderer
@@ -132,3 +142,9 @@ def test_a_turn_ends_where_the_agent_has_no_business_to_go_on(renderer: CompactR
 def test_a_tokenizer_without_the_formats_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the tokenizer lacks the token <\|pad\|>"):
         CompactRenderer(Tokenizer(models.BPE()))
+
+
+def test_a_tokenizer_that_finds_the_formats_tokens_in_any_text_is_refused(renderer: CompactRenderer) -> None:
+    loose = Tokenizer.from_str(renderer.tokenizer.to_str().replace('"special":true', '"special":false'))
+    with pytest.raises(ValueError, match=r"<\|pad\|>.* must be special"):
+        CompactRenderer(loose)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness import tools
+from composer_nb.harness.calls import CallOutcome, CallRequest
 from composer_nb.harness.execute import CachedExecutor, Executor
 from composer_nb.harness.functions import parse_test_files
 from composer_nb.harness.programs import FAMILIES, Program, draw_program
@@ -28,7 +30,7 @@ from composer_nb.harness.repairs import (
     make_tasks,
     run_programs,
 )
-from composer_nb.harness.sandbox import BwrapSandboxes, CallOutcome, CallRequest
+from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import passes
 
@@ -91,7 +93,7 @@ def test_tasks_are_distinct_and_well_formed(made: Made) -> None:
 def requests_of(task: Task) -> list[CallRequest]:
     """Bug and gold on the visible tests, bug and gold on the hidden ones."""
     return [
-        tools.test_request(files, parse_test_files(tests))
+        tools.request_tests(files, parse_test_files(tests))
         for tests in (task.visible_tests, task.tests)
         for files in (task.files, task.files | task.solution)
     ]
@@ -167,6 +169,30 @@ def test_a_program_that_does_not_end_is_none_and_touches_no_other(
     ]
 
 
+@pytest.mark.parametrize("slow", [1, 5, 9])
+def test_a_slow_machine_keeps_the_same_programs(boxes: Callable[..., Executor], slow: int) -> None:
+    """Programs that share a sandbox share its time; one is left out for what it needs itself, not for what others took."""
+
+    def machine(request: CallRequest) -> tuple[CallOutcome, ...]:
+        costs = [int(cost) for cost in re.findall(r"costs ([0-9]+)", request.files["run.py"])]
+        outcomes: list[CallOutcome] = []
+        left = 100
+        for argument in request.arguments:
+            left -= slow * costs[ast.literal_eval(argument)[0]]
+            if left < 0:
+                break
+            outcomes.append(CallOutcome(status="returned", text="1"))
+        ended = ["timeout", *["not_run"] * len(request.arguments)][: len(request.arguments) - len(outcomes)]
+        return (*outcomes, *(CallOutcome(status=status) for status in ended))  # type: ignore[arg-type]
+
+    rng = Random(slow)
+    costs = [rng.choice([0, 1, 2, 5, 1000]) for _ in range(3 * BATCH)]
+    sources = [f"def f(x):\n    return 1  # costs {cost}" for cost in costs]
+    found = run_programs(sources, [((0,), (3,))] * len(sources), boxes(machine))
+    one = CallOutcome(status="returned", text="1")
+    assert found == [None if cost == 1000 else (one, one) for cost in costs]
+
+
 def test_only_bad_programs_leave_nothing(sandboxes: BwrapSandboxes) -> None:
     assert run_programs(list(BAD.values()), [((0,), (3,))] * len(BAD), sandboxes) == [None] * len(BAD)
     assert run_programs([], [], sandboxes) == []
@@ -183,7 +209,7 @@ def test_a_program_that_raises_is_kept(sandboxes: BwrapSandboxes) -> None:
 PROGRAM = Program(family="fn2", source="def f(x):\n    return x + 1", spec="x plus 1", inputs=("any",))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(fails=st.lists(st.booleans(), min_size=VISIBLE + HIDDEN, max_size=VISIBLE + HIDDEN))
 def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> None:
     inputs = tuple((n,) for n in range(len(fails)))

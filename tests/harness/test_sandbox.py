@@ -17,16 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness import box, sandbox
-from composer_nb.harness.sandbox import (
-    BwrapSandboxes,
-    CallOutcome,
-    CallRequest,
-    Limits,
-    SandboxFailure,
-    SandboxUnavailable,
-    value_text,
-)
+from composer_nb.harness import box, sandbox, wire
+from composer_nb.harness.calls import CallOutcome, CallRequest, Limits, SandboxFailure, SandboxUnavailable, value_text
+from composer_nb.harness.sandbox import BwrapSandboxes
 
 IDENTITY = "def f(x):\n    return x\n"
 
@@ -217,7 +210,7 @@ LITERALS = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=st.lists(LITERALS, min_size=1, max_size=8))
 def test_identity_returns_exactly_the_repr(forked: BwrapSandboxes, values: list[Any]) -> None:
     outcomes = forked.run([request(IDENTITY, *(f"({value!r},)" for value in values))])[0]
@@ -311,7 +304,8 @@ def test_close_leaves_no_process() -> None:
 def test_a_killed_host_leaves_no_process(busy: bool, tmp_path: Path) -> None:
     program = """
 import sys
-from composer_nb.harness.sandbox import BwrapSandboxes, CallRequest
+from composer_nb.harness.calls import CallRequest
+from composer_nb.harness.sandbox import BwrapSandboxes
 boxes = BwrapSandboxes()
 print(boxes.pid, flush=True)
 source = "import time\\ndef f():\\n    time.sleep(9)\\n"
@@ -380,7 +374,7 @@ def test_host_believes_only_well_formed_reports() -> None:
     ready, nonce = b'{"end": "finished"}\nready 00ff\n', b"00ff "
     good = nonce + b'["returned", "1"]\n'
     unreadable, not_run = CallOutcome(status="unreadable"), CallOutcome(status="not_run")
-    assert sandbox._decode(ready + good, 1, limits) == (returned("1"),)
+    assert wire.decode(ready + good, 1, limits) == (returned("1"),)
     bad_lines = [
         b'["returned", "1"]',
         nonce + b'{"a": 1}',
@@ -397,10 +391,10 @@ def test_host_believes_only_well_formed_reports() -> None:
         nonce + json.dumps(["returned", "1" * (limits.output_bytes + 1)]).encode(),
     ]
     for line in bad_lines:
-        assert sandbox._decode(ready + line + b"\n", 2, limits) == (unreadable, not_run), line
-        assert sandbox._decode(ready + good + line + b"\n", 2, limits) == (returned("1"), unreadable), line
-    assert sandbox._decode(ready + good + good, 1, limits) == (unreadable,), "one result too many"
-    assert sandbox._decode(ready + good + b"00ff [", 2, limits)[1].status == "died"
+        assert wire.decode(ready + line + b"\n", 2, limits) == (unreadable, not_run), line
+        assert wire.decode(ready + good + line + b"\n", 2, limits) == (returned("1"), unreadable), line
+    assert wire.decode(ready + good + good, 1, limits) == (unreadable,), "one result too many"
+    assert wire.decode(ready + good + b"00ff [", 2, limits)[1].status == "died"
 
 
 def test_missing_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,13 +419,14 @@ def test_a_machine_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch
         BwrapSandboxes()
 
 
-def test_journal_names_what_was_started(tmp_path: Path) -> None:
-    journal = tmp_path / "journal.jsonl"
-    with BwrapSandboxes(run_id="run-7", journal=journal) as boxes:
-        pid = boxes.pid
-    rows = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [row["event"] for row in rows] == ["starting", "started", "stopped"]
-    assert {row["run_id"] for row in rows} == {"run-7"} and rows[1]["pid"] == pid
+def test_the_journal_holds_what_runs_while_it_runs(tmp_path: Path) -> None:
+    with BwrapSandboxes(run_id="run-7", journal=tmp_path / "journal") as boxes:
+        boxes.run([request(IDENTITY, "(1,)")])
+        [file] = (tmp_path / "journal").iterdir()
+        [row] = [json.loads(line) for line in file.read_text().splitlines()]
+        assert row["event"] == "made" and row["kind"] == "process" and row["name"] == str(boxes.pid)
+        assert row["run_id"] == "run-7" and row["owner"]["pid"] == os.getpid()
+    assert list((tmp_path / "journal").iterdir()) == []
 
 
 def test_the_filter_denies_and_allows_what_it_says() -> None:
@@ -458,6 +453,7 @@ def test_the_filter_denies_and_allows_what_it_says() -> None:
             assert number is None or verdict(number) == deny, name
         thread = 0x003D0F00
         assert verdict(table["clone"], thread) == allow and verdict(table["clone"], 17) == deny
+        assert verdict(table["clone"], thread | 0x4000) == deny  # vfork's wait
         namespaces = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
         assert all(verdict(table["clone"], thread | flag) == deny for flag in namespaces)
         assert verdict(table["clone3"]) == missing and verdict(0x40000000 + 1) == missing and verdict(999) == missing

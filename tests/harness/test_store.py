@@ -82,7 +82,7 @@ def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
             assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), traced=st.booleans())
 def test_what_is_written_is_read(task: Task, data: st.DataObject, traced: bool) -> None:
     other = task.model_copy(update={"id": "other"})

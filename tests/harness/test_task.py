@@ -64,7 +64,7 @@ def tasks(draw: st.DrawFn) -> Task:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(task=tasks())
 def test_a_harbor_directory_holds_all_of_a_task(task: Task) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def test_a_harbor_directory_holds_all_of_a_task(task: Task) -> None:
         assert toml["verifier"]["environment_mode"] == "separate"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(given_tasks=st.lists(tasks(), min_size=1, max_size=4, unique_by=lambda task: task.id))
 def test_json_lines_hold_all_of_the_tasks(given_tasks: list[Task]) -> None:
     with tempfile.TemporaryDirectory() as folder:

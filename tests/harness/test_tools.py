@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness import tools
+from composer_nb.harness.calls import CallOutcome
 from composer_nb.harness.functions import FunctionTest, parse_test_files, render_tests
 from composer_nb.harness.render import CompactRenderer
-from composer_nb.harness.sandbox import BwrapSandboxes, CallOutcome
+from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import Observation, ToolCall, ToolError, ToolSet, Workspace, describe, passes
 
@@ -90,7 +91,7 @@ def test_one_line_can_not_be_made_into_several(new: str) -> None:
     assert caught.value.kind == "InvalidArguments" and space.files == {"f.py": PROGRAM}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(st.sampled_from("ab \n\t\r\u2028"), max_size=15), line=st.integers(-1, 8), new=st.text(max_size=8))
 def test_an_edit_touches_no_other_line(text: str, line: int, new: str) -> None:
     space = workspace(text)
@@ -179,7 +180,7 @@ OUTCOMES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(outcome=OUTCOMES, expected=st.text(max_size=60))
 def test_a_call_passes_only_with_the_very_text(outcome: CallOutcome, expected: str) -> None:
     assert passes(one_test(expected=expected), outcome) is (outcome.status == "returned" and outcome.text == expected)
@@ -197,6 +198,16 @@ def test_a_call_passes_only_with_the_very_text(outcome: CallOutcome, expected: s
         (one_test(), CallOutcome(status="died"), "f(1) = died want 7"),
         (one_test(), CallOutcome(status="unreadable"), "f(1) = unreadable want 7"),
         (one_test(), CallOutcome(status="not_run"), "f(1) = not_run want 7"),
+        (
+            one_test("('a b', [1, 2], {'c': \"d' e\"})", "['x y', b'z  z']"),
+            CallOutcome(status="returned", text="['x  y', b'z z']"),
+            "f('a b',[1,2],{'c':\"d' e\"}) = ['x  y',b'z z'] want ['x y',b'z  z']",
+        ),
+        (
+            one_test(r"('it\'s a \\', 1)", "'a'"),
+            CallOutcome(status="returned", text=r"'\' \\', 'b"),  # not even a value
+            r"f('it\'s a \\',1) = '\' \\','b want 'a'",
+        ),
         (
             one_test(expected="'" + "b" * 99),
             CallOutcome(status="returned", text="a" * 9999),
@@ -216,6 +227,8 @@ def test_a_result_in_one_line(test: FunctionTest, outcome: CallOutcome, line: st
         repr("\n\n\x1b[2J"),
         repr("pass 4"),
         "[" + "1, " * 4000 + "1]",
+        "'" + r"\'" * 8000,
+        "\\" * 8001,
     ],
 )
 def test_a_hostile_result_stays_short_and_is_plain_text(
@@ -270,6 +283,6 @@ def test_the_schemas_are_openais() -> None:
 
 def test_a_request_calls_one_function_with_every_argument(task: Task) -> None:
     tests = parse_test_files(task.tests)
-    request = tools.test_request(task.files, tests)
+    request = tools.request_tests(task.files, tests)
     assert (request.module, request.function) == ("f", "f")
     assert request.arguments == tuple(test.arguments for test in tests)

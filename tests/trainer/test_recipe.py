@@ -29,6 +29,7 @@ MICRO: dict[str, Any] = {
     "midtrain.tokens": 256,
     "sft.steps": 2,
     "sft.tokens": 256,
+    "services.on": False,
     "rl.steps": 4,
     "rl.prompts": 2,
     "rl.group": 4,

@@ -1,17 +1,39 @@
-"""The size of a delta, on tensors whose difference is known."""
+"""Deltas: their size, on tensors whose difference is known; every bit comes back; nothing damaged is ever used."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
+import numpy as np
 import pytest
 import torch
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from composer_nb.trainer.checkpoint import save_pretrained
-from composer_nb.trainer.weights import delta_sizes
+from composer_nb.trainer.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.codec import CODECS, bits, encode
+from composer_nb.trainer.weights import (
+    DamagedVersion,
+    ForeignBase,
+    Manifest,
+    MisplacedVersion,
+    MissingVersion,
+    State,
+    apply_delta,
+    delta_sizes,
+    encode_delta,
+    pack,
+    state_hash,
+    unpack,
+    verify,
+)
 
 
 def version(path: Path, **tensors: Tensor) -> Path:
@@ -82,3 +104,210 @@ def test_versions_of_different_models_are_refused(tmp_path: Path, other: dict[st
     a, b = version(tmp_path / "a", w=torch.zeros(4)), version(tmp_path / "b", **other)
     with pytest.raises(ValueError, match="are not versions of one model"):
         delta_sizes(a, b)
+
+
+# The codec
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float64, torch.bool]
+SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, 65504.0]
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two versions of a few tensors: any bits, special values, a few changes or many, empty tensors and scalars."""
+    base, target = {}, {}
+    for index in range(draw(st.integers(0, 3))):
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(st.sampled_from([(), (0,), (3, 0), (1,), (7,), (2, 3), (40,), (300, 2)]))
+        noise = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+        count, width = math.prod(shape), dtype.itemsize
+        a = torch.randint(0, 2 if dtype == torch.bool else 256, (count, width), generator=noise).byte()
+        if dtype.is_floating_point and draw(st.booleans()):
+            a = torch.tensor(SPECIAL * (count // 8 + 1))[:count].to(dtype).view(torch.uint8).reshape(count, width)
+        some = torch.rand(count, generator=noise) < draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+        b = torch.where(some[:, None], a.flip(0), a)
+        base[f"t{index}"], target[f"t{index}"] = (x.reshape(-1).view(dtype).reshape(shape) for x in (a, b))
+    return base, target
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    forms = [{name: (t.dtype, t.shape, bits(t).tobytes()) for name, t in tensors.items()} for tensors in (a, b)]
+    return forms[0] == forms[1]
+
+
+@given(pairs())
+@settings(max_examples=300, deadline=None)
+def test_a_delta_gives_back_every_bit(pair: tuple[dict[str, Tensor], dict[str, Tensor]]):
+    base, target = (State.of(number, tensors) for number, tensors in enumerate(pair))
+    manifest, files = pack(target, base, {"config.json": b"{}"})
+    again = Manifest.load(manifest.dump(), "m")
+    assert again == manifest
+    state = unpack(again, files, base, "d")
+    assert same_bits(dict(state.tensors), pair[1]) and state_hash(state.tensors) == target.hash == manifest.hash
+    full, files = pack(state, None, {})
+    assert same_bits(dict(unpack(full, files, None, "f").tensors), pair[1]), "and from there in full"
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_every_codec_gives_back_what_it_takes_and_the_smallest_is_taken(data: st.DataObject):
+    integers = data.draw(st.sampled_from(["u1", "u2", "u4", "u8"]))
+    base = np.frombuffer(data.draw(st.binary(min_size=0, max_size=64).map(lambda b: b * 8)), integers)
+    target = base.copy()
+    if target.size and data.draw(st.booleans()):
+        target[data.draw(st.integers(0, target.size - 1))] ^= 1
+    sizes = []
+    for name, codec in CODECS.items():
+        payload = codec.encode(base, target, "uint8")
+        if payload is not None:
+            sizes.append(len(payload))
+            decoded = codec.decode(base, payload, "uint8")
+            assert decoded.dtype == base.dtype and np.array_equal(decoded, target), name
+    assert len(encode(base, target, "uint8")[1]) == min(sizes) <= target.nbytes
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=200, deadline=None)
+def test_a_decoder_refuses_rubbish_or_returns_a_tensor_of_the_right_size(payload: bytes):
+    base = np.zeros(9, "u2")
+    for codec in CODECS.values():
+        with suppress(ValueError):
+            assert codec.decode(base, payload, "bfloat16").shape == base.shape
+
+
+def test_a_frame_that_claims_to_be_huge_is_not_expanded():
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(10_000_000))
+    with pytest.raises(ValueError, match="another size"):
+        CODECS["xor-planes-zstd1"].decode(np.zeros(9, "u2"), bomb, "bfloat16")
+
+
+def test_the_hash_of_all_sees_names_dtypes_shapes_and_bytes_but_not_order():
+    a = {"x": torch.zeros(4), "y": torch.ones(2)}
+    others = [
+        {"x": torch.zeros(4), "z": torch.ones(2)},
+        {"x": torch.zeros(2, 2), "y": torch.ones(2)},
+        {"x": torch.zeros(4, dtype=torch.int32), "y": torch.ones(2)},
+        {"x": -torch.zeros(4), "y": torch.ones(2)},
+        {"x": torch.zeros(4)},
+        {"x": torch.ones(2), "y": torch.zeros(4)},
+    ]
+    assert len({state_hash(tensors) for tensors in [a, *others]}) == 7
+    assert state_hash(dict(reversed(a.items()))) == state_hash(a)
+    assert state_hash({"x": torch.arange(6).view(2, 3).T}) == state_hash({"x": torch.tensor([[0, 3], [1, 4], [2, 5]])})
+
+
+# Directories
+
+
+@pytest.fixture
+def three(tmp_path: Path, make_model) -> Path:
+    """base, target (plain checkpoints) and delta."""
+    model = make_model(1)
+    save_pretrained(model, tmp_path / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[..., :2] += 0.01
+    save_pretrained(model, tmp_path / "target")
+    encode_delta(tmp_path / "base", tmp_path / "target", tmp_path / "delta")
+    return tmp_path
+
+
+def test_a_delta_between_checkpoints_gives_the_target_byte_for_byte(three: Path):
+    full = apply_delta(three / "base", three / "delta", three / "full")
+    assert verify(three / "full") == full and full.base is None and full.version == 1
+    for name in ("config.json", "model.safetensors"):
+        assert (three / "full" / name).read_bytes() == (three / "target" / name).read_bytes()
+    with torch.no_grad():
+        logits = [load_pretrained(three / name)(torch.arange(20).view(1, 20))[0] for name in ("full", "target", "base")]
+    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
+    delta = verify(three / "delta")
+    assert delta.base is not None and delta.base.version == 0 and delta.hash == full.hash
+    sizes = delta_sizes(three / "base", three / "target")
+    assert sizes["delta_bytes"] < delta.size < sizes["full_bytes"]
+
+
+def test_deltas_of_versions_make_a_chain(three: Path, make_model):
+    apply_delta(three / "base", three / "delta", three / "full")
+    save_pretrained(make_model(2), three / "third")
+    assert encode_delta(three / "full", three / "third", three / "next").version == 2
+    assert apply_delta(three / "full", three / "next", three / "last").version == 2
+    with pytest.raises(ForeignBase, match="a delta against version 1 .* applied to version 1"):
+        save_pretrained(make_model(3), three / "other")
+        apply_delta(three / "other", three / "next", three / "no")
+    with pytest.raises(MisplacedVersion, match="is version 1, not after 2"):
+        encode_delta(three / "last", three / "full", three / "no")
+    assert not (three / "no").exists()
+
+
+def test_a_delta_is_no_checkpoint_and_no_base(three: Path):
+    with pytest.raises(FileNotFoundError, match="missing"):
+        load_pretrained(three / "delta")
+    with pytest.raises(ForeignBase, match="apply it to that one first"):
+        encode_delta(three / "delta", three / "target", three / "no")
+
+
+def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Path, make_model):
+    save_pretrained(make_model(1, hidden_size=40), three / "wide")
+    with pytest.raises(ValueError, match="wide: they are not versions of one model: model.embed"):
+        encode_delta(three / "base", three / "wide", three / "no")
+    with pytest.raises(ValueError, match="target is there already"):
+        apply_delta(three / "base", three / "delta", three / "target")
+    with pytest.raises(MissingVersion, match="manifest.json is missing"):
+        verify(three / "target")
+    assert not list(three.glob("no*")) and not list(three.glob("*.part"))
+
+
+@pytest.mark.parametrize("which", ["delta", "full"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose", "add"])
+def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: str, damage: str):
+    apply_delta(three / "base", three / "delta", three / "full")
+    random = Random(0)
+    for file in sorted((three / which).iterdir()):
+        good = file.read_bytes()
+        for _ in range(12 if damage == "flip" else 1):
+            bad = bytearray(good)
+            bad[random.randrange(len(bad))] ^= 1 << random.randrange(8)
+            written = {"flip": bytes(bad), "cut": good[: random.randrange(len(good))], "add": good}.get(damage)
+            place = file.with_name("stray") if damage == "add" else file
+            file.unlink() if written is None else place.write_bytes(written)
+            with pytest.raises((DamagedVersion, MissingVersion), match=f"{which}.*{place.name}"):
+                verify(three / which)
+            if which == "delta" and damage != "add":
+                with pytest.raises((DamagedVersion, MissingVersion)):
+                    apply_delta(three / "base", three / which, three / "no")
+            place.unlink(missing_ok=True)
+            file.write_bytes(good)
+    assert verify(three / which) and not (three / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.model_copy(update={"hash": "0" * 40}),
+        lambda m: m.model_copy(update={"base": None}),
+        lambda m: m.model_copy(update={"files": {}}),
+        lambda m: m.model_copy(
+            update={"tensors": {n: e.model_copy(update={"encoding": "new"}) for n, e in m.tensors.items()}}
+        ),
+        lambda m: m.model_copy(
+            update={"tensors": {n: e.model_copy(update={"encoding": "raw"}) for n, e in m.tensors.items()}}
+        ),
+        lambda m: m.model_copy(update={"format": "composer-nb-weights-9"}),
+        lambda m: m.model_copy(update={"version": "1"}),
+    ],
+    ids=["hash", "no base", "no files", "codec", "other codec", "format", "type"],
+)
+def test_a_manifest_that_contradicts_what_is_there_is_refused_though_its_seal_holds(three: Path, change):
+    file = three / "delta" / "manifest.json"
+    with warnings.catch_warnings(action="ignore"):
+        file.write_bytes(change(Manifest.load(file.read_bytes(), "m")).dump())
+    with pytest.raises(DamagedVersion):
+        apply_delta(three / "base", three / "delta", three / "no")
+    assert not (three / "no").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "1", '"x"', "[" * 100_000, '{"seal": 1}', "\xff"])
+def test_rubbish_is_no_manifest(text: str):
+    with pytest.raises(DamagedVersion, match="^here is not what was written"):
+        Manifest.load(text.encode("latin-1"), "here")

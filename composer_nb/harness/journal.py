@@ -1,0 +1,160 @@
+"""The journal on disk of what a run holds of a machine, so that what a killed run left can be found and ended (`reap.py`).
+
+Each `Journal` writes a file of its own, `<folder>/<pid>-<random>.jsonl`, which is there only while it holds something:
+
+    {"event": "made", "kind": "process", "name": "4711", "mark": "86234", "run_id": …, "owner": {…}, "time": …}
+    {"event": "gone", "kind": "process", "name": "4711", "mark": "86234"}
+
+Numbers and names are used again by others, so that each resource has a *mark*, which tells it from whatever has its name
+later: a process the clock tick in which it began, a mount its number and device, a cgroup its device and inode (which cgroups
+do not use again), a directory what a file in it says (inodes are used again at once). The owner is a process, known by pid,
+tick, boot and pid namespace: a pid means nothing elsewhere.
+
+Covers Linux. Does not cover the moment between making a thing and noting it: what a run starts also ends with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = "journal"
+"""Where a run directory keeps its journals."""
+LABEL = ".composer_nb-journal"
+"""The file that marks a directory."""
+
+Kind = Literal["process", "mount", "cgroup", "directory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process that holds resources."""
+
+    pid: int
+    started: int
+    """Clock ticks from boot to its start."""
+    host: str
+    boot: str
+    namespace: str
+    """Of the pid: `pid:[4026531836]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """A thing that its owner has to remove. `name` is a pid or an absolute path."""
+
+    kind: Kind
+    name: str
+    mark: str
+
+
+def started(pid: int) -> int | None:
+    """The clock tick after boot in which a process began; None when there is none, or only its zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def mark_of(kind: Kind, name: str) -> str | None:
+    """The mark of what now has this name; None when nothing has."""
+    if kind == "process":
+        tick = started(int(name))
+        return None if tick is None else str(tick)
+    if kind == "mount":
+        return mounts().get(name)
+    try:
+        if kind == "directory":
+            return _label(name)
+        status = os.lstat(name)
+    except OSError:
+        return None
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def _label(directory: str) -> str:
+    """Raises OSError where there is no directory, or none with a label; links are not followed."""
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fd = os.open(LABEL, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+    with open(fd, encoding="ascii", errors="replace") as file:
+        return file.read(200)
+
+
+def mounts() -> dict[str, str]:
+    """Mark of the topmost mount at each path, as this process sees them."""
+    found = {}
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        number, _, device, _, path = line.split()[:5]
+        plain = re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), path)
+        found[os.fsdecode(plain)] = f"{number.decode()}:{device.decode()}"
+    return found
+
+
+@lru_cache(maxsize=1)
+def _here() -> dict[str, str]:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host": socket.gethostname(), "boot": boot, "namespace": os.readlink("/proc/self/ns/pid")}
+
+
+def this_process() -> Owner:
+    tick = started(os.getpid())
+    assert tick is not None
+    return Owner(pid=os.getpid(), started=tick, **_here())
+
+
+class Journal:
+    """Notes what this process holds for `run_id`, in a file of its own in `folder`."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self.run_id = run_id
+        self.file = folder / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.jsonl"
+        self._held: set[Resource] = set()
+
+    def made(self, kind: Kind, name: str | int | Path) -> Resource | None:
+        """Notes a thing that was just made, and labels it if it is a directory; None when it is gone already, as a process
+        may be."""
+        name = str(name)
+        if kind == "directory":
+            Path(name, LABEL).write_text(uuid.uuid4().hex)
+        mark = mark_of(kind, name)
+        if mark is None:
+            return None
+        resource = Resource(kind=kind, name=name, mark=mark)
+        self._held.add(resource)
+        note = {"run_id": self.run_id, "owner": asdict(this_process()), "time": time.time()}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        append(self.file, {"event": "made", **asdict(resource), **note})
+        return resource
+
+    def gone(self, resource: Resource | None) -> None:
+        """Notes that it was removed; removes the file when nothing is held any more."""
+        if resource is None:
+            return
+        self._held.discard(resource)
+        with suppress(OSError):  # as of a full disk; without the note, `reap` looks once for what is not there
+            if self._held:
+                append(self.file, {"event": "gone", **asdict(resource)})
+            else:
+                self.file.unlink(missing_ok=True)
+
+
+def append(file: Path, entry: dict[str, Any]) -> None:
+    """One line, in one write."""
+    fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, (json.dumps(entry) + "\n").encode())
+    finally:
+        os.close(fd)

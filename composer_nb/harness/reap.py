@@ -1,0 +1,224 @@
+"""Ends what a killed run left on this machine: processes, mounts, cgroups, directories, as its journals name them.
+
+A thing is touched only if all of this holds: a journal names it, its owner is a process of this machine and pid namespace that
+is dead (or of an earlier boot of this machine), and what has its name now also has its mark (`journal.py`). Everything else is
+left alone and counted. Whatever was ended, or proved gone, is struck from the journal, so that the next time there is nothing
+to do.
+
+Covers Linux. Does not cover what a run writes into its own directory (`RunDir.clean` does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from composer_nb.harness.journal import FOLDER, Kind, Owner, Resource, append, mark_of, mounts, started, this_process
+
+PATIENCE_S = 5.0
+"""Seconds that a killed process may take to end."""
+ORDER: tuple[Kind, ...] = ("process", "mount", "cgroup", "directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaped:
+    """What `reap` did. Names are pids and paths."""
+
+    processes: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
+    cgroups: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()
+    kept: int = 0
+    """Things whose owner lives, or can not be seen from here (another machine, another container)."""
+    failed: tuple[str, ...] = ()
+    """What could not be ended and why, a line each."""
+
+
+def reap(root: Path) -> Reaped:
+    """Ends what the journals of `root`, a run directory or a folder of them, name and no living process owns.
+
+    Raises FileNotFoundError when there is no such folder.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root}: there is no such folder of runs")
+    tally = _Tally()
+    found = {file.resolve() for folder in ("", "*/") for file in root.glob(f"{folder}{FOLDER}/*.jsonl")}
+    for file in sorted(found):
+        with _locked(file) as there:
+            if there:
+                _reap_file(file, tally)
+    ended = {kind: tuple(names) for kind, names in tally.ended.items()}
+    return Reaped(
+        processes=ended["process"],
+        mounts=ended["mount"],
+        cgroups=ended["cgroup"],
+        directories=ended["directory"],
+        kept=tally.kept,
+        failed=tuple(tally.failed),
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """A Reaped in the making."""
+
+    ended: dict[Kind, list[str]] = field(default_factory=lambda: {kind: [] for kind in ORDER})
+    kept: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[bool]:
+    """Keeps other reapers away; False when the file is gone."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield file.exists()
+    finally:
+        os.close(fd)
+
+
+def _reap_file(file: Path, tally: _Tally) -> None:
+    try:
+        held = _read(file)
+    except (ValueError, KeyError, TypeError) as error:
+        tally.failed.append(f"{file}: not a journal ({type(error).__name__}: {error})")
+        return
+    left = len(held)
+    for resource, owner in sorted(held.items(), key=lambda item: ORDER.index(item[0].kind)):
+        if not is_dead(owner):
+            tally.kept += 1
+            continue
+        try:
+            if _end(resource, owner):
+                tally.ended[resource.kind].append(resource.name)
+        except OSError as error:
+            tally.failed.append(f"{resource.kind} {resource.name}: {error.strerror or error}")
+            continue
+        left -= 1
+        _strike(file, resource)
+    if held and not left:
+        file.unlink(missing_ok=True)
+
+
+def _strike(file: Path, resource: Resource) -> None:
+    """Notes in the journal of a dead owner that a thing is gone, past a line that its death may have cut off."""
+    os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+    append(file, {"event": "gone", **asdict(resource)})
+
+
+def _read(file: Path) -> dict[Resource, Owner]:
+    """What a journal says is held, by its owner. A last line that was cut off counts for nothing."""
+    held: dict[Resource, Owner] = {}
+    for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
+        entry = json.loads(line)
+        resource = Resource(kind=entry["kind"], name=entry["name"], mark=entry["mark"])
+        if resource.kind not in ORDER:
+            raise ValueError(f"unknown kind {resource.kind!r}")
+        if entry["event"] == "made":
+            held[resource] = Owner(**entry["owner"])
+        else:
+            held.pop(resource, None)
+    return held
+
+
+def is_dead(owner: Owner) -> bool:
+    """Whether an owner certainly lives no more; False also where that can not be known from here."""
+    here = this_process()
+    if owner.boot != here.boot:
+        return owner.host == here.host  # this machine has started anew since
+    return owner.namespace == here.namespace and started(owner.pid) != owner.started
+
+
+def _end(resource: Resource, owner: Owner) -> bool:
+    """Ends a resource; False when it is gone already. Raises OSError when that does not work."""
+    if resource.kind != "directory" and owner.boot != this_process().boot:
+        return False  # did not survive
+    if mark_of(resource.kind, resource.name) != resource.mark:
+        return False
+    _ENDS[resource.kind](resource)
+    return True
+
+
+def _end_process(resource: Resource) -> None:
+    """SIGKILL to a process and all that runs below it."""
+    doomed = [(int(resource.name), int(resource.mark))]
+    for pid, _ in doomed:
+        doomed += [(child, tick) for child in _children(pid) if (tick := started(child)) is not None]
+    for pid, tick in doomed:
+        with suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            try:
+                if started(pid) == tick:  # the descriptor keeps meaning this process, whatever gets its number
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+            finally:
+                os.close(fd)
+    _wait(lambda: all(started(pid) != tick for pid, tick in doomed), resource)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and (entry / "stat").read_text().rpartition(") ")[2].split()[1] == str(pid):
+                found.append(int(entry.name))
+    return found
+
+
+def _wait(done: Callable[[], bool], resource: Resource) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still there after {PATIENCE_S:g} s")
+        time.sleep(0.01)
+
+
+def _end_mount(resource: Resource) -> None:
+    detach, libc = 2, ctypes.CDLL(None, use_errno=True)
+    if libc.umount2(os.fsencode(resource.name), detach):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _end_cgroup(resource: Resource) -> None:
+    """Kills what runs in a cgroup and those below it, and removes them."""
+    folders = [Path(folder) for folder, _, _ in os.walk(resource.name, topdown=False)]
+
+    def empty() -> bool:
+        left = [int(pid) for folder in folders for pid in (folder / "cgroup.procs").read_text().split()]
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    _wait(empty, resource)
+    for folder in folders:
+        folder.rmdir()
+
+
+def _end_directory(resource: Resource) -> None:
+    path = Path(resource.name)
+    if inside := [mount for mount in mounts() if Path(mount).is_relative_to(path)]:
+        raise OSError(16, f"{inside[0]} is mounted in it")
+    shutil.rmtree(path)
+
+
+_ENDS: dict[Kind, Callable[[Resource], None]] = {
+    "process": _end_process,
+    "mount": _end_mount,
+    "cgroup": _end_cgroup,
+    "directory": _end_directory,
+}

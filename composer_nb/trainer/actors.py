@@ -1,0 +1,180 @@
+"""Where services run: Ray actors, or threads of this process. Either way a call gives a future.
+
+`Threads` is for tests and for reading the code with a debugger; a run uses `RayActors`. Nothing else imports Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class ActorDied(RuntimeError):
+    """The process of a service is gone. What it was asked may or may not have happened."""
+
+
+class Remote(Protocol):
+    """A service somewhere else."""
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        """Starts a call. The future raises what the method raised, or ActorDied."""
+
+    def wait(self, method: str, *values: Any) -> Any:
+        """A call and its result."""
+
+    def kill(self) -> None:
+        """Ends the service at once."""
+
+
+class Actors(Protocol):
+    """What makes services."""
+
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> Remote:
+        """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
+
+    def close(self) -> None:
+        """Ends everything that was made."""
+
+
+class ThreadRemote:
+    """An object of this process with a thread of its own a call at a time."""
+
+    def __init__(self, kind: Callable[..., Any], values: tuple[Any, ...], threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._made = self._pool.submit(kind, *values)
+        self.dead = False
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        return self._pool.submit(self._invoke, method, values)
+
+    def wait(self, method: str, *values: Any) -> Any:
+        return self._invoke(method, values)
+
+    def _invoke(self, method: str, values: tuple[Any, ...]) -> Any:
+        if self.dead:
+            raise ActorDied("the service was ended")
+        result = getattr(self._made.result(), method)(*values)
+        if self.dead:
+            raise ActorDied("the service was ended")
+        return result
+
+    def kill(self) -> None:
+        self.dead = True
+        self._pool.shutdown(wait=False)
+
+
+class Threads:
+    """Services as objects of this process."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, ThreadRemote] = {}
+
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> ThreadRemote:
+        self.made[name] = ThreadRemote(kind, values, threads)
+        return self.made[name]
+
+    def close(self) -> None:
+        for remote in self.made.values():
+            remote.kill()
+
+
+class RayRemote:
+    """A Ray actor."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        outer: Future[Any] = Future()
+        inner: Future[Any] = getattr(self._handle, method).remote(*values).future()
+        inner.add_done_callback(lambda done: _settle(outer, done, self._name))
+        return outer
+
+    def wait(self, method: str, *values: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(getattr(self._handle, method).remote(*values))
+        except ray.exceptions.RayError as error:
+            raise _meaning(error, self._name) from None
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._handle)
+
+
+def _settle(outer: Future[Any], done: Future[Any], name: str) -> None:
+    if (error := done.exception()) is None:
+        outer.set_result(done.result())
+    else:
+        outer.set_exception(_meaning(error, name))
+
+
+def _meaning(error: BaseException, name: str) -> BaseException:
+    """What a method raised, as it raised it; ActorDied where the process is gone."""
+    from ray.exceptions import RayError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, Exception) else error
+    return ActorDied(f"{name} died ({str(error).splitlines()[0]})") if isinstance(error, RayError) else error
+
+
+class RayActors:
+    """Actors of a Ray cluster: the one at `address`, or one of this machine's own that ends with this process."""
+
+    def __init__(self, address: str, namespace: str) -> None:
+        """Raises ConnectionError when nothing answers at `address`."""
+        # What Ray's processes, and so the actors, inherit.
+        os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        self._folder = None if address else Path(tempfile.mkdtemp(prefix="cnb-"))
+        where: dict[str, Any] = {"address": address}
+        if self._folder:
+            where = {
+                "include_dashboard": False,
+                "num_cpus": os.cpu_count(),
+                "object_store_memory": 256 << 20,
+                "_temp_dir": str(self._folder),  # the path of a socket lies in it: it must be short
+                "_node_ip_address": "127.0.0.1",
+            }
+        try:
+            ray.init(
+                **where,
+                namespace=namespace,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except BaseException:
+            self._remove()
+            raise
+        self._made: list[RayRemote] = []
+
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
+        import ray
+
+        actor = ray.remote(kind).options(num_cpus=0.1, max_concurrency=threads, max_restarts=0)
+        remote = RayRemote(actor.remote(*values), name)
+        self._made.append(remote)
+        return remote
+
+    def close(self) -> None:
+        import ray
+
+        for remote in self._made:
+            remote.kill()
+        ray.shutdown()
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""Codecs: lossless ways to write the bits of a tensor, given those of the same tensor a version before."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+from torch import Tensor
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+"""A tensor's bits, flat: one unsigned integer an element."""
+
+
+class Codec(Protocol):
+    """One way to write the bits of a tensor, given the base's. Lossless; stateless, so that threads may share it."""
+
+    def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
+        """The payload, or None where this codec does not apply. `dtype` is torch's name of it ("bfloat16")."""
+        ...
+
+    def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
+        """The target's bits, like `base` in form. Raises ValueError for a payload that can not be one of this base."""
+        ...
+
+
+class Same:
+    """Nothing for a tensor that did not change: an expert that no token was routed to."""
+
+    def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
+        return b"" if np.array_equal(base, target) else None
+
+    def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
+        if payload:
+            raise ValueError("an unchanged tensor has a payload")
+        return base
+
+
+class XorPlanes:
+    """XOR with the base, bytes of equal significance together (the high ones of a small change are all zero), zstd-1."""
+
+    def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
+        difference = np.bitwise_xor(base, target)
+        planes = difference.view(np.uint8).reshape(-1, difference.itemsize).T
+        return zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(planes).data)
+
+    def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
+        try:  # a frame says how much it expands to: nothing is allocated for one that claims more
+            if zstandard.get_frame_parameters(payload).content_size != base.nbytes:
+                raise ValueError("the payload is of another size than the tensor")
+            raw = zstandard.ZstdDecompressor().decompress(payload)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"the payload is no zstd frame ({error})") from None
+        planes = np.frombuffer(raw, np.uint8).reshape(base.itemsize, -1)
+        return np.bitwise_xor(base, np.ascontiguousarray(planes.T).view(base.dtype).reshape(-1))
+
+
+class Raw:
+    """The target as it is."""
+
+    def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
+        return target.tobytes()
+
+    def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
+        if len(payload) != base.nbytes:
+            raise ValueError("the payload is of another size than the tensor")
+        return np.frombuffer(bytearray(payload), base.dtype)
+
+
+CODECS: dict[str, Codec] = {"same": Same(), "xor-planes-zstd1": XorPlanes(), "raw": Raw()}
+"""By the names that manifests record. A tensor gets the first of the smallest payloads."""
+
+
+def encode(base: Bits, target: Bits, dtype: str) -> tuple[str, bytes]:
+    """(name of the codec, payload) of the smallest encoding."""
+    best: tuple[str, bytes] | None = None
+    for name, codec in CODECS.items():
+        payload = codec.encode(base, target, dtype)
+        if payload is not None and (best is None or len(payload) < len(best[1])):
+            best = (name, payload)
+        if payload == b"":
+            break
+    assert best is not None, "raw always applies"
+    return best
+
+
+def bits(tensor: Tensor) -> Bits:
+    """A CPU tensor's bits; shares its memory where that is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    integers: Bits = flat.view(torch.uint8).numpy().view(f"u{flat.element_size()}")
+    return integers

@@ -1,0 +1,365 @@
+"""The services of asynchronous RL that hold a model: inference, training, evaluation. Plain classes; Ray makes actors of them.
+
+They share nothing but the version store: the trainer publishes every optimiser step there, in the background; an engine
+fetches a version while it decodes, and swaps it in between two steps. What an engine then runs is hashed and reported back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_nb.config import Settings
+from composer_nb.harness.agent import Agent
+from composer_nb.harness.bench import run_eval
+from composer_nb.harness.execute import CachedExecutor
+from composer_nb.harness.journal import FOLDER
+from composer_nb.harness.policy import Completion, Trace
+from composer_nb.harness.render import CompactRenderer
+from composer_nb.harness.sandbox import BwrapSandboxes
+from composer_nb.harness.task import load_tasks
+from composer_nb.trainer.checkpoint import (
+    config_json,
+    empty_model,
+    from_hugging_face,
+    load_pretrained,
+    published,
+    save_pretrained,
+)
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.environments import Answers, Exchange
+from composer_nb.trainer.model import Model
+from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.packing import Stream
+from composer_nb.trainer.ranks import Ranks, set_up_process
+from composer_nb.trainer.rl import Learner
+from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.tokenizer import load_tokenizer
+from composer_nb.trainer.version_store import BackgroundPublisher, Publisher, Receiver
+from composer_nb.trainer.weights import state_hash
+
+APPEARS_S = 120.0
+"""A version that was announced is in the store within so long, or the publisher is in trouble."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What an engine runs, by its own account."""
+
+    version: int
+    hash: str
+    read_bytes: int
+    seconds: float
+    """From the order to the swap."""
+    paused: float
+    """Of these, seconds in which nothing was decoded."""
+
+
+class EngineService:
+    """An engine, decoding on a thread of its own for any number of environment workers.
+
+    In lockstep it steps only while a worker waits for it, and so sees the same rollouts side by side on every run.
+    """
+
+    def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
+        set_up_process(settings.seed)
+        self._receiver = Receiver(store_url(run, settings), name=name)
+        config = load_pretrained(run / "weights" / "start").config
+        self._config = config
+        fetched = self._receiver.fetch(version)
+        self._engine = Engine(
+            self._model(fetched.tensors),
+            stop=CompactRenderer(load_tokenizer(run / "data")).stop,
+            slots=settings.engine.slots,
+            max_length=settings.limits.tokens,
+            seed=seed,
+            version=version,
+        )
+        self._receiver.install(fetched)
+        self._lockstep = settings.services.lockstep
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._inbox: SimpleQueue[tuple[str, Exchange]] = SimpleQueue()
+        self._answers: dict[str, SimpleQueue[tuple[Completion, Trace]]] = {}
+        self._client: dict[int, str] = {}
+        self._waiting: dict[str, set[int]] = {}
+        """Rollouts whose turn a client waits for; only its own calls touch it."""
+        self._recorded: dict[int, int] = {}
+        self._failure: BaseException | None = None
+        self._swap: tuple[Model, int, threading.Event] | None = None
+        self.decoding_s = 0.0
+        if not self._lockstep:
+            threading.Thread(target=self._decode, daemon=True, name="decode").start()
+
+    def _model(self, tensors: Mapping[str, Tensor]) -> Model:
+        model = empty_model(self._config)
+        from_hugging_face(model, tensors)
+        return model
+
+    # Environment workers
+
+    def exchange(self, client: str, message: Exchange) -> Answers:
+        """Takes requests, and waits until at least one turn of this client has ended, if any is under way.
+
+        Raises what ended the decoding thread.
+        """
+        if self._lockstep:
+            with self._lock:
+                return self._in_step(client, message)
+        mine = self._answers.setdefault(client, SimpleQueue())
+        waiting = self._waiting.setdefault(client, set())
+        waiting -= set(message.released)
+        waiting |= {request.rollout for request in message.requests}
+        self._inbox.put((client, message))
+        self._wake.set()
+        found: list[tuple[Completion, Trace]] = []
+        while waiting and not (found and mine.empty()):
+            try:
+                answer = mine.get(timeout=0.2)
+            except Empty:
+                if self._failure is not None:
+                    raise RuntimeError("the engine has failed") from self._failure
+                continue
+            if answer[0].rollout in waiting:  # otherwise it was released while it was answered
+                waiting.discard(answer[0].rollout)
+                found.append(answer)
+        return found
+
+    def _in_step(self, client: str, message: Exchange) -> Answers:
+        self._take(client, message)
+        self._swap_in()
+        found: list[tuple[Completion, Trace]] = []
+        while not found and self._engine.busy:
+            found = [(done, self._trace(done)) for done in self._step()]
+        return found
+
+    def _take(self, client: str, message: Exchange) -> None:
+        for rollout in message.released:
+            if self._client.pop(rollout, None) is not None:
+                self._recorded.pop(rollout, None)
+                self._engine.release(rollout)
+        for request in message.requests:
+            self._client[request.rollout] = client
+            self._engine.submit(request)
+
+    def _step(self) -> list[Completion]:
+        start = time.perf_counter()
+        done = self._engine.step()
+        self.decoding_s += time.perf_counter() - start
+        return done
+
+    def _trace(self, done: Completion) -> Trace:
+        trace = self._engine.recorded(done.rollout, self._recorded.get(done.rollout, 0))
+        self._recorded[done.rollout] = self._recorded.get(done.rollout, 0) + len(trace.route_valid)
+        return trace
+
+    def _decode(self) -> None:
+        """The decoding thread, the only one that touches the engine."""
+        torch.set_num_threads(1)
+        try:
+            while True:
+                if not self._engine.busy and self._inbox.empty() and self._swap is None:
+                    self._wake.wait(0.5)
+                self._wake.clear()
+                while not self._inbox.empty():
+                    self._take(*self._inbox.get())
+                self._swap_in()
+                for done in self._step():
+                    self._answers[self._client[done.rollout]].put((done, self._trace(done)))
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    # Weights
+
+    def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
+        """Fetches a version, swaps it in between two steps, and says what runs now. `full` are the version's tensors, for
+        when the store's copy can not be used.
+
+        Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears.
+        """
+        start = time.perf_counter()
+        read = 0
+        if full is None:
+            fetched = self._fetch(version)
+            tensors, read = fetched.tensors, fetched.read_bytes
+        else:
+            fetched, tensors = None, full
+        model, applied = self._model(tensors), threading.Event()
+        pause = time.perf_counter()
+        if self._lockstep:
+            with self._lock:
+                self._engine.swap(model, version)
+        else:
+            self._swap = (model, version, applied)
+            self._wake.set()
+            while not applied.wait(0.2):
+                if self._failure is not None:
+                    raise RuntimeError("the engine has failed") from self._failure
+        now = time.perf_counter()
+        if fetched is not None:
+            self._receiver.install(fetched)
+        runs = state_hash(published(self._engine.model))
+        return Running(version=version, hash=runs, read_bytes=read, seconds=now - start, paused=now - pause)
+
+    def _fetch(self, version: int) -> Any:
+        until = time.monotonic() + APPEARS_S
+        while (newest := self._receiver.newest()) is None or newest < version:
+            if time.monotonic() > until:
+                raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
+            time.sleep(0.01)
+        return self._receiver.fetch(version)
+
+    def _swap_in(self) -> None:
+        if self._swap is not None:
+            model, version, applied = self._swap
+            self._swap = None
+            self._engine.swap(model, version)
+            applied.set()
+
+    def status(self) -> dict[str, Any]:
+        """What it did so far."""
+        return {
+            "version": self._engine.version,
+            "decoding_s": self.decoding_s,
+            "forwarded": self._engine.forwarded,
+            "sampled": self._engine.sampled,
+        }
+
+
+class TrainerService:
+    """The learner: turns batches of streams into versions. Blind to tasks, rewards and groups."""
+
+    def __init__(self, run: Path, settings: Settings, from_start: bool = False) -> None:
+        """Stands where the newest checkpoint of `run` does, or at its start; publishes what it stands at."""
+        set_up_process(settings.seed)
+        self._run, self._settings = RunDir(run), settings
+        model = load_pretrained(run / "weights" / "start")
+        reference = load_pretrained(run / "weights" / "start") if settings.loss.beta else None
+        self._learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), settings.loss, reference)
+        self._learner.replay = settings.rl.replay
+        self.step = 0
+        if not from_start and (found := self._run.checkpoint("rl")):
+            self.step, state, _ = found
+            self._learner.optimizer.load(state)
+        self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
+        publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
+        self._publisher, self._background = publisher, BackgroundPublisher(publisher)
+        self.version = self.step * settings.rl.minibatches
+        self._before: dict[str, Tensor] = {}
+        self._newest = published(model)
+        publisher.publish(self.version, self._newest, self._files)
+
+    def at(self) -> int:
+        """Batches that it has learnt from."""
+        return self.step
+
+    def learn(self, step: int, streams: Sequence[Stream], running: Sequence[Running]) -> dict[str, Any]:
+        """Learns from a batch in optimiser steps that are published one by one, and returns metrics with the version reached
+        and its hash. `running` are the engines' reports since the last call.
+
+        Raises ValueError for a batch out of order, and what went wrong with publishing an earlier version.
+        """
+        if step != self.step:
+            raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
+        for report in running:
+            self._publisher.acknowledge(report.version, report.hash)
+        start = time.perf_counter()
+        self._before = self._newest
+        s, rl = self._settings, self._settings.rl
+        metrics = self._learner.learn(
+            streams,
+            Ranks(),
+            Random(f"minibatches {s.rl_seed} {step}"),
+            minibatches=rl.minibatches,
+            denominator=rl.denominator(s.loss),
+            lr=rl.rate(step),
+            clip=rl.clip,
+            budget=rl.microbatch_tokens,
+            after=self._publish,
+        )
+        self.step += 1
+        self._catch_up()
+        return {
+            **metrics,
+            "version": self.version,
+            "hash": state_hash(self._newest),
+            "train_s": time.perf_counter() - start,
+        }
+
+    def _publish(self) -> None:
+        self.version += 1
+        self._newest = published(self._learner.model)
+        self._background.publish(self.version, self._newest, self._files)
+
+    def _catch_up(self) -> None:
+        """A batch always makes the same number of versions, also one that had nothing to learn from."""
+        while self.version < self.step * self._settings.rl.minibatches:
+            self._publish()
+
+    def tensors(self) -> tuple[int, dict[str, Tensor]]:
+        """The newest version itself, for an engine that can not use the store's."""
+        return self.version, self._newest
+
+    def state(self) -> tuple[int, dict[str, Tensor]]:
+        """Steps done and everything that a resumed trainer needs."""
+        return self.step, self._learner.optimizer.state()
+
+    def finish(self, names: tuple[str, str]) -> None:
+        """Ends publishing, and saves the weights before and after the last batch under these names."""
+        self._background.close()
+        self._publisher.close()
+        tokenizer = self._run.path / "data" / "tokenizer.json"
+        for name, tensors in zip(names, (self._before or self._newest, self._newest), strict=True):
+            model = empty_model(self._learner.model.config)
+            from_hugging_face(model, tensors)
+            save_pretrained(model, self._run.path / "weights" / name, tokenizer=tokenizer)
+
+
+class EvaluationService:
+    """Scores a published version on the run's tuning tasks, with an engine and sandboxes of its own."""
+
+    def __init__(self, run: Path, settings: Settings) -> None:
+        set_up_process(settings.seed)
+        self._run, self._settings = run, settings
+
+    def look(self, version: int) -> dict[str, float]:
+        """pass@1 and greedy on the tuning tasks."""
+        s = self._settings
+        receiver = Receiver(store_url(self._run, s), name="evaluation")
+        config = load_pretrained(self._run / "weights" / "start").config
+        model = empty_model(config)
+        from_hugging_face(model, receiver.fetch(version).tensors)
+        tokenizer = load_tokenizer(self._run / "data")
+        agent = Agent(CompactRenderer(tokenizer), limits=s.limits)
+        tasks = load_tasks(self._run / "data" / "tune.jsonl")
+        scores = {}
+        with BwrapSandboxes(run_id=self._run.name, journal=self._run / FOLDER) as sandboxes:
+            executor = CachedExecutor(sandboxes)
+            for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
+                engine = Engine(
+                    model,
+                    stop=agent.renderer.stop,
+                    slots=s.engine.slots,
+                    max_length=s.limits.tokens,
+                    temperature=temperature,
+                    seed=s.seed + 17,
+                    version=version,
+                )
+                done = list(run_eval(engine, agent, tasks, executor, 1))
+                scores[name] = float(np.mean([one.grade.passed for one in done]))
+        return scores
+
+
+def store_url(run: Path, settings: Settings) -> str:
+    """Where a run's weight versions are: `services.store`, by default in the run directory."""
+    return settings.services.store or str(run / "weights" / "versions")

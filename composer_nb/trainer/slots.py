@@ -1,0 +1,206 @@
+"""What the orchestrator remembers (workers, dispatches, rollouts, groups, books), and how it picks a batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from composer_nb.trainer.schedule import Schedule
+
+
+def bucket(tokens: int | None) -> str:
+    """The power of two below which a length lies; `unknown` for what was never measured."""
+    return "unknown" if tokens is None else f"<{1 << tokens.bit_length()}"
+
+
+@dataclass(slots=True)
+class Worker:
+    capacity: int
+    busy: int = 0
+    suspect: bool = False
+    """A dispatch of it hung, and nothing was heard from it since."""
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.busy
+
+
+@dataclass(slots=True)
+class Lease:
+    """A dispatch under way."""
+
+    worker: str
+    places: list[int]
+    version: int
+    """Served when it was dispatched: no token of it is older, unless an engine lags behind what it said."""
+    heard: float
+
+
+@dataclass(slots=True)
+class Done:
+    """A finished rollout that is held."""
+
+    attempt: int
+    oldest: int
+    finished: int
+    """The version when it finished."""
+    tokens: int
+    sampled: int
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One prompt's rollouts under way. Compared by identity."""
+
+    slot: int
+    size: int
+    attempts: int = 0
+    deaths: int = 0
+    ready: int = 0
+    """When it got ready, as a count of accepted rollouts."""
+    done: dict[int, Done] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    faults: Counter[int] = field(default_factory=Counter)
+    avoid: set[str] = field(default_factory=set)
+    """Workers that it hung on."""
+    gone: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
+    """(attempt, place) of what was given up and has not reported since: why, and which worker had it."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.done) == self.size
+
+    def missing(self) -> list[int]:
+        under_way = {place for lease in self.leases.values() for place in lease.places}
+        return [place for place in range(self.size) if place not in self.done and place not in under_way]
+
+    def oldest(self, served: int) -> int:
+        """The oldest version that a token of it has or may have; what is not dispatched yet will be sampled from `served`."""
+        known = [d.oldest for d in self.done.values()] + [lease.version for lease in self.leases.values()]
+        return min(known, default=served)
+
+    def forget(self, stored: Container[tuple[int, int, int]]) -> list[Done]:
+        """Lets go of finished rollouts (slot, attempt, place) that are not stored, and returns them."""
+        lost = [place for place, done in self.done.items() if (self.slot, done.attempt, place) not in stored]
+        return [self.done.pop(place) for place in lost]
+
+    def pack(self) -> dict[str, Any]:
+        """The group as JSON. Dispatches under way are written as given up: whoever reads this dispatches them again."""
+        gone = [(*key, *why) for key, why in self.gone.items()]
+        for attempt, lease in self.leases.items():
+            gone += [(attempt, place, "restored", lease.worker) for place in lease.places]
+        done = [(place, *astuple(done)) for place, done in self.done.items()]
+        return {
+            "slot": self.slot,
+            "size": self.size,
+            "attempts": self.attempts,
+            "ready": self.ready,
+            "avoid": sorted(self.avoid),
+            "done": done,
+            "gone": gone,
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> Group:
+        """A group as `pack` wrote it. Faults and deaths are counted anew: who restarts a run may have mended something."""
+        group = cls(packed["slot"], packed["size"], packed["attempts"], ready=packed["ready"])
+        group.avoid = set(packed["avoid"])
+        group.done = {place: Done(*values) for place, *values in packed["done"]}
+        group.gone = {(attempt, place): (why, worker) for attempt, place, why, worker in packed["gone"]}
+        return group
+
+
+@dataclass(slots=True)
+class Books:
+    """Counters since the start of the surviving lineage."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    ledger: Counter[str] = field(default_factory=Counter)
+    """Sampled tokens by what became of them."""
+    lengths: dict[str, Counter[str]] = field(default_factory=dict)
+    """Rollouts by what became of them and by length; `finished` are all that were accepted."""
+    staleness: dict[str, Counter[int]] = field(default_factory=dict)
+    """Trained rollouts by the versions that passed while they were sampled, while they waited, and in all."""
+
+    def count(self, what: str, tokens: int | None) -> None:
+        self.lengths.setdefault(what, Counter())[bucket(tokens)] += 1
+
+    def receive(self, sampled: int, what: str | None = None) -> None:
+        """Books tokens that are reported; without `what` they are held until the rollout is trained or dropped."""
+        self.counts["received_tokens"] += sampled
+        if what:
+            self.ledger[what] += sampled
+
+    def settle(self, done: Done, what: str) -> None:
+        """Books what became of a finished rollout."""
+        self.ledger[what] += done.sampled
+        self.count(what, done.tokens)
+
+    def trained(self, done: Done, step: int) -> None:
+        self.settle(done, "trained")
+        passed = {
+            "in_flight": done.finished - done.oldest,
+            "in_queue": step - done.finished,
+            "total": step - done.oldest,
+        }
+        for name, versions in passed.items():
+            self.staleness.setdefault(name, Counter())[versions] += 1
+
+    def pack(self) -> dict[str, Any]:
+        return {
+            "counts": dict(self.counts),
+            "ledger": dict(self.ledger),
+            "lengths": {what: dict(counts) for what, counts in self.lengths.items()},
+            "staleness": {name: sorted(counts.items()) for name, counts in self.staleness.items()},
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> Books:
+        lengths = {what: Counter(counts) for what, counts in packed["lengths"].items()}
+        staleness = {name: Counter(dict(pairs)) for name, pairs in packed["staleness"].items()}
+        return cls(Counter(packed["counts"]), Counter(packed["ledger"]), lengths, staleness)
+
+
+def choose(workers: Mapping[str, Worker], avoid: Container[str]) -> str | None:
+    """The worker with most room, of those that are neither suspect nor to be avoided, if there are any; None: it is full."""
+    sound = [name for name, worker in workers.items() if not worker.suspect]
+    names = [name for name in sound if name not in avoid] or sound or list(workers)
+    best = max(names, key=lambda name: workers[name].free, default=None)
+    return best if best is not None and workers[best].free else None
+
+
+def pick(live: Sequence[Group], schedule: Schedule, version: int, served: int) -> list[Group]:
+    """The next batch of the groups that are not in training (oldest first), in the order of slots; empty: it has to wait."""
+    size = schedule.prompts
+    ready = [group for group in live if group.complete]
+    if len(ready) < size:
+        return []
+    if schedule.order == "discard":
+        return sorted(sorted(ready, key=lambda group: (group.ready, group.slot))[:size], key=lambda group: group.slot)
+    if schedule.order == "fifo":
+        return list(live[:size]) if all(group.complete for group in live[:size]) else []
+    picked = due(live, schedule, version, served)
+    if picked is None:
+        return []
+    window = [group for group in live[: schedule.width] if group.complete and group not in picked]
+    picked += window[: size - len(picked)]
+    return sorted(picked, key=lambda group: group.slot) if len(picked) == size else []
+
+
+def due(live: Sequence[Group], schedule: Schedule, version: int, served: int) -> list[Group] | None:
+    """The fewest groups that the next batch must have, so that all that stay behind can be trained within the bound.
+
+    With D(j) groups whose last possible step is at most version + j, and P of them trained a step, at least D(j) − j·P must
+    go now, for each j. None: one of them is not ready.
+    """
+    size, picked = schedule.prompts, list[Group]()
+    for j in range(schedule.bound + 1):
+        within = [group for group in live if group.oldest(served) + schedule.bound - version <= j]
+        short = min(size, len(within) - j * size) - sum(group in within for group in picked)
+        candidates = [group for group in within if group.complete and group not in picked][: max(0, short)]
+        if len(candidates) < short:
+            return None
+        picked += candidates
+    return picked

@@ -1,0 +1,297 @@
+"""Asynchronous RL on threads of one process: what it promises of batches, versions, faults and resuming."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from composer_nb.config import Settings, override
+from composer_nb.trainer.actors import ActorDied, ThreadRemote, Threads
+from composer_nb.trainer.checkpoint import empty_model, from_hugging_face
+from composer_nb.trainer.coordinator import Coordinator, RunStopped
+from composer_nb.trainer.journal import request_change
+from composer_nb.trainer.launch import fork, start_or_resume
+from composer_nb.trainer.replay import replay
+from composer_nb.trainer.rundir import RunDir
+
+MICRO: dict[str, Any] = {
+    "ranks": 1,
+    "data.demonstrations": 32,
+    "data.mistaken_demonstrations": 16,
+    "data.rl_tasks": 40,
+    "data.heldout_tasks": 8,
+    "data.tune_tasks": 4,
+    "midtrain.steps": 10,
+    "midtrain.tokens": 256,
+    "sft.steps": 2,
+    "sft.tokens": 256,
+    "services.on": False,
+    "rl.steps": 4,
+    "rl.prompts": 2,
+    "rl.group": 4,
+    "rl.checkpoint_every": 2,
+    "rl.evaluate_every": 0,
+    "eval.samples": 1,
+    "limits.tokens": 144,
+    "limits.turn_tokens": 24,
+    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+}
+IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of the plain loop."""
+    folder = tmp_path_factory.mktemp("loop")
+    return start_or_resume(None, override(Settings(), MICRO), runs=folder, say=lambda line: None)
+
+
+@pytest.fixture
+def begun(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings]]:
+    """`begun(name, settings)`: a fork of the run, about to begin RL."""
+
+    def make(name: str, changes: dict[str, Any]) -> tuple[RunDir, Settings]:
+        settings = override(Settings(), MICRO | changes)
+        return fork(loop, settings, runs=tmp_path, name=name), settings
+
+    return make
+
+
+def go(run: RunDir, settings: Settings, actors: Threads | None = None) -> dict[str, Any]:
+    actors = actors or Threads()
+    try:
+        return Coordinator(run, settings, actors, lambda line: None).go()
+    finally:
+        actors.close()
+
+
+def points(run: RunDir) -> list[dict[str, Any]]:
+    """Metrics of RL's steps that do not tell of time or of services."""
+    apart = {"time", "staleness", "staleness_max", "mixed_versions", "in_flight", "infra_errors"}
+    return [{name: value for name, value in step.items() if name not in apart} for step in run.steps("rl")]
+
+
+def trained(run: RunDir) -> list[tuple[int, list[str]]]:
+    """(step, task ids) of every stored batch."""
+    files = sorted((run.path / "rollouts").glob("rl_*.parquet"))
+    return [(int(f.name[3:8]), pq.read_table(f, columns=["task_id"])["task_id"].to_pylist()) for f in files]
+
+
+def weights(run: RunDir, name: str = "final") -> bytes:
+    return (run.path / "weights" / name / "model.safetensors").read_bytes()
+
+
+def versions(run: RunDir) -> dict[int, str]:
+    return dict(run.query("SELECT version, hash FROM version"))
+
+
+def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
+    run, settings = begun("services", IN_STEP)
+    info = go(run, settings)
+    assert points(run) == points(loop)
+    assert weights(run) == weights(loop) and weights(run, "before_final") == weights(loop, "before_final")
+    columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage"]
+    for step in range(4):
+        name = f"rollouts/rl_{step:05d}_0.parquet"
+        ours, theirs = (pq.read_table(r.path / name, columns=columns).to_pylist() for r in (run, loop))
+        assert ours == theirs
+    assert info["staleness"]["total"] == [(0, 4 * 2 * 4)] and info["versions"] == 8
+    assert run.ledger() == {**loop.ledger(), "unused_at_the_end": 0}
+
+
+@pytest.fixture
+def ahead(begun) -> tuple[RunDir, Settings, dict[str, Any]]:
+    """A finished asynchronous run."""
+    run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
+    return run, settings, go(run, settings)
+
+
+def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for(ahead):
+    run, settings, info = ahead
+    batches = trained(run)
+    ids = [task for _, tasks in batches for task in tasks]
+    assert [step for step, _ in batches] == list(range(8))
+    assert len(set(ids)) == 8 * 2 and all(ids.count(task) == 4 for task in set(ids)), "no prompt skipped, none twice"
+    steps = run.steps("rl")
+    assert [step["step"] for step in steps] == list(range(1, 9))
+    assert max(step["staleness_max"] for step in steps) <= settings.services.bound
+    assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
+    assert sum(run.ledger().values()) == info["sampled"] > 0
+    assert run.query("SELECT COUNT(*) FROM rollout WHERE slot < 16") == [(0,)], "trained rollouts are in their files"
+
+
+def test_engines_run_what_was_published_at_every_version(ahead):
+    run, _, _ = ahead
+    made = versions(run)
+    assert sorted(made) == [2 * (step + 1) for step in range(8)]
+    served = run.query("SELECT version, hash FROM served")
+    assert served and all(made[version] == hash for version, hash in served)
+
+
+def test_the_log_of_batches_replays_to_the_same_versions(ahead):
+    """The trainer alone, on the stored batches in logged order, makes the same weights at every step."""
+    run, settings, _ = ahead
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
+    found = list(replay(run, settings, 8))
+    assert [r.step for r in found] == list(range(1, 9)) and all(r.same for r in found)
+    assert {r.version: r.now for r in found} == versions(run)
+    assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
+    with pytest.raises(ValueError, match="--step 9 is not there yet"):
+        list(replay(run, settings, 9))
+
+
+def test_a_run_of_the_plain_loop_can_not_be_replayed(loop: RunDir):
+    with pytest.raises(ValueError, match="plain loop"):
+        list(replay(loop, override(Settings(), MICRO), 2))
+
+
+class Flaky(Threads):
+    """Services of which some die at a call of theirs: `dies[method]` are the numbers of the calls that find them dead."""
+
+    def __init__(self, **dies: set[int]) -> None:
+        super().__init__()
+        self.dies, self.calls = dies, dict.fromkeys(dies, 0)
+
+    def make(self, kind: Any, *values: Any, name: str, threads: int = 1) -> ThreadRemote:
+        remote = super().make(kind, *values, name=name, threads=threads)
+        invoke = remote._invoke
+
+        def sometimes(method: str, given: tuple[Any, ...]) -> Any:
+            if method in self.dies:
+                self.calls[method] += 1
+                if self.calls[method] in self.dies[method]:
+                    remote.dead = True
+                    raise ActorDied(f"{name} was killed")
+            return invoke(method, given)
+
+        remote._invoke = sometimes  # type: ignore[method-assign]
+        return remote
+
+
+@pytest.mark.parametrize(
+    "dies", [{"work": {4, 9}}, {"exchange": {6, 40}}, {"learn": {2, 5}}, {"state": {1}}, {"update": {2, 3}}]
+)
+def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[int]]):
+    run, settings = begun("flaky", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6})
+    actors = Flaky(**dies)
+    info = go(run, settings, actors)
+    [(method, numbers)] = dies.items()
+    assert actors.calls[method] >= min(numbers), "it did die"
+    ids = [task for _, tasks in trained(run) for task in tasks]
+    assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
+    assert sum(run.ledger().values()) == info["sampled"]
+    assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: RunDir, begun):
+    """In step the result does not depend on how often, or where, it was interrupted."""
+    run, settings = begun("resumed", IN_STEP)
+
+    class Gone(Exception):
+        pass
+
+    for after in (3, 7, 12):
+        actors = Threads()
+        coordinator = Coordinator(run, settings, actors, lambda line: None)
+        count = 0
+        carry_out = coordinator._carry_out
+
+        def stop(command: Any, carry_out: Any = carry_out, after: int = after) -> None:
+            nonlocal count
+            count += 1
+            if count > after:
+                raise Gone
+            carry_out(command)
+
+        coordinator._carry_out = stop  # type: ignore[method-assign]
+        with pytest.raises(Gone):
+            coordinator.go()
+        coordinator.journal.close()
+        actors.close()
+    go(run, settings)
+    assert points(run) == points(loop) and weights(run) == weights(loop)
+
+
+def test_settings_change_while_a_run_is_live_and_are_noted(begun):
+    run, settings = begun("live", {"services.ahead": 1, "services.bound": 2, "rl.steps": 5})
+    request_change(run, "services.bound", 4)
+    request_change(run, "model.hidden_size", 8)
+    request_change(run, "reward.weights", {"solved": 3.0})
+    said: list[str] = []
+    actors = Threads()
+    try:
+        coordinator = Coordinator(run, settings, actors, said.append)
+        coordinator.go()
+    finally:
+        actors.close()
+    assert coordinator.settings.services.bound == 4 and coordinator.settings.reward.weights == {"solved": 3.0}
+    assert coordinator.settings.model == settings.model
+    assert any("model.hidden_size can not be changed" in line for line in said)
+    assert run.query("SELECT name, step FROM change ORDER BY number") == [
+        ("services.bound", 0),
+        ("model.hidden_size", 0),
+        ("reward.weights", 0),
+    ]
+
+
+def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
+    run, settings = begun("short", {"rl.max_seconds": 0.01, "rl.steps": 6})
+    info = go(run, settings)
+    assert info["stopped_early"] and len(run.steps("rl")) == 1
+    assert (run.path / "weights" / "final" / "config.json").is_file()
+
+
+def test_an_engine_that_runs_other_weights_than_were_published_stops_the_run(begun, monkeypatch: pytest.MonkeyPatch):
+    run, settings = begun("wrong", {"rl.steps": 4})
+    monkeypatch.setattr("composer_nb.trainer.services.EngineService._model", _spoiled)
+    with pytest.raises(RunStopped, match="the trainer made"):
+        go(run, settings)
+
+
+def _spoiled(self: Any, tensors: Any) -> Any:
+    model = empty_model(self._config)
+    from_hugging_face(model, tensors)
+    model.final_norm.data[0] += 1
+    return model
+
+
+def test_damaged_versions_are_never_served(begun):
+    """Every second delta is spoilt on its way: the engine asks the trainer, and runs the right weights all the same."""
+    run, settings = begun("damaged", {"services.ahead": 1, "services.bound": 3, "rl.steps": 6})
+    actors = Threads()
+    coordinator = Coordinator(run, settings, actors, lambda line: None)
+    learnt = coordinator._learnt
+
+    def spoil(step: int, found: dict[str, Any]) -> Any:
+        if step % 2:
+            folder = run.path / "weights" / "versions" / f"v{found['version']:06d}"
+            for _ in range(500):
+                if (folder / "manifest.json").is_file():
+                    break
+                time.sleep(0.01)
+            for file in folder.glob("*.safetensors"):
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
+        return learnt(step, found)
+
+    coordinator._learnt = spoil  # type: ignore[method-assign]
+    try:
+        coordinator.go()
+    finally:
+        actors.close()
+    made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
+    assert all(made[version] == hash for version, hash, _ in served if version in made)
+    assert any(size == 0 for *_, size in served), "some came from the trainer itself"
+
+
+def test_settings_that_do_not_fit_are_refused_before_anything_starts(begun):
+    run, settings = begun("unfit", {})
+    for changes, what in (({"services.bound": 0}, "services.bound"), ({"services.window": 2.0}, "services.window")):
+        with pytest.raises(ValueError, match=what):
+            go(run, override(settings, changes))
