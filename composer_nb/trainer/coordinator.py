@@ -67,7 +67,8 @@ from composer_nb.trainer.schedule import (
     Trained,
     TrainerLost,
 )
-from composer_nb.trainer.services import EngineService, EvaluationService, Running, TrainerService
+from composer_nb.trainer.services import EngineService, EvaluationService, Running, TrainerService, store_url
+from composer_nb.trainer.store import log
 from composer_nb.trainer.weights import WeightFault
 
 WORK_S = 0.25
@@ -503,7 +504,21 @@ class Coordinator:
             "lengths": books["lengths"],
             "counts": books["counts"],
             "train_s": self.train_s,
+            "store": self._store_sizes(),
         }
+
+    def _store_sizes(self) -> dict[str, float]:
+        """Versions in the store, full ones and deltas, with their mean bytes."""
+        rows = [row for row in log(store_url(self.run.path, self.settings)) if "bytes" in row]
+        found: dict[str, float] = {}
+        for name, sizes in (
+            ("full", [row["bytes"] for row in rows if row["base"] is None]),
+            ("delta", [row["bytes"] for row in rows if row["base"] is not None]),
+        ):
+            found[name] = len(sizes)
+            if sizes:
+                found[f"{name}_bytes"] = float(np.mean(sizes))
+        return found
 
 
 def main(arguments: list[str]) -> None:

@@ -114,29 +114,33 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
     `samples` rollouts, `tokens` read and written, `sampled` tokens written. `tokens_accounted` is the sum of the ledger over
     `sampled`: 1 when every sampled token was trained on or has a reason why not.
-    `trainer_idle` is the share of RL's wall-clock time in which an average rank was in no optimiser step: it sampled (this
-    loop samples and trains by turns), waited for the other rank's batch, looked at the tuning tasks or saved. Waiting for
-    the other rank's gradients counts as training.
-    `staleness` is counted in batches: every batch is sampled from the newest weights, so the bound is 0. A batch is learnt
-    in `optimizer_steps_per_batch` steps, and the last of them is that many − 1 steps away from the weights that sampled.
+    `trainer_idle` is the share of RL's wall-clock time in which an average trainer rank was in no optimiser step: it waited
+    for a batch or for the processes to start; in the plain loop it also sampled, looked at the tuning tasks or saved.
+    Waiting for another rank's gradients counts as training.
+    `staleness` is counted in batches: of the oldest token of each rollout when it was trained. In the plain loop every batch is
+    sampled from the newest weights, so the bound is 0. A batch is learnt in `optimizer_steps_per_batch` steps, and the last of
+    them is that many − 1 steps further away from the weights that sampled. `mixed_versions` is the share of rollouts that were
+    sampled from more than one version. `in_flight` and `in_queue` split the staleness of trained rollouts by where it arose.
     """
     steps = run.steps("rl")
     settings = _read(run, "settings.json")
-    sampled = sum(step["sampled"] for step in steps)
+    done = stages.get("rl", {})
+    sampled = done.get("sampled") or sum(step["sampled"] for step in steps)
     staleness = [step["staleness"] for step in steps]
     seconds = wall_seconds(run, stages)["rl"]
     busy = sum(step["time"]["train_s"] for step in steps)
     tail = steps[-min(10, len(steps)) :]
-    done = stages.get("rl", {})
+    services = settings["services"]
     return {
         "steps": len(steps),
         "samples": int(sum(step["samples"] for step in steps)),
         "tokens": int(sum(step["tokens"] for step in steps)),
         "sampled": int(sampled),
         "tokens_accounted": sum(run.ledger().values()) / sampled if sampled else math.nan,
-        "staleness_bound": 0,
-        "staleness_max": max(staleness),
+        "staleness_bound": services["bound"] if services["on"] else 0,
+        "staleness_max": max(step.get("staleness_max", step["staleness"]) for step in steps),
         "staleness_mean": float(np.mean(staleness)),
+        **_asynchronous(steps, done),
         "optimizer_steps_per_batch": settings["rl"]["minibatches"],
         "trainer_idle": 1.0 - busy / seconds if seconds else math.nan,
         "solved_first": float(np.mean([step["solved"] for step in steps[: len(tail)]])),
@@ -146,6 +150,19 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         **({"stopped_early": done["stopped_early"]} if "stopped_early" in done else {}),
         **({"shuffled_rewards": True} if settings["rl"]["shuffle_rewards"] else {}),
     }
+
+
+def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -> dict[str, Any]:
+    """What only services can tell."""
+    found: dict[str, Any] = {}
+    if "mixed_versions" in steps[-1]:
+        found["mixed_versions"] = float(np.mean([step["mixed_versions"] for step in steps]))
+    for name in ("in_flight", "in_queue"):
+        if counts := done.get("staleness", {}).get(name):
+            found[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
+    if "lengths" in done:
+        found["lengths"] = {what: done["lengths"].get(what, {}) for what in ("finished", "trained", "stale")}
+    return found
 
 
 def rewards(run: RunDir) -> dict[str, Any]:
@@ -252,7 +269,9 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if train := report.get("train"):
         yield "RL", f"{train['steps']} steps, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
         yield "every token accounted for", f"{train['tokens_accounted']:.3f}"
-        yield "trainer idle", f"{train['trainer_idle']:.0%} of RL's time (sampling, waiting, looking, saving)"
+        yield "trainer idle", f"{train['trainer_idle']:.0%} of RL's time"
+        bound, most, mean = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
+        yield "staleness in batches", f"{mean:.2f} on average, {most} at most, bound {bound}"
     if reward := report.get("rewards"):
         yield "lost to the infrastructure", f"{reward['infra_errors']} attempts; {reward['flagged']} flagged"
     if replay := report.get("replay"):
@@ -345,7 +364,8 @@ def _fact_table(report: Mapping[str, Any]) -> Table:
 
 
 def _published(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {"versions": stages["rl"]["versions"]} if "rl" in stages else {}
+    rl = stages.get("rl", {})
+    return {name: rl[name] for name in ("versions", "store") if name in rl}
 
 
 def _stage_names(run: RunDir) -> list[str]:

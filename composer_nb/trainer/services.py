@@ -273,6 +273,8 @@ class TrainerService:
             raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
         for report in running:
             self._publisher.acknowledge(report.version, report.hash)
+        if step % self._settings.services.full_every == 0:
+            self._publisher.prune(2 * self._settings.services.full_every)
         start = time.perf_counter()
         self._before = self._newest
         s, rl = self._settings, self._settings.rl

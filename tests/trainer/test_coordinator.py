@@ -195,7 +195,7 @@ def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: R
     class Gone(Exception):
         pass
 
-    for after in (3, 7, 12):
+    for after in (3, 4, 3):
         actors = Threads()
         coordinator = Coordinator(run, settings, actors, lambda line: None)
         count = 0
