@@ -85,7 +85,7 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 120
+    steps: int = 125
     prompts: int = 16
     """Tasks a step."""
     group: int = 8

@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     "midtrain.tokens": 512,
     "sft.steps": 6,
     "sft.tokens": 1024,
+    "services.on": False,
     "rl.steps": 3,
     "rl.prompts": 4,
     "rl.group": 4,

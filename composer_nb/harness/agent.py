@@ -31,11 +31,11 @@ Steps = Generator[Request | CallRequest, "Completion | tuple[CallOutcome, ...]",
 class Limits:
     """Where a rollout ends at the latest. Raises ValueError for a limit that is not above 0."""
 
-    turns: int = 9
+    turns: int = 12
     """Calls a rollout; the last one ends it whatever it was."""
     turn_tokens: int = 64
     """Tokens a turn; a longer one is cut and counts as an invalid call."""
-    tokens: int = 288
+    tokens: int = 384
     """Tokens a rollout, read and written."""
     seconds: float = 300.0
     """Wall-clock time a rollout."""

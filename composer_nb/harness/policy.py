@@ -9,6 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+ATTEMPT_STRIDE = 1 << 40
+"""Rollouts whose numbers are a multiple of this apart are attempts at the same one: they draw the same random numbers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
 from composer_nb.trainer.attention import cached_attention
 from composer_nb.trainer.model import Model
 
@@ -134,7 +134,7 @@ class Engine:
         self.model, self.version = model, version
 
     def _new_slot(self, rollout: int) -> _Slot:
-        key = [abs(self.seed), int(self.seed < 0), rollout]
+        key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
         slot = _Slot(self._free.pop(), [], np.random.default_rng(key).random(self.max_length + 1).tolist())
         for record in (self._routes, self._gates, self._margins):
             record[slot.index] = 0  # what is not forwarded is the same on every replay: nothing

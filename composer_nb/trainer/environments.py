@@ -19,16 +19,13 @@ from composer_nb.harness.agent import Agent, Driver, Limits
 from composer_nb.harness.attempt import Attempt, attempt
 from composer_nb.harness.execute import CachedExecutor, Executor
 from composer_nb.harness.journal import FOLDER
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.task import Task, load_tasks
 from composer_nb.trainer.actors import Remote
 from composer_nb.trainer.tokenizer import load_tokenizer
-
-RETRY_STRIDE = 1 << 40
-"""Rollouts of a group's first dispatch are numbered slot · G + place, as in the plain loop; later ones are this far apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,7 @@ class EnvironmentWorker:
         at once."""
         until = clock() + seconds
         for a in start:
-            base = (a.attempt - 1) * RETRY_STRIDE + a.slot * self._group
+            base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
             self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
         outcomes = self._give_up(set(cancel))
         while (self._doing or self._waiting) and (clock() < until or not self._doing):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 from composer_nb.config import Settings
@@ -49,14 +50,15 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
         raise ValueError(
             f"{run.path}: its RL was the plain loop (services.on=false), which logs no versions to compare"
         )
-    if len(batches) < until or batch_file(run.path, until - 1).is_file() is False:
+    if len(batches) < until or not batch_file(run.path, until - 1).is_file():
         raise ValueError(f"{run.path} has come to step {len(batches)}; --step {until} is not there yet")
     tasks = prompt_order(run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")
     by_id = {task.id: task for task in tasks}
-    with tempfile.TemporaryDirectory(prefix="composer_nb-replay-") as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
         # From the start: the checkpoint that is kept is of the last steps, and the store is the run's own.
         elsewhere = replace(settings, services=replace(settings.services, store=store))
-        trainer = TrainerService(run.path, elsewhere, from_start=True)
+        trainer = stack.enter_context(closing(TrainerService(run.path, elsewhere, from_start=True)))
         for train in batches:
             groups = load_batch(batch_file(run.path, train.step), by_id)
             streams = [to_stream(s) for group in groups for s in group if trains(s, settings.loss)]

@@ -316,10 +316,14 @@ class TrainerService:
         """Steps done and everything that a resumed trainer needs."""
         return self.step, self._learner.optimizer.state()
 
-    def finish(self, names: tuple[str, str]) -> None:
-        """Ends publishing, and saves the weights before and after the last batch under these names."""
+    def close(self) -> None:
+        """Ends publishing when all is published, and gives the store back."""
         self._background.close()
         self._publisher.close()
+
+    def finish(self, names: tuple[str, str]) -> None:
+        """Ends publishing, and saves the weights before and after the last batch under these names."""
+        self.close()
         tokenizer = self._run.path / "data" / "tokenizer.json"
         for name, tensors in zip(names, (self._before or self._newest, self._newest), strict=True):
             model = empty_model(self._learner.model.config)

@@ -110,10 +110,36 @@ def time_split(run: RunDir, report: Mapping[str, Any]) -> Picture:
 
 
 def _step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+    """In the plain loop a rank samples, waits and trains by turns; beside services the trainer trains or waits for a batch."""
     at = [p["step"] for p in steps]
     parts = {"sample and grade": "sample_s", "wait for the other rank": "wait_s", "train": "train_s"}
-    times = np.array([[p["time"][name] for p in steps] for name in parts.values()])
-    ax.stackplot(at, times, labels=list(parts), colors=[style.SKY, style.PALE, style.BLUE], step="mid")
+    colors = [style.SKY, style.PALE, style.BLUE]
+    if "sample_s" not in steps[0]["time"]:
+        parts, colors = {"the trainer waits": "idle_s", "train": "train_s"}, colors[1:]
+        steps = [{"time": p["time"] | {"idle_s": p["time"]["wall_s"] - p["time"]["train_s"]}} for p in steps]
+    times = np.array([[max(0.0, p["time"][name]) for p in steps] for name in parts.values()])
+    ax.stackplot(at, times, labels=list(parts), colors=colors, step="mid")
     from_zero(whole_steps(ax)).set_xlim(at[0], max(at[-1], at[0] + 1))
     title(ax, "seconds of one RL step", "RL step", "seconds")
     ax.legend(frameon=False, fontsize=8.5, labelcolor=style.INK, reverse=True, loc="best")
+
+
+def staleness(run: RunDir, report: Mapping[str, Any]) -> Picture:
+    """How old the trained rollouts were, step by step, against the bound; and where the versions passed."""
+    steps, train = run.steps("rl"), report["train"]
+    picture = Picture(9.5, 3.0)
+    ages, parts = picture.panels(1, 2)
+    at = [p["step"] for p in steps]
+    ages.plot(at, [p["staleness"] for p in steps], color=style.BLUE, linewidth=2, label="mean")
+    ages.plot(at, [p["staleness_max"] for p in steps], color=style.SKY, linewidth=1, label="oldest")
+    ages.axhline(train["staleness_bound"], color=style.INK, linestyle=":", label="bound")
+    from_zero(whole_steps(ages))
+    title(ages, "staleness of what was trained", "RL step", "batches")
+    ages.legend(frameon=False, fontsize=8.5, labelcolor=style.INK)
+    names = {"while sampled": "in_flight", "while waiting": "in_queue"}
+    parts.barh(
+        list(names), [train.get(name, 0.0) for name in names.values()], color=[style.BLUE, style.SKY], height=0.5
+    )
+    parts.grid(axis="y", visible=False)
+    title(parts, "where it arose", "batches, mean over rollouts")
+    return picture

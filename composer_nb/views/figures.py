@@ -19,6 +19,11 @@ def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
         found["losses"] = (curves.supervised(run), "Cross-entropy of the supervised stages.")
     if "train" in report:
         found["rl"] = (curves.reinforcement(run), f"RL. Bold: mean of the last {curves.WINDOW} steps.")
+        if "mixed_versions" in report["train"]:
+            found["staleness"] = (
+                curves.staleness(run, report),
+                "By how many batches the oldest token of a rollout was behind when it was trained.",
+            )
         found["experts"] = (rollout.experts(run), "Which experts the tokens of the last RL step took.")
     if "replay" in report:
         found["mismatch"] = (scores.mismatch(report), "How far engine and trainer are apart on the same tokens.")

@@ -17,7 +17,9 @@ from composer_nb.trainer.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.journal import request_change
 from composer_nb.trainer.launch import fork, start_or_resume
 from composer_nb.trainer.replay import replay
+from composer_nb.trainer.report import build_report
 from composer_nb.trainer.rundir import RunDir
+from composer_nb.views.figures import pictures
 
 MICRO: dict[str, Any] = {
     "ranks": 1,
@@ -56,7 +58,7 @@ def begun(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings]
     """`begun(name, settings)`: a fork of the run, about to begin RL."""
 
     def make(name: str, changes: dict[str, Any]) -> tuple[RunDir, Settings]:
-        settings = override(Settings(), MICRO | changes)
+        settings = override(Settings(), MICRO | {"services.on": True} | changes)
         return fork(loop, settings, runs=tmp_path, name=name), settings
 
     return make
@@ -123,6 +125,19 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
     assert sum(run.ledger().values()) == info["sampled"] > 0
     assert run.query("SELECT COUNT(*) FROM rollout WHERE slot < 16") == [(0,)], "trained rollouts are in their files"
+
+
+def test_the_report_tells_of_staleness_and_shows_it(ahead):
+    run, settings, info = ahead
+    run.finish("rl", 10.0, info)
+    report = build_report(run)["train"]
+    assert (
+        report["staleness_bound"] == settings.services.bound >= report["staleness_max"] >= report["staleness_mean"] > 0
+    )
+    assert report["in_flight"] + report["in_queue"] == pytest.approx(report["staleness_mean"], abs=1e-6)
+    assert report["tokens_accounted"] == 1.0 and 0 < report["trainer_idle"] < 1
+    assert sum(report["lengths"]["trained"].values()) == 8 * 2 * 4
+    assert pictures(run)["staleness"][1].startswith(b"\x89PNG")
 
 
 def test_engines_run_what_was_published_at_every_version(ahead):

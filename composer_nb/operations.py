@@ -1,0 +1,192 @@
+"""Subcommands for whoever operates runs: weights, replay, set, plan, reap. `cli.py` hooks them up.
+
+Each function takes the parsed command line, prints, and returns the exit status. What a user can mend is raised, for
+`cli.main` to say in one line. Imports stand inside, so that other subcommands do not pay for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+
+def add_commands(add: Add) -> None:
+    """Adds the subcommands with `add(name, function, help)`."""
+    weights = add("weights", weights_command, "weight versions: differences, applying, checking, a store's log")
+    actions = weights.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for action, paths, text in (
+        ("diff", ("BASE", "TARGET"), "what changed between two checkpoints, and what the delta costs"),
+        ("apply", ("BASE", "DELTA", "OUT"), "make the version of a base and a delta"),
+        ("verify", ("VERSION",), "check every byte of a version directory"),
+        ("log", ("STORE",), "the versions of a store, or of a run"),
+    ):
+        one = actions.add_parser(action, help=text, description=text)
+        one.add_argument("paths", nargs=len(paths), metavar=paths if len(paths) > 1 else paths[0])
+        one.add_argument("--json", action="store_true", help="for programs")
+        if action == "diff":
+            one.add_argument("--out", type=Path, metavar="DIR", help="write the delta as a version directory")
+
+    again = add("replay", replay_command, "do a run's RL steps again from what it kept, and compare every version")
+    again.add_argument("path", type=Path, metavar="RUN")
+    again.add_argument("--step", type=int, metavar="N", help="up to this step (all)")
+    again.add_argument("--json", action="store_true", help="for programs")
+
+    change = add("set", set_command, "change a setting of a live run; the run notes from which step on")
+    change.add_argument("path", type=Path, metavar="RUN")
+    change.add_argument("pairs", nargs="+", metavar="NAME=VALUE", help="as services.bound=4")
+
+    plan = add("plan", plan_command, "what a schedule would cost: the orchestrator on replayed durations")
+    plan.add_argument("--durations", type=Path, metavar="CSV", help="prompt,draw,seconds,tokens (data/durations.csv)")
+    plan.add_argument("--workers", type=int, default=4)
+    plan.add_argument("--capacity", type=int, default=16, help="rollouts at a time, a worker (16)")
+    plan.add_argument("--train-s", type=float, default=60.0, metavar="S", help="seconds of a training step (60)")
+    plan.add_argument("--publish-s", type=float, default=0.0, metavar="S", help="until engines serve new weights (0)")
+    plan.add_argument("--steps", type=int, default=200)
+    plan.add_argument("--json", action="store_true", help="for programs")
+
+    reaper = add("reap", reap_command, "end what killed runs left on this machine")
+    reaper.add_argument("path", nargs="?", type=Path, default=Path("runs"), metavar="RUNS")
+    reaper.add_argument("--json", action="store_true", help="for programs")
+
+
+def weights_command(given: argparse.Namespace) -> int:
+    """diff, apply, verify, log."""
+    from composer_nb.trainer import store, weights
+
+    paths = [Path(path) for path in given.paths]
+    if given.action == "diff":
+        found: Any = weights.delta_sizes(paths[0], paths[1])
+        if given.out:
+            found["out"] = weights.encode_delta(paths[0], paths[1], given.out).hash
+        lines = [
+            f"full {found['full_bytes']:,} bytes, delta {found['delta_bytes']:,} "
+            f"({found['delta_bytes'] / found['full_bytes']:.1%}); {found['changed_fraction']:.2%} of the weights changed"
+        ]
+    elif given.action == "log":
+        inside = paths[0] / "weights" / "versions"
+        found = store.log(inside if inside.is_dir() else given.paths[0])
+        if not found:
+            raise FileNotFoundError(f"{given.paths[0]}: no weight versions here")
+        lines = [_version_line(row) for row in found]
+    else:
+        manifest = weights.apply_delta(paths[0], paths[1], paths[2]) if given.action == "apply" else weights.verify(paths[0])
+        found = {"version": manifest.version, "hash": manifest.hash, "bytes": manifest.size}
+        lines = [f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}"]
+    print(json.dumps(found, indent=2) if given.json else "\n".join(lines))
+    return 0
+
+
+def _version_line(row: dict[str, Any]) -> str:
+    if "fault" in row:
+        return f"v{row['version']:06d}  {row['fault']}: {row['detail']}"
+    kind = "full" if row["base"] is None else f"on v{row['base']:06d}"
+    return f"v{row['version']:06d}  {kind:>12}  {row['bytes']:>12,} bytes  {row['hash'][:16]}"
+
+
+def replay_command(given: argparse.Namespace) -> int:
+    """0 when every version came out as it was, 1 otherwise."""
+    from composer_nb.config import from_dict
+    from composer_nb.trainer.replay import replay
+    from composer_nb.trainer.report import open_run
+
+    run = open_run(given.path.resolve())
+    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    last = given.step if given.step is not None else len(run.steps("rl"))
+    if last < 1:
+        raise ValueError(f"--step {last}: the first step is 1")
+    rows = []
+    for one in replay(run, settings, last):
+        rows.append({"step": one.step, "version": one.version, "was": one.was, "now": one.now, "same": one.same})
+        if not given.json:
+            print(f"step {one.step:>5}  version {one.version:>6}  {one.now[:16]}  {'same' if one.same else 'DIFFERS'}")
+    if given.json:
+        print(json.dumps(rows, indent=2))
+    return 0 if all(row["same"] for row in rows) else 1
+
+
+def set_command(given: argparse.Namespace) -> int:
+    """Checks names and types here, so that a mistake is told to whoever made it."""
+    from composer_nb.config import from_dict, override
+    from composer_nb.trainer.journal import request_change
+    from composer_nb.trainer.report import open_run
+
+    run = open_run(given.path.resolve())
+    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    changes = {}
+    for pair in given.pairs:
+        name, sign, text = pair.partition("=")
+        if not sign:
+            raise ValueError(f"{pair!r} is not NAME=VALUE")
+        changes[name] = json.loads(text) if text[:1] in "{[" else text
+    override(settings, changes)
+    if run.finished("rl") is not None:
+        raise ValueError(f"{run.path.name}: its RL is over; nothing is left to change")
+    for name, value in changes.items():
+        request_change(run, name, value)
+        print(f"asked: {name} = {value!r}")
+    return 0
+
+
+def plan_command(given: argparse.Namespace) -> int:
+    """A table of schedules."""
+    from composer_nb.trainer.schedule import Schedule
+    from composer_nb.trainer.simulate import Durations, Load, simulate
+
+    file = given.durations or Path(__file__).parents[1] / "data" / "durations.csv"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no durations here; give --durations")
+    load = Load(
+        durations=Durations.read(file),
+        workers=given.workers,
+        capacity=given.capacity,
+        train_s=given.train_s,
+        publish_s=given.publish_s,
+    )
+    rows = []
+    for order, ahead, bound in (
+        ("fifo", 0, 0),
+        *(("fifo", 2, 2), ("fifo", 4, 4)),
+        *(("window", 2, 2), ("window", 2, 4), ("window", 4, 4), ("window", 4, 8)),
+        *(("discard", 2, 2), ("discard", 4, 4), ("discard", 4, 8)),
+    ):
+        schedule = Schedule(order=order, ahead=ahead, bound=bound, steps=given.steps)  # type: ignore[arg-type]
+        rows.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
+    if given.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    print(
+        "| schedule | samples/s | against synchronous | of the optimum | staleness mean / max | tokens lost | lengths, KS |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        name = f"{row['order']}, O = {row['ahead']}, bound {row['bound']}" if row["ahead"] else "synchronous"
+        print(
+            f"| {name} | {row['samples_s']:.3f} | {row['samples_s'] / rows[0]['samples_s']:.2f}× | {row['of_optimum']:.1%} "
+            f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
+            f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
+        )
+    return 0
+
+
+def reap_command(given: argparse.Namespace) -> int:
+    """0 when nothing is left, 1 when something could not be ended."""
+    from dataclasses import asdict
+
+    from composer_nb.harness.reap import reap
+
+    found = asdict(reap(given.path))
+    if given.json:
+        print(json.dumps(found, indent=2))
+    else:
+        ended = [
+            f"{len(found[kind])} {kind}" for kind in ("processes", "mounts", "cgroups", "directories") if found[kind]
+        ]
+        print(f"ended: {', '.join(ended) or 'nothing'}; left alone, as their owners live: {found['kept']}")
+        for line in found["failed"]:
+            print(f"failed: {line}")
+    return 1 if found["failed"] else 0
