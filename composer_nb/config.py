@@ -85,19 +85,19 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 125
-    prompts: int = 16
+    steps: int = 200
+    prompts: int = 8
     """Tasks a step."""
     group: int = 8
     """Rollouts a task."""
-    minibatches: int = 2
+    minibatches: int = 1
     """Optimiser steps a batch."""
     lr: float = 4e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
-    warmup: int = 3
+    warmup: int = 6
     clip: float = 1.0
-    checkpoint_every: int = 10
-    evaluate_every: int = 40
+    checkpoint_every: int = 20
+    evaluate_every: int = 100
     """Steps between looks at the tuning tasks; 0 for none."""
     microbatch_tokens: int = 4096
     tokens_per_rollout: int = 64
@@ -125,13 +125,13 @@ class ServicesSettings:
     on: bool = True
     address: str = ""
     """Of a Ray cluster to attach to; empty: one is started for the run, and ends with it."""
-    engines: int = 2
+    engines: int = 1
     """Inference engines, each with an environment worker of its own."""
     ahead: int = 1
     """O: batches that may be under way beyond the one that is due; 0 = on policy."""
-    bound: int = 3
+    bound: int = 2
     """Batches by which the oldest token of a rollout may be behind when it is trained."""
-    window: float = 0.5
+    window: float = 1.0
     """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
     order: Literal["window", "fifo", "discard"] = "window"
     retries: int = 3
@@ -156,7 +156,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    slots: int = 96
+    slots: int = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

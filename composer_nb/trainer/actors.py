@@ -134,6 +134,7 @@ class RayActors:
         # What Ray's processes, and so the actors, inherit.
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: everything else would go first
         import ray
 
         self._folder = None if address else Path(tempfile.mkdtemp(prefix="cnb-"))

@@ -36,6 +36,8 @@ MICRO: dict[str, Any] = {
     "rl.steps": 4,
     "rl.prompts": 2,
     "rl.group": 4,
+    "rl.minibatches": 2,
+    "services.engines": 2,
     "rl.checkpoint_every": 2,
     "rl.evaluate_every": 0,
     "eval.samples": 1,
