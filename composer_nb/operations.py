@@ -74,7 +74,9 @@ def weights_command(given: argparse.Namespace) -> int:
             raise FileNotFoundError(f"{given.paths[0]}: no weight versions here")
         lines = [_version_line(row) for row in found]
     else:
-        manifest = weights.apply_delta(paths[0], paths[1], paths[2]) if given.action == "apply" else weights.verify(paths[0])
+        manifest = (
+            weights.apply_delta(paths[0], paths[1], paths[2]) if given.action == "apply" else weights.verify(paths[0])
+        )
         found = {"version": manifest.version, "hash": manifest.hash, "bytes": manifest.size}
         lines = [f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}"]
     print(json.dumps(found, indent=2) if given.json else "\n".join(lines))

@@ -31,9 +31,10 @@ def route(x_ND: Tensor, router_ED: Tensor, k: int, replay_NK: Tensor | None = No
     """Qwen3-MoE's router: softmax in float32, top k, gates renormalised over the chosen.
 
     With `replay_NK` (int64) the experts are those given, the gates still come from the live scores, so that the router
-    learns (R3, arXiv 2510.11370). Raises ValueError when the replayed experts do not fit the tokens.
+    learns (R3, arXiv 2510.11370). Scores are computed in the dtype of `router_ED`, whatever that of `x_ND` is. Raises
+    ValueError when the replayed experts do not fit the tokens.
     """
-    logits_NE = F.linear(x_ND, router_ED).float()
+    logits_NE = F.linear(x_ND.to(router_ED.dtype), router_ED).float()
     probs_NE = logits_NE.softmax(-1)
     top = probs_NE.topk(k + 1 if k < probs_NE.shape[1] else k, dim=-1)
     margin_N = (top.values[:, k - 1] - top.values[:, k]) if k < probs_NE.shape[1] else top.values[:, k - 1]

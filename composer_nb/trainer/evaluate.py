@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
+from typing import Any
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import run_eval, summarise
@@ -15,6 +14,7 @@ from composer_nb.harness.task import Task, load_tasks
 from composer_nb.trainer.mismatch import measure_mismatch
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.stages import Stages
+from composer_nb.trainer.variants import PAIRS, TOUR, variant
 from composer_nb.trainer.weights import delta_sizes
 
 
@@ -54,14 +54,24 @@ def _light(done: Attempt) -> Attempt:
 
 
 def compare_numerics(s: Stages) -> None:
-    """Measures, on the final weights, what a bf16 engine does to log-probabilities and what replaying its routes mends; and
-    how large a lossless delta between two published versions is."""
+    """Measures, on the final weights, what engines in other numerics than the trainer's do to log-probabilities and what
+    replaying their routes mends (the pairs of `variants`, dealt over the ranks; the tour's own first in the report), and how
+    large a lossless delta between two published versions is."""
     with s.stage("numerics") as info:
-        if info is None or not s.ranks.first:
+        if info is None:
             return
-        tasks = load_tasks(s.run.path / "data" / "tune.jsonl")[:48]
-        model = s.load("final")
-        engine = s.engine(s.load("final").to(torch.bfloat16), seed=s.settings.seed + 29)
-        attempts = list(run_eval(engine, s.agent(), tasks, s.executor, 2))
-        info["replay"] = measure_mismatch(model, attempts)
-        info["weights"] = delta_sizes(s.run.path / "weights" / "before_final", s.run.path / "weights" / "final")
+        mine = {name: compare_pair(s, name) for name in list(PAIRS)[s.ranks.rank :: s.ranks.world]}
+        found = {name: result for part in s.ranks.gather(mine) for name, result in part.items()}
+        if s.ranks.first:
+            tour = found.pop(TOUR)
+            info["replay"] = {**tour, "pair": TOUR, "others": found}
+            info["weights"] = delta_sizes(s.run.path / "weights" / "before_final", s.run.path / "weights" / "final")
+
+
+def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, samples: int = 2) -> dict[str, Any]:
+    """The mismatch of one pair on published weights, over `samples` rollouts of each of the first `tasks` tuning tasks."""
+    pair, model = PAIRS[name], s.load(weights)
+    engine = s.engine(variant(model, pair.engine), seed=s.settings.seed + 29)
+    chosen = load_tasks(s.run.path / "data" / "tune.jsonl")[:tasks]
+    attempts = list(run_eval(engine, s.agent(), chosen, s.executor, samples))
+    return measure_mismatch(variant(model, pair.trainer), attempts)

@@ -11,7 +11,7 @@ L layers, K experts a token, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.model import Model
 
 
@@ -33,6 +34,19 @@ class Stream:
     advantage: NDArray[np.float32]
     routes: NDArray[np.uint8]
     """[T, L, K] as sampled."""
+    route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """[T]: tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
+
+    def route_fault(self) -> str:
+        """What keeps these routes from being replayed, as far as the stream alone can tell; empty when nothing does."""
+        tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid)}
+        if rows != {tokens}:
+            return f"{tokens} tokens, but routes of {' and '.join(map(str, sorted(rows)))}"
+        if not self.route_valid[:-1].all():
+            return f"token {int(self.route_valid.argmin())} of {tokens} was forwarded and has no routes"
+        if self.route_valid[-1:].any():
+            return "routes of the last token, which is never forwarded"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +66,10 @@ class FlatBatch:
 
     inputs_N: Tensor
     position_N: Tensor
-    routes_NLK: Tensor
+    routes_NLK: Tensor | None
+    """int64, where they are to be replayed."""
+    rows: int
+    """Forwarded tokens of all streams: each row of their routes belongs to one of the N."""
     buckets: list[_Bucket]
     order_N: Tensor
     """Where the buckets' results, one after another, hold each token."""
@@ -81,7 +98,10 @@ class FlatBatch:
 
 def flatten(streams: Sequence[Stream], *, replay: bool = False) -> FlatBatch:
     """The tree of `streams`; the last token of each is only predicted, never forwarded. With `replay`, only beginnings of
-    equal routes are shared."""
+    equal routes are shared, and routes that are not the streams' own raise ValueError."""
+    for number, stream in enumerate(streams) if replay else ():
+        if fault := stream.route_fault():
+            raise ValueError(f"stream {number} of {len(streams)} can not be replayed: {fault}")
     tree = _Tree([_signature(stream, replay) for stream in streams])
     acted = [stream.acted[1:] for stream in streams]
     owner_N, at_N = tree.owner_N, tree.position_N
@@ -101,7 +121,8 @@ def flatten(streams: Sequence[Stream], *, replay: bool = False) -> FlatBatch:
     return FlatBatch(
         inputs_N=of_tokens([stream.token_ids for stream in streams]).long(),
         position_N=torch.from_numpy(at_N),
-        routes_NLK=of_tokens([stream.routes for stream in streams]).long(),
+        routes_NLK=of_tokens([stream.routes for stream in streams]).long() if replay else None,
+        rows=sum(map(len, tree.nodes)),
         buckets=buckets,
         order_N=torch.from_numpy(order_N),
         place_U=torch.from_numpy(place_U),
@@ -113,9 +134,15 @@ def flatten(streams: Sequence[Stream], *, replay: bool = False) -> FlatBatch:
     )
 
 
-def score(model: Model, batch: FlatBatch, *, replay: bool) -> tuple[Tensor, Tensor]:
-    """Log-probability [S] and (detached) entropy [S] of each sampled token; with `replay` on the experts sampling chose."""
-    hidden_ND, _ = model.trunk(batch.inputs_N, batch.position_N, batch.attend, batch.routes_NLK if replay else None)
+def score(model: Model, batch: FlatBatch, *, replay: bool, seen: list[Routing] | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probability [S] and (detached) entropy [S] of each sampled token; with `replay` on the experts sampling chose, for
+    which the batch must have been made. Each layer's routing is added to `seen`."""
+    if replay and batch.routes_NLK is None:
+        raise ValueError("this batch has no routes to replay: make it with flatten(…, replay=True)")
+    routes_NLK = batch.routes_NLK if replay else None
+    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, routes_NLK)
+    if seen is not None:
+        seen += routings
     logprob_UV = F.linear(hidden_ND[batch.place_U], model.output_weight).log_softmax(-1)
     entropy_U = -(logprob_UV.detach().exp() * logprob_UV.detach()).sum(-1)
     return logprob_UV[batch.from_S, batch.token_S], entropy_U[batch.from_S]

@@ -130,7 +130,7 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     seconds = wall_seconds(run, stages)["rl"]
     busy = sum(step["time"]["train_s"] for step in steps)
     tail = steps[-min(10, len(steps)) :]
-    services = settings["services"]
+    services = settings.get("services", {"on": False})  # runs of before there were any
     return {
         "steps": len(steps),
         "samples": int(sum(step["samples"] for step in steps)),

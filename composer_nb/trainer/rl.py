@@ -30,11 +30,13 @@ from composer_nb.harness.policy import Policy
 from composer_nb.harness.reward import Reward, RewardSettings, reward
 from composer_nb.harness.sandbox import SandboxFailure
 from composer_nb.harness.task import Task
+from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, policy_loss
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream, families, flatten, microbatches, score, tree_tokens
 from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.routes import overlap, require_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ def to_stream(scored: Scored) -> Stream:
         logprob=segment.logprob,
         advantage=np.where(segment.acted, scored.advantage, 0.0).astype(np.float32),
         routes=segment.trace.routes,
+        route_valid=segment.trace.route_valid,
     )
 
 
@@ -157,7 +160,10 @@ class Learner:
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """One epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps; streams of one prompt share
-        a step. Calls `after` when a step is done. Returns metrics."""
+        a step. Calls `after` when a step is done. Returns metrics. Raises ValueError, before anything is learnt, for routes that
+        can not be replayed."""
+        if self.replay:
+            require_routes(streams, self.model.config)
         order = families(streams)
         rng.shuffle(order)
         totals: Counter[str] = Counter()
@@ -174,15 +180,22 @@ class Learner:
             ranks.sum_(self.optimizer.gradients)
             norms.append(self.optimizer.step(lr, clip))
             after()
-        sums = ranks.sums({name: totals[name] for name in ("masked", "ratio_off_20", "k3", "tokens", "entropy")})
-        count = max(1.0, sums.pop("tokens"))
-        return {name: value / count for name, value in sums.items()} | {
-            "grad_norm": float(np.mean(norms)) if norms else 0.0
-        }
+        names = ("masked", "ratio_off_20", "k3", "tokens", "entropy", "rows", "agreed", "chosen")
+        sums = ranks.sums({name: totals[name] for name in names})
+        count, rows, agreed, chosen = (sums.pop(name) for name in ("tokens", "rows", "agreed", "chosen"))
+        found = {name: value / max(1.0, count) for name, value in sums.items()}
+        found["grad_norm"] = float(np.mean(norms)) if norms else 0.0
+        if self.replay:
+            assert rows == sum(len(stream.token_ids) - 1 for stream in streams), (
+                "each row of routes is used exactly once"
+            )
+            found["replay_overlap"] = agreed / max(1.0, chosen)
+        return found
 
     def _loss(self, streams: Sequence[Stream], denominator: float) -> tuple[Tensor, dict[str, float]]:
         batch = flatten(streams, replay=self.replay)
-        logprob_S, entropy_S = score(self.model, batch, replay=self.replay)
+        seen: list[Routing] = []
+        logprob_S, entropy_S = score(self.model, batch, replay=self.replay, seen=seen)
         advantage_S = batch.advantage_S
         if self.settings.beta and self.reference is not None:
             with torch.no_grad():
@@ -193,6 +206,8 @@ class Learner:
         loss, metrics = policy_loss(
             logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, self.settings, denominator
         )
+        if self.replay:
+            metrics |= overlap(seen) | {"rows": float(batch.rows)}
         return loss, metrics | {"entropy": float(entropy_S.sum())}
 
 

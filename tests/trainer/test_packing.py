@@ -38,6 +38,7 @@ def stream(tokens: list[int], seed: int = 0, prompt: int = 1) -> Stream:
         logprob=random.normal(size=len(tokens)).astype(np.float32),
         advantage=random.normal(size=len(tokens)).astype(np.float32),
         routes=random.permuted(np.tile(np.arange(4, dtype=np.uint8), (len(tokens), 2, 1)), axis=2)[:, :, :2],
+        route_valid=np.arange(len(tokens)) < len(tokens) - 1,
     )
 
 
@@ -81,6 +82,29 @@ def test_scores_and_gradients_are_those_of_each_row_alone(model: Model, rows: li
     expected = torch.autograd.grad((wanted * weight).sum(), list(model.parameters()))
     for found, right in zip(slopes, expected, strict=True):
         torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
+
+
+@given(FEW)
+def test_every_row_of_routes_is_forwarded_with_its_own_token_after_its_own_beginning(rows: list[list[int]]):
+    streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
+    batch = flatten(streams, replay=True)
+    assert batch.routes_NLK is not None and batch.rows == sum(len(row) - 1 for row in rows)
+    forwarded: set[Any] = set()
+    for bucket in batch.buckets:  # the paths as attention sees them
+        for path in bucket.token_M.view(bucket.rows, -1).tolist():
+            steps = zip(path, batch.inputs_N[path].tolist(), batch.routes_NLK[path].to(torch.uint8), strict=True)
+            whole = [(token, routes.numpy().tobytes()) for _, token, routes in steps]
+            forwarded |= {(tuple(whole[: n + 1]), path[n]) for n in range(len(path)) if path[n] or not n}
+    beginning = {path: node for path, node in forwarded if path in beginnings(streams, True)}
+    assert set(beginning) == beginnings(streams, True)
+    assert sorted(beginning.values()) == list(range(len(batch.inputs_N))), "each once"
+
+
+def test_a_batch_made_without_routes_replays_none(model: Model):
+    batch = flatten([stream([1, 2, 3])])
+    assert batch.routes_NLK is None
+    with pytest.raises(ValueError, match=r"make it with flatten\(…, replay=True\)"):
+        score(model, batch, replay=True)
 
 
 def test_a_lone_row_is_the_model_itself(model: Model):

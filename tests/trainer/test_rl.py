@@ -19,9 +19,10 @@ from composer_nb.harness.reward import Reward, RewardSettings
 from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import ToolCall
+from composer_nb.trainer import rl
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.loss import LossSettings
-from composer_nb.trainer.model import Model
+from composer_nb.trainer.model import Model, PackedRows
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream, flatten, score
 from composer_nb.trainer.ranks import Ranks
@@ -87,6 +88,7 @@ def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled
 
 def gradient(model: Model, streams: Sequence[Stream], **changes: Any) -> tuple[Tensor, dict[str, float]]:
     learner = Learner(model, FlatAdamW(model), changes.pop("settings", LossSettings()), changes.pop("reference", None))
+    learner.replay = changes.pop("replay", False)
     metrics = learner.learn(streams, changes.pop("ranks", Ranks()), Random(0), **LEARN | changes)
     return learner.optimizer.gradients.clone(), metrics
 
@@ -138,6 +140,85 @@ def test_the_penalty_weighs_in_each_token_s_advantage(make_model, sampled, kind:
     found, _ = gradient(model, streams, settings=LossSettings(beta=0.2, kl=kind), reference=reference)
     torch.testing.assert_close(found, wanted, atol=2e-5 * float(wanted.abs().max() + 1), rtol=1e-3)
     assert all(p.grad is None for p in reference.parameters())
+
+
+def test_the_gradient_with_replay_is_that_of_the_recorded_experts_with_live_gates(make_model, sampled):
+    model = make_model(4)
+    streams = sampled(make_model(3))  # by a model whose routers think otherwise
+    found, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=True)
+    loss = -sum(
+        (by_hand(model, stream, True)[0] * torch.from_numpy(stream.advantage[1:][stream.acted[1:]])).sum()
+        for stream in streams
+    )
+    slopes = torch.autograd.grad(loss / 50.0, list(model.parameters()))
+    wanted = torch.cat([slope.flatten() for slope in slopes])
+    assert wanted.norm() > 1e-3
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+    routers = [slope for (name, _), slope in zip(model.named_parameters(), slopes, strict=True) if "router" in name]
+    assert len(routers) == 2 and all(slope.norm() > 1e-4 for slope in routers), "the routers learn"
+    own, _ = gradient(model, streams, settings=LossSettings(ratio="none"))
+    assert not torch.allclose(own, wanted, atol=1e-3), "and it is another gradient than that of the own experts"
+    assert 0.1 < metrics["replay_overlap"] < 0.9
+
+
+def test_overlap_is_the_share_of_replayed_experts_that_the_router_would_choose(make_model, sampled):
+    model = make_model(4)
+    streams = sampled(make_model(3))
+    agreed, chosen = 0, 0
+    for stream in streams:  # six prompts that differ in their first token: nothing is shared
+        ids, given = torch.from_numpy(stream.token_ids[:-1]).long()[None], torch.from_numpy(stream.routes[:-1]).long()
+        places = torch.arange(ids.shape[1])
+        rows = PackedRows.of_lengths([ids.shape[1]], model.config)
+        with torch.no_grad():
+            _, routings = model.trunk(ids[0], places, rows.attend, given)
+        for layer, routing in enumerate(routings):
+            for token, experts in enumerate(routing.probs_NE.topk(2, -1).indices.tolist()):
+                agreed += len(set(experts) & set(given[token, layer].tolist()))
+                chosen += 2
+    assert len({int(stream.token_ids[0]) for stream in streams}) == len(streams)
+    for budget in (1, 10_000):
+        metrics = gradient(model, streams, replay=True, budget=budget)[1]
+        assert metrics["replay_overlap"] == pytest.approx(agreed / chosen, abs=2e-3)
+    alike = sampled(model)
+    assert gradient(model, alike, replay=True)[1]["replay_overlap"] == pytest.approx(1.0, abs=2e-3)
+    assert "replay_overlap" not in gradient(model, alike)[1]
+
+
+@pytest.mark.parametrize("budget", [1, 64, 10_000])
+def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeypatch, budget: int):
+    model = make_model(3)
+    streams = sampled(model)
+    used, forwarded = [], []
+    flat, trunk = rl.flatten, model.trunk
+
+    def flattened(chunk: Sequence[Stream], **how: Any) -> Any:
+        used.extend(chunk)
+        return flat(chunk, **how)
+
+    def forward(ids: Tensor, position: Tensor, attend: Any, replayed: Tensor | None = None) -> Any:
+        assert replayed is not None
+        rows = zip(ids.tolist(), position.tolist(), replayed.flatten(1).tolist(), strict=True)
+        forwarded.extend((token, place, tuple(row)) for token, place, row in rows)
+        return trunk(ids, position, attend, replayed)
+
+    monkeypatch.setattr(rl, "flatten", flattened)
+    monkeypatch.setattr(model, "trunk", forward)
+    gradient(model, streams, replay=True, budget=budget, minibatches=2)
+    assert sorted(map(id, used)) == sorted(map(id, streams))
+    recorded = [
+        (int(token), place, tuple(row.flatten().tolist()))
+        for stream in streams
+        for place, (token, row) in enumerate(zip(stream.token_ids[:-1], stream.routes[:-1], strict=True))
+    ]
+    assert sorted(forwarded) == sorted(recorded), "six prompts that share nothing: each row is forwarded once"
+
+
+def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch):
+    model = make_model(3)
+    chunks = rl.microbatches
+    monkeypatch.setattr(rl, "microbatches", lambda streams, budget: chunks(streams, budget)[1:])
+    with pytest.raises(AssertionError, match="each row of routes is used exactly once"):
+        gradient(model, sampled(model), replay=True, budget=1)
 
 
 def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_model, sampled):

@@ -1,0 +1,51 @@
+"""Group-wise symmetric integers: the format in which large mixture-of-experts models are served.
+
+Kimi K2 Thinking and K2.5 publish their routed experts as int4 with one bf16 scale for 32 neighbours along the input, and were
+trained to be right in it (quantisation-aware); MLX serves Qwen3-MoE's routers as int8 with groups of 64. A weight is stored
+as `code · scale`, so `dequantize(*quantize(w))` are the very numbers that such an engine multiplies with.
+
+Codes are kept one a byte here: this file is about the numbers, not about the memory.
+
+Dimensions: I input width (the dimension that a product sums over), G groups of I.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def quantize(weight: Tensor, *, bits: int = 4, group: int = 32, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Codes (int8, shape of `weight`) and scales (bfloat16, `weight`'s shape with G in place of I at `dim`).
+
+    scale = bf16(max |w| / (2^(bits−1) − 1)) over a group, code = round half to even (w / scale), so the largest weight of a
+    group is met and none is clipped by more than the rounding of its scale. `group` is cut to I where I is smaller. Raises
+    ValueError for bits outside 2..8, an I that is no multiple of the group, or weights that are not finite.
+    """
+    if not 2 <= bits <= 8:
+        raise ValueError(f"bits={bits} must lie in 2..8")
+    wide = weight.movedim(dim, -1).double()
+    group = min(group, wide.shape[-1])
+    if group < 1 or wide.shape[-1] % group:
+        raise ValueError(f"an input width of {wide.shape[-1]} is no multiple of the group, {group}")
+    if not wide.isfinite().all():
+        raise ValueError("weights that are not finite can not be quantised")
+    top = 2 ** (bits - 1) - 1
+    wide_G = wide.unflatten(-1, (-1, group))
+    scale_G = (wide_G.abs().amax(-1) / top).to(torch.bfloat16)
+    # A group of zeros has scale 0, and so has one so small that bf16 has no number for its scale: their codes are 0.
+    step_G = torch.where(scale_G > 0, scale_G, 1.0).double()
+    code = (wide_G / step_G[..., None]).round().clamp(-top - 1, top) * (scale_G > 0)[..., None]
+    return code.flatten(-2).to(torch.int8).movedim(-1, dim).contiguous(), scale_G.movedim(-1, dim).contiguous()
+
+
+def dequantize(code: Tensor, scale: Tensor, *, dim: int = -1) -> Tensor:
+    """`code · scale` in float32, exact: a code of 8 bits times bf16's 8 has at most 16 of float32's 24."""
+    code_I, scale_G = code.movedim(dim, -1), scale.movedim(dim, -1)
+    wide_G = code_I.float().unflatten(-1, (scale_G.shape[-1], -1)) * scale_G.float()[..., None]
+    return wide_G.flatten(-2).movedim(-1, dim).contiguous()
+
+
+def rounded(weight: Tensor, *, bits: int = 4, group: int = 32, dim: int = -1) -> Tensor:
+    """What is left of `weight` when it goes through the format, in its own dtype."""
+    return dequantize(*quantize(weight, bits=bits, group=group, dim=dim), dim=dim).to(weight.dtype)

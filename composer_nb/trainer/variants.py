@@ -1,0 +1,74 @@
+"""Engines beside trainers: pairs that compute differently from the same published weights, as real ones do.
+
+By default both sides here run the same arithmetic on the same numbers, and there is nothing to mend. Real ones differ:
+
+bf16                       the engine in bf16 throughout, the trainer in float32. What bf16 rounds (most of all the logits of the
+                           output layer) stays when routes are replayed.
+int4-experts               experts in int4 on both sides: the trainer's forward is quantisation-aware, as Kimi K2's is, or
+                           Composer's, which runs NVFP4 in the trainer "to match inference" (Composer 2 technical report, §6.1).
+                           With numbers and kernels matched, what is left is the router: the engine's product in bf16, as vLLM
+                           has it for the DeepSeek family, to which Kimi K2 belongs, the trainer's in float32 (Megatron's
+                           --moe-router-dtype fp32); prime-rl's pull request 2952 documents this very pair. The difference
+                           is small and smooth but for the experts that it flips, which is what replay is for.
+int4-experts-int8-router   the same with the engine's router stored in int8, groups of 64, as MLX quantises Qwen3-MoE (its
+                           `quant_predicate`), and multiplied in float32.
+
+What replay can not mend is an engine whose experts are int4 beside a trainer whose are not: those are other weights.
+`Numerics` can say that, too: `Pair(Numerics(expert_bits=4), Numerics())`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from composer_nb.kernels.groupwise import rounded
+from composer_nb.trainer.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """How one side computes."""
+
+    dtype: torch.dtype = torch.float32
+    """Of weights and activations."""
+    expert_bits: int = 0
+    """Experts go through integers of so many bits, groups of 32; 0: as published."""
+    router_bits: int = 0
+    """Routers likewise, groups of 64."""
+    router_dtype: torch.dtype | None = None
+    """Of the router's weights and product; None: `dtype`."""
+
+
+class Pair(NamedTuple):
+    engine: Numerics
+    trainer: Numerics
+
+
+PAIRS: dict[str, Pair] = {
+    "bf16": Pair(Numerics(dtype=torch.bfloat16), Numerics()),
+    "int4-experts": Pair(Numerics(expert_bits=4, router_dtype=torch.bfloat16), Numerics(expert_bits=4)),
+    "int4-experts-int8-router": Pair(Numerics(expert_bits=4, router_bits=8), Numerics(expert_bits=4)),
+}
+
+TOUR = "int4-experts"
+"""The pair that the tour's report shows: the one closest to what serves and trains Composer."""
+
+
+@torch.no_grad()
+def variant(model: Model, numerics: Numerics) -> Model:
+    """A copy of a float32 model that computes as `numerics` say; it is for looking, not for training."""
+    made = copy.deepcopy(model).requires_grad_(False)
+    for layer in made.layers:
+        if numerics.expert_bits:
+            for weight in (layer.w_in, layer.w_out):  # [E, in, out]
+                weight.copy_(rounded(weight, bits=numerics.expert_bits, group=32, dim=1))
+        if numerics.router_bits:
+            layer.router.copy_(rounded(layer.router, bits=numerics.router_bits, group=64))
+    made = made.to(numerics.dtype)
+    for layer in made.layers:
+        layer.router.data = layer.router.to(numerics.router_dtype or numerics.dtype)
+    return made
