@@ -16,6 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
+from composer_nb import operations
+
 NOTEBOOK = "00_tour.ipynb"
 
 
@@ -85,22 +87,52 @@ def _parser() -> argparse.ArgumentParser:
     tasks.add_argument("path", type=Path, metavar="PATH")
     _json_option(tasks)
 
+    _jobs_options(add("jobs", _jobs, "notebooks headless: a graph of them, here or on a Ray cluster"))
     _json_option(add("bench", _bench, "measure this machine, in under a minute"))
+    operations.add_commands(add)
     return parser
+
+
+def _jobs_options(jobs: argparse.ArgumentParser) -> None:
+    jobs.set_defaults(json=False)
+    actions = jobs.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(action: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(action, help=text, description=text)
+        runs = Path("runs/jobs")
+        added.add_argument(
+            "--runs", type=Path, default=runs, metavar="DIR", help=f"where runs of job files are ({runs})"
+        )
+        return added
+
+    run = add("run", "run the notebooks of a job file")
+    run.add_argument("file", type=Path, metavar="FILE", help="a job file, as papermill_jobs/tour.yml")
+    _settings_option(
+        run, "PARAMETER=VALUE, NODE:PARAMETER=VALUE, or a dotted setting for `overrides`; may be given again"
+    )
+    run.add_argument("--ray", metavar="ADDRESS", help="run on this Ray cluster, as 127.0.0.1:6379 or auto")
+    run.add_argument("--resume", action="store_true", help="go on with the newest run of that name, if there is one")
+    name = "a run's directory, or a job's name for its newest run; the newest of all without"
+    for action, text in (("status", "what became of a run"), ("cancel", "end a run, or what is left of one")):
+        one = add(action, text)
+        one.add_argument("path", nargs="?", metavar="RUN", help=name)
+        _json_option(one)
+    log = add("log", "what a run, or one of its notebooks, printed")
+    log.add_argument("path", metavar="RUN", help=name)
+    log.add_argument("node", nargs="?", metavar="NODE", help="one of its nodes")
+    log.add_argument("--follow", "-f", action="store_true", help="go on until it ends")
+    add("sweep", "end what killed runs left running, and make their records true")
 
 
 def _json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
-def _settings_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a setting by its dotted name, as rl.steps=20; may be given again",
-    )
+def _settings_option(
+    parser: argparse.ArgumentParser,
+    text: str = "change a setting by its dotted name, as rl.steps=20; may be given again",
+) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
 def overrides(pairs: Sequence[str]) -> dict[str, str]:
@@ -260,6 +292,12 @@ def _tasks(given: argparse.Namespace) -> int:
             _rows([(row["id"], row["problem"]) for row in unfit], ("task", "what is wrong"))
         print(f"{len(found) - len(unfit)} of {len(found)} tasks are fit")
     return 1 if unfit else 0
+
+
+def _jobs(given: argparse.Namespace) -> int:
+    from composer_nb.jobs.commands import act
+
+    return act(given, overrides(getattr(given, "set", [])))
 
 
 def _bench(given: argparse.Namespace) -> int:

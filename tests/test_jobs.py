@@ -15,6 +15,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from composer_nb.jobs import JobFailed, check_parameters, run_notebook
+from composer_nb.jobs.processes import living
 
 PARAMETERS = "steps: int = 3\nrate: float = 0.5\nname: str = 'a'\ntry_it: bool = False\nmore: dict = {}"
 
@@ -39,17 +40,25 @@ def record(output: Path) -> dict[str, Any]:
 
 
 def test_a_run_is_kept_and_told(tmp_path: Path):
-    source = notebook(tmp_path / "n.ipynb", "print('one'); print('steps', steps)", "steps * 2")
+    source = notebook(
+        tmp_path / "n.ipynb",
+        "print('one'); print('steps', steps)",
+        "half = '\\ud83d'\nhalf",
+        "twice = steps * 2\ntwice",
+    )
     before, said = source.read_bytes(), []
     output = tmp_path / "deep" / "out.ipynb"
-    found = run_notebook(source, output, {"steps": 7, "rate": 1, "more": {"a.b": [1]}}, say=said.append)
+    found = run_notebook(
+        source, output, {"steps": 7, "rate": 1, "more": {"a.b": [1]}}, say=said.append, outputs={"n": "twice"}
+    )
     assert said == ["one", "steps 7"]
     assert found == record(output)
     assert found["state"] == "completed" and found["parameters"] == {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
-    assert found["cells"] == found["cells_run"] == 4 and found["cells_corrected"] == 0
-    assert code(output)[-1].outputs[0].data["text/plain"] == "14"
+    assert found["cells"] == found["cells_run"] == 6 and found["cell_states"] == {"completed": 6}
+    assert found["outputs"] == {"n": 14} and code(output)[-1].metadata.tags == ["outputs"]
+    assert code(output)[-2].outputs[0].data["text/plain"] == "14"
     assert source.read_bytes() == before
-    assert sorted(path.name for path in output.parent.iterdir()) == ["out.ipynb", "run.json"]
+    assert sorted(path.name for path in output.parent.iterdir()) == ["out.ipynb", "outputs.json", "run.json"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,7 @@ def test_an_error_is_one_line_and_cells_after_it_are_pending(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "cell, limit, state",
-    [("import time; time.sleep(60)", 1, "timed_out"), ("import os; os.kill(os.getpid(), 9)", None, "failed")],
+    [("import time; time.sleep(60)", 1, "timed_out"), ("import os; os.kill(os.getpid(), 9)", None, "lost")],
 )
 def test_a_timeout_and_a_dead_kernel_leave_no_false_completion(
     tmp_path: Path, cell: str, limit: int | None, state: str
@@ -104,7 +113,7 @@ def test_a_timeout_and_a_dead_kernel_leave_no_false_completion(
     source = notebook(tmp_path / "n.ipynb", cell, "print('never')")
     output = tmp_path / "out.ipynb"
     with pytest.raises(JobFailed):
-        run_notebook(source, output, timeout_s=limit)
+        run_notebook(source, output, cell_timeout_s=limit)
     assert record(output)["state"] == state
     assert states(output)[-1] == "pending"
 
@@ -137,14 +146,14 @@ def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     assert states(output)[-1] == "pending"
     assert "begun" in code(output)[-2].outputs[0].text
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(process.is_running() for process in started):
+    while time.monotonic() < deadline and any(map(living, started)):
         time.sleep(0.1)
-    assert not any(process.is_running() for process in started)
+    assert not any(map(living, started))
     assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_a_save_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from composer_nb import jobs
+    from composer_nb.jobs import notebook, records
 
     path = tmp_path / "o.ipynb"
     path.write_text("before")
@@ -152,7 +161,7 @@ def test_a_save_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: p
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jobs.os, "replace", full)
+    monkeypatch.setattr(records.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        jobs._AtomicHandler().write("after", str(path))
+        notebook._AtomicHandler().write("after", str(path))
     assert path.read_text() == "before"

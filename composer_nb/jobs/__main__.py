@@ -1,0 +1,53 @@
+"""One attempt at a node of a job file, in a process of its own: python -m composer_nb.jobs attempt.json"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from composer_nb.jobs import processes
+from composer_nb.jobs.notebook import JobFailed, run_notebook, terminate_as_interrupt
+from composer_nb.jobs.records import ENDED, read_json
+
+
+def main(path: Path) -> int:
+    """Runs the attempt that `path` describes; returns the exit status of its state."""
+    attempt = json.loads(path.read_text(encoding="utf-8"))
+    output = Path(attempt["output"])
+    try:
+        with terminate_as_interrupt():
+            processes.follow_parent()
+            run_notebook(
+                Path(attempt["source"]),
+                output,
+                attempt["parameters"],
+                say=_print,
+                timeout_s=attempt["timeout_s"],
+                cell_timeout_s=attempt["cell_timeout_s"],
+                outputs=attempt["outputs"],
+                folder=Path(attempt["folder"]),
+                about=attempt["about"],
+                mark=attempt["mark"],
+            )
+    except KeyboardInterrupt:
+        _print("interrupted")
+    except (JobFailed, ValueError, OSError) as error:
+        _print(str(error))
+        return getattr(error, "exit_status", 1)
+    except Exception:  # a bug of ours: the log keeps its traceback, the job its record
+        _print(traceback.format_exc())
+        return 1
+    return ENDED[(read_json(output.with_name("run.json")) or {}).get("state", "interrupted")]
+
+
+def _print(line: str) -> None:
+    """Prints; where the log can not grow (a full disk) the notebook still has it."""
+    with suppress(OSError):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,118 @@
+"""What is known of a notebook before a kernel starts: its parameters and their types, its variables, its digest."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+
+TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
+
+
+def check_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, if the notebook's parameters cell takes it. Raises ValueError that names the parameter and the nearest known
+    one, or the type wanted; FileNotFoundError when there is no notebook. A parameter `overrides` holds dotted names of
+    `config.Settings`; they are checked as such."""
+    known = parameters_of(source)
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{source.name} has no parameter {name!r}; {nearest(name, known)}")
+        check_type(source.name, name, value, known[name])
+    if given.get("overrides"):
+        from composer_nb.config import Settings, override
+
+        override(Settings(), given["overrides"])
+    return dict(given)
+
+
+def check_type(where: str, name: str, value: Any, wanted: type) -> None:
+    """Raises ValueError unless `value` is of the type wanted (an int will do for a float) and made of plain values."""
+    fits = isinstance(value, (int, float) if wanted is float else wanted)
+    if not fits or (isinstance(value, bool) and wanted is not bool):
+        raise ValueError(f"{where}: parameter {name}={value!r} must be of type {wanted.__name__}")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: parameter {name} holds something that is not plain data: {error}") from None
+
+
+def nearest(name: str, known: Mapping[str, Any]) -> str:
+    """What to say to somebody who misspelt a name."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"did you mean {near[0]!r}?" if near else "it takes none"
+
+
+def parameters_of(source: Path) -> dict[str, type]:
+    """Name -> type of the parameters cell. Raises ValueError unless there is exactly one, of annotated names alone."""
+    cells = [c for c in _read(source).cells if "parameters" in c.metadata.get("tags", [])]
+    if len(cells) != 1:
+        raise ValueError(f"{source.name}: {len(cells)} cells are tagged `parameters`, not one")
+    found: dict[str, type] = {}
+    for node in ast.parse(cells[0].source).body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id=kind)) if kind in TYPES:
+                found[name] = TYPES[kind]
+            case _:
+                raise ValueError(f"{source.name}: the parameters cell may hold lines like `steps: int = 3` alone")
+    return found
+
+
+def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
+    """Raises ValueError for an output whose variable no cell sets, so that it is known before the work and not after."""
+    if not outputs:
+        return
+    names: dict[str, None] = {}
+    for cell in _read(source).cells:
+        if cell.cell_type == "code":
+            for node in ast.walk(ast.parse(cell.source)):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names[node.id] = None
+    for name, expression in outputs.items():
+        parts = expression.split(".")
+        if not name.isidentifier() or not all(part.isidentifier() for part in parts):
+            raise ValueError(
+                f"{source.name}: output {name}: {expression!r} is not a variable's name, as run or run.path"
+            )
+        if parts[0] not in names:
+            raise ValueError(f"{source.name}: output {name}: no cell sets {parts[0]!r}; {nearest(parts[0], names)}")
+
+
+def outputs_cell(outputs: Mapping[str, str]) -> str:
+    """The cell that is run last; empty without outputs."""
+    if not outputs:
+        return ""
+    words = ", ".join(f"{name}={expression}" for name, expression in outputs.items())
+    return f"from composer_nb.jobs.records import keep\n\nkeep({words})"
+
+
+def _read(source: Path) -> NotebookNode:
+    if not source.is_file():
+        raise FileNotFoundError(f"{source}: no such notebook")
+    import nbformat  # takes a second: not before there is something to read
+
+    try:
+        return nbformat.read(source, 4)
+    except Exception as error:  # nbformat's reader raises what its many versions happen to raise
+        raise ValueError(f"{source}: not a notebook ({type(error).__name__})") from None
+
+
+def notebook_digest(source: Path) -> str:
+    """SHA-256 of what a notebook does: its code cells and their tags, neither prose nor outputs nor metadata."""
+    cells = [(c.source, c.metadata.get("tags", [])) for c in _read(source).cells if c.cell_type == "code"]
+    return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
+
+
+def package_digest() -> str:
+    """SHA-256 of this package's source."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()

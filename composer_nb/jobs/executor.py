@@ -1,0 +1,70 @@
+"""Where the attempts of a graph run: the protocol, and processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from composer_nb.jobs import processes
+from composer_nb.jobs.file import Node
+
+
+class Executor(Protocol):
+    """Where attempts run."""
+
+    limit: int | None
+    """How many at once; None where the executor itself makes them wait."""
+
+    def start(self, attempt: Path, node: Node) -> Any:
+        """Begins the attempt that a file describes; what it returns stands for it below."""
+
+    def poll(self, handle: Any) -> str | None:
+        """None while it runs; then empty, or what the infrastructure did to it."""
+
+    def stop(self, handle: Any, *, kill: bool) -> None:
+        """Asks it to end, or ends it."""
+
+    def close(self) -> None:
+        """Ends what the run leased anywhere, and lets go."""
+
+
+@dataclass(kw_only=True)
+class Local:
+    """Attempts as processes on this machine."""
+
+    run: str
+    limit: int | None
+
+    def start(self, attempt: Path, node: Node) -> subprocess.Popen[bytes]:
+        return spawn(attempt, self.run)
+
+    def poll(self, handle: subprocess.Popen[bytes]) -> str | None:
+        status = handle.poll()
+        if status is None:
+            return None
+        return f"its process ended by signal {-status}" if status < 0 else ""
+
+    def stop(self, handle: subprocess.Popen[bytes], *, kill: bool) -> None:
+        handle.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+
+    def close(self) -> None:
+        processes.end(lambda: processes.of_run(self.run))
+
+
+def spawn(attempt: Path, run: str) -> subprocess.Popen[bytes]:
+    """The process of an attempt. It has a session of its own, ends when our end of its input closes, and writes to log.txt
+    beside `attempt`."""
+    environment = {name: text for name, text in os.environ.items() if name != processes.LEASE} | {processes.RUN: run}
+    root = Path(__file__).parents[2]
+    if root.name != "site-packages":  # a checkout: the attempt runs this one, also where a Ray worker lost PYTHONPATH
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "composer_nb.jobs", str(attempt)]
+    with attempt.with_name("log.txt").open("ab") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+        )

@@ -1,0 +1,309 @@
+"""A job file: which notebooks to run headless, with which parameters, in which order.
+
+    name: nightly
+    parallel: 1                          # notebooks at once; 1 without
+    parameters: {seed: 0}                # for every notebook that takes them
+    nodes:
+      train:
+        notebook: ../notebooks/06_rl_run.ipynb
+        parameters: {runs: "${job.dir}/runs"}
+        outputs: {run_dir: run.path}     # wanted of it: a name, and the notebook's variable
+        timeout_s: 3600
+      evaluate:
+        notebook: ../notebooks/09_evaluation.ipynb
+        parameters: {run_dir: "${train.run_dir}"}    # makes it wait for train
+        grid: {seed: [0, 1, 2]}          # one node for each combination
+
+A value that is one reference and nothing else keeps its type; in a longer text it becomes text. `${train.run_dir}` of a node
+with a grid is the list over the grid, in order. Beside its outputs a node has `dir`, a directory of its own that its attempts
+share; `${job.dir}` is the run's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from composer_nb.jobs.check import check_outputs, check_parameters, check_type, nearest, parameters_of
+
+REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
+NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
+JOB, DIR = "job", "dir"
+
+
+class NodeFile(pydantic.BaseModel):
+    """A node as written."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    notebook: str
+    """Path, from the job file's directory."""
+    parameters: dict[str, Any] = {}
+    grid: dict[str, list[Any] | dict[str, Any]] = {}
+    """Parameter -> its values; as a dictionary, labels (for the nodes' names) -> values."""
+    outputs: dict[str, str] = {}
+    """Name -> variable of the notebook, dots allowed: `{run_dir: run.path}`."""
+    after: list[str] = []
+    """Nodes to wait for, beyond those that parameters refer to."""
+    timeout_s: float | None = pydantic.Field(default=None, gt=0)
+    """Seconds for the notebook."""
+    cell_timeout_s: int | None = pydantic.Field(default=None, gt=0)
+    """Seconds for one cell."""
+    retries: int = pydantic.Field(default=1, ge=0)
+    """Attempts after the first where the infrastructure failed (state `lost`); an exception in a cell is never retried."""
+    cpus: float = pydantic.Field(default=1, ge=0)
+    """What Ray sets aside for it."""
+    gpus: float = pydantic.Field(default=0, ge=0)
+
+
+class JobFile(pydantic.BaseModel):
+    """A job file as written."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str = pydantic.Field(pattern=rf"^{NAME.pattern}$")
+    about: str = ""
+    parallel: int = pydantic.Field(default=1, ge=1)
+    """Notebooks at once; with Ray the cluster's resources decide as well."""
+    parameters: dict[str, Any] = {}
+    """For every node whose notebook takes them and that does not say otherwise; each must be taken by one at least."""
+    nodes: dict[str, NodeFile] = pydantic.Field(min_length=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One notebook to run, once for each point of a grid."""
+
+    name: str
+    family: str
+    """The name in the file, which the nodes of one grid share."""
+    notebook: Path
+    parameters: Mapping[str, Any]
+    """With references still in them."""
+    spec: NodeFile
+    needs: tuple[str, ...]
+    """Names of the nodes that must be completed before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A checked graph, in an order in which it can be run."""
+
+    name: str
+    path: Path
+    parallel: int
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def family(self, name: str) -> list[str]:
+        return [node.name for node in self.nodes.values() if node.family == name]
+
+
+def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
+    """Reads and checks a job file; `settings` are those of `--set`.
+
+    Each is `parameter=value`, for every node that takes it; `node:parameter=value`, for one; or a dotted setting
+    (`rl.steps=20`), which goes into the `overrides` of every node that takes them. Raises FileNotFoundError, or ValueError
+    in one line: unknown names come with the nearest known one.
+    """
+    written = _read(path)
+    known = {name: _known(path, name, node) for name, node in written.nodes.items()}
+    given = _given(written, known)
+    axes = {name: dict(node.grid) for name, node in written.nodes.items()}
+    dotted: dict[str, dict[str, Any]] = {name: {} for name in written.nodes}
+    for key, text in (settings or {}).items():
+        _set(key, text, known, given, axes, dotted)
+    families = {
+        name: list(_expand(path, name, node, given[name], axes[name], dotted[name]))
+        for name, node in written.nodes.items()
+    }
+    nodes = {node.name: node for family in families.values() for node in family}
+    if len(nodes) < sum(map(len, families.values())):
+        raise ValueError(f"{path}: two nodes of a grid have the same name; label its values: {{label: value}}")
+    for node in nodes.values():
+        _check(path, node, known[node.family], written)
+    return Job(name=written.name, path=path.resolve(), parallel=written.parallel, nodes=_ordered(path, nodes, families))
+
+
+def references(value: Any) -> Iterator[tuple[str, str]]:
+    """(node, output) of every reference in a value, however deep."""
+    if isinstance(value, str):
+        yield from ((node, output) for node, output in REFERENCE.findall(value))
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def resolve(value: Any, found: Mapping[tuple[str, str], Any]) -> Any:
+    """`value` with its references replaced."""
+    if isinstance(value, str):
+        if whole := REFERENCE.fullmatch(value):
+            return found[whole[1], whole[2]]
+        return REFERENCE.sub(lambda match: str(found[match[1], match[2]]), value)
+    if isinstance(value, Mapping):
+        return {key: resolve(inner, found) for key, inner in value.items()}
+    return [resolve(inner, found) for inner in value] if isinstance(value, list) else value
+
+
+def _read(path: Path) -> JobFile:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such job file")
+    try:
+        return JobFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"]]
+        if first["type"] == "extra_forbidden":
+            model = NodeFile if len(place) > 1 else JobFile
+            text = f"unknown; {nearest(place[-1], model.model_fields)}"
+        else:
+            text = first["msg"]
+        raise ValueError(f"{path}: {'.'.join(place) or 'the file'}: {text}") from None
+
+
+def _known(path: Path, name: str, node: NodeFile) -> dict[str, type]:
+    """What the node's notebook takes."""
+    if not NAME.fullmatch(name) or name == JOB:
+        raise ValueError(f"{path}: {name!r} cannot name a node: letters, digits, - and _, and not `job`")
+    notebook = path.parent / node.notebook
+    check_outputs(notebook, node.outputs)
+    if DIR in node.outputs:
+        raise ValueError(f"{path}: {name}: every node has an output `dir` already; choose another name")
+    return parameters_of(notebook)
+
+
+def _given(written: JobFile, known: Mapping[str, Mapping[str, type]]) -> dict[str, dict[str, Any]]:
+    """Parameters of each node: the job's, then its own."""
+    everything = {name: kind for kinds in known.values() for name, kind in kinds.items()}
+    for name in written.parameters:
+        if name not in everything:
+            raise ValueError(f"no notebook of {written.name} has a parameter {name!r}; {nearest(name, everything)}")
+    return {
+        name: {key: value for key, value in written.parameters.items() if key in known[name] and key not in node.grid}
+        | node.parameters
+        for name, node in written.nodes.items()
+    }
+
+
+def _set(
+    key: str,
+    text: str,
+    known: Mapping[str, Mapping[str, type]],
+    given: dict[str, dict[str, Any]],
+    axes: dict[str, dict[str, Any]],
+    dotted: dict[str, dict[str, Any]],
+) -> None:
+    """Puts one `--set` in its place. A parameter that a grid varies is no longer varied; dotted settings come on top of
+    whatever `overrides` the file or a grid gives."""
+    node, colon, name = key.rpartition(":")
+    if colon and node not in known:
+        raise ValueError(f"--set {key}: no node {node!r}; {nearest(node, known)}")
+    chosen = [node] if colon else list(known)
+    takers = [each for each in chosen if ("overrides" if "." in name else name) in known[each]]
+    if not takers:
+        names = {each: kind for node in chosen for each, kind in known[node].items()}
+        raise ValueError(f"--set {key}: no notebook has a parameter {name!r}; {nearest(name, names)}")
+    for each in takers:
+        if "." in name:
+            dotted[each][name] = _typed(text, object)
+        else:
+            given[each][name] = _typed(text, known[each][name])
+            axes[each].pop(name, None)
+
+
+def _typed(text: str, wanted: type) -> Any:
+    """Text of the command line as what the notebook's annotation says: `007` stays text where text is wanted."""
+    if wanted is str:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _expand(
+    path: Path,
+    family: str,
+    node: NodeFile,
+    given: Mapping[str, Any],
+    axes: Mapping[str, Any],
+    dotted: Mapping[str, Any],
+) -> Iterator[Node]:
+    """One node a point of the grid."""
+    choices = []
+    for name, values in axes.items():
+        if not values:
+            raise ValueError(f"{path}: {family}: grid.{name} is empty")
+        if name in node.parameters:
+            raise ValueError(f"{path}: {family}: {name} is a parameter and in the grid; keep one of them")
+        labelled = values.items() if isinstance(values, Mapping) else ((_label(value), value) for value in values)
+        choices.append([(name, str(label), value) for label, value in labelled])
+    for point in itertools.product(*choices):
+        name = "-".join([family, *(f"{axis}={label}" for axis, label, _ in point)])
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{path}: {name!r} is no name for a node; label the grid's values: {{label: value}}")
+        parameters = {**given, **{axis: value for axis, _, value in point}}
+        if dotted:
+            parameters["overrides"] = {**parameters.get("overrides", {}), **dotted}
+        yield Node(
+            name=name,
+            family=family,
+            notebook=(path.parent / node.notebook).resolve(),
+            parameters=parameters,
+            spec=node,
+            needs=(),
+        )
+
+
+def _label(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check(path: Path, node: Node, known: Mapping[str, type], written: JobFile) -> None:
+    """Checks names, references and types. What a reference will be is not known yet: its type is checked when it is."""
+    plain = {name: value for name, value in node.parameters.items() if not list(references(value))}
+    check_parameters(node.notebook, plain)
+    for name, value in node.parameters.items():
+        if name not in known:
+            raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, known)}")
+        for source, output in references(value):
+            if source != JOB and source not in written.nodes:
+                raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, written.nodes)}")
+            own = source in (JOB, node.family)  # of itself a node knows only where it is
+            outputs = {DIR: "", **({} if own else written.nodes[source].outputs)}
+            if output not in outputs:
+                raise ValueError(
+                    f"{path}: {node.name}.{name}: {source} has no output {output!r}; {nearest(output, outputs)}"
+                )
+        if name not in plain and isinstance(value, str) and not REFERENCE.fullmatch(value):
+            check_type(node.notebook.name, name, value, known[name])
+
+
+def _ordered(path: Path, nodes: Mapping[str, Node], families: Mapping[str, list[Node]]) -> dict[str, Node]:
+    """The nodes with what they need, each after it. Raises ValueError for a circle."""
+    needs: dict[str, tuple[str, ...]] = {}
+    for node in nodes.values():
+        wanted = [source for source, output in references(dict(node.parameters)) if source not in (JOB, node.family)]
+        for source in node.spec.after:
+            if source not in families:
+                raise ValueError(f"{path}: {node.name}.after: no node {source!r}; {nearest(source, families)}")
+        wanted += node.spec.after
+        needs[node.name] = tuple(dict.fromkeys(each.name for source in wanted for each in families[source]))
+    try:
+        order = list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        raise ValueError(f"{path}: nodes wait for one another in a circle: {' -> '.join(error.args[1])}") from None
+    rank = {name: place for place, name in enumerate(order)}
+    return {name: replace(nodes[name], needs=needs[name]) for name in sorted(nodes, key=rank.__getitem__)}

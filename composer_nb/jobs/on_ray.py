@@ -1,0 +1,123 @@
+"""The nodes of a graph as tasks on a Ray cluster: same file, same attempts, same records, other machines.
+
+Every machine must see the run's directory under the same path (a shared file system) and have the same package; both are
+checked where an attempt begins. A machine that is lost takes its attempts along: they are `lost`, and tried again elsewhere.
+Requests to stop travel as files beside the attempt, so nothing but Ray's own connections is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from composer_nb.jobs import processes
+from composer_nb.jobs.check import package_digest
+from composer_nb.jobs.executor import spawn
+from composer_nb.jobs.file import Job, Node
+
+STOP, KILL = "stop", "kill"
+TICK_S = 0.2
+SWEEP_S = 30.0
+
+
+class OnRay:
+    """Attempts as Ray tasks; Ray's resources decide how many run at once."""
+
+    limit: int | None = None
+
+    def __init__(self, address: str, run: str, job: Job) -> None:
+        """Raises ValueError where Ray is not installed, there is no cluster, or no machine of it is large enough."""
+        try:
+            import ray
+        except ImportError:
+            raise ValueError("--ray: Ray is not installed here; pip install ray") from None
+        self.ray, self.run = ray, run
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=run)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ValueError(f"--ray {address}: no Ray cluster answers there ({str(error).splitlines()[0]})") from None
+        try:
+            self._check_size(job)
+        except ValueError:
+            ray.shutdown()
+            raise
+        # What Ray retries would be an attempt that no record tells of.
+        self.task = ray.remote(max_retries=0)(run_attempt)
+
+    def _check_size(self, job: Job) -> None:
+        machines = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        for node in job.nodes.values():
+            wanted = {"CPU": node.spec.cpus, "GPU": node.spec.gpus}
+            if not any(all(has.get(name, 0) >= count for name, count in wanted.items()) for has in machines):
+                raise ValueError(f"{node.name} wants {wanted}; no machine of the cluster has that: change cpus or gpus")
+
+    def start(self, attempt: Path, node: Node) -> tuple[Any, Path]:
+        options = self.task.options(
+            name=f"{self.run}/{node.name}",
+            num_cpus=node.spec.cpus,
+            num_gpus=node.spec.gpus,
+            scheduling_strategy="SPREAD",
+        )
+        return options.remote(str(attempt), self.run, package_digest()), attempt
+
+    def poll(self, handle: tuple[Any, Path]) -> str | None:
+        reference, _ = handle
+        done, _ = self.ray.wait([reference], timeout=0)
+        if not done:
+            return None
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as error:  # the task's own words: a folder not shared, another package
+            return str(error.cause)
+        except self.ray.exceptions.RayError as error:
+            return f"Ray lost it: {type(error).__name__}"
+
+    def stop(self, handle: tuple[Any, Path], *, kill: bool) -> None:
+        reference, attempt = handle
+        attempt.with_name(KILL if kill else STOP).touch()
+        if kill or not attempt.with_name("run.json").exists():  # it may not have begun, nor ever begin
+            with suppress(self.ray.exceptions.RayError):
+                self.ray.cancel(reference, force=kill)
+
+    def close(self) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
+
+        sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_leased)
+        machines = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
+        sweeps = [sweep.options(scheduling_strategy=OnNode(name, soft=False)).remote(self.run) for name in machines]
+        self.ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S)
+        self.ray.shutdown()
+
+
+def run_attempt(path: str, run: str, digest: str) -> str:
+    """One attempt, on whatever machine Ray chose: returns what the infrastructure did to it, empty if nothing."""
+    attempt = Path(path)
+    if not attempt.is_file():
+        raise FileNotFoundError(f"{socket.gethostname()} does not see {path}: keep --runs on a shared file system")
+    if package_digest() != digest:
+        raise RuntimeError(f"{socket.gethostname()} has another composer_nb than the one that was started")
+    process = spawn(attempt, run)
+    stopped = False
+    try:
+        while (status := process.poll()) is None:
+            if attempt.with_name(STOP).exists() and not stopped:
+                stopped = True
+                process.terminate()
+            if attempt.with_name(KILL).exists():
+                process.kill()
+            time.sleep(TICK_S)
+    except KeyboardInterrupt:  # Ray cancelled the task
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise
+    return f"its process on {socket.gethostname()} ended by signal {-status}" if status < 0 else ""
+
+
+def end_leased(run: str) -> int:
+    """Ends on this machine what holds a lease on the run; returns how many processes that were."""
+    return len(processes.end(lambda: processes.of_run(run)))

@@ -1,0 +1,193 @@
+"""Processes that a run started: found again whatever became of their parents, spared where they hold a lease, ended.
+
+Every process below a notebook's kernel inherits two environment variables, so it can be found after its parents died:
+
+    COMPOSER_NB_RUN     the run of a job file (the same for all its notebooks)
+    COMPOSER_NB_NODE    one attempt at one notebook
+
+A process that is to outlive its notebook says so by a third one, set by whoever starts it:
+
+    COMPOSER_NB_LEASE   the id of the run that it belongs to
+
+A lease on the job's own run (the value of COMPOSER_NB_RUN) ends with that run; one on any other run, as a detached training
+run takes on itself, is that run's affair: such a process is left alone, and named in the record. What a leased process starts
+is leased with it. Linux only: environments are read in /proc, orphans are adopted with PR_SET_CHILD_SUBREAPER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RUN, NODE, LEASE = "COMPOSER_NB_RUN", "COMPOSER_NB_NODE", "COMPOSER_NB_LEASE"
+POLITE_S = 3.0
+"""Seconds between SIGTERM and SIGKILL."""
+Find = Callable[[], Iterable[psutil.Process]]
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Meanwhile a process below us whose parent dies becomes a child of ours, not of init."""
+    pr_set_child_subreaper = 36
+    control = ctypes.CDLL(None, use_errno=True).prctl
+    control(pr_set_child_subreaper, 1)
+    try:
+        yield
+    finally:
+        control(pr_set_child_subreaper, 0)
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    """What a process was started with; empty where that can not be read, as of another user's."""
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """Every living process but this one that was started with `name=value` in its environment."""
+    return [
+        p for p in psutil.process_iter() if p.pid != os.getpid() and environment(p).get(name) == value and living(p)
+    ]
+
+
+def living(process: psutil.Process) -> bool:
+    """Whether it runs: neither gone nor a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def lease(process: psutil.Process) -> str | None:
+    """The lease that a process, or one above it and below the kernel, holds; None without."""
+    if held := environment(process).get(LEASE):
+        return held
+    with suppress(psutil.Error):
+        for above in process.parents():
+            if above.pid == os.getpid():
+                break
+            variables = environment(above)
+            if LEASE in variables and NODE in variables:  # without a mark it is above the runner: not about us
+                return variables[LEASE]
+    return None
+
+
+def started_by(node: str, before: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """What runs below us or carries `node`'s mark, but for the processes `before`."""
+    found = {*psutil.Process().children(recursive=True), *marked(NODE, node)} - set(before)
+    return [process for process in found if living(process)]
+
+
+def of_run(run: str) -> list[psutil.Process]:
+    """What belongs to a run of a job file: all that carries its mark and holds no other lease, all that it leases."""
+    return [p for p in {*marked(RUN, run), *marked(LEASE, run)} if lease(p) in (None, run)]
+
+
+def end(find: Find, polite_s: float = POLITE_S) -> list[dict[str, Any]]:
+    """Ends what `find` finds, again and again until it finds nothing: SIGTERM, SIGKILL `polite_s` later.
+
+    Returns pid and name of each. Gives up after ten more seconds on what not even SIGKILL ends (a process stuck in a
+    system call); `find` still finds that.
+    """
+    told: dict[int, dict[str, Any]] = {}
+    start = time.monotonic()
+    while (alive := list(find())) and time.monotonic() - start < polite_s + 10:
+        kill = time.monotonic() - start >= polite_s
+        for process in alive:
+            with suppress(psutil.Error):
+                if kill or process.pid not in told:
+                    told.setdefault(process.pid, {"pid": process.pid, "name": process.name()})
+                    process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+        time.sleep(0.05)
+        reap(told)
+    reap(told)  # what the last look found to be a zombie
+    return list(told.values())
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Removes those of our children among `pids` that have ended from the table of processes."""
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+@contextmanager
+def guarded(kind: str, value: str, folder: Path, scratch: Path | None = None, wait_s: float = 0.0) -> Iterator[None]:
+    """While the block runs, a small process watches over us. Should we be killed outright, it gives what we started
+    `wait_s` seconds to end by itself, ends the rest, and removes what we were writing in `folder` and
+    all of `scratch`.
+
+    `kind` is RUN or NODE, `value` the mark to look for.
+    """
+    clean = {name: text for name, text in os.environ.items() if name not in (RUN, NODE, LEASE)}
+    command = [
+        sys.executable,
+        "-P",
+        __file__,
+        kind,
+        value,
+        str(wait_s),
+        str(folder),
+        str(os.getpid()),
+        str(scratch or ""),
+    ]
+    quiet = subprocess.DEVNULL
+    watch = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=clean, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            watch.communicate(b"done", timeout=10)
+        watch.kill()
+        watch.wait()
+
+
+def follow_parent() -> None:
+    """Interrupts this process when whoever started it with a pipe as its input closes that pipe, be it by dying."""
+
+    def wait() -> None:
+        with suppress(OSError):
+            while os.read(0, 1):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _guard(kind: str, value: str, wait_s: str, folder: str, writer: str, scratch: str) -> None:
+    """The watcher: returns at once when told so, otherwise when its input ends."""
+    if sys.stdin.buffer.read() == b"done":
+        return
+
+    def left() -> list[psutil.Process]:
+        return of_run(value) if kind == RUN else [p for p in marked(NODE, value) if lease(p) is None]
+
+    patience = time.monotonic() + float(wait_s)
+    while time.monotonic() < patience and left():
+        time.sleep(0.2)
+    end(left)
+    for pattern in (f"*.{writer}.part", ".reserve"):  # as records.remove_parts, which would import the package
+        for part in Path(folder).glob(pattern):
+            part.unlink(missing_ok=True)
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _guard(*sys.argv[1:])
