@@ -19,6 +19,8 @@ class Executor(Protocol):
 
     limit: int | None
     """How many at once; None where the executor itself makes them wait."""
+    gone: bool
+    """Whether the place itself was lost, so that trying again is in vain."""
 
     def start(self, attempt: Path, node: Node) -> Any:
         """Begins the attempt that a file describes; what it returns stands for it below."""
@@ -39,6 +41,7 @@ class Local:
 
     run: str
     limit: int | None
+    gone: bool = False
 
     def start(self, attempt: Path, node: Node) -> subprocess.Popen[bytes]:
         return spawn(attempt, self.run)

@@ -36,7 +36,7 @@ class OnRay:
             import ray
         except ImportError:
             raise ValueError("--ray: Ray is not installed here; pip install ray") from None
-        self.ray, self.run = ray, run
+        self.ray, self.run, self.gone = ray, run, False
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=run)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -75,6 +75,8 @@ class OnRay:
         except self.ray.exceptions.RayTaskError as error:  # the task's own words: a folder not shared, another package
             return str(error.cause)
         except self.ray.exceptions.RayError as error:
+            # Ray on this very machine: without it nothing can be started, and every call to Ray may wait for ever.
+            self.gone = self.gone or isinstance(error, self.ray.exceptions.LocalRayletDiedError)
             return f"Ray lost it: {type(error).__name__}"
 
     def stop(self, handle: tuple[Any, Path], *, kill: bool) -> None:
@@ -85,6 +87,9 @@ class OnRay:
                 self.ray.cancel(reference, force=kill)
 
     def close(self) -> None:
+        if self.gone:
+            end_leased(self.run)
+            return
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
         sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_leased)

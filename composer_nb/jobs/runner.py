@@ -154,7 +154,7 @@ class Runner:
     def _ready(self, name: str) -> bool:
         needed = all(self.states[need].state == "completed" for need in self.job.nodes[name].needs)
         running = sum(state.handle is not None for state in self.states.values())
-        return needed and (self.executor.limit is None or running < self.executor.limit)
+        return needed and not self.executor.gone and (self.executor.limit is None or running < self.executor.limit)
 
     # One node
 
@@ -254,7 +254,7 @@ class Runner:
         record = self._record(path, blow, taken > limit)
         self._take(state, record)
         self.say(f"{node.name}: {state.state} ({state.seconds:.1f} s){': ' * bool(state.error)}{state.error}")
-        if state.state == "lost" and state.lost < node.spec.retries and not self.stopping:
+        if state.state == "lost" and state.lost < node.spec.retries and not (self.stopping or self.executor.gone):
             state.lost += 1
             state.state = "pending"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.config import Settings, to_dict
+from composer_nb.config import Settings, override, to_dict
 from composer_nb.trainer import launch
 from composer_nb.trainer.launch import BEFORE_RL, RunBusy, RunFailed, fork, start_or_resume
 from composer_nb.trainer.rundir import RunDir, create, write_json
@@ -31,7 +31,7 @@ launch.start_or_resume(Path(sys.argv[1]), say=lambda line: None)
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     made = create(tmp_path / "runs", "tour")
-    write_json(made.path / "settings.json", to_dict(Settings()))
+    write_json(made.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
     return made
 
 
