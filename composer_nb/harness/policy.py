@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,32 @@ class Trace:
     gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     margins: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """`route_checks` of every forwarded token, made where it was forwarded; 0 elsewhere."""
+
+
+def route_checks(position: NDArray[Any], token_ids: NDArray[Any], routes: NDArray[Any]) -> NDArray[np.uint64]:
+    """[N]: ties each row of `routes` [N, L, K] to its token and place, so that rows which were moved, with their checks or
+    without, are found out by whoever uses them.
+
+    A chain of SplitMix64's mixing function (Steele, Lea, Flood 2014) over (position, token id) and the routes, eight bytes at
+    a time. Mixing is a bijection, so a row never has the check of another token or place, and one of up to eight bytes never
+    that of other routes; longer ones do so once in 2^64.
+    """
+    row_NB = np.ascontiguousarray(routes).reshape(len(routes), math.prod(routes.shape[1:])).view(np.uint8)
+    padded_NB = np.zeros((len(row_NB), -(-row_NB.shape[1] // 8) * 8), np.uint8)
+    padded_NB[:, : row_NB.shape[1]] = row_NB
+    start = position.astype(np.uint64) << np.uint64(32) | token_ids.astype(np.uint64)
+    mixed = _mix(start + np.uint64(0x9E3779B97F4A7C15))
+    for word in padded_NB.view(np.uint64).T:
+        mixed = _mix(mixed ^ word)
+    return mixed
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31)
 
 
 class Policy(Protocol):

@@ -26,7 +26,7 @@ from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.task import Task
 
-_TENSORS = ("routes", "gates", "margins", "route_valid")
+_TENSORS = ("routes", "gates", "margins", "route_valid", "checks")
 _COLUMNS = {
     "task_id": pa.string(),
     "stop": pa.string(),

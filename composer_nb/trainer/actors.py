@@ -66,7 +66,9 @@ class ThreadRemote:
 
     def kill(self) -> None:
         self.dead = True
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._made.done() and not self._made.exception() and hasattr(self._made.result(), "stop"):
+            self._made.result().stop()
 
 
 class Threads:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace, route_checks
 from composer_nb.trainer.attention import cached_attention
 from composer_nb.trainer.model import Model
 
@@ -86,6 +86,7 @@ class Engine:
         self._routes = np.zeros((*routed, c.num_experts_per_tok), np.uint8)
         self._gates = np.zeros((*routed, c.num_experts_per_tok), np.float32)
         self._margins = np.zeros(routed, np.float32)
+        self._checks = np.zeros(routed[:2], np.uint64)
         self._free = list(range(slots))[::-1]
         self._live: dict[int, _Slot] = {}
         self._pasts = 0
@@ -136,7 +137,7 @@ class Engine:
     def _new_slot(self, rollout: int) -> _Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
         slot = _Slot(self._free.pop(), [], np.random.default_rng(key).random(self.max_length + 1).tolist())
-        for record in (self._routes, self._gates, self._margins):
+        for record in (self._routes, self._gates, self._margins, self._checks):
             record[slot.index] = 0  # what is not forwarded is the same on every replay: nothing
         return slot
 
@@ -187,6 +188,7 @@ class Engine:
             routes=self._routes[slot.index, part].copy(),
             gates=self._gates[slot.index, part].copy(),
             margins=self._margins[slot.index, part].copy(),
+            checks=self._checks[slot.index, part].copy(),
             route_valid=np.ones(slot.length - start, np.bool_),
         )
 
@@ -200,6 +202,7 @@ class Engine:
             routes=self._routes[slot.index, :total].copy(),
             gates=self._gates[slot.index, :total].copy(),
             margins=self._margins[slot.index, :total].copy(),
+            checks=self._checks[slot.index, :total].copy(),
             route_valid=np.arange(total) < slot.length,
         )
 
@@ -228,7 +231,10 @@ class Engine:
             return cached_attention(q.float(), self._k[layer], self._v[layer], own, at).to(q.dtype)
 
         hidden_UD, routings = self.model.trunk(ids_U, at, attend)
-        self._routes[row_N, position_N] = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()[from_N]
+        routes_NLK = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()[from_N].astype(np.uint8)
+        ids_N = np.array([token for slot in slots for token in slot.pending])
+        self._routes[row_N, position_N] = routes_NLK
+        self._checks[row_N, position_N] = route_checks(position_N, ids_N, routes_NLK)
         self._gates[row_N, position_N] = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()[from_N]
         self._margins[row_N, position_N] = torch.stack([r.margin_N for r in routings], 1).cpu().numpy()[from_N]
         for slot in slots:

@@ -122,7 +122,7 @@ def _join(parts: Sequence[Trace], total: int) -> Trace:
         values = np.concatenate([getattr(part, name) for part in parts])
         return np.concatenate([values, np.zeros((total - len(values), *values.shape[1:]), values.dtype)])
 
-    return Trace(**{name: joined(name) for name in ("routes", "gates", "margins", "route_valid")})
+    return Trace(**{name: joined(name) for name in ("routes", "gates", "margins", "route_valid", "checks")})
 
 
 def prompt_order(file: Path, seed: str) -> list[Task]:

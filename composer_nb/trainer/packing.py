@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.model import Model
 
@@ -36,16 +37,21 @@ class Stream:
     """[T, L, K] as sampled."""
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     """[T]: tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
+    checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """[T]: what ties each row of routes to its token (`route_checks`)."""
 
     def route_fault(self) -> str:
         """What keeps these routes from being replayed, as far as the stream alone can tell; empty when nothing does."""
-        tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid)}
+        tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid), len(self.checks)}
         if rows != {tokens}:
             return f"{tokens} tokens, but routes of {' and '.join(map(str, sorted(rows)))}"
         if not self.route_valid[:-1].all():
             return f"token {int(self.route_valid.argmin())} of {tokens} was forwarded and has no routes"
         if self.route_valid[-1:].any():
             return "routes of the last token, which is never forwarded"
+        known = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1]
+        if not known.all():
+            return f"the routes at token {int(known.argmin())} of {tokens} were recorded at another token or place"
         return ""
 
 

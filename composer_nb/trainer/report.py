@@ -50,7 +50,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `midtrain`, `sft`  first and last point of the loss curves
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts, attempts lost to the infrastructure, flagged rollouts
-    `replay`           mismatch of a bf16 engine and the trainer, with its own routes (off) and the engine's (on)
+    `replay`           mismatch of an engine and the trainer (`pair`), with its own routes (off) and the engine's (on)
     `weights`          versions published in RL; bytes of the last in full and as a delta against the one before
     `ledger`           RL's sampled tokens by what became of them
     `wall_s`           seconds of stages. `total` sums all that ran, including what is not named here; starting the
@@ -276,7 +276,7 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "lost to the infrastructure", f"{reward['infra_errors']} attempts; {reward['flagged']} flagged"
     if replay := report.get("replay"):
         off, on = (replay[name]["logprob_gap_p99"] for name in ("off", "on"))
-        yield "bf16 mismatch, p99 of |Δ log p|", f"{off:.4f}, {on:.4f} with routes replayed"
+        yield f"mismatch ({replay.get('pair', 'bf16')}), p99 of |Δ log p|", f"{off:.4f}, {on:.4f} with routes replayed"
     if weights := report.get("weights"):
         share = weights["delta_bytes"] / weights["full_bytes"]
         yield "one weight update", f"{weights['delta_bytes']:,} of {weights['full_bytes']:,} bytes ({share:.1%})"

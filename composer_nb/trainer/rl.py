@@ -112,6 +112,7 @@ def to_stream(scored: Scored) -> Stream:
         advantage=np.where(segment.acted, scored.advantage, 0.0).astype(np.float32),
         routes=segment.trace.routes,
         route_valid=segment.trace.route_valid,
+        checks=segment.trace.checks,
     )
 
 

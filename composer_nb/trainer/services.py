@@ -97,6 +97,7 @@ class EngineService:
         self._failure: BaseException | None = None
         self._swap: tuple[Model, int, threading.Event] | None = None
         self.decoding_s = 0.0
+        self._stopped = False
         if not self._lockstep:
             threading.Thread(target=self._decode, daemon=True, name="decode").start()
 
@@ -166,7 +167,7 @@ class EngineService:
         """The decoding thread, the only one that touches the engine."""
         torch.set_num_threads(1)
         try:
-            while True:
+            while not self._stopped:
                 if not self._engine.busy and self._inbox.empty() and self._swap is None:
                     self._wake.wait(0.5)
                 self._wake.clear()
@@ -225,6 +226,10 @@ class EngineService:
             self._swap = None
             self._engine.swap(model, version)
             applied.set()
+
+    def stop(self) -> None:
+        """Ends decoding. A process of its own needs no such thing: it is ended."""
+        self._stopped = True
 
     def status(self) -> dict[str, Any]:
         """What it did so far."""

@@ -105,7 +105,7 @@ def behaviour(report: Mapping[str, Any]) -> Picture:
 
 
 def mismatch(report: Mapping[str, Any]) -> Picture:
-    """|Δ log p| between a bf16 engine and the trainer, with the trainer's own routes and with the engine's replayed."""
+    """|Δ log p| between an engine of other numerics and the trainer: with the trainer's own routes, with the engine's."""
     replay = report.get("replay")
     if not replay:
         return style.empty("the mismatch has not been measured yet")
@@ -123,6 +123,6 @@ def mismatch(report: Mapping[str, Any]) -> Picture:
     ax.set_yscale("log")
     ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 4)
     ax.set_xticks(range(len(kinds)), list(kinds.values()))
-    title(ax, f"engine in bf16 against trainer in fp32, {replay['tokens']:,} tokens", "", "nats")
+    title(ax, f"engine against trainer: {replay.get('pair', 'bf16')}, {replay['tokens']:,} tokens", "", "nats")
     key(ax)
     return picture

@@ -52,6 +52,7 @@ def attempts(draw: st.DrawFn, task: Task, traced: bool) -> Attempt:
             gates=random.random((size, 2, 3), np.float32),
             margins=random.random((size, 2), np.float32),
             route_valid=np.arange(size) < size - 1,
+            checks=random.integers(0, 2**64, size, np.uint64),
         )
     segment = Segment(
         token_ids=random.integers(0, 2**31 - 1, size).astype(np.int32),
@@ -77,7 +78,8 @@ def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
         assert replace(new.rollout, segments=()) == replace(old.rollout, segments=())
         [a], [b] = new.rollout.segments, old.rollout.segments
         pairs = [(getattr(a, name), getattr(b, name)) for name in ("token_ids", "kind", "logprob", "policy_version")]
-        pairs += [(getattr(a.trace, n), getattr(b.trace, n)) for n in ("routes", "gates", "margins", "route_valid")]
+        names = ("routes", "gates", "margins", "route_valid", "checks")
+        pairs += [(getattr(a.trace, name), getattr(b.trace, name)) for name in names]
         for left, right in pairs:
             assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
 
@@ -111,6 +113,7 @@ def with_trace(done: Attempt) -> Attempt:
         gates=np.ones((size, 2, 3), np.float32),
         margins=np.ones((size, 2), np.float32),
         route_valid=np.ones(size, np.bool_),
+        checks=np.ones(size, np.uint64),
     )
     return replace(done, rollout=replace(done.rollout, segments=(replace(segment, trace=trace),)))
 

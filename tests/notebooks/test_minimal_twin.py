@@ -24,10 +24,9 @@ from composer_nb.trainer import loss as package
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.rl import Learner, Stream, flatten, score
-from composer_nb.trainer.supervised import trapezoid
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "minimal_twin.ipynb"

@@ -131,7 +131,7 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
 
 def test_the_report_tells_of_staleness_and_shows_it(ahead):
     run, settings, info = ahead
-    run.finish("rl", 10.0, info)
+    run.finish("rl", 3600.0, info)
     report = build_report(run)["train"]
     assert (
         report["staleness_bound"] == settings.services.bound >= report["staleness_max"] >= report["staleness_mean"] > 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent import drive
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.policy import Completion, Request, Trace, route_checks
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.model import Model, ModelConfig, PackedRows
 
@@ -54,6 +54,8 @@ def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model,
         np.testing.assert_allclose(trace.gates[:-1], gates, atol=3e-5)
         assert (trace.margins[:-1] > 0).all()
         assert trace.route_valid[:-1].all() and not trace.route_valid[-1], "the last token was never forwarded"
+        checks = route_checks(np.arange(len(segment.token_ids)), segment.token_ids, trace.routes)
+        np.testing.assert_array_equal(trace.checks[:-1], checks[:-1])
 
 
 def test_greedy_turns_are_the_most_probable_tokens(make_model):
@@ -260,7 +262,7 @@ def test_a_slot_that_is_used_again_remembers_nothing(make_model):
     fresh = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
     assert engine.generate([ask(1, [1, 2, 3])])[0].token_ids == fresh.generate([ask(1, [1, 2, 3])])[0].token_ids
     used, new = engine.release(1), fresh.release(1)
-    for name in ("routes", "gates", "margins", "route_valid"):
+    for name in ("routes", "gates", "margins", "route_valid", "checks"):
         np.testing.assert_array_equal(getattr(used, name), getattr(new, name), err_msg=name)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from composer_nb.harness.policy import route_checks
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.mismatch import measure_mismatch
 
@@ -58,7 +59,10 @@ def test_wrong_routes_are_seen_in_both_numbers(make_model, converse):
     model = make_model(3)
     attempts = converse(Engine(model, stop=NEVER, slots=4, max_length=96), 4)
     for done in attempts:
-        done.rollout.segments[0].trace.routes[:] = (done.rollout.segments[0].trace.routes + 1) % 6
+        [segment] = done.rollout.segments
+        trace, places = segment.trace, np.arange(len(segment.token_ids))
+        trace.routes[:] = (trace.routes + 1) % 6
+        trace.checks[:] = route_checks(places, segment.token_ids, trace.routes)
     found = measure_mismatch(model, attempts)
     assert found["routes_differ"] > 0.5
     assert found["on"]["logprob_gap_p50"] > 0.01 and found["off"]["logprob_gap_p99"] < 5e-5

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_nb.harness.policy import route_checks
 from composer_nb.trainer.model import Model, ModelConfig
 from composer_nb.trainer.packing import Stream, families, flatten, microbatches, score, tree_tokens
 
@@ -32,13 +33,16 @@ def stream(tokens: list[int], seed: int = 0, prompt: int = 1) -> Stream:
     random = np.random.default_rng([seed, *tokens])
     acted = random.random(len(tokens)) < 0.6
     acted[:prompt], acted[prompt] = False, True
+    logprob, advantage = random.normal(size=(2, len(tokens))).astype(np.float32)
+    routes = random.permuted(np.tile(np.arange(4, dtype=np.uint8), (len(tokens), 2, 1)), axis=2)[:, :, :2]
     return Stream(
         token_ids=np.array(tokens, np.int32),
         acted=acted,
-        logprob=random.normal(size=len(tokens)).astype(np.float32),
-        advantage=random.normal(size=len(tokens)).astype(np.float32),
-        routes=random.permuted(np.tile(np.arange(4, dtype=np.uint8), (len(tokens), 2, 1)), axis=2)[:, :, :2],
+        logprob=logprob,
+        advantage=advantage,
+        routes=routes,
         route_valid=np.arange(len(tokens)) < len(tokens) - 1,
+        checks=route_checks(np.arange(len(tokens)), np.array(tokens), routes),
     )
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from composer_nb.trainer.data import Row, deal
 from composer_nb.trainer.model import Model, ModelConfig, balance_loss
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
 from composer_nb.trainer.ranks import Ranks
-from composer_nb.trainer.supervised import cross_entropy, share, train_step, trapezoid
+from composer_nb.trainer.supervised import cross_entropy, share, train_step
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_hidden_layers=2, head_dim=8, moe_intermediate_size=8, max_position_embeddings=64
