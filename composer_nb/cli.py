@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     tour.add_argument("--resume", action="store_true", help="go on with the newest run")
     tour.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept (runs)")
     tour.add_argument("--plain", action="store_true", help="the recipe alone, without the notebook")
+    tour.add_argument("--detach", action="store_true", help="the recipe alone, left running: composer-nb follow, stop")
 
     report = add("report", _report, "what a run did")
     report.add_argument("path", type=Path, metavar="RUN", help="a run directory, as runs/tour")
@@ -159,6 +160,7 @@ def _print_json(value: Any) -> None:
 def _tour(given: argparse.Namespace) -> int:
     from composer_nb import jobs
     from composer_nb.harness.sandbox import BwrapSandboxes
+    from composer_nb.trainer.detached import start_detached
     from composer_nb.trainer.launch import start_or_resume
     from composer_nb.trainer.report import table
 
@@ -171,6 +173,10 @@ def _tour(given: argparse.Namespace) -> int:
         console.print(line, style="dim", markup=False, soft_wrap=True)
         sys.stdout.flush()
 
+    if given.detach:
+        start_detached(run.path)
+        console.print(f"it runs; composer-nb follow {run.path}", soft_wrap=True)
+        return 0
     try:
         with jobs.terminate_as_interrupt():
             if given.plain:

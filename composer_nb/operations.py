@@ -1,4 +1,4 @@
-"""Subcommands for whoever operates runs: weights, replay, set, plan, reap. `cli.py` hooks them up.
+"""Subcommands for whoever operates runs: up, follow, stop, weights, replay, set, plan, reap. `cli.py` hooks them up.
 
 Each function takes the parsed command line, prints, and returns the exit status. What a user can mend is raised, for
 `cli.main` to say in one line. Imports stand inside, so that other subcommands do not pay for them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,18 @@ Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Argumen
 
 def add_commands(add: Add) -> None:
     """Adds the subcommands with `add(name, function, help)`."""
+    ray = add("up", up_command, "a Ray head that outlives notebooks and runs; services.address=FOLDER uses it")
+    ray.add_argument("path", nargs="?", type=Path, default=Path("runs/head"), metavar="FOLDER", help="(runs/head)")
+    ray.add_argument("--lease", type=float, default=3600.0, metavar="S", help="seconds it lives unless used (3600)")
+    ray.add_argument("--down", action="store_true", help="end it, whoever uses it")
+    ray.add_argument("--json", action="store_true", help="for programs")
+
+    for name, function, text in (
+        ("follow", follow_command, "what a run says, until it ends; leaving it (Ctrl-C) does nothing to the run"),
+        ("stop", stop_command, "end a live run, wherever it was started; it can be resumed"),
+    ):
+        add(name, function, text).add_argument("path", nargs="?", type=Path, default=Path("runs/tour"), metavar="RUN")
+
     weights = add("weights", weights_command, "weight versions: differences, applying, checking, a store's log")
     actions = weights.add_subparsers(dest="action", required=True, metavar="ACTION")
     for action, paths, text in (
@@ -52,6 +65,38 @@ def add_commands(add: Add) -> None:
     reaper = add("reap", reap_command, "end what killed runs left on this machine")
     reaper.add_argument("path", nargs="?", type=Path, default=Path("runs"), metavar="RUNS")
     reaper.add_argument("--json", action="store_true", help="for programs")
+
+
+def up_command(given: argparse.Namespace) -> int:
+    """Starts, renews or ends a head."""
+    from dataclasses import asdict
+
+    from composer_nb.trainer import head
+
+    if given.down:
+        ended = head.down(given.path)
+        print(json.dumps({"ended": ended}) if given.json else "ended" if ended else f"no head lives in {given.path}")
+        return 0
+    found = head.up(given.path, given.lease)
+    left = found.until - time.time()
+    line = f"{found.address}, process {found.pid}, for {left:.0f} s and as long as it is used; services.address={given.path}"
+    print(json.dumps(asdict(found), indent=2) if given.json else line)
+    return 0
+
+
+def follow_command(given: argparse.Namespace) -> int:
+    """0 when the run is complete, 1 when it ended before."""
+    from composer_nb.trainer.detached import follow
+
+    return int(follow(given.path.resolve(), lambda line: print(line, flush=True)) != "complete")
+
+
+def stop_command(given: argparse.Namespace) -> int:
+    """Ends a run."""
+    from composer_nb.trainer.detached import stop
+
+    print("stopped" if stop(given.path.resolve()) else "it is not live")
+    return 0
 
 
 def weights_command(given: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import ast
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 
 HELDOUT_SHARE = 51 / 256
@@ -38,6 +39,7 @@ class Program:
         return int(self.structure[:2], 16) < HELDOUT_SHARE * 256
 
 
+@lru_cache(maxsize=4096)
 def canonical(source: str) -> str:
     """`source` with every local name numbered by first use, and every integer, and the parameter `k` that stands where an
     integer could, written as C."""

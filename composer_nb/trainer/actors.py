@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
+
+from composer_nb.harness.journal import Journal
+from composer_nb.trainer.cluster import Cluster
 
 
 class ActorDied(RuntimeError):
@@ -129,37 +127,11 @@ def _meaning(error: BaseException, name: str) -> BaseException:
 
 
 class RayActors:
-    """Actors of a Ray cluster: the one at `address`, or one of this machine's own that ends with this process."""
+    """Actors of a Ray cluster: the one at `address`, or one of this process's own."""
 
-    def __init__(self, address: str, namespace: str) -> None:
-        """Raises ConnectionError when nothing answers at `address`."""
-        # What Ray's processes, and so the actors, inherit.
-        os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: everything else would go first
-        import ray
-
-        self._folder = None if address else Path(tempfile.mkdtemp(prefix="cnb-"))
-        where: dict[str, Any] = {"address": address}
-        if self._folder:
-            where = {
-                "include_dashboard": False,
-                "num_cpus": os.cpu_count(),
-                "object_store_memory": 256 << 20,
-                "_temp_dir": str(self._folder),  # the path of a socket lies in it: it must be short
-                "_node_ip_address": "127.0.0.1",
-            }
-        try:
-            ray.init(
-                **where,
-                namespace=namespace,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                configure_logging=False,
-            )
-        except BaseException:
-            self._remove()
-            raise
+    def __init__(self, address: str, namespace: str, journal: Journal | None = None) -> None:
+        """Raises ConnectionError when nothing answers at `address`, or no cluster can be started."""
+        self._cluster = Cluster(address, namespace, journal)
         self._made: list[RayRemote] = []
 
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
@@ -170,14 +142,11 @@ class RayActors:
         self._made.append(remote)
         return remote
 
-    def close(self) -> None:
-        import ray
+    def lost(self) -> str | None:
+        """Which part of the cluster does not answer any more; None while all do."""
+        return self._cluster.lost()
 
+    def close(self) -> None:
         for remote in self._made:
             remote.kill()
-        ray.shutdown()
-        self._remove()
-
-    def _remove(self) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._cluster.close()

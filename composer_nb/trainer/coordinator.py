@@ -1,6 +1,6 @@
 """The coordinator of asynchronous RL: carries out what the orchestrator commands, tells it what happened, writes it all down.
 
-    python -m composer_nb.trainer.coordinator RUN PARENT
+    python -m composer_nb.trainer.coordinator RUN
 
     environment workers ──outcomes──▶ coordinator ──streams──▶ trainer ──versions──▶ store ──▶ engines ◀──turns── environments
                         ◀─assignments─┘  │ run.db: rollouts, batches, versions, the orchestrator's state
@@ -13,7 +13,9 @@ its checkpoint and learns the logged batches again, and the coordinator itself r
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,12 +30,15 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from composer_nb.config import Settings, from_dict, override
+from composer_nb.harness.journal import FOLDER
+from composer_nb.harness.journal import Journal as ResourceJournal
 from composer_nb.harness.store import unpack_attempt
 from composer_nb.trainer.actors import ActorDied, Actors, RayActors, Remote
 from composer_nb.trainer.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.environments import Assignment, EnvironmentService, Outcome, prompt_order
+from composer_nb.trainer.head import resolve
 from composer_nb.trainer.journal import Journal
-from composer_nb.trainer.launch import die_with
+from composer_nb.trainer.launch import LOST
 from composer_nb.trainer.orchestrator import Orchestrator
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.rl import (
@@ -521,9 +526,16 @@ class Coordinator:
         return found
 
 
+def _end_when_lost(actors: RayActors) -> None:
+    """Ends this process at once, whatever it waits for, when Ray is gone: the launcher starts it again, and it resumes."""
+    while (lost := actors.lost()) is None:
+        time.sleep(2.0)
+    print(lost, file=sys.stderr, flush=True)
+    os._exit(LOST)
+
+
 def main(arguments: list[str]) -> None:
-    path, parent = arguments
-    die_with(int(parent))
+    [path] = arguments
     run = RunDir(Path(path))
     settings = from_dict(json.loads((run.path / "settings.json").read_text()))
     start = time.perf_counter()
@@ -534,7 +546,14 @@ def main(arguments: list[str]) -> None:
     if run.finished("rl") is not None:
         return
     say("rl, as services …")
-    actors = RayActors(settings.services.address, namespace=run.path.name)
+    held = ResourceJournal(run.path / FOLDER, run.path.name)
+    address = settings.services.address
+    try:
+        actors = RayActors(resolve(address), namespace=run.path.name, journal=held)
+    except ConnectionError as error:
+        print(f"services.address={address}: {error}" if address else error, file=sys.stderr)
+        sys.exit(1 if address else LOST)
+    threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
         info = Coordinator(run, settings, actors, say).go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -20,10 +19,17 @@ from typing import IO
 
 from composer_nb.config import Settings, from_dict, to_dict
 from composer_nb.harness.journal import FOLDER, Journal
+from composer_nb.harness.reap import reap
+from composer_nb.trainer.head import held
 from composer_nb.trainer.rundir import RunDir, create, provenance, write_json
 
 LOST = 75
 """Exit status of services whose cluster died under them (EX_TEMPFAIL)."""
+
+
+LOCK, SAID = "launch.lock", "said.log"
+"""In a run directory: what its launcher holds, and what it said."""
+COMPLETE = "the run is complete"
 
 
 class RunFailed(RuntimeError):
@@ -52,16 +58,32 @@ def start_or_resume(
     to the same numbers. Raises ValueError when `settings` are not those that the run was started with, RunBusy when somebody
     else runs it, RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the run ready to resume.
     """
-    run = create(runs, name) if run_dir is None else RunDir(_existing(run_dir))
-    with _only_launcher(run):
-        _launch(run, settings, say)
+    run = create(runs, name) if run_dir is None else existing(run_dir)
+    with _only_launcher(run), _noted(run, say) as say:
+        _launch(run, settle(run, settings), say)
     return run
+
+
+@contextmanager
+def _noted(run: RunDir, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """What is said is also written down, with how it ended, so that a run can be followed from elsewhere."""
+    with (run.path / SAID).open("a", encoding="utf-8", buffering=1) as file:
+
+        def both(line: str) -> None:
+            file.write(line + "\n")
+            say(line)
+
+        try:
+            yield both
+        except BaseException as error:
+            file.write(f"{str(error) or type(error).__name__}\n")
+            raise
 
 
 @contextmanager
 def _only_launcher(run: RunDir) -> Iterator[None]:
     """Holds the run's lock, which ends with this process at the latest. Raises RunBusy when another launcher holds it."""
-    fd = os.open(run.path / "launch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,7 +99,9 @@ def _only_launcher(run: RunDir) -> Iterator[None]:
         os.close(fd)
 
 
-def _launch(run: RunDir, settings: Settings | None, say: Callable[[str], None]) -> None:
+def settle(run: RunDir, settings: Settings | None) -> Settings:
+    """The settings of a run: those that it was started with, else these, which are noted. Raises ValueError when both are
+    given and differ."""
     saved = run.path / "settings.json"
     if saved.is_file():
         known = from_dict(json.loads(saved.read_text()))
@@ -85,19 +109,30 @@ def _launch(run: RunDir, settings: Settings | None, say: Callable[[str], None]) 
             raise ValueError(
                 f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
             )
-        settings = known
-    else:
-        settings = settings or Settings()
-        write_json(saved, to_dict(settings))
-        write_json(run.path / "provenance.json", provenance())
+        return known
+    settings = settings or Settings()
+    write_json(run.path / "provenance.json", provenance())
+    write_json(saved, to_dict(settings))
+    return settings
+
+
+def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None:
     start = time.perf_counter()
+    _reap(run, say)
     run.clean()
     _run_ranks(run, settings.ranks, say)
     if settings.services.on and run.finished("rl") is None:
-        _run_services(run, say)
+        with held(settings.services.address):
+            _run_services(run, say)
         _run_ranks(run, settings.ranks, say)
     seconds = time.perf_counter() - start
-    say(f"the run is complete after {seconds:.0f} s: {run.path}")
+    say(f"{COMPLETE} after {seconds:.0f} s: {run.path}")
+
+
+def _reap(run: RunDir, say: Callable[[str], None]) -> None:
+    """Ends what processes of this run left that are dead."""
+    for line in reap(run.path).failed:
+        say(f"could not be ended: {line}")
 
 
 BEFORE_RL = {
@@ -136,10 +171,11 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     return run
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> RunDir:
+    """Raises FileNotFoundError where there is no run."""
     if not (path / "run.db").is_file():
         raise FileNotFoundError(f"{path}: no run here (run.db is missing)")
-    return path
+    return RunDir(path)
 
 
 def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
@@ -152,19 +188,24 @@ def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
 
 
 RESTARTS = 3
-"""Times that the services are started anew when what carries them is lost."""
+"""Times in a row that the services are started anew, without a step in between, when what carries them is lost."""
 
 
 def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
     """RL as services. A cluster that dies under it is no reason to end: everything is in the run directory."""
-    for left in reversed(range(RESTARTS + 1)):
+    left = RESTARTS
+    while True:
+        before = len(run.steps("rl"))
         try:
             _run_processes(run, {"services": ("composer_nb.trainer.coordinator", str(run.path))}, say)
             return
         except RunFailed as error:
-            if error.code not in (LOST, -signal.SIGKILL) or not left:
+            left = RESTARTS if len(run.steps("rl")) > before else left - 1
+            if error.code not in (LOST, -signal.SIGKILL, -signal.SIGABRT) or left < 0:
                 raise
             say(f"{error}; started again")
+        finally:
+            _reap(run, say)
 
 
 def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Callable[[str], None]) -> None:
@@ -209,7 +250,7 @@ def _temporary_folder(journal: Journal) -> Iterator[Path]:
 def _start(words: Sequence[str], log: IO[bytes], *, heard: bool) -> subprocess.Popen[str]:
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", *words, str(os.getpid())],
+        [sys.executable, "-m", "composer_nb.trainer.child", str(os.getpid()), *words],
         stdout=subprocess.PIPE if heard else log,
         stderr=log,
         stdin=subprocess.DEVNULL,
@@ -253,11 +294,3 @@ def _last_line(log: Path, begin: int) -> str:
     text = log.read_bytes()[begin:].decode("utf-8", "replace")
     lines = [line for line in text.splitlines() if line.strip()]
     return f"{lines[-1]} ({log})" if lines else f"it said nothing ({log})"
-
-
-def die_with(parent: int) -> None:
-    """Ends this process when `parent`, which must be its parent, ends: a killed notebook leaves no ranks behind."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

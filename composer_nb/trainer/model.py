@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer_nb.kernels.moe import Routing, load_balance, moe, route
+from composer_nb.kernels.norm import norm_rope, rms_norm
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, Q, C], k [N, G, C], v [N, G, C]) -> [N, Q, C]"""
@@ -139,10 +140,10 @@ class Model(nn.Module):
 
     def _qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
-        heads = F.linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim))
-        q, k, v = heads.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], dim=1)
-        q = rotate(rms_norm(q, layer.q_norm, c.rms_norm_eps), rope_N)
-        k = rotate(rms_norm(k, layer.k_norm, c.rms_norm_eps), rope_N)
+        queries, keys = c.num_attention_heads, c.num_key_value_heads
+        turned, v = F.linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
+        weight_HC = torch.cat([layer.q_norm.expand(queries, -1), layer.k_norm.expand(keys, -1)])
+        q, k = norm_rope(turned, weight_HC, rope_N, c.rms_norm_eps).split([queries, keys], dim=1)
         return q, k, v
 
     def forward(self, token_ids: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -187,17 +188,6 @@ class PackedRows:
     def _pad(self, x: Tensor) -> Tensor:
         padded = x.new_zeros(self.rows, self.longest, *x.shape[1:])
         return padded.index_put((self.row_N, self.position_N), x).transpose(1, 2)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def rotate(x_NHC: Tensor, rope_N: Tensor) -> Tensor:
-    """RoPE on half-split pairs (the layout of Hugging Face checkpoints). `rope_N` is [N, 2, C/2]: cosines and sines."""
-    cos, sin = rope_N[:, None, 0], rope_N[:, None, 1]
-    first, second = x_NHC.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def balance_loss(routings: list[Routing]) -> Tensor:

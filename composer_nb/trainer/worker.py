@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m composer_nb.trainer.worker RUN WORLD RENDEZVOUS RANK PARENT`. Started by `launch.py`."""
+"""One rank of a run: `python -m composer_nb.trainer.worker RUN WORLD RENDEZVOUS RANK`. Started by `launch.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from composer_nb.config import from_dict
 from composer_nb.harness.execute import CachedExecutor
 from composer_nb.harness.journal import FOLDER
 from composer_nb.harness.sandbox import BwrapSandboxes
-from composer_nb.trainer.launch import die_with
 from composer_nb.trainer.ranks import Ranks, set_up_process
 from composer_nb.trainer.recipe import run_recipe
 from composer_nb.trainer.rundir import RunDir
@@ -19,8 +18,7 @@ from composer_nb.trainer.stages import Stages
 
 
 def main(arguments: list[str]) -> None:
-    path, world, rendezvous, rank, parent = arguments
-    die_with(int(parent))
+    path, world, rendezvous, rank = arguments
     run = RunDir(Path(path))
     settings = from_dict(json.loads((run.path / "settings.json").read_text()))
     set_up_process(settings.seed)

@@ -730,10 +730,13 @@ class Chaos(Driver):
         return True
 
     def repeatable(self, event: Event) -> bool:
-        """Whether a worker or the trainer sent it, and it does not happen to be what is awaited now (a step done anew)."""
+        """Whether a worker or the trainer sent it, and it does not happen to be what is awaited now (a step done anew, or a
+        dispatch that rubbish named before it was made)."""
         if isinstance(event, Trained):
             return event.step < len(self.log) and not (self.training and self.training.step == event.step)
-        return isinstance(event, Finished | Faulted | Alive)
+        if isinstance(event, Finished | Faulted):
+            return (event.slot, event.attempt, event.place) not in self.running
+        return isinstance(event, Alive)
 
     def rubbish(self) -> Event:
         """A message that nobody meant: its numbers are near the right ones, and never all right."""

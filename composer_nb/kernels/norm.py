@@ -1,0 +1,153 @@
+"""RMS norm, and RMS norm followed by RoPE, with a kernel for float32 on a CPU where torch composes them of many small passes.
+
+Dimensions: N tokens, H heads, C head width, R rows of width D.
+Elsewhere (other devices, other dtypes, float64 references) `rms_norm` is torch's, and `norm_rope` is put together from it;
+the kernels are tested against that form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Vector code needs sums in any order, and no care for infinities or the sign of zero; NaN keeps its meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467)."""
+    if _plain(x) and _plain(weight_D):
+        return _RmsNorm.apply(x, weight_D, eps)
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+def norm_rope(x_NHC: Tensor, weight_HC: Tensor, rope_N: Tensor, eps: float) -> Tensor:
+    """Each head normalised, scaled by its row of `weight_HC`, and turned by its token's angles.
+
+    `rope_N` is [N, 2, C/2], cosines and sines; pairs are half-split (the layout of Hugging Face checkpoints).
+    """
+    if _plain(x_NHC) and _plain(weight_HC) and _plain(rope_N):
+        return _NormRope.apply(x_NHC, weight_HC, rope_N, eps)
+    return rotate(F.rms_norm(x_NHC, x_NHC.shape[-1:], None, eps) * weight_HC, rope_N)
+
+
+def rotate(x_NHC: Tensor, rope_N: Tensor) -> Tensor:
+    """RoPE on half-split pairs, by its definition (arXiv 2104.09864, eq. 34)."""
+    cos, sin = rope_N[:, None, 0], rope_N[:, None, 1]
+    first, second = x_NHC.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x_RD = x.contiguous().view(-1, len(weight_D))
+        y_RD, scale_R = torch.empty_like(x_RD), x_RD.new_empty(len(x_RD))
+        _norm(x_RD.numpy(), weight_D.detach().numpy(), eps, y_RD.numpy(), scale_R.numpy())
+        ctx.save_for_backward(x_RD, weight_D, scale_R)
+        return y_RD.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RD, weight_D, scale_R = ctx.saved_tensors
+        g_RD = gradients[0].contiguous().view(x_RD.shape)
+        dx_RD, dw_D = torch.empty_like(x_RD), torch.zeros_like(weight_D)
+        arrays = (x.detach().numpy() for x in (g_RD, x_RD, weight_D, scale_R, dx_RD, dw_D))
+        _norm_backward(*arrays)
+        return dx_RD.view(gradients[0].shape), dw_D, None
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NHC: Tensor, weight_HC: Tensor, rope_N: Tensor, eps: float) -> Tensor:
+        x_NHC, weight_HC, rope_N = x_NHC.contiguous(), weight_HC.contiguous(), rope_N.contiguous()
+        y_NHC, scale_NH = torch.empty_like(x_NHC), x_NHC.new_empty(x_NHC.shape[:2])
+        arrays = (x.detach().numpy() for x in (x_NHC, weight_HC, rope_N, y_NHC, scale_NH))
+        _norm_rope(eps, *arrays)
+        ctx.save_for_backward(x_NHC, weight_HC, rope_N, scale_NH)
+        return y_NHC
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_NHC, weight_HC, rope_N, scale_NH = ctx.saved_tensors
+        g_NHC = gradients[0].contiguous()
+        dx_NHC, dw_HC = torch.empty_like(x_NHC), torch.zeros_like(weight_HC)
+        arrays = (x.detach().numpy() for x in (g_NHC, x_NHC, weight_HC, rope_N, scale_NH, dx_NHC, dw_HC))
+        _norm_rope_backward(*arrays)
+        return dx_NHC, dw_HC, None, None
+
+
+@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+def _norm(x, w, eps, y, scale):  # type: ignore[no-untyped-def]
+    rows, width = x.shape
+    for r in range(rows):
+        total = np.float32(0.0)
+        for d in range(width):
+            total += x[r, d] * x[r, d]
+        k = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+        scale[r] = k
+        for d in range(width):
+            y[r, d] = x[r, d] * k * w[d]
+
+
+@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+def _norm_backward(g, x, w, scale, dx, dw):  # type: ignore[no-untyped-def]
+    """With y = x·k·w and k = (mean x² + eps)^-½: dx = k·(g·w) − x·k³·mean(g·w·x), dw = Σ g·x·k."""
+    rows, width = x.shape
+    for r in range(rows):
+        k = scale[r]
+        total = np.float32(0.0)
+        for d in range(width):
+            total += g[r, d] * w[d] * x[r, d]
+        back = total * k * k * k / np.float32(width)
+        for d in range(width):
+            dx[r, d] = g[r, d] * w[d] * k - x[r, d] * back
+            dw[d] += g[r, d] * x[r, d] * k
+
+
+@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+def _norm_rope(eps, x, w, rope, y, scale):  # type: ignore[no-untyped-def]
+    tokens, heads, width = x.shape
+    half = width // 2
+    for n in range(tokens):
+        for h in range(heads):
+            total = np.float32(0.0)
+            for c in range(width):
+                total += x[n, h, c] * x[n, h, c]
+            k = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+            scale[n, h] = k
+            for c in range(half):
+                a, b = x[n, h, c] * k * w[h, c], x[n, h, half + c] * k * w[h, half + c]
+                y[n, h, c] = a * rope[n, 0, c] - b * rope[n, 1, c]
+                y[n, h, half + c] = b * rope[n, 0, c] + a * rope[n, 1, c]
+
+
+@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+def _norm_rope_backward(g, x, w, rope, scale, dx, dw):  # type: ignore[no-untyped-def]
+    """Turns the gradient back by the same angles, then goes as in `_norm_backward`."""
+    tokens, heads, width = x.shape
+    half = width // 2
+    back = np.empty(width, np.float32)
+    for n in range(tokens):
+        for h in range(heads):
+            for c in range(half):
+                a, b = g[n, h, c], g[n, h, half + c]
+                back[c] = a * rope[n, 0, c] + b * rope[n, 1, c]
+                back[half + c] = b * rope[n, 0, c] - a * rope[n, 1, c]
+            k = scale[n, h]
+            total = np.float32(0.0)
+            for c in range(width):
+                total += back[c] * w[h, c] * x[n, h, c]
+            share = total * k * k * k / np.float32(width)
+            for c in range(width):
+                dx[n, h, c] = back[c] * w[h, c] * k - x[n, h, c] * share
+                dw[h, c] += back[c] * x[n, h, c] * k

@@ -1,0 +1,90 @@
+"""The norms' kernels against torch's composition in float64, values and gradients; other dtypes go another way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
+
+seeds = st.integers(0, 1 << 20)
+
+
+def draw(seed: int, *shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * scale for shape in shapes]
+
+
+def compare(
+    ours: Tensor, ours_in: list[Tensor], exact: Tensor, exact_in: list[Tensor], pull: Tensor, scale: float = 1.0
+) -> None:
+    """Values and gradients, within float32's rounding of their summands, which are of about 1 / `scale` for the first input
+    and 1 for the second: a sum of them may all but vanish."""
+    torch.testing.assert_close(ours.double(), exact, atol=2e-5, rtol=2e-5)
+    ours.backward(pull)
+    exact.backward(pull.double())
+    for mine, wanted, summand in zip(ours_in, exact_in, (1 / scale, 1.0), strict=True):
+        assert mine.grad is not None and wanted.grad is not None
+        torch.testing.assert_close(mine.grad.double() / summand, wanted.grad / summand, atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 3), st.integers(1, 40), st.sampled_from([1e-3, 1.0, 1e3]))
+def test_rms_norm_is_the_definition(seed: int, rows: int, heads: int, width: int, scale: float):
+    x, pull = draw(seed, (rows, heads, width), (rows, heads, width), scale=scale)
+    [weight] = draw(seed + 1, (width,))
+    mine = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    wanted = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    exact = wanted[0] / (wanted[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * wanted[1]
+    compare(rms_norm(mine[0], mine[1], 1e-6), mine, exact, wanted, pull / scale, scale)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 4), st.sampled_from([2, 6, 32]))
+def test_norm_rope_is_a_norm_and_then_a_rotation(seed: int, tokens: int, heads: int, width: int):
+    x, pull, angle = draw(seed, (tokens, heads, width), (tokens, heads, width), (tokens, width // 2))
+    [weight] = draw(seed + 1, (heads, width))
+    rope = torch.stack([angle.cos(), angle.sin()], 1)
+    mine = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    wanted = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    normed = wanted[0] / (wanted[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * wanted[1]
+    half = torch.complex(normed[..., : width // 2], normed[..., width // 2 :])
+    turned = half * torch.polar(torch.ones_like(angle).double(), angle.double())[:, None]
+    compare(norm_rope(mine[0], mine[1], rope, 1e-6), mine, torch.cat([turned.real, turned.imag], -1), wanted, pull)
+
+
+def test_pieces_of_a_larger_tensor_are_taken_as_they_lie():
+    whole, weight, angle = draw(0, (5, 7, 8), (3, 8), (5, 4))
+    rope = torch.stack([angle.cos(), angle.sin()], 1)
+    part = whole[:, 2:5]
+    assert not part.is_contiguous()
+    assert torch.equal(norm_rope(part, weight, rope, 1e-6), norm_rope(part.clone(), weight, rope, 1e-6))
+    assert torch.equal(rms_norm(part, weight[0], 1e-6), rms_norm(part.clone(), weight[0], 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_stay_what_they_are(dtype: torch.dtype):
+    x, weight, angle = (t.to(dtype) for t in draw(0, (5, 3, 8), (3, 8), (5, 4)))
+    rope = torch.stack([angle.cos(), angle.sin()], 1)
+    found = norm_rope(x, weight, rope, 1e-6)
+    assert found.dtype == dtype
+    assert torch.equal(found, rotate(F.rms_norm(x, (8,), None, 1e-6) * weight, rope))
+    assert torch.equal(rms_norm(x, weight[0], 1e-6), F.rms_norm(x, (8,), weight[0], 1e-6))
+
+
+def test_not_a_number_stays_one():
+    x = torch.ones(2, 4)
+    x[0, 1] = torch.nan
+    found = rms_norm(x, torch.ones(4), 1e-6)
+    assert found[0].isnan().all() and not found[1].isnan().any()
+
+
+def test_turning_back_undoes_it():
+    x, angle = draw(0, (6, 2, 10), (6, 5))
+    there = torch.stack([angle.cos(), angle.sin()], 1)
+    back = torch.stack([angle.cos(), -angle.sin()], 1)
+    torch.testing.assert_close(rotate(rotate(x, there), back), x)
