@@ -31,7 +31,7 @@ class DataSettings:
     """Python source to train on: `stdlib`, or a folder."""
     demonstrations: int = 8704
     """Clean demonstrations for mid-training, each on a task of its own."""
-    mistaken_demonstrations: int = 2560
+    mistaken_demonstrations: int = 3072
     """Demonstrations with mistakes for the policy that RL starts from."""
     rl_tasks: int = 2048
     heldout_tasks: int = 440
@@ -50,7 +50,7 @@ class TokenizerSettings:
 class MidtrainSettings:
     """Continued training from random weights on code, then on demonstrations with code mixed in."""
 
-    steps: int = 1800
+    steps: int = 2000
     tokens: int = 768
     """Tokens a step, over all ranks."""
     lr: float = 3e-3
@@ -75,7 +75,7 @@ class MidtrainSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: int = 160
+    steps: int = 200
     tokens: int = 2048
     lr: float = 4e-4
     clip: float = 1.0
@@ -85,8 +85,8 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 84
-    prompts: int = 16
+    steps: int = 180
+    prompts: int = 8
     """Tasks a step."""
     group: int = 8
     """Rollouts a task."""
@@ -96,8 +96,8 @@ class RlSettings:
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
     warmup: int = 6
     clip: float = 1.0
-    checkpoint_every: int = 12
-    evaluate_every: int = 42
+    checkpoint_every: int = 20
+    evaluate_every: int = 90
     """Steps between looks at the tuning tasks; 0 for none."""
     microbatch_tokens: int = 4096
     tokens_per_rollout: int = 64
@@ -106,7 +106,7 @@ class RlSettings:
     """Train on the experts that sampling chose."""
     shuffle_rewards: bool = False
     """Control: rewards are dealt out at random within the batch, so nothing should be learnt."""
-    max_seconds: float = 350.0
+    max_seconds: float = 340.0
     """RL ends before a step that would begin later; the report says when that happened. Not reproducible then."""
 
     def rate(self, step: int) -> float:
@@ -157,7 +157,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    slots: int = 256
+    slots: int = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

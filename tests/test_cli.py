@@ -194,3 +194,19 @@ def test_bench_measures_everything(capsys: Any):
     figures = {name: value for name, value in found.items() if isinstance(value, float)}
     assert len(figures) == 9 and all(value > 0 for value in figures.values()), figures
     assert found["sandbox_p50_ms"] <= found["sandbox_p95_ms"]
+
+
+def test_a_run_is_followed_to_its_end_and_stopped_only_while_it_is_live(tiny_run: RunDir, tmp_path: Path, capsys: Any):
+    assert cli.main(["follow", str(tiny_run.path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("the run is complete")
+    assert cli.main(["stop", str(tiny_run.path)]) == 0
+    assert capsys.readouterr().out == "it is not live\n"
+    assert cli.main(["follow", str(tmp_path)]) == 2
+    assert "no run here" in capsys.readouterr().err
+
+
+def test_a_head_is_ended_only_where_one_lives(tmp_path: Path, capsys: Any):
+    assert cli.main(["up", str(tmp_path / "head"), "--down"]) == 0
+    assert "no head lives in" in capsys.readouterr().out
+    assert cli.main(["up", str(tmp_path / "head"), "--lease", "0"]) == 2
+    assert "lease_s=0" in capsys.readouterr().err

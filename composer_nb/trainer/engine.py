@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,8 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace, route_checks
-from composer_nb.trainer.attention import cached_attention
+from composer_nb.kernels.attention import cached_attention
+from composer_nb.kernels.decode import DecodeWeights, NewTokens, decode, fits, project
 from composer_nb.trainer.model import Model
+
+Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
+"""Logits after each leader's last token, and experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens."""
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class Engine:
         if temperature < 0:
             raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
         self.model, self.stop, self.max_length = model, stop, max_length
+        self._packed = pack(model)
         self.temperature, self.version = temperature, version
         self.seed = seed
         device = model.embed.device
@@ -132,7 +138,7 @@ class Engine:
         """
         if model.config != self.model.config:
             raise ValueError("the weights are of another model than those that the engine runs")
-        self.model, self.version = model, version
+        self.model, self.version, self._packed = model, version, pack(model)
 
     def _new_slot(self, rollout: int) -> _Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
@@ -216,34 +222,51 @@ class Engine:
         sizes = counts[leaders]
         starts = np.cumsum(sizes) - sizes
         from_N = np.concatenate([np.arange(starts[lead], starts[lead] + sizes[lead]) for lead in leader_S])
-        device = self.model.embed.device
-        ids_U = torch.tensor([token for place in leaders for token in slots[place].pending], device=device)
+        ids_U = np.array([token for place in leaders for token in slots[place].pending])
         own_U = np.concatenate([[slots[place].index] * len(slots[place].pending) for place in leaders])
         at_U = np.empty(len(own_U), np.int64)
         at_U[from_N] = position_N
-        row, position, source, own, at = (
-            torch.from_numpy(x).to(device) for x in (row_N, position_N, from_N, own_U, at_U)
-        )
+        new = NewTokens(ids_U, at_U, own_U, row_N, position_N, from_N)
+        run = self._trunk if self._packed is None else partial(self._decode, self._packed)
+        logits, routes_ULK, gates_ULK, margins_UL = run(new, starts + sizes - 1)
+        routes_NLK = routes_ULK[from_N].astype(np.uint8)
+        ids_N = np.array([token for slot in slots for token in slot.pending])
+        self._routes[row_N, position_N] = routes_NLK
+        self._checks[row_N, position_N] = route_checks(position_N, ids_N, routes_NLK)
+        self._gates[row_N, position_N] = gates_ULK[from_N]
+        self._margins[row_N, position_N] = margins_UL[from_N]
+        for slot in slots:
+            slot.length += len(slot.pending)
+            slot.pending = []
+        self.forwarded += len(own_U)
+        return logits.index_select(0, torch.from_numpy(leader_S).to(logits.device))
+
+    def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
+        """On a CPU, by the compiled kernel."""
+        c, k, v = self.model.config, self._k.numpy(), self._v.numpy()
+        hidden, experts, gates, margins = decode(weights, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
+        return torch.from_numpy(project(hidden[last], weights.output_DV)), experts, gates, margins
+
+    def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
+        """By the model's own forward pass, anywhere and in any dtype."""
+        device = self.model.embed.device
+        ids, at, own, row, position, source = (torch.from_numpy(x).to(device) for x in new)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._k[layer].transpose(1, 2).index_put_((row, position), k.float().index_select(0, source))
             self._v[layer].transpose(1, 2).index_put_((row, position), v.float().index_select(0, source))
             return cached_attention(q.float(), self._k[layer], self._v[layer], own, at).to(q.dtype)
 
-        hidden_UD, routings = self.model.trunk(ids_U, at, attend)
-        routes_NLK = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()[from_N].astype(np.uint8)
-        ids_N = np.array([token for slot in slots for token in slot.pending])
-        self._routes[row_N, position_N] = routes_NLK
-        self._checks[row_N, position_N] = route_checks(position_N, ids_N, routes_NLK)
-        self._gates[row_N, position_N] = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()[from_N]
-        self._margins[row_N, position_N] = torch.stack([r.margin_N for r in routings], 1).cpu().numpy()[from_N]
-        for slot in slots:
-            slot.length += len(slot.pending)
-            slot.pending = []
-        self.forwarded += len(own_U)
-        last = torch.from_numpy(starts + sizes - 1).to(device)
-        logits = F.linear(hidden_UD[last], self.model.output_weight).float()
-        return logits.index_select(0, torch.from_numpy(leader_S).to(device))
+        hidden_UD, routings = self.model.trunk(ids, at, attend)
+        experts = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()
+        gates = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()
+        margins = torch.stack([r.margin_N for r in routings], 1).cpu().numpy()
+        return (
+            F.linear(hidden_UD[torch.from_numpy(last).to(device)], self.model.output_weight).float(),
+            experts,
+            gates,
+            margins,
+        )
 
     def _alike(self, slots: list[_Slot]) -> tuple[list[int], NDArray[np.int64]]:
         """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
@@ -272,3 +295,32 @@ class Engine:
             token_S = torch.searchsorted(below_SV, drawn_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
         chosen_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
         return token_S.tolist(), chosen_S.tolist()
+
+
+def pack(model: Model) -> DecodeWeights | None:
+    """The weights of a float32 model on a CPU whose layers fit its cache, laid out for `decode`; None for any other."""
+    layers = model.layers
+    plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
+    if not plain or not fits(max(sum(4 * p.numel() for p in layer.parameters()) for layer in layers)):
+        return None
+    c = model.config
+
+    def stacked(name: str, turned: bool = False) -> NDArray[np.float32]:
+        tensors = [getattr(layer, name).detach() for layer in layers]
+        return np.ascontiguousarray(torch.stack([t.T if turned else t for t in tensors]).numpy())
+
+    heads = ((stacked("q_norm"), c.num_attention_heads), (stacked("k_norm"), c.num_key_value_heads))
+    return DecodeWeights(
+        embed_VD=model.embed.detach().numpy(),
+        attention_norm_LD=stacked("attention_norm"),
+        qkv_LDF=stacked("qkv", turned=True),
+        qk_norm_LHC=np.concatenate([np.repeat(weight[:, None], count, 1) for weight, count in heads], 1),
+        o_LAD=stacked("o", turned=True),
+        moe_norm_LD=stacked("moe_norm"),
+        router_LDE=stacked("router", turned=True),
+        w_in_LEDF=stacked("w_in"),
+        w_out_LEHD=stacked("w_out"),
+        final_norm_D=model.final_norm.detach().numpy(),
+        output_DV=np.ascontiguousarray(model.output_weight.detach().numpy().T),
+        rope_P2C=model.rope_table(model.embed.device).numpy(),
+    )

@@ -115,7 +115,7 @@ class Model(nn.Module):
         if replay_NLK is not None and replay_NLK.shape[1] != len(self.layers):
             raise ValueError(f"replayed routes are of {replay_NLK.shape[1]} layers, the model has {len(self.layers)}")
         x_ND = F.embedding(token_ids_N, self.embed)
-        rope_N = self._rope_table(x_ND.device)[position_N].to(x_ND.dtype)
+        rope_N = self.rope_table(x_ND.device)[position_N].to(x_ND.dtype)
         routings = []
         for index, layer in enumerate(self.layers):
             h_ND = rms_norm(x_ND, layer.attention_norm, c.rms_norm_eps)
@@ -128,7 +128,7 @@ class Model(nn.Module):
             routings.append(routing)
         return rms_norm(x_ND, self.final_norm, c.rms_norm_eps), routings
 
-    def _rope_table(self, device: torch.device) -> Tensor:
+    def rope_table(self, device: torch.device) -> Tensor:
         """Cosines and sines [position, 2, C/2], always made in float32: a model cast to bf16 must not round angles."""
         if self._rope is None or self._rope.device != device:
             c = self.config

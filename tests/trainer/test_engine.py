@@ -84,7 +84,7 @@ def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(make_model):
         alone = Engine(model, stop=frozenset({11}), slots=3, max_length=60, temperature=0.0)
         [turn] = alone.generate([ask(5, prompt, 12)])
         assert turn.token_ids == turns[i].token_ids
-        np.testing.assert_allclose(turn.logprobs, turns[i].logprobs, atol=3e-5)
+        assert turn.logprobs == turns[i].logprobs, "to the last bit"
         np.testing.assert_array_equal(alone.release(5).routes[:-1], together.release(i).routes[:-1])
 
 
@@ -194,7 +194,7 @@ def test_after_a_swap_tokens_come_from_the_new_weights_on_the_old_cache(make_mod
     again = Engine(first, stop=NEVER, slots=1, max_length=40, temperature=0.0)
     again.submit(ask(0, [1, 2, 3], 1))
     [opening] = again.step()
-    again.model, again.version = second, 8
+    again.swap(second, 8)
     [rest] = again.generate([ask(0, [], 2)])
     [turn] = [done for _ in range(2) for done in engine.step()]
     assert turn.token_ids == [*opening.token_ids, *rest.token_ids] and turn.policy_versions == [0, 8, 8]

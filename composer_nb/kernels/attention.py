@@ -41,49 +41,55 @@ def cached_attention_reference(
 
 
 # Vector code needs sums in any order, and no care for infinities or the sign of zero; NaN keeps its meaning.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
-@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
 def _attend(q, k, v, slot, position, out):  # type: ignore[no-untyped-def]
-    """Softmax in base 2. 2^x is put together from the bits of its exponent and a polynomial, because a call to exp would
-    keep the compiler from using vector instructions and costs half of the time."""
-    tokens, heads, width = q.shape
-    groups = heads // k.shape[1]
-    scale = np.float32(math.log2(math.e) / math.sqrt(width))
     score = np.empty(k.shape[2], dtype=np.float32)
     bits = np.empty(k.shape[2], dtype=np.int32)
+    for n in range(len(q)):
+        attend_one(q[n], k[slot[n]], v[slot[n]], position[n] + 1, score, bits, out[n])
+
+
+@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+def attend_one(q, k, v, seen, score, bits, out):  # type: ignore[no-untyped-def]
+    """One token's heads [Q, C] on the first `seen` positions of its row [G, T, C]. `score` and `bits` are room to work in.
+
+    Softmax in base 2. 2^x is put together from the bits of its exponent and a polynomial, because a call to exp would keep
+    the compiler from using vector instructions and costs half of the time."""
+    heads, width = q.shape
+    groups = heads // k.shape[0]
+    scale = np.float32(math.log2(math.e) / math.sqrt(width))
     power = bits.view(np.float32)
-    for n in range(tokens):
-        last = position[n] + 1
-        for head in range(heads):
-            keys, values = k[slot[n], head // groups], v[slot[n], head // groups]
-            query, total = q[n, head], out[n, head]
-            top = np.float32(-1e30)
-            for t in range(last):
-                s = np.float32(0.0)
-                for c in range(width):
-                    s += query[c] * keys[t, c]
-                score[t] = s * scale
-                top = max(top, score[t])
-            for t in range(last):
-                x = max(score[t] - top, np.float32(-126.0))
-                whole = np.int32(x - np.float32(0.5))  # the nearest integer, as x is at most 0
-                bits[t] = (whole + np.int32(127)) << np.int32(23)
-                score[t] = _power_of_two(x - np.float32(whole))
-            norm = np.float32(0.0)
-            for t in range(last):
-                score[t] *= power[t]
-                norm += score[t]
-            total[:] = np.float32(0.0)
-            for t in range(last):
-                weight = score[t] / norm
-                for c in range(width):
-                    total[c] += weight * values[t, c]
+    for head in range(heads):
+        keys, values = k[head // groups], v[head // groups]
+        query, total = q[head], out[head]
+        top = np.float32(-1e30)
+        for t in range(seen):
+            s = np.float32(0.0)
+            for c in range(width):
+                s += query[c] * keys[t, c]
+            score[t] = s * scale
+            top = max(top, score[t])
+        for t in range(seen):
+            x = max(score[t] - top, np.float32(-126.0))
+            whole = np.int32(x - np.float32(0.5))  # the nearest integer, as x is at most 0
+            bits[t] = (whole + np.int32(127)) << np.int32(23)
+            score[t] = power_of_two(x - np.float32(whole))
+        norm = np.float32(0.0)
+        for t in range(seen):
+            score[t] *= power[t]
+            norm += score[t]
+        total[:] = np.float32(0.0)
+        for t in range(seen):
+            weight = score[t] / norm
+            for c in range(width):
+                total[c] += weight * values[t, c]
 
 
-@numba.njit(fastmath=_FAST, inline="always")
-def _power_of_two(f):  # type: ignore[no-untyped-def]
+@numba.njit(fastmath=FAST, inline="always")
+def power_of_two(f):  # type: ignore[no-untyped-def]
     """2^f for |f| ≤ 0.5 by its series, Σ (f ln 2)^i / i! to i = 6; the error is below 2e-7 of the value."""
     p = np.float32(1.5403530e-4)
     p = p * f + np.float32(1.3333558e-3)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.trainer.attention import cached_attention, cached_attention_reference
+from composer_nb.kernels.attention import cached_attention, cached_attention_reference
 
 
 @st.composite

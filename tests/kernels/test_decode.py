@@ -1,0 +1,112 @@
+"""The compiled decode against the model's own forward pass, on models of many shapes; and what it promises of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.policy import Request
+from composer_nb.kernels.decode import CACHE_BYTES, fits
+from composer_nb.trainer.engine import Engine, pack
+from composer_nb.trainer.model import Model, ModelConfig
+
+NEVER = frozenset[int]()
+configs = st.builds(
+    lambda width, layers, keys, groups, half, experts, chosen, inner, tied, vocabulary: ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=8 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=keys * groups,
+        num_key_value_heads=keys,
+        head_dim=2 * half,
+        num_experts=experts,
+        num_experts_per_tok=min(chosen, experts),
+        moe_intermediate_size=8 * inner,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    ),
+    *(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 5)),
+    *(st.integers(1, 5), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.integers(5, 40)),
+)
+
+
+def made(config: ModelConfig, seed: int) -> Model:
+    torch.manual_seed(seed)
+    model = Model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms' weights too are not what they begin as
+            parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+    return model
+
+
+def conversation(engine: Engine, prompts: list[list[int]]) -> list[Any]:
+    """Two turns of three tokens after each prompt, with an observation of two tokens between; rollouts 0 and 1 begin alike."""
+    first = engine.generate([Request(rollout=n, token_ids=p, max_tokens=3) for n, p in enumerate(prompts)])
+    second = engine.generate([Request(rollout=n, token_ids=[1, 2], max_tokens=3) for n in range(len(prompts))])
+    return [*first, *second, *(engine.release(n) for n in range(len(prompts)))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    configs, st.integers(0, 1000), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=4)
+)
+def test_it_computes_what_the_model_computes(config: ModelConfig, seed: int, prompts: list[list[int]]):
+    model = made(config, seed)
+    prompts = [prompts[0], *prompts]
+    engines = [Engine(model, stop=NEVER, slots=8, max_length=32, temperature=0.0, seed=seed) for _ in range(2)]
+    engines[1]._packed = None
+    ours, theirs = (conversation(engine, prompts) for engine in engines)
+    turns = 2 * len(prompts)
+    for mine, wanted in zip(ours[:turns], theirs[:turns], strict=True):
+        # Two tokens may be as good as equally likely; from there on the two sides are about different rollouts.
+        if mine.token_ids != wanted.token_ids:
+            return
+        np.testing.assert_allclose(mine.logprobs, wanted.logprobs, atol=1e-4)
+    for mine, wanted in zip(ours[turns:], theirs[turns:], strict=True):
+        sure = wanted.margins > 1e-4
+        np.testing.assert_allclose(mine.margins, wanted.margins, atol=1e-4)
+        if sure[:-1].all():  # a route that differs changes what follows
+            np.testing.assert_array_equal(mine.routes, wanted.routes)
+            np.testing.assert_allclose(mine.gates, wanted.gates, atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(configs, st.integers(0, 1000), st.integers(2, 7))
+def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfig, seed: int, count: int):
+    model = made(config, seed)
+    prompts = [[(3 * n + i) % 5 for i in range(1 + n % 4)] for n in range(count)]
+    together = Engine(model, stop=NEVER, slots=8, max_length=32, seed=seed)
+    turns = together.generate([Request(rollout=n, token_ids=p, max_tokens=6) for n, p in enumerate(prompts)])
+    for n, prompt in enumerate(prompts):
+        alone = Engine(model, stop=NEVER, slots=1, max_length=32, seed=seed)
+        [turn] = alone.generate([Request(rollout=n, token_ids=prompt, max_tokens=6)])
+        assert turn == turns[n]
+        mine, wanted = alone.release(n), together.release(n)
+        for name in ("routes", "gates", "margins"):
+            assert np.array_equal(getattr(mine, name), getattr(wanted, name)), name
+
+
+def test_only_what_it_covers_goes_through_it():
+    config = ModelConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, head_dim=4, moe_intermediate_size=8)
+    model = made(config, 0)
+    assert pack(model) is not None and fits(CACHE_BYTES) and not fits(CACHE_BYTES + 1)
+    assert pack(model.bfloat16()) is None
+    large = ModelConfig(vocab_size=16, hidden_size=512, num_hidden_layers=1, moe_intermediate_size=256)
+    assert pack(Model(large)) is None
+
+
+@pytest.mark.parametrize("score", [1e30, -1e30])
+def test_experts_beyond_all_measure_are_still_routed(score: float):
+    model = made(ModelConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, head_dim=4, moe_intermediate_size=8), 0)
+    with torch.no_grad():
+        model.layers[0].router[0].fill_(score)
+    engine = Engine(model, stop=NEVER, slots=1, max_length=8)
+    [turn] = engine.generate([Request(rollout=0, token_ids=[1, 2], max_tokens=2)])
+    trace = engine.release(0)
+    assert np.isfinite(turn.logprobs).all() and np.isfinite(trace.gates).all() and np.isfinite(trace.margins).all()
+    np.testing.assert_allclose(trace.gates[:-1].sum(-1), 1, atol=1e-6)
