@@ -27,22 +27,28 @@ CACHE_BYTES = 4 << 20
 """Weights of a layer up to this size stay in a core's cache from one token to the next."""
 
 
+class LayerWeights(NamedTuple):
+    """Weights of a layer, float32 and contiguous, each matrix as [in, out]."""
+
+    attention_norm_D: Floats
+    qkv_DF: Floats
+    """F = (Q + 2G) · C."""
+    qk_norm_HC: Floats
+    """A row for each query head, then one for each key head."""
+    o_AD: Floats
+    """A = Q · C."""
+    moe_norm_D: Floats
+    router_DE: Floats
+    w_in_EDF: Floats
+    """F = 2H, gate and up side by side."""
+    w_out_EHD: Floats
+
+
 class DecodeWeights(NamedTuple):
-    """A model's weights, float32 and contiguous, each matrix as [in, out]."""
+    """A model's weights, float32 and contiguous."""
 
     embed_VD: Floats
-    attention_norm_LD: Floats
-    qkv_LDF: Floats
-    """F = (Q + 2G) · C."""
-    qk_norm_LHC: Floats
-    """A row for each query head, then one for each key head."""
-    o_LAD: Floats
-    """A = Q · C."""
-    moe_norm_LD: Floats
-    router_LDE: Floats
-    w_in_LEDF: Floats
-    """F = 2H, gate and up side by side."""
-    w_out_LEHD: Floats
+    layers: tuple[LayerWeights, ...]
     final_norm_D: Floats
     output_DV: Floats
     rope_P2C: Floats
@@ -67,40 +73,20 @@ def fits(layer_bytes: int) -> bool:
 
 
 def decode(
-    weights: DecodeWeights,
-    new: NewTokens,
-    k_LSGTC: Floats,
-    v_LSGTC: Floats,
-    chosen: int,
-    eps: float,
+    weights: DecodeWeights, new: NewTokens, k_LSGTC: Floats, v_LSGTC: Floats, chosen: int, eps: float
 ) -> tuple[Floats, NDArray[np.int64], Floats, Floats]:
     """Hidden states [U, D] after the final norm, experts [U, L, K], gates [U, L, K] and margins [U, L]. Adds to the cache."""
-    tokens, layers = len(new.ids_U), len(weights.qkv_LDF)
-    hidden_UD = weights.embed_VD[new.ids_U]
-    experts_ULK = np.empty((tokens, layers, chosen), np.int64)
-    gates_ULK = np.empty((tokens, layers, chosen), np.float32)
-    margins_UL = np.empty((tokens, layers), np.float32)
-    for layer in range(layers):
-        _layer(
-            hidden_UD,
-            *(
-                weights.attention_norm_LD[layer],
-                weights.qkv_LDF[layer],
-                weights.qk_norm_LHC[layer],
-                weights.o_LAD[layer],
-            ),
-            *(
-                weights.moe_norm_LD[layer],
-                weights.router_LDE[layer],
-                weights.w_in_LEDF[layer],
-                weights.w_out_LEHD[layer],
-            ),
-            *(weights.rope_P2C, np.float32(eps), *new[1:]),
-            *(k_LSGTC[layer], v_LSGTC[layer], experts_ULK[:, layer], gates_ULK[:, layer], margins_UL[:, layer]),
-        )
-    out_UD = np.empty_like(hidden_UD)
-    _norm_rows(hidden_UD, weights.final_norm_D, np.float32(eps), out_UD)
-    return out_UD, experts_ULK, gates_ULK, margins_UL
+    shape = (len(weights.layers), len(new.ids_U))
+    x_UD = weights.embed_VD[new.ids_U]
+    experts_LUK = np.empty((*shape, chosen), np.int64)
+    gates_LUK = np.empty((*shape, chosen), np.float32)
+    margins_LU = np.empty(shape, np.float32)
+    for layer, own in enumerate(weights.layers):
+        recorded = experts_LUK[layer], gates_LUK[layer], margins_LU[layer]
+        _layer(x_UD, own, weights.rope_P2C, np.float32(eps), new, k_LSGTC[layer], v_LSGTC[layer], *recorded)
+    hidden_UD = np.empty_like(x_UD)
+    _norm_rows(x_UD, weights.final_norm_D, np.float32(eps), hidden_UD)
+    return hidden_UD, experts_LUK.swapaxes(0, 1), gates_LUK.swapaxes(0, 1), margins_LU.T
 
 
 def project(hidden_SD: Floats, output_DV: Floats) -> Floats:
@@ -113,42 +99,41 @@ def project(hidden_SD: Floats, output_DV: Floats) -> Floats:
 
 
 @numba.njit(fastmath=FAST, cache=True, error_model="numpy")
-def _layer(  # type: ignore[no-untyped-def]
-    x, attention_norm, qkv, qk_norm, o, moe_norm, router, w_in, w_out, rope, eps, position, slot, row, at, source, k, v,
-    experts, gates, margins,
-):  # fmt: skip
+def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore[no-untyped-def]
     tokens, width = x.shape
     keys, head_width = k.shape[1], k.shape[3]
-    queries = len(qk_norm) - keys
+    queries = len(w.qk_norm_HC) - keys
     even = tokens + tokens % 2  # products take rows in pairs
     h = np.zeros((even, width), np.float32)
     heads = np.empty((even, queries + 2 * keys, head_width), np.float32)
     for n in range(tokens):
-        _norm(x[n], attention_norm, eps, h[n])
-    _products(h, qkv, heads.reshape(even, -1))
+        _norm(x[n], w.attention_norm_D, eps, h[n])
+    _products(h, w.qkv_DF, heads.reshape(even, -1))
     for n in range(tokens):
         for head in range(queries + keys):
-            _norm_rope(heads[n, head], qk_norm[head], rope[position[n]], eps)
-    for n in range(len(row)):
+            _norm_rope(heads[n, head], w.qk_norm_HC[head], rope[new.position_U[n]], eps)
+    for n in range(len(new.row_N)):
+        row, at, source = new.row_N[n], new.position_N[n], new.source_N[n]
         for group in range(keys):
             for c in range(head_width):
-                k[row[n], group, at[n], c] = heads[source[n], queries + group, c]
-                v[row[n], group, at[n], c] = heads[source[n], queries + keys + group, c]
+                k[row, group, at, c] = heads[source, queries + group, c]
+                v[row, group, at, c] = heads[source, queries + keys + group, c]
     score, bits = np.empty(k.shape[2], np.float32), np.empty(k.shape[2], np.int32)
     attended = np.zeros((even, queries, head_width), np.float32)
     for n in range(tokens):
-        attend_one(heads[n, :queries], k[slot[n]], v[slot[n]], position[n] + 1, score, bits, attended[n])
+        slot, seen = new.slot_U[n], new.position_U[n] + 1
+        attend_one(heads[n, :queries], k[slot], v[slot], seen, score, bits, attended[n])
     y = np.empty((even, width), np.float32)
-    _products(attended.reshape(even, -1), o, y)
-    scores = np.empty((even, router.shape[1]), np.float32)
+    _products(attended.reshape(even, -1), w.o_AD, y)
     for n in range(tokens):
         for d in range(width):
             x[n, d] += y[n, d]
-        _norm(x[n], moe_norm, eps, h[n])
-    _products(h, router, scores)
+        _norm(x[n], w.moe_norm_D, eps, h[n])
+    scores = np.empty((even, w.router_DE.shape[1]), np.float32)
+    _products(h, w.router_DE, scores)
     for n in range(tokens):
         margins[n] = _route(scores[n], experts[n], gates[n])
-    _experts(h, experts, w_in, w_out, gates, x)
+    _experts(h, experts, w.w_in_EDF, w.w_out_EHD, gates, x)
 
 
 @numba.njit(fastmath=FAST, cache=True, error_model="numpy")

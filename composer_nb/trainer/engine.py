@@ -26,7 +26,7 @@ from torch import Tensor
 
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace, route_checks
 from composer_nb.kernels.attention import cached_attention
-from composer_nb.kernels.decode import DecodeWeights, NewTokens, decode, fits, project
+from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, fits, project
 from composer_nb.trainer.model import Model
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
@@ -261,12 +261,8 @@ class Engine:
         experts = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()
         gates = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()
         margins = torch.stack([r.margin_N for r in routings], 1).cpu().numpy()
-        return (
-            F.linear(hidden_UD[torch.from_numpy(last).to(device)], self.model.output_weight).float(),
-            experts,
-            gates,
-            margins,
-        )
+        hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
+        return F.linear(hidden_SD, self.model.output_weight).float(), experts, gates, margins
 
     def _alike(self, slots: list[_Slot]) -> tuple[list[int], NDArray[np.int64]]:
         """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
@@ -298,29 +294,32 @@ class Engine:
 
 
 def pack(model: Model) -> DecodeWeights | None:
-    """The weights of a float32 model on a CPU whose layers fit its cache, laid out for `decode`; None for any other."""
+    """A copy of the weights of a float32 model on a CPU whose layers fit its cache, laid out for `decode`; None for any other."""
     layers = model.layers
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     if not plain or not fits(max(sum(4 * p.numel() for p in layer.parameters()) for layer in layers)):
         return None
-    c = model.config
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads
 
-    def stacked(name: str, turned: bool = False) -> NDArray[np.float32]:
-        tensors = [getattr(layer, name).detach() for layer in layers]
-        return np.ascontiguousarray(torch.stack([t.T if turned else t for t in tensors]).numpy())
+    def array(tensor: Tensor) -> NDArray[np.float32]:
+        return np.array(tensor.detach().numpy(), order="C")
 
-    heads = ((stacked("q_norm"), c.num_attention_heads), (stacked("k_norm"), c.num_key_value_heads))
     return DecodeWeights(
-        embed_VD=model.embed.detach().numpy(),
-        attention_norm_LD=stacked("attention_norm"),
-        qkv_LDF=stacked("qkv", turned=True),
-        qk_norm_LHC=np.concatenate([np.repeat(weight[:, None], count, 1) for weight, count in heads], 1),
-        o_LAD=stacked("o", turned=True),
-        moe_norm_LD=stacked("moe_norm"),
-        router_LDE=stacked("router", turned=True),
-        w_in_LEDF=stacked("w_in"),
-        w_out_LEHD=stacked("w_out"),
-        final_norm_D=model.final_norm.detach().numpy(),
-        output_DV=np.ascontiguousarray(model.output_weight.detach().numpy().T),
-        rope_P2C=model.rope_table(model.embed.device).numpy(),
+        embed_VD=array(model.embed),
+        layers=tuple(
+            LayerWeights(
+                attention_norm_D=array(layer.attention_norm),
+                qkv_DF=array(layer.qkv.T),
+                qk_norm_HC=np.repeat(np.stack([array(layer.q_norm), array(layer.k_norm)]), heads, axis=0),
+                o_AD=array(layer.o.T),
+                moe_norm_D=array(layer.moe_norm),
+                router_DE=array(layer.router.T),
+                w_in_EDF=array(layer.w_in),
+                w_out_EHD=array(layer.w_out),
+            )
+            for layer in layers
+        ),
+        final_norm_D=array(model.final_norm),
+        output_DV=array(model.output_weight.T),
+        rope_P2C=array(model.rope_table(model.embed.device)),
     )
