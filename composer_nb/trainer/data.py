@@ -151,6 +151,43 @@ def deal(rows: Sequence[Row], budget: int, rng: Random) -> Iterator[list[int]]:
             room -= size
 
 
+def mixture(
+    code: Sequence[Row],
+    demonstrations: Sequence[Row],
+    *,
+    steps: int,
+    tokens: int,
+    code_first: float,
+    code_share: float,
+    seed: int,
+) -> Iterator[list[Row]]:
+    """The batches of mid-training, of about `tokens` each: the first `code_first` of the `steps` on code alone, the others on
+    demonstrations with `code_share` of code. Demonstrations are dealt round; code is taken in order, and again from its beginning
+    when it is used up. Raises ValueError when there are no rows of a kind that is needed."""
+    first = round(code_first * steps)
+    only_code = deal(code, tokens, Random(f"rows {seed}"))
+    mixed = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))
+    used, debt = 0, 0.0
+    for step in range(steps):
+        if step < first:
+            numbers = next(only_code)
+            used += len(numbers)
+            yield [code[number] for number in numbers]
+            continue
+        rows = [demonstrations[number] for number in next(mixed)]
+        debt += tokens * code_share
+        while debt >= CODE_ROW:
+            rows.append(code[used % len(code)])
+            used, debt = used + 1, debt - CODE_ROW
+        yield rows
+
+
+def mixture_code(steps: int, tokens: int, code_first: float, code_share: float) -> int:
+    """How many rows of code `mixture` takes, and a few more."""
+    first = round(code_first * steps)
+    return int(tokens * (first + code_share * (steps - first)) / CODE_ROW) + 8
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows side by side: `inputs_N` predicts `targets_N` with loss weight `weight_N`."""

@@ -6,17 +6,88 @@ Leaves out: multi-token prediction and the long-context phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from composer_nb.config import MidtrainSettings
 from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.data import Batch, Row
 from composer_nb.trainer.model import Model, PackedRows, balance_loss
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
 from composer_nb.trainer.ranks import Ranks
+
+LOOKS = 10
+"""Looks at the watched rows in a stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What differs between mid-training and fine-tuning, but for the batches."""
+
+    stage: str
+    steps: int
+    lr: Callable[[int], float]
+    balance: float
+    clip: float
+    weight_decay: float
+    watch: Mapping[str, Sequence[Row]]
+    """Rows by the name of the loss that is reported of them."""
+
+    @classmethod
+    def midtraining(cls, m: MidtrainSettings, watch: Mapping[str, Sequence[Row]]) -> Plan:
+        return cls(
+            stage="midtrain",
+            steps=m.steps,
+            lr=lambda step: m.lr * trapezoid(step, m.steps, m.warmup, m.constant),
+            balance=m.balance,
+            clip=m.clip,
+            weight_decay=m.weight_decay,
+            watch=watch,
+        )
+
+
+def supervise(
+    model: Model,
+    optimizer: FlatAdamW,
+    batches: Iterable[list[Row]],
+    plan: Plan,
+    ranks: Ranks,
+    begin: int = 0,
+    looks: int = LOOKS,
+) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """The supervised loop. Yields (steps done, point) at each of about `looks` looks and at the end: means since the look before
+    of `loss`, `grad_norm`, `tokens` (a step) and `agent_loss` (None where the agent wrote nothing), and the losses of
+    `plan.watch`.
+
+    `batches` are whole ones from the first step on, of which this rank takes its part; those before `begin` are passed over.
+    """
+    every = max(1, plan.steps // looks)
+    recent: list[dict[str, float]] = []
+    for step, rows in enumerate(batches):
+        if step == plan.steps:
+            break
+        if step < begin:
+            continue
+        mine = share(rows, range(len(rows)), ranks)
+        recent.append(train_step(model, mine, optimizer, ranks, lr=plan.lr(step), balance=plan.balance, clip=plan.clip))
+        if (step + 1) % every == 0 or step + 1 == plan.steps:
+            point = _means(recent)
+            point |= {name: cross_entropy(model, watched, ranks) for name, watched in plan.watch.items()}
+            yield step + 1, point
+            recent = []
+
+
+def _means(recent: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    point: dict[str, float | None] = {
+        name: float(np.nanmean([m[name] for m in recent])) for name in ("loss", "grad_norm", "tokens")
+    }
+    agent_losses = [m["agent_loss"] for m in recent if not math.isnan(m["agent_loss"])]
+    return point | {"agent_loss": float(np.mean(agent_losses)) if agent_losses else None}
 
 
 def train_step(

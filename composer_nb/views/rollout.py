@@ -1,7 +1,7 @@
 """One rollout, token by token: what the agent wrote, how sure it was of each token, which experts it took.
 
-`read` gives HTML for a notebook (hover a token for its numbers), `draw` the same as a static figure. Both colour what the
-agent wrote, by log-probability or by advantage, and leave what it read grey.
+`read` gives HTML for a notebook (turns fold, hover a token for its numbers and experts), `draw` the same as a static figure. Both
+colour what the agent wrote, in one of the ways of `colouring`, and leave what it read grey.
 
 Dimensions: T tokens of a rollout, L layers, K experts a token, E experts.
 """
@@ -9,15 +9,14 @@ Dimensions: T tokens of a rollout, L layers, K experts a token, E experts.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow.parquet as pq
-from matplotlib.colors import LinearSegmentedColormap, to_hex
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -26,30 +25,19 @@ from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rollout import Kind, Segment
 from composer_nb.harness.store import load_attempts
 from composer_nb.harness.task import load_tasks
+from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.model import Model
+from composer_nb.trainer.retrace import Recomputed, recompute
 from composer_nb.trainer.rundir import RunDir
 from composer_nb.trainer.tokenizer import load_tokenizer
 from composer_nb.views import style
+from composer_nb.views.colouring import ColorBy, Colouring, Tint, colouring, log_ratio, mask_reasons
+from composer_nb.views.page import Html, box
 from composer_nb.views.style import Picture, title
 
-ColorBy = Literal["logprob", "advantage"]
-DOUBT = 3.0
-"""Nats of surprise (−log p) at which the colour is full."""
-_SURPRISE = LinearSegmentedColormap.from_list("surprise", ["#ffffff", "#fde3b0", style.ORANGE])
-_SIGN = LinearSegmentedColormap.from_list("sign", [style.ORANGE, "#ffffff", style.SKY])
 _KINDS = {Kind.PROMPT: "prompt", Kind.OBSERVATION: "observation", Kind.TOOL_CALL: "tool call"}
-
-
-@dataclass(frozen=True, slots=True)
-class Html:
-    """Text that a notebook shows as HTML."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return f"<Html of {len(self.text):,} characters>"
-
-    def _repr_html_(self) -> str:
-        return self.text
+PREVIEW = 60
+"""Signs of a folded part that its heading shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +49,10 @@ class Stored:
     """Where it comes from, for headings."""
     tokenizer: Tokenizer
     advantage: float | None = None
+    trainer: Recomputed | None = None
+    """What another model computes at its tokens (`with_trainer`)."""
+    loss: LossSettings = field(default_factory=LossSettings)
+    """By which a token counts as masked."""
 
     @property
     def segment(self) -> Segment:
@@ -115,41 +107,77 @@ def before_and_after(run: RunDir, before: str = "start", after: str = "final") -
     return old[best], new[best]
 
 
-def read(stored: Stored, color: ColorBy = "logprob") -> Html:
-    """The rollout as HTML. Hovering a token shows its kind, log-probability, and experts and gates of each layer."""
-    backgrounds = _backgrounds(stored, color)
-    spans = []
-    for place, text in enumerate(_texts(stored)):
-        kind = Kind(stored.segment.kind[place])
-        look = f"background:{backgrounds[place]};" if backgrounds[place] else "color:#777;"
-        shown = html.escape(text.replace("\n", "⏎\n"))
-        if text.startswith("<|") and text.endswith("|>"):
-            look += "font-size:75%;color:#555;" if backgrounds[place] else "font-size:75%;color:#999;"
-        note = html.escape(_note(stored, place, text, kind), quote=True).replace("\n", "&#10;")
-        new_turn = "\n" if text == "<|call|>" else ""
-        spans.append(f'{new_turn}<span style="{look}" title="{note}">{shown}</span>')
-    scale = "more orange: less likely" if color == "logprob" else "blue: made likelier, orange: less likely"
-    return Html(
-        '<div style="background:#fff;color:#222;padding:.6em;border:1px solid #e3e3e3;border-radius:4px">'
-        f'<div style="font:600 13px system-ui,sans-serif">{html.escape(stored.heading)}</div>'
-        f'<div style="font:12px system-ui,sans-serif;color:#777">grey: read; on colour: written ({scale}); '
-        "hover a token for its numbers</div>"
-        '<pre style="white-space:pre-wrap;font:12.5px/1.55 ui-monospace,monospace;background:none;'
-        f'color:#222;margin:.5em 0 0">{"".join(spans)}</pre></div>'
+def with_trainer(stored: Stored, model: Model, loss: LossSettings | None = None) -> Stored:
+    """The rollout with what `model` computes at its tokens, for colours by ratio and entropy and for masks."""
+    [seen] = recompute(model, [stored.segment])
+    return replace(stored, trainer=seen, loss=loss or stored.loss)
+
+
+def read(stored: Stored, color: ColorBy = "logprob", unfold: bool = False) -> Html:
+    """The rollout as HTML, a part that folds for the prompt, each call and each observation. Calls are open, the others are with
+    `unfold`. Hovering a token shows its kind, its numbers, and experts and gates of each layer."""
+    colours = _colours(stored, color)
+    texts, notes = _texts(stored), _notes(stored)
+    spans = [_span(*each) for each in zip(texts, notes, colours.tints, strict=True)]
+    parts = []
+    for kind, places in _parts(stored.segment):
+        opened = " open" if unfold or kind not in (Kind.PROMPT, Kind.OBSERVATION) else ""
+        heading = html.escape(_part_heading(kind, [texts[place] for place in places]))
+        body = "".join(spans[place] for place in places)
+        parts.append(f"<details{opened}><summary>{heading}</summary><pre>{body}</pre></details>")
+    chips = " ".join(
+        f'<span class="chip" style="background:{tint.over_page}">{html.escape(text)}</span>'
+        for tint, text in colours.key
     )
+    return box(
+        f'<div class="head">{html.escape(stored.heading)}</div>',
+        f'<div class="quiet">grey: read; on colour: written ({chips}); hover a token for its numbers</div>',
+        *parts,
+    )
+
+
+def _span(text: str, note: str, tint: Tint | None) -> str:
+    """A token: what the agent read has a class, what it wrote a colour."""
+    classes = [name for name, is_so in (("read", tint is None), ("mark", _is_special(text))) if is_so]
+    named = f' class="{" ".join(classes)}"' if classes else ""
+    look = f' style="background:{tint.over_page}"' if tint else ""
+    shown = html.escape(text.replace("\n", "⏎\n"))
+    hover = html.escape(note, quote=True).replace("\n", "&#10;")
+    return f'<span{named}{look} title="{hover}">{shown}</span>'
+
+
+def _parts(segment: Segment) -> Iterator[tuple[Kind, list[int]]]:
+    """Runs of tokens of one kind."""
+    for kind, places in groupby(range(len(segment.token_ids)), key=lambda place: int(segment.kind[place])):
+        yield Kind(kind), list(places)
+
+
+def _part_heading(kind: Kind, texts: Sequence[str]) -> str:
+    text = "".join("" if _is_special(text) else text for text in texts).strip().replace("\n", " ⏎ ")
+    shown = text if len(text) <= PREVIEW else text[: PREVIEW - 1] + "…"
+    return f"{_name(kind)} · {len(texts)} tokens · {shown}"
+
+
+def _is_special(text: str) -> bool:
+    return text.startswith("<|") and text.endswith("|>")
+
+
+def _name(kind: Kind) -> str:
+    return _KINDS.get(kind, kind.name.lower().replace("_", " "))
 
 
 def draw(stored: Stored, color: ColorBy = "logprob", width: int = 104) -> Picture:
     """The same as a figure, for paper and for where HTML does not go; `width` in characters."""
     boxes = _lay_out(_texts(stored), width)
     rows = max(row for row, _, _, _ in boxes) + 1
-    picture = Picture(10.0, 0.55 + 0.2 * rows)
+    picture = Picture(10.0, 0.8 + 0.2 * rows)
     ax = picture.add_subplot()
     ax.set_xlim(0, width)
     ax.set_ylim(rows + 0.1, -0.1)
     ax.axis("off")
     title(ax, stored.heading)
-    backgrounds = _backgrounds(stored, color)
+    colours = _colours(stored, color)
+    backgrounds = [tint.on_white if tint else "" for tint in colours.tints]
     size = 10.0 * 72 / width / 0.645  # a monospaced character is 0.6 of its size wide
     for row, column, text, place in boxes:
         background = backgrounds[place]
@@ -159,6 +187,8 @@ def draw(stored: Stored, color: ColorBy = "logprob", width: int = 104) -> Pictur
             )
         ink = style.INK if background else style.GREY
         ax.text(column, row + 0.5, text, family="monospace", size=size, color=ink, va="center", parse_math=False)
+    chips = [Patch(facecolor=tint.on_white, edgecolor=style.PALE, label=meaning) for tint, meaning in colours.key]
+    picture.legend(handles=chips, loc="outside lower left", ncols=len(chips), frameon=False, fontsize=8.5)
     return picture
 
 
@@ -213,30 +243,42 @@ def _texts(stored: Stored) -> list[str]:
     return [decode([int(token)], skip_special_tokens=False) for token in stored.segment.token_ids]
 
 
-def _backgrounds(stored: Stored, color: ColorBy) -> list[str]:
-    """A colour for each token that the agent wrote, "" for the others."""
-    if color == "advantage" and stored.advantage is None:
-        raise ValueError("only rollouts that RL trained on have an advantage; color='logprob' works for all")
-    segment = stored.segment
-    if color == "advantage":
-        place_T = np.full(len(segment.token_ids), 0.5 + 0.5 * np.clip(stored.advantage or 0.0, -1, 1))
-        palette = _SIGN
-    else:
-        place_T, palette = np.clip(-segment.logprob / DOUBT, 0, 1), _SURPRISE
-    return [to_hex(palette(place)) if acted else "" for place, acted in zip(place_T, segment.acted, strict=True)]
+def _colours(stored: Stored, color: ColorBy) -> Colouring:
+    return colouring(stored.segment, color, stored.advantage, stored.trainer, stored.loss)
 
 
-def _note(stored: Stored, place: int, text: str, kind: Kind) -> str:
-    segment, trace = stored.segment, stored.segment.trace
-    lines = [f"{text!r}, {_KINDS.get(kind, kind.name.lower())}, token {place + 1}"]
-    if segment.acted[place]:
-        logprob = float(segment.logprob[place])
-        lines.append(f"log p {logprob:.3f}, p {np.exp(logprob):.3f}, policy version {segment.policy_version[place]}")
-    if len(trace.routes) and trace.route_valid[place]:
-        for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[place], trace.gates[place], strict=True), 1):
-            shares = ", ".join(f"{expert} ({gate:.2f})" for expert, gate in zip(experts_K, gates_K, strict=True))
-            lines.append(f"layer {layer}: experts {shares}, margin {trace.margins[place][layer - 1]:.2f}")
-    return "\n".join(lines)
+def _notes(stored: Stored) -> list[str]:
+    """What hovering each token shows."""
+    segment, seen = stored.segment, stored.trainer
+    whys = [""] * len(segment.token_ids)
+    if stored.advantage is not None:
+        whys = mask_reasons(segment, stored.advantage, seen, stored.loss)
+    ratio_T = None if seen is None else np.exp(log_ratio(segment, seen))
+    notes = []
+    for place, (text, why) in enumerate(zip(_texts(stored), whys, strict=True)):
+        lines = [f"{text!r}, {_name(Kind(segment.kind[place]))}, token {place + 1}"]
+        if segment.acted[place]:
+            logprob = float(segment.logprob[place])
+            lines.append(
+                f"log p {logprob:.3f}, p {np.exp(logprob):.3f}, policy version {segment.policy_version[place]}"
+            )
+            if seen is not None and ratio_T is not None:
+                lines.append(
+                    f"trainer: log p {seen.logprob[place]:.3f}, ratio {ratio_T[place]:.3f}, "
+                    f"entropy {seen.entropy[place]:.2f}"
+                )
+            lines += [why] if why else []
+        notes.append("\n".join([*lines, *_route_lines(segment, place)]))
+    return notes
+
+
+def _route_lines(segment: Segment, place: int) -> Iterator[str]:
+    trace = segment.trace
+    if not len(trace.routes) or not trace.route_valid[place]:
+        return
+    for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[place], trace.gates[place], strict=True), 1):
+        shares = ", ".join(f"{expert} ({gate:.2f})" for expert, gate in zip(experts_K, gates_K, strict=True))
+        yield f"layer {layer}: experts {shares}, margin {trace.margins[place][layer - 1]:.2f}"
 
 
 def _lay_out(texts: Sequence[str], width: int) -> list[tuple[int, int, str, int]]:

@@ -8,7 +8,7 @@ import json
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.task import Task
-from composer_nb.views.rollout import Html
+from composer_nb.views.page import Html
 
 _BOX = "background:#fff;color:#222;padding:.6em;border:1px solid #e3e3e3;border-radius:4px;overflow-x:auto"
 _PRE = "font:12.5px/1.5 ui-monospace,monospace;background:none;color:#222;margin:.3em 0 .8em;white-space:pre-wrap"

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, policy_loss
+from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, policy_loss, trained
 
 RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo")
 
@@ -130,6 +130,21 @@ def test_losses_and_metrics_of_parts_add_up_to_those_of_the_whole(
     torch.testing.assert_close(slope, torch.cat([part[1] for part in parts]), atol=1e-6, rtol=1e-5)
     for name, value in metrics.items():
         assert value == pytest.approx(parts[0][2][name] + parts[1][2][name], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@settings(max_examples=15, deadline=None)
+@given(case=cases())
+def test_tokens_that_train_are_those_with_an_advantage_and_no_mask(ratio: Any, case: dict[str, Tensor]):
+    s = LossSettings(ratio=ratio)
+    assume(not near_a_border(case, s))
+    streams = [case[name].float() for name in ("logprob", "sampled", "advantage")]
+    with torch.no_grad():
+        moves = trained(*streams, case["rollout"], s)
+    live = streams[2] != 0
+    _, masked = by_hand(case, s, 1.0)
+    assert not moves[~live].any()
+    assert int((live & ~moves).sum()) == masked
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

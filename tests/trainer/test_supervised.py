@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.trainer.data import Row, deal
+from composer_nb.config import MidtrainSettings
+from composer_nb.trainer.data import CODE_ROW, Row, deal, mixture, mixture_code
 from composer_nb.trainer.model import Model, ModelConfig, balance_loss
 from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
 from composer_nb.trainer.ranks import Ranks
-from composer_nb.trainer.supervised import cross_entropy, share, train_step
+from composer_nb.trainer.supervised import Plan, cross_entropy, share, supervise, train_step
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_hidden_layers=2, head_dim=8, moe_intermediate_size=8, max_position_embeddings=64
@@ -233,3 +234,77 @@ def test_ranks_share_a_batch_without_gap_or_overlap_and_about_evenly(sizes: list
     assert sorted(map(id, sum(parts, []))) == sorted(id(everyone[n]) for n in numbers)
     loads = [sum(len(row.token_ids) for row in part) for part in parts]
     assert max(loads) - min(loads) <= max((sizes[n] for n in numbers), default=0)
+
+
+# The mixture of mid-training, and its loop
+
+
+def coded(count: int) -> list[Row]:
+    """Rows of code, known by their first token."""
+    return [Row(np.full(CODE_ROW, number, np.int32), np.full(CODE_ROW, 0.5, np.float32)) for number in range(count)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.integers(1, 60),
+    tokens=st.integers(300, 900),
+    code_first=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    code_share=st.sampled_from([0.0, 0.2, 0.6]),
+)
+def test_a_mixture_has_code_first_and_then_its_share(steps: int, tokens: int, code_first: float, code_share: float):
+    code, shown = coded(mixture_code(steps, tokens, code_first, code_share)), rows(50)
+    options = {"steps": steps, "tokens": tokens, "code_first": code_first, "code_share": code_share, "seed": 3}
+    batches = list(mixture(code, shown, **options))
+    again = list(mixture(code, shown, **options))
+    assert all(all(map(lambda a, b: a is b, *both)) for both in zip(batches, again, strict=True))
+    assert len(batches) == steps
+    first = round(code_first * steps)
+    is_code = [[len(row.token_ids) == CODE_ROW for row in batch] for batch in batches]
+    assert all(all(flags) for flags in is_code[:first])
+    later = sum(sum(flags) for flags in is_code[first:]) * CODE_ROW
+    owed = tokens * code_share * (steps - first)
+    assert owed - CODE_ROW < later <= owed, "never more code than its share, and less than a row less"
+    taken = [row.token_ids[0] for batch in batches for row in batch if len(row.token_ids) == CODE_ROW]
+    assert len(set(taken)) == len(taken), "no row of code twice while there are others"
+
+
+def test_without_demonstrations_or_code_there_is_nothing_to_mix():
+    options = {"steps": 4, "tokens": 300, "code_share": 0.2, "seed": 0}
+    with pytest.raises(ValueError, match="no rows to train on"):
+        list(mixture([], rows(3), code_first=0.5, **options))
+    with pytest.raises(ValueError, match="no rows to train on"):
+        list(mixture(coded(9), [], code_first=0.5, **options))
+    assert len(list(mixture(coded(9), [], code_first=1.0, **options))) == 4, "no demonstration is needed"
+
+
+def test_the_loop_is_its_steps_and_its_looks_change_nothing():
+    watched, batches = rows(6, 9), [rows(3, seed) for seed in range(7)]
+    m = MidtrainSettings(steps=7, lr=1e-2)
+    plan = Plan.midtraining(m, {"watched": watched})
+    by_step = model()
+    optimizer, each = FlatAdamW(by_step, weight_decay=m.weight_decay), []
+    for step, batch in enumerate(batches):
+        lr = m.lr * trapezoid(step, m.steps, m.warmup, m.constant)
+        each.append(train_step(by_step, batch, optimizer, Ranks(), lr=lr, balance=m.balance, clip=m.clip))
+    for looks, wanted in ((10, [1, 2, 3, 4, 5, 6, 7]), (3, [2, 4, 6, 7]), (1, [7])):
+        net = model()
+        loop = supervise(net, FlatAdamW(net, weight_decay=m.weight_decay), batches, plan, Ranks(), looks=looks)
+        points = dict(loop)
+        assert list(points) == wanted
+        assert torch.equal(net.embed, by_step.embed)
+        assert points[7]["watched"] == cross_entropy(by_step, watched, Ranks())
+        since = each[(wanted[-2] if len(wanted) > 1 else 0) :]
+        for name in ("loss", "grad_norm", "tokens", "agent_loss"):
+            assert points[7][name] == pytest.approx(np.mean([one[name] for one in since]))
+
+
+def test_the_loop_goes_on_from_where_it_stopped():
+    batches, plan = [rows(3, seed) for seed in range(6)], Plan.midtraining(MidtrainSettings(steps=6), {})
+    whole, part = model(), model()
+    points = dict(supervise(whole, FlatAdamW(whole), batches, plan, Ranks(), looks=3))
+    optimizer = FlatAdamW(part)
+    for step, _ in supervise(part, optimizer, batches, plan, Ranks(), looks=3):
+        if step == 4:
+            break
+    rest = dict(supervise(part, optimizer, batches, plan, Ranks(), begin=4, looks=3))
+    assert rest == {6: points[6]} and torch.equal(part.embed, whole.embed)

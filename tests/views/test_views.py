@@ -5,8 +5,9 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import matplotlib.image
 import numpy as np
@@ -15,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.task import load_tasks
+from composer_nb.trainer.checkpoint import load_pretrained
+from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.report import build_report
 from composer_nb.trainer.rundir import RunDir
-from composer_nb.views import curves, rollout, scores, style, task
+from composer_nb.views import colouring, curves, rollout, scores, style, task
 from composer_nb.views.figures import pictures
+from composer_nb.views.page import box
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -86,7 +90,8 @@ def test_smoothing_averages_the_past_alone(values: list[float], window: int):
 
 
 def visible_text(page: str) -> str:
-    return html.unescape(re.sub(r"<[^>]+>", "", page[page.index("<pre") : page.index("</pre>")]))
+    """What stands in the folding parts, headings aside."""
+    return html.unescape(re.sub(r"<[^>]+>", "", "".join(re.findall(r"<pre>(.*?)</pre>", page, re.S))))
 
 
 def test_a_reading_shows_every_token_and_its_numbers(tiny_run: RunDir):
@@ -111,22 +116,139 @@ def test_text_of_a_rollout_is_no_markup(tiny_run: RunDir):
     stored = rollout.sampled(tiny_run)[0]
     page = rollout.read(stored).text
     assert "<|" not in page and "&lt;|call|&gt;" in page
-    assert set(re.findall(r"<(\w+)", page)) == {"div", "pre", "span"}
+    assert set(re.findall(r"<(\w+)", page)) == {"style", "div", "details", "summary", "pre", "span"}
+
+
+def blueness(tint: colouring.Tint | None) -> int:
+    """Of a colour on white."""
+    assert tint is not None
+    return int(tint.on_white[5:], 16)
 
 
 def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
     group = rollout.sampled(tiny_run)
     stored = max(group, key=lambda one: abs(one.advantage or 0))
     assert stored.advantage
-    colours = rollout._backgrounds(stored, "logprob")
+    tints = rollout._colours(stored, "logprob").tints
     acted = stored.segment.acted
-    assert [bool(colour) for colour in colours] == list(acted)
+    assert [tint is not None for tint in tints] == list(acted)
     sure = int(np.argmax(np.where(acted, stored.segment.logprob, -np.inf)))
     unsure = int(np.argmin(np.where(acted, stored.segment.logprob, np.inf)))
-    assert int(colours[sure][5:], 16) > int(colours[unsure][5:], 16), "orange has the less blue"
-    [shade] = {colour for colour in rollout._backgrounds(stored, "advantage") if colour}
-    red, blue = int(shade[1:3], 16), int(shade[5:], 16)
+    assert blueness(tints[sure]) > blueness(tints[unsure]), "orange has the less blue"
+    [shade] = {tint for tint in rollout._colours(stored, "advantage").tints if tint}
+    red, blue = int(shade.on_white[1:3], 16), int(shade.on_white[5:], 16)
     assert (blue > red) == (stored.advantage > 0)
+
+
+@pytest.fixture
+def followed(tiny_run: RunDir) -> rollout.Stored:
+    """The rollout with the largest advantage, and what another policy than the one that sampled it computes at its tokens."""
+    stored = max(rollout.sampled(tiny_run), key=lambda one: abs(one.advantage or 0))
+    return rollout.with_trainer(stored, load_pretrained(tiny_run.path / "weights" / "midtrained"))
+
+
+@pytest.mark.parametrize("color", get_args(colouring.ColorBy))
+def test_every_colouring_reads_and_draws_and_explains_itself(followed: rollout.Stored, color: colouring.ColorBy):
+    page, colours = rollout.read(followed, color).text, rollout._colours(followed, color)
+    assert colours.key and all(html.escape(meaning) in page for _, meaning in colours.key)
+    for tint, acted in zip(colours.tints, followed.segment.acted, strict=True):
+        assert (tint is not None) == acted
+        assert tint is None or (0 <= tint.strength <= 1 and f"background:{tint.over_page}" in page)
+    picture = rollout.draw(followed, color)
+    assert [text.get_text() for text in picture.legends[0].texts] == [meaning for _, meaning in colours.key]
+    assert pixels(picture.png()).shape[1] == 1100
+
+
+def test_ratio_and_entropy_are_the_trainers(followed: rollout.Stored):
+    assert followed.trainer is not None
+    segment, acted = followed.segment, followed.segment.acted
+    moved = colouring.log_ratio(segment, followed.trainer)
+    assert np.allclose(moved[acted], (followed.trainer.logprob - segment.logprob)[acted]) and not moved[~acted].any()
+    assert np.abs(moved).max() > 0.05, "another policy"
+    tints = rollout._colours(followed, "ratio").tints
+    for tint, value in zip(tints, moved.tolist(), strict=True):
+        if tint is not None:
+            assert tint.strength == pytest.approx(min(1.0, abs(value) / colouring.DRIFT))
+            assert value == 0 or (tint.hue == style.SKY) == (value > 0)
+    strengths = [tint.strength for tint in rollout._colours(followed, "entropy").tints if tint]
+    wanted = np.minimum(1, followed.trainer.entropy[acted] / colouring.SPREAD)
+    assert strengths == pytest.approx(wanted.tolist(), abs=1e-6)
+    place = int(np.argmax(np.abs(moved)))
+    notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', rollout.read(followed).text)]
+    assert f"ratio {np.exp(moved[place]):.3f}, entropy {followed.trainer.entropy[place]:.2f}" in notes[place]
+
+
+def test_masks_are_those_of_the_loss(followed: rollout.Stored):
+    assert followed.trainer is not None and followed.advantage
+    segment, seen = followed.segment, followed.trainer
+    tight = LossSettings(clip_low=0.01, clip_high=0.01)
+    reasons = colouring.mask_reasons(segment, followed.advantage, seen, tight)
+    ratio = np.exp((seen.logprob - segment.logprob).astype(np.float64))
+    clipped = (ratio > 1.01) if followed.advantage > 0 else (ratio < 0.99)
+    wanted = [
+        "" if not a else colouring.MASKED if c else colouring.TRAINS
+        for a, c in zip(segment.acted, clipped, strict=True)
+    ]
+    assert reasons == wanted and {colouring.MASKED, colouring.TRAINS} <= set(reasons)
+    assert set(colouring.mask_reasons(segment, followed.advantage, None, tight)) == {"", colouring.TRAINS}, (
+        "ratios of 1"
+    )
+    assert set(colouring.mask_reasons(segment, 0.0, seen, tight)) == {"", colouring.NO_ADVANTAGE}
+
+
+def test_versions_have_a_colour_each(followed: rollout.Stored):
+    versions = np.where(followed.segment.acted, 3, -1)
+    later = np.flatnonzero(followed.segment.acted)[5:]
+    versions[later] = 4
+    segment = replace(followed.segment, policy_version=versions.astype(np.int32))
+    found = colouring.colouring(segment, "version", None, None, LossSettings())
+    assert [meaning for _, meaning in found.key] == ["version 3", "version 4"]
+    assert [found.key[version - 3][0] if version > 0 else None for version in versions] == found.tints
+    assert len({tint.hue for tint, _ in found.key}) == 2
+
+
+def test_a_colour_without_its_numbers_is_refused(tiny_run: RunDir):
+    stored = rollout.sampled(tiny_run)[0]
+    for color in ("ratio", "entropy"):
+        with pytest.raises(ValueError, match=f"color='{color}' needs what a model computes"):
+            rollout.read(stored, color)
+    bare = replace(stored, advantage=None)
+    with pytest.raises(ValueError, match="only rollouts that RL trained on have an advantage"):
+        rollout.draw(bare, "mask")
+
+
+def test_calls_are_open_and_what_was_read_is_folded(tiny_run: RunDir):
+    stored = max(rollout.sampled(tiny_run), key=lambda one: len(one.attempt.rollout.turns))
+    page = rollout.read(stored).text
+    parts = re.findall(r"<details( open)?><summary>(.*?)</summary>", page)
+    names = [heading.split(" · ")[0] for _, heading in parts]
+    assert names[0] == "prompt" and names.count("tool call") == len(stored.attempt.rollout.turns)
+    assert all(bool(is_open) == (name == "tool call") for (is_open, _), name in zip(parts, names, strict=True))
+    counts = [int(heading.split(" · ")[1].split()[0]) for _, heading in parts]
+    assert sum(counts) == len(stored.segment.token_ids)
+    assert rollout.read(stored, unfold=True).text.count("<details open>") == len(parts)
+    assert rollout.read(stored, unfold=True).text.replace("<details open>", "") == page.replace(
+        "<details open>", ""
+    ).replace("<details>", "")
+
+
+def test_a_page_follows_the_theme_and_text_stays_readable():
+    page = box("<p>x</p>").text
+    assert "@media (prefers-color-scheme: dark)" in page and "var(--jp-layout-color0, #fff)" in page
+    assert "var(--jp-layout-color0, #181818)" in page
+
+    def luminance(rgb: tuple[float, ...]) -> float:
+        """WCAG 2.1, relative luminance."""
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+        return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+    hues = (style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.BLUE, style.VERMILION)
+    for back, ink in (((1.0,) * 3, (0x22 / 255,) * 3), ((0x18 / 255,) * 3, (0xE6 / 255,) * 3)):
+        for hue in hues:
+            red, green, blue, alpha = (float(x) for x in re.findall(r"[\d.]+", colouring.Tint(hue).over_page))
+            under = tuple(alpha * c / 255 + (1 - alpha) * b for c, b in zip((red, green, blue), back, strict=True))
+            dark, bright = sorted((luminance(under), luminance(ink)))
+            assert (bright + 0.05) / (dark + 0.05) > 3, (hue, back)
 
 
 def test_only_what_was_trained_on_has_an_advantage(tiny_run: RunDir):

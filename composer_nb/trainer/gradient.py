@@ -1,0 +1,44 @@
+"""The policy gradient of streams as one vector, at the weights as they are: to look at, not to learn from."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from composer_nb.trainer.loss import LossSettings, policy_loss
+from composer_nb.trainer.model import Model
+from composer_nb.trainer.packing import Stream, flatten, microbatches, score
+from composer_nb.trainer.routes import require_routes
+
+
+def policy_gradient(
+    model: Model, streams: Sequence[Stream], settings: LossSettings, *, replay: bool, budget: int = 4096
+) -> tuple[Tensor, dict[str, float]]:
+    """Gradient [W] of the loss over `streams` (its denominator their number of sampled tokens) with respect to all W weights, and
+    the metrics of `policy_loss` as sums. The model is left as it is. Raises ValueError for routes that can not be replayed."""
+    if replay:
+        require_routes(streams, model.config)
+    made = copy.deepcopy(model).requires_grad_()
+    weights = list(made.parameters())
+    tokens = float(sum(int(stream.acted[1:].sum()) for stream in streams))
+    total = torch.zeros(sum(weight.numel() for weight in weights))
+    metrics: Counter[str] = Counter()
+    for chunk in microbatches(streams, budget):
+        batch = flatten(chunk, replay=replay)
+        logprob_S, _ = score(made, batch, replay=replay)
+        loss, found = policy_loss(
+            logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S, settings, max(1.0, tokens)
+        )
+        total += torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, weights)])
+        metrics.update(found)
+    return total, dict(metrics)
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    """Of the angle between two gradients; NaN where one of them is zero."""
+    lengths = one.double().norm() * other.double().norm()
+    return float(one.double() @ other.double() / lengths)

@@ -1,0 +1,109 @@
+"""Mid-training: loss against tokens with its fits, what a mixture does to both kinds of text, who sees whom in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.colors import LinearSegmentedColormap
+from numpy.typing import NDArray
+from torch import Tensor
+
+from composer_nb.trainer.data import Batch, Row
+from composer_nb.trainer.model import Model, PackedRows
+from composer_nb.trainer.scaling import LossFit
+from composer_nb.views import style
+from composer_nb.views.style import Picture, key, title
+
+MOVED = 1e-4
+"""A logit that moves by less has only been rounded differently."""
+_SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.BLUE])
+
+
+def tokens_seen(points: Sequence[Mapping[str, Any]], begin: int = 0) -> NDArray[np.float64]:
+    """Tokens trained on from step `begin` up to each point of a supervised stage (`step`, and `tokens` a step since the point
+    before). Raises ValueError when no point is at `begin`, which then can not be counted from."""
+    steps = np.array([0, *(point["step"] for point in points)])
+    counted = np.cumsum([0.0, *(np.diff(steps) * [point["tokens"] for point in points])])
+    if begin not in steps:
+        raise ValueError(f"no look was taken at step {begin}; there are {steps[1:].tolist()}")
+    return counted[1:] - counted[int(np.flatnonzero(steps == begin)[0])]
+
+
+def against_tokens(
+    tokens: Sequence[float],
+    loss: Sequence[float],
+    fits: Sequence[LossFit],
+    fitted: int,
+    what: str,
+    unit: str = "nats a token",
+) -> Picture:
+    """The loss over a logarithmic axis of tokens; the first `fitted` points made the fits, the open ones they had not seen.
+    Beside it, how far each fit is off at those."""
+    x, y = np.asarray(tokens), np.asarray(loss)
+    picture = Picture(9.5, 3.3)
+    ax, errors = picture.panels(1, 2, width_ratios=(3, 2))
+    ax.plot(x[:fitted], y[:fitted], "o", color=style.INK, markersize=5, label="fitted")
+    ax.plot(x[fitted:], y[fitted:], "o", color=style.INK, markersize=5, fillstyle="none", label="not seen by the fits")
+    along = np.geomspace(x.min(), x.max(), 60)
+    for fit, hue, dash in zip(fits, (style.BLUE, style.VERMILION), ("-", "--"), strict=False):
+        ax.plot(along, fit.predict(along), dash, color=hue, linewidth=1.7, label=fit.shape)
+        off = fit.predict(x[fitted:]) - y[fitted:]
+        errors.plot(x[fitted:], off, dash, marker="o", markersize=4, color=hue, label=fit.shape)
+    ax.set_xscale("log")
+    errors.axhline(0, color=style.INK, linewidth=0.8)
+    title(ax, what, "tokens", unit)
+    title(errors, "prediction − what came, at the open points", "tokens", unit)
+    key(ax)
+    return picture
+
+
+def mixtures(runs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]], unit: str) -> Picture:
+    """Runs by name, each (tokens, held-out loss of code, held-out loss of what the agent writes), one panel a loss."""
+    picture = Picture(9.5, 3.2)
+    panels = picture.panels(1, 2)
+    for (name, (tokens, *losses)), hue, mark in zip(runs.items(), (style.BLUE, style.VERMILION), "os", strict=False):
+        for ax, loss in zip(panels, losses, strict=True):
+            ax.plot(tokens, loss, color=hue, marker=mark, markersize=4, linewidth=1.7, label=name)
+    for ax, text, y in zip(
+        panels, ("held-out code", "what the agent writes, held out"), (unit, "nats a token"), strict=True
+    ):
+        title(ax, text, "tokens", y)
+    panels[1].set_yscale("log")
+    key(panels[0])
+    return picture
+
+
+@torch.no_grad()
+def influence(model: Model, rows: Sequence[Row]) -> NDArray[np.float32]:
+    """[N, N]: by how much the final hidden state at place j moves when the token at place i is exchanged for another, in a batch
+    of N input tokens (all but the last of each row)."""
+    batch = Batch.of(rows)
+    packed = PackedRows.of_lengths(batch.lengths, model.config)
+
+    def hidden(ids_N: Tensor) -> Tensor:
+        return model.trunk(ids_N, packed.position_N, packed.attend)[0]
+
+    before_ND = hidden(batch.inputs_N)
+    moved = []
+    for place in range(len(batch.inputs_N)):
+        changed_N = batch.inputs_N.clone()
+        changed_N[place] = (changed_N[place] + 1) % model.config.vocab_size
+        moved.append((hidden(changed_N) - before_ND).abs().amax(-1))
+    return torch.stack(moved).numpy()
+
+
+def who_sees_whom(moved_NN: NDArray[np.float32], lengths: Sequence[int]) -> Picture:
+    """`influence` as a picture: a column is a place, coloured where the token of the row's place reaches it. Lines part the rows
+    of the batch."""
+    picture = Picture(5.2, 4.6)
+    ax = picture.add_subplot()
+    shown = ax.imshow(np.log10(np.maximum(moved_NN, MOVED)), cmap=_SEEN)
+    for edge in np.cumsum(lengths)[:-1] - 0.5:
+        ax.axhline(edge, color=style.VERMILION, linewidth=1)
+        ax.axvline(edge, color=style.VERMILION, linewidth=1)
+    title(ax, f"{len(lengths)} rows in one batch: who sees whom", "place that moves", "place whose token is changed")
+    picture.colorbar(shown, ax=ax, fraction=0.045, format=lambda value, _: f"1e{value:.0f}", label="change")
+    return picture

@@ -1,0 +1,74 @@
+"""The gradient of streams as one vector: what a learner would have stepped along."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.reward import Reward
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.gradient import cosine, policy_gradient
+from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.retrace import retrace
+from composer_nb.trainer.rl import Learner, Scored, to_stream
+
+
+def streams(attempts, advantages):
+    return [
+        to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
+        for done, advantage in zip(attempts, advantages, strict=True)
+    ]
+
+
+@pytest.fixture
+def attempts(make_model, converse):
+    return converse(Engine(make_model(3), stop=frozenset[int](), slots=4, max_length=96), 4)
+
+
+SIGNS = (1.0, -0.5, 0.25, -0.75)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_it_is_the_learners(make_model, attempts, replay: bool):
+    model = make_model(3)
+    batch = streams(attempts, SIGNS)
+    tokens = float(sum(stream.acted[1:].sum() for stream in batch))
+    learner = Learner(model, FlatAdamW(model), LossSettings(), replay=replay)
+    learner.learn(batch, Ranks(), Random(0), minibatches=1, denominator=tokens, lr=0.0, clip=1e9, budget=64)
+    found, metrics = policy_gradient(make_model(3), batch, LossSettings(), replay=replay, budget=50)
+    assert torch.allclose(found, learner.optimizer.gradients, atol=1e-6) and found.abs().max() > 1e-4
+    assert metrics["tokens"] == tokens and metrics["masked"] == 0
+
+
+def test_the_model_stays_as_it_is(make_model, attempts):
+    model = make_model(3).requires_grad_(False)
+    before = [weight.clone() for weight in model.parameters()]
+    policy_gradient(model, streams(attempts, SIGNS), LossSettings(), replay=False)
+    assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
+    assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
+
+
+def test_other_signs_turn_it_round_and_nothing_gives_nothing(make_model, attempts):
+    model = make_model(3)
+    exact = retrace(model, attempts)  # ratios of 1: nothing is clipped on either side
+    one, other = (
+        policy_gradient(model, streams(exact, [sign * a for a in SIGNS]), LossSettings(), replay=False)[0]
+        for sign in (1, -1)
+    )
+    assert cosine(one, one) == pytest.approx(1.0) and cosine(one, other) == pytest.approx(-1.0)
+    none, _ = policy_gradient(model, streams(exact, [0.0] * 4), LossSettings(), replay=False)
+    assert not none.any() and np.isnan(cosine(one, none))
+
+
+def test_routes_that_are_not_the_streams_own_are_refused(make_model, attempts):
+    batch = streams(attempts, SIGNS)
+    batch[2] = replace(batch[2], routes=np.roll(batch[2].routes, 1, 0))
+    with pytest.raises(ValueError, match="stream 2 of 4 can not be replayed"):
+        policy_gradient(make_model(3), batch, LossSettings(), replay=True)
+    policy_gradient(make_model(3), batch, LossSettings(), replay=False)

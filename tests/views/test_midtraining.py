@@ -1,0 +1,73 @@
+"""Figures of mid-training, and the check that rows of a batch do not see each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.trainer.data import Row
+from composer_nb.trainer.model import Model, ModelConfig, PackedRows
+from composer_nb.trainer.scaling import fit_loss
+from composer_nb.views import midtraining
+
+POINTS = [{"step": 4, "tokens": 10.0}, {"step": 8, "tokens": 20.0}, {"step": 10, "tokens": 30.0}]
+
+
+def test_tokens_are_added_up_from_the_step_that_is_named():
+    assert midtraining.tokens_seen(POINTS).tolist() == [40.0, 120.0, 180.0]
+    assert midtraining.tokens_seen(POINTS, begin=4).tolist() == [0.0, 80.0, 140.0]
+    with pytest.raises(ValueError, match=r"no look was taken at step 5; there are \[4, 8, 10\]"):
+        midtraining.tokens_seen(POINTS, begin=5)
+
+
+def test_a_figure_of_fits_shows_the_points_the_lines_and_the_errors():
+    tokens = np.array([1e3, 2e3, 4e3, 8e3, 1.6e4])
+    loss = 5.0 * tokens**-0.5
+    fits = [fit_loss(tokens[:3], loss[:3], shape) for shape in ("log-linear", "power")]
+    ax, errors = midtraining.against_tokens(tokens, loss, fits, 3, "what").axes
+    seen, unseen = ax.lines[:2]
+    assert list(seen.get_ydata()) == list(loss[:3]) and list(unseen.get_ydata()) == list(loss[3:])
+    straight, power = errors.lines[:2]
+    assert list(straight.get_ydata()) == pytest.approx((fits[0].predict(tokens[3:]) - loss[3:]).tolist())
+    assert power.get_ydata() == pytest.approx([0, 0], abs=1e-9), "these points lie on a power"
+
+
+def test_mixtures_are_drawn_side_by_side():
+    runs = {"with": ([1, 2], [3, 2.5], [1, 0.5]), "without": ([1, 2], [3, 4], [1, 0.4])}
+    code, agent = midtraining.mixtures(runs, "bits a byte").axes
+    assert [list(line.get_ydata()) for line in code.lines] == [[3, 2.5], [3, 4]]
+    assert [list(line.get_ydata()) for line in agent.lines] == [[1, 0.5], [1, 0.4]]
+
+
+def rows() -> list[Row]:
+    random = np.random.default_rng(0)
+    return [Row(random.integers(0, 31, n).astype(np.int32), np.ones(n, np.float32)) for n in (6, 3, 5)]
+
+
+def test_influence_stays_within_a_row_and_goes_forward(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model = Model(
+        ModelConfig(
+            vocab_size=31,
+            hidden_size=16,
+            num_hidden_layers=2,
+            head_dim=8,
+            moe_intermediate_size=8,
+            max_position_embeddings=64,
+        )
+    )
+    moved = midtraining.influence(model, rows())
+    row = np.repeat([0, 1, 2], [5, 2, 4])
+    place = np.arange(len(row))
+    may = (row[:, None] == row[None, :]) & (place[:, None] <= place[None, :])
+    assert moved.shape == may.shape and moved[~may].max() < midtraining.MOVED
+    assert (moved.diagonal() > midtraining.MOVED).all() and (moved[may] > midtraining.MOVED).mean() > 0.9
+    assert len(midtraining.who_sees_whom(moved, [5, 2, 4]).axes) == 2
+
+    def glued(lengths, config, device="cpu"):  # type: ignore[no-untyped-def]
+        return right([sum(lengths)], config, device)
+
+    right = PackedRows.of_lengths
+    monkeypatch.setattr(PackedRows, "of_lengths", staticmethod(glued))
+    assert midtraining.influence(model, rows())[~may].max() > midtraining.MOVED, "a fault in the packing shows"
