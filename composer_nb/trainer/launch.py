@@ -55,10 +55,11 @@ def start_or_resume(
     """Runs the recipe to its end: in a new directory under `runs`, or on from where `run_dir` stands.
 
     One idempotent call: a run that is complete returns at once; one that was interrupted continues from its last checkpoint
-    to the same numbers. Raises ValueError when `settings` are not those that the run was started with, RunBusy when somebody
-    else runs it, RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the run ready to resume.
+    to the same numbers. Raises ValueError when `settings` are not those that the run was started with, or for an excerpt of a
+    run; RunBusy when somebody else runs it; RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the
+    run ready to resume.
     """
-    run = create(runs, name) if run_dir is None else existing(run_dir)
+    run = create(runs, name) if run_dir is None else _workable(existing(run_dir))
     with _only_launcher(run), _noted(run, say) as say:
         _launch(run, settle(run, settings), say)
     return run
@@ -152,7 +153,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
 
     Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
     """
-    known = from_dict(json.loads((source.path / "settings.json").read_text()))
+    known = from_dict(json.loads((_workable(source).path / "settings.json").read_text()))
     used = ("seed", "data", "tokenizer", "model", "midtrain", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
         raise ValueError(f"a fork can not change {', '.join(changed)}: the stages before RL depend on it")
@@ -176,6 +177,13 @@ def existing(path: Path) -> RunDir:
     if not (path / "run.db").is_file():
         raise FileNotFoundError(f"{path}: no run here (run.db is missing)")
     return RunDir(path)
+
+
+def _workable(run: RunDir) -> RunDir:
+    """Raises ValueError for an excerpt: what it would go on from is not there."""
+    if run.excerpt is not None:
+        raise ValueError(f"{run.path} is an excerpt of a run, to be looked at; start a new run instead")
+    return run
 
 
 def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:

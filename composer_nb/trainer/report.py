@@ -33,6 +33,7 @@ STAGES = (
 )
 """What a complete run has finished, in the order of the recipe."""
 RL_FILE = re.compile(r"rl_(\d+)_\d+\.parquet")
+EXAMPLE = Path(__file__).parents[2] / "data" / "example"
 
 
 def open_run(path: Path) -> RunDir:
@@ -42,8 +43,19 @@ def open_run(path: Path) -> RunDir:
     return RunDir(path)
 
 
+def example_run() -> RunDir:
+    """The excerpt of a full run that ships with the checkout (`scripts/make_example.py` makes it). Raises FileNotFoundError
+    where there is no checkout around the package."""
+    if not (EXAMPLE / "run.db").is_file():
+        raise FileNotFoundError(
+            f"{EXAMPLE}: the stored example comes with the repository; give a run directory instead"
+        )
+    return RunDir(EXAMPLE)
+
+
 def build_report(run: RunDir) -> dict[str, Any]:
-    """All that a run found. What has not happened yet is absent; `complete` says whether anything is.
+    """All that a run found. What has not happened yet is absent; `complete` says whether anything is. An excerpt holds too
+    little to work this out from: it has the report of the run that it was cut from, and `excerpt` says what is left of it.
 
     `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
     `gain`             final − midtrained in pass@1, with a paired bootstrap over tasks
@@ -56,6 +68,9 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `wall_s`           seconds of stages. `total` sums all that ran, including what is not named here; starting the
                        processes is not in it, nor are steps that a killed process did and a resumed one did again
     """
+    if run.excerpt is not None:
+        stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
+        return stored
     settings = _read(run, "settings.json")
     made = _read(run, "provenance.json")
     stages = {name: found for name in _stage_names(run) if (found := run.finished(name)) is not None}
@@ -184,6 +199,13 @@ def rewards(run: RunDir) -> dict[str, Any]:
     }
 
 
+def stored_steps(run: RunDir) -> list[int]:
+    """The durable RL steps, from 1, whose rollouts are there: all of a run's, a few of an excerpt's."""
+    durable = len(run.steps("rl"))
+    numbers = {int(match[1]) for path in (run.path / "rollouts").iterdir() if (match := RL_FILE.fullmatch(path.name))}
+    return [number + 1 for number in sorted(numbers) if number < durable]
+
+
 def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
     """(step from 0, columns) of every stored file of rollouts of a durable step, in order. Raises ValueError for a damaged
     file."""
@@ -263,6 +285,14 @@ def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, .
 
 def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What else a run found, a line each."""
+    if kept := report.get("excerpt"):
+        yield (
+            "excerpt",
+            (
+                f"the numbers are those of the full run; here are rollouts of {len(kept['rollouts_of_rl_steps'])} of "
+                f"{kept['of_rl_steps']} RL steps, {kept['heldout_tasks']} of {kept['of_heldout_tasks']} held-out tasks"
+            ),
+        )
     if gain := report.get("gain"):
         low, high = gain["ci95"]
         yield f"gain over {gain['from']}", f"{gain['pass_at_1']:+.3f} pass@1 (95 %: {low:+.3f} to {high:+.3f})"
@@ -285,7 +315,10 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def write_report(run: RunDir, figures: Mapping[str, tuple[str, bytes]] | None = None) -> dict[str, Any]:
-    """Writes report.json, the figures (name -> caption, PNG) and report.html, and returns the report."""
+    """Writes report.json, the figures (name -> caption, PNG) and report.html, and returns the report. Raises ValueError for
+    an excerpt, which is only read."""
+    if run.excerpt is not None:
+        raise ValueError(f"{run.path} is an excerpt of a run and is only read; its report.json is that of the full run")
     report = build_report(run)
     write_json(run.path / "report.json", report)
     for name, (_, png) in (figures or {}).items():

@@ -5,6 +5,7 @@ runs/<name>-<time>/   runs/<name> links to the newest
   run.db                              stages, steps, ledger, cursor; changed in one transaction with the checkpoint pointer
   metrics.jsonl                       a line a step, rebuilt from run.db on resume
   data/ weights/ checkpoints/ rollouts/ figures/ report.json
+  excerpt.json                        only in what was cut out of a larger run, to be looked at: nothing is written there
 """
 
 from __future__ import annotations
@@ -37,18 +38,30 @@ CREATE TABLE IF NOT EXISTS ledger (stage TEXT, step INTEGER, reason TEXT, tokens
 CREATE TABLE IF NOT EXISTS checkpoint (stage TEXT PRIMARY KEY, step INTEGER NOT NULL, file TEXT NOT NULL, seconds REAL NOT NULL);
 """
 
+EXCERPT = "excerpt.json"
+
 
 class RunDir:
-    """A run's place on disk. Only the first rank writes."""
+    """A run's place on disk. Only the first rank writes; nobody writes to an excerpt."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
+        if self.excerpt is not None:
+            return
         for folder in ("data", "weights", "checkpoints", "rollouts", "figures"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
         with closing(self.connect()) as db, db:
             db.executescript(_SCHEMA)
 
+    @property
+    def excerpt(self) -> dict[str, Any] | None:
+        """What was kept of a larger run, if this is an excerpt of one (`scripts/make_example.py`); else None."""
+        file = self.path / EXCERPT
+        return json.loads(file.read_text()) if file.is_file() else None
+
     def connect(self) -> sqlite3.Connection:
+        if (self.path / EXCERPT).is_file():  # immutable: SQLite makes no journal and no lock beside it
+            return sqlite3.connect((self.path / "run.db").as_uri() + "?mode=ro&immutable=1", uri=True)
         db = sqlite3.connect(self.path / "run.db", timeout=30.0)
         db.execute("PRAGMA journal_mode=WAL")
         return db

@@ -9,6 +9,7 @@ import nbformat
 import pytest
 
 from composer_nb.jobs import parameters_of, run_notebook
+from composer_nb.trainer.report import EXAMPLE
 from composer_nb.trainer.rundir import RunDir
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -123,3 +124,20 @@ def test_the_tour_runs_on_a_finished_run(tiny_run: RunDir, copy_of: Callable[[Ru
     pictures = [out for cell in code(done) for out in cell.outputs if "image/png" in out.get("data", {})]
     assert len(pictures) >= 8
     assert not list(FOLDER.glob("runs/*"))
+
+
+@pytest.mark.parametrize("path", [path for path in WALKTHROUGHS if path.stem != "00_tour"], ids=lambda path: path.stem)
+def test_it_runs_on_the_example(path: Path, tmp_path: Path):
+    """With the parameters as they stand, and leaves nothing beside the notebook and in the example."""
+    before = files_below(EXAMPLE)
+    record = run_notebook(path, tmp_path / path.name, {}, say=lambda line: None)
+    assert record["state"] == "completed" and record["cells_run"] == record["cells"]
+    done = nbformat.read(tmp_path / path.name, 4)
+    outputs = [out for cell in code(done) for out in cell.outputs]
+    assert [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"] == []
+    assert [out for out in outputs if "image/png" in out.get("data", {})]
+    assert files_below(EXAMPLE) == before
+
+
+def files_below(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
