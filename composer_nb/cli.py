@@ -69,6 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("path", type=Path, metavar="RUN", help="a run directory, as runs/tour")
     _json_option(report)
 
+    watched = add("watch", _watch, "where a run stands now, live or over, whoever started it")
+    watched.add_argument("path", type=Path, metavar="RUN", help="a run directory, as runs/tour")
+    watched.add_argument("--html", type=Path, metavar="FILE", help="write the board, with its figures, as a page")
+    _json_option(watched)
+
+    compared = add("compare", _compare, "two runs side by side: settings, scores with intervals, times")
+    compared.add_argument(
+        "paths", nargs=2, type=Path, metavar="RUN", help="run directories; the second against the first"
+    )
+    compared.add_argument("--html", type=Path, metavar="FILE", help="write a page with figures")
+    _json_option(compared)
+
     scored = add("eval", _eval, "score a policy on tasks")
     scored.add_argument("--policy", required=True, metavar="DIR|scripted:NAME", help="a checkpoint, or scripted:expert")
     scored.add_argument("--tasks", required=True, type=Path, metavar="PATH", help="a .jsonl file or task directories")
@@ -233,6 +245,40 @@ def _report(given: argparse.Namespace) -> int:
     from composer_nb.trainer.report import build_report, open_run, table
 
     found = build_report(open_run(given.path))
+    if given.json:
+        _print_json(found)
+    else:
+        _console().print(table(found))
+    return 0
+
+
+def _watch(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.look import look
+    from composer_nb.trainer.report import document
+    from composer_nb.trainer.rundir import write_text
+    from composer_nb.views import dashboard
+
+    seen = look(given.path)
+    if given.html:
+        write_text(given.html, document(seen.path.name, [dashboard.board(seen).text]))
+    if given.json:
+        _print_json(dashboard.plain(seen))
+    else:
+        print(dashboard.headline(seen))
+        _rows(list(dashboard.facts(seen)), ("", ""))
+    return 0
+
+
+def _compare(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.compare import compare, page, table
+    from composer_nb.trainer.look import ReadOnly
+    from composer_nb.trainer.rundir import write_text
+    from composer_nb.views.compare import figures
+
+    first, second = (ReadOnly(path) for path in given.paths)
+    found = compare(first, second)
+    if given.html:
+        write_text(given.html, page(found, figures(found, first, second)))
     if given.json:
         _print_json(found)
     else:

@@ -44,6 +44,8 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
     "arguments, message",
     [
         (["report", "nowhere"], "nowhere: no run here"),
+        (["watch", "nowhere", "--html", "page.html"], "nowhere: no run here"),
+        (["compare", "nowhere", "elsewhere"], "nowhere: no run here"),
         (["tour", "--set", "rl.stepz=3"], "unknown setting 'rl.stepz'; did you mean 'rl.steps'?"),
         (["tour", "--set", "rl.steps"], "write --set name=value"),
         (["tour", "--set", "rl.steps=many"], "rl.steps='many': must be of type int"),
@@ -108,6 +110,33 @@ def test_report_prints_for_programs_and_for_people(tiny_run: RunDir, capsys: Any
     shown = capsys.readouterr().out
     for name in ("midtrained", "final", "every token accounted for", "mismatch ("):
         assert name in shown
+
+
+def test_a_run_is_watched_for_programs_for_people_and_as_a_page(tiny_run: RunDir, tmp_path: Path, capsys: Any):
+    assert cli.main(["watch", str(tiny_run.path), "--json", "--html", str(tmp_path / "board.html")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["trained"], found["pid"]) == ("complete", 3, None)
+    assert found["last_step"] == tiny_run.steps("rl")[-1] and found["ledger"] == tiny_run.ledger()
+    page = (tmp_path / "board.html").read_text()
+    assert page.startswith("<!doctype html>") and "<img" in page and "http" not in page
+    assert cli.main(["watch", str(tiny_run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "complete, 3 RL steps" in shown and "ledger, tokens" in shown
+
+
+def test_two_runs_are_compared_for_programs_for_people_and_as_a_page(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir], tmp_path: Path, capsys: Any
+):
+    runs = [str(tiny_run.path), str(copy_of(tiny_run).path)]
+    assert cli.main(["compare", *runs, "--json", "--html", str(tmp_path / "both.html")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["path"] for one in found["runs"]] == runs and found["settings"] == {}
+    assert found["eval"]["final"]["difference"]["paired"]
+    page = (tmp_path / "both.html").read_text()
+    assert page.count("<img") == 3 and "http" not in page
+    assert cli.main(["compare", *runs]) == 0
+    shown = capsys.readouterr().out
+    assert "settings that differ: none" in shown and "paired by task" in shown
 
 
 def test_a_finished_tour_resumes_to_its_results(

@@ -173,7 +173,7 @@ def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 def holder(lock: Path) -> int | None:
     """The process that holds a lock and wrote its number there; None when none does, 0 when it can not be told which."""
     try:
-        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:

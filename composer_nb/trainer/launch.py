@@ -30,6 +30,7 @@ LOST = 75
 LOCK, SAID = "launch.lock", "said.log"
 """In a run directory: what its launcher holds, and what it said."""
 COMPLETE = "the run is complete"
+LOCK_TRIES = 5
 
 
 class RunFailed(RuntimeError):
@@ -86,13 +87,18 @@ def _only_launcher(run: RunDir) -> Iterator[None]:
     """Holds the run's lock, which ends with this process at the latest. Raises RunBusy when another launcher holds it."""
     fd = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(fd, 20).decode().strip() or "(it does not say which)"
-            raise RunBusy(
-                f"{run.path.name} is being run by process {pid} ({run.path}); wait for it, or end it first"
-            ) from None
+        for tries in range(LOCK_TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if tries + 1 < LOCK_TRIES:
+                    time.sleep(0.02)  # it may be somebody who only looks
+                    continue
+                pid = os.read(fd, 20).decode().strip() or "(it does not say which)"
+                raise RunBusy(
+                    f"{run.path.name} is being run by process {pid} ({run.path}); wait for it, or end it first"
+                ) from None
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
         yield

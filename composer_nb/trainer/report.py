@@ -334,19 +334,28 @@ def page(report: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) ->
         body.append("<p class=note>This run is not complete.</p>")
     if scores := report.get("eval"):
         head, *rows = score_rows(scores)
-        body += ["<h2>Held-out tasks</h2>", _html_table(rows, head)]
-    body += ["<h2>The run</h2>", _html_table(list(fact_rows(report)))]
-    for name, (caption, png) in figures.items():
-        image = base64.b64encode(png).decode()
-        body.append(
-            f"<figure><img alt='{html.escape(name)}' src='data:image/png;base64,{image}'>"
-            f"<figcaption>{html.escape(caption)}</figcaption></figure>"
-        )
+        body += ["<h2>Held-out tasks</h2>", html_table(rows, head)]
+    body += ["<h2>The run</h2>", html_table(list(fact_rows(report)))]
+    body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
     body += [
         f"<details><summary>{title}</summary><pre>{html.escape(json.dumps(report[key], indent=2))}</pre></details>"
         for title, key in (("Settings", "settings"), ("Provenance", "provenance"), ("Seconds by stage", "stages"))
     ]
-    return _PAGE.replace("TITLE", html.escape(report["run"])).replace("BODY", "\n".join(body))
+    return document(report["run"], body)
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """An HTML page of parts that are HTML already."""
+    return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", "\n".join(body))
+
+
+def figure(name: str, caption: str, png: bytes) -> str:
+    """A picture with its caption, as HTML that needs no other file."""
+    image = base64.b64encode(png).decode()
+    return (
+        f"<figure><img alt='{html.escape(name)}' src='data:image/png;base64,{image}'>"
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+    )
 
 
 _PAGE = """<!doctype html>
@@ -366,7 +375,9 @@ BODY
 """
 
 
-def _html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """A table as HTML."""
+
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 

@@ -49,8 +49,8 @@ def reinforcement(run: RunDir) -> Picture:
         return style.empty("RL has not reached its first checkpoint yet")
     picture = Picture(9.5, 6.0)
     solved, entropy, calls, faults = picture.panels(2, 2)
-    _line(solved, steps, "best_of_group", style.GREEN, "group: any rollout solves it")
-    _line(solved, steps, "solved", style.BLUE, "rollout: solved")
+    line(solved, steps, "best_of_group", style.GREEN, "group: any rollout solves it")
+    line(solved, steps, "solved", style.BLUE, "rollout: solved")
     looks = (("tune_greedy", "greedy", "D", style.VERMILION), ("tune_pass_at_1", "pass@1", "o", style.BLACK))
     for name, label, marker, color in looks:
         if points := [(p["step"], p[name]) for p in steps if name in p]:
@@ -58,15 +58,15 @@ def reinforcement(run: RunDir) -> Picture:
             solved.plot(at, values, marker, color=color, markersize=5, label=f"tuning tasks, {label}", zorder=3)
     title(as_share(solved, 1.02), "solved", "", "share")
     key(solved, loc="best")
-    _line(entropy, steps, "entropy", style.PURPLE, "entropy")
+    line(entropy, steps, "entropy", style.PURPLE, "entropy")
     title(from_zero(entropy), "entropy of what is sampled", "", "nats a token")
     if not entropy.lines:
         style.absent(entropy, "no group had a signal: nothing was trained")
-    _line(calls, steps, "turns", style.ORANGE, "calls")
+    line(calls, steps, "turns", style.ORANGE, "calls")
     title(from_zero(calls), "tool calls a rollout", "RL step", "calls")
-    _line(faults, steps, "invalid_call_rate", style.VERMILION, "invalid calls")
-    _line(faults, [{**p, "unfinished": 1 - p["finished"]} for p in steps], "unfinished", style.GREY, "never finished")
-    _line(faults, [{**p, "dead": 1 - p["live_groups"]} for p in steps], "dead", style.SKY, "groups without a signal")
+    line(faults, steps, "invalid_call_rate", style.VERMILION, "invalid calls")
+    line(faults, [{**p, "unfinished": 1 - p["finished"]} for p in steps], "unfinished", style.GREY, "never finished")
+    line(faults, [{**p, "dead": 1 - p["live_groups"]} for p in steps], "dead", style.SKY, "groups without a signal")
     title(as_share(faults, 1.02), "what teaches nothing, or goes wrong", "RL step", "share")
     key(faults)
     for ax in (solved, entropy, calls, faults):
@@ -74,7 +74,7 @@ def reinforcement(run: RunDir) -> Picture:
     return picture
 
 
-def _line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, label: str) -> None:
+def line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, label: str) -> None:
     """Every step faintly, and the mean over WINDOW steps."""
     points = [(p["step"], p[name]) for p in steps if name in p]
     if not points:
@@ -105,11 +105,11 @@ def time_split(run: RunDir, report: Mapping[str, Any]) -> Picture:
     if not steps:
         split.axis("off")
         return picture
-    _step_times(split, steps)
+    step_times(split, steps)
     return picture
 
 
-def _step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+def step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     """In the plain loop a rank samples, waits and trains by turns; beside services the trainer trains or waits for a batch."""
     at = [p["step"] for p in steps]
     parts = {"sample and grade": "sample_s", "wait for the other rank": "wait_s", "train": "train_s"}

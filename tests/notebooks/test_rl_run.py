@@ -1,0 +1,48 @@
+"""The notebook of a live run: on a run that is over within seconds, and with a run of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from composer_nb.jobs import run_notebook
+from composer_nb.trainer.look import look
+from composer_nb.trainer.rundir import RunDir
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "06_rl_run.ipynb"
+
+
+def execute(out: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:
+    """The executed notebook; every cell ran, none printed an error."""
+    record = run_notebook(NOTEBOOK, out, parameters, say=lambda line: None)
+    assert record["state"] == "completed" and record["cells_run"] == record["cells"]
+    done = nbformat.read(out, 4)
+    cells = [cell for cell in done.cells if cell.cell_type == "code"]
+    errors = [o for cell in cells for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    assert errors == []
+    stills = [o for cell in cells for o in cell.outputs if "data:image/png" in o.get("data", {}).get("text/html", "")]
+    assert len(stills) == 4, "two live boards with their twins, and two still ones"
+    return done
+
+
+def test_a_run_that_is_over_is_looked_at_and_left_as_it_is(tiny_run: RunDir, tmp_path: Path) -> None:
+    before = {str(f): f.stat().st_mtime_ns for f in tiny_run.path.rglob("*")}
+    execute(tmp_path / "06.ipynb", {"run_dir": str(tiny_run.path), "runs": str(tmp_path / "runs")})
+    assert {str(f): f.stat().st_mtime_ns for f in tiny_run.path.rglob("*")} == before
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_its_own_is_stopped_resumed_and_loses_nothing(tmp_path: Path) -> None:
+    execute(tmp_path / "06.ipynb", {"runs": str(tmp_path / "runs")})
+    seen = look(tmp_path / "runs" / "watched")
+    said = (seen.path / "said.log").read_text()
+    assert seen.state == "complete" and said.count("KeyboardInterrupt") == 1, "it was stopped once"
+    assert [(change.name, change.value) for change in seen.changes] == [("services.bound", 3)]
+    assert seen.trained == 60 and sum(seen.ledger.values()) == seen.sampled
+    assert json.loads((seen.path / "settings.json").read_text())["services"]["on"]
+    assert not list((seen.path / "journal").iterdir()), "nothing is left on the machine"

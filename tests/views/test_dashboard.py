@@ -1,0 +1,174 @@
+"""The board of a run: what it shows, that it keeps up, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import html
+import io
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from composer_nb.config import Settings, override, to_dict
+from composer_nb.trainer.look import Slot, look
+from composer_nb.trainer.rundir import RunDir, write_json
+from composer_nb.views import dashboard
+from composer_nb.views.dashboard import Dashboard
+
+POINT: dict[str, Any] = {
+    **{"reward": 0.5, "solved": 0.25, "best_of_group": 0.5, "turns": 3.0, "entropy": 1.0},
+    **{"staleness": 0.5, "staleness_max": 1, "time": {"wall_s": 2.0, "train_s": 0.5}},
+}
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "runs" / "it")
+    write_json(made.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20})))
+    return made
+
+
+@contextmanager
+def live(run: RunDir) -> Iterator[None]:
+    """This process carries the run."""
+    fd = os.open(run.path / "launch.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def until(done: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def boards() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("board of")]
+
+
+def panels(seen: Any) -> dict[str, Any]:
+    return {ax.get_title(loc="left"): ax for ax in dashboard.picture(seen).axes}
+
+
+def test_the_picture_is_the_run(tiny_run: RunDir) -> None:
+    seen = look(tiny_run.path)
+    shown = panels(seen)
+    assert len(shown) == 9
+    faint = [line for line in shown["reward"].lines if line.get_alpha() == 0.3]
+    assert list(faint[0].get_ydata()) == [point["reward"] for point in tiny_run.steps("rl")]
+    bars = {text.get_text(): bar.get_width() for text, bar in _rows(shown["sampled tokens"])}
+    assert bars == {why: n for why, n in tiny_run.ledger().items() if n}
+    seconds = {text.get_text(): bar.get_width() for text, bar in _rows(shown["seconds of complete stages"])}
+    assert seconds == seen.stages
+    assert dashboard.utilisation(seen) == pytest.approx(
+        sum(p["time"]["train_s"] for p in seen.steps) / sum(p["time"]["wall_s"] for p in seen.steps)
+    )
+
+
+def _rows(ax: Any) -> list[tuple[Any, Any]]:
+    return list(zip(ax.get_yticklabels(), ax.patches, strict=True))
+
+
+def test_rollouts_under_way_are_stacked_by_group(run: RunDir) -> None:
+    from dataclasses import replace
+
+    slots = (
+        Slot(slot=7, size=4, done=3, running=1, training=False),
+        Slot(slot=9, size=4, done=0, running=2, training=False),
+    )
+    seen = replace(look(run.path), slots=slots, served=3, trained=4, versions=4)
+    heights = {
+        container.get_label(): [bar.get_height() for bar in container]
+        for container in panels(seen)["rollouts under way, by prompt"].containers
+    }
+    assert heights == {"finished": [3, 0], "to sample again": [1, 2], "not dispatched": [0, 2]}
+    told = dict(dashboard.facts(seen))
+    assert told["under way"] == "2 groups: of 8 rollouts 3 finished, 3 to be sampled again; 0 groups in training"
+    assert told["weight versions"].startswith("4 made") and "batch 3 of 4" in told["weight versions"]
+
+
+def test_a_run_that_has_just_begun_says_why_there_is_nothing(run: RunDir) -> None:
+    seen = look(run.path)
+    texts = [text.get_text() for ax in dashboard.picture(seen).axes for text in ax.texts]
+    assert texts.count("RL has no step yet") >= 4 and "none yet" in texts
+    assert dashboard.headline(seen) == "it: dead, tokenizer"
+    assert dict(dashboard.facts(seen))["carried by"].startswith("nobody")
+
+
+def test_the_headline_tells_how_far_and_how_long(run: RunDir) -> None:
+    for name in ("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"):
+        run.finish(name, 1.0, {})
+    run.commit("rl", 4, {}, [(at, POINT) for at in range(1, 5)])
+    with live(run):
+        assert dashboard.headline(look(run.path)) == "it: live, rl 4 of 20 steps, rl needs about 32 s more"
+    assert dashboard.headline(look(run.path)) == "it: dead, rl 4 of 20 steps"
+
+
+def test_the_still_board_needs_nothing_else_and_lets_no_markup_through(run: RunDir) -> None:
+    (run.path / "said.log").write_text("<script>alert(1)</script>\n")
+    text = dashboard.board(look(run.path)).text
+    assert set(re.findall(r"<(\w+)", text)) == {"div", "span", "table", "tr", "td", "img"}
+    assert "&lt;script&gt;" in text and not re.search(r"https?://", text)
+    [image] = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(image)))
+    assert pixels.shape[0] > 500 and (pixels[..., :3] < 0.9).any(-1).mean() > 0.005
+
+
+def test_a_live_board_keeps_up_and_ends_with_its_run(run: RunDir) -> None:
+    with live(run):
+        begin = time.perf_counter()
+        shown = Dashboard(run.path, every_s=0.05)
+        assert shown.live and boards() == ["board of it"] and time.perf_counter() - begin < PATIENCE_S
+        before = shown._picture.value
+        run.commit("rl", 1, {}, [(1, POINT)])
+        until(lambda: len(shown.seen.steps) == 1 and shown._picture.value != before)
+        assert "trainer at work" in html.unescape(shown._head.value)
+    until(lambda: not shown.live)
+    assert shown.seen.state == "dead" and "dead" in shown._head.value and not boards()
+    shown.close()
+    bundle = shown._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in bundle and "<img" in bundle["text/html"]
+
+
+def test_one_board_a_run_and_none_after_it_is_closed(run: RunDir) -> None:
+    with live(run):
+        first = Dashboard(run.path, every_s=0.05)
+        second = Dashboard(run.path, every_s=0.05)
+        assert not first.live and second.live and len(boards()) == 1
+        second._button.click()
+        assert not second.live and not boards() and not dashboard._WATCHED
+        third = Dashboard(run.path, every_s=3600.0)
+        third.close()
+        third.close()
+        assert not boards() and look(run.path).state == "live", "the run goes on"
+
+
+def test_a_run_that_is_over_is_drawn_without_a_thread(tiny_run: RunDir) -> None:
+    shown = Dashboard(tiny_run.path)
+    assert not shown.live and not boards() and bytes(shown._picture.value).startswith(b"\x89PNG")
+    assert shown._button.layout.display == "none"
+    shown.close()
+
+
+def test_a_board_whose_run_is_taken_away_says_so_and_ends(run: RunDir) -> None:
+    with live(run):
+        shown = Dashboard(run.path, every_s=0.05)
+        shutil.rmtree(run.path)
+        until(lambda: not shown.live)
+    assert "no run here" in shown._head.value and not boards()
