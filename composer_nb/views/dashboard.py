@@ -78,7 +78,7 @@ def facts(seen: Seen) -> Iterator[tuple[str, str]]:
         yield "weight versions", f"{seen.versions} made; {served}"
         yield "under way", _under_way(seen)
     for engine in seen.engines:
-        at = f"runs version {engine.version} ({engine.hash[:12]})"
+        at = f"reported version {engine.version} ({engine.hash[:12]})"
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
     for change in seen.changes:
         since = "asked for, not taken up yet" if change.step is None else f"taken up at step {change.step + 1}"
