@@ -233,7 +233,7 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
     """Where the gradients of `real` rewards (name -> cosine) point, against a histogram of the control's."""
     picture = Picture(9.5, 2.8)
     [ax] = picture.panels(1, 1)
-    ax.hist(control_N, bins=np.linspace(-1, 1, 61), color=style.SKY, label=f"{len(control_N)} × shuffled")
+    ax.hist(control_N, bins=np.linspace(-1, 1, 61).tolist(), color=style.SKY, label=f"{len(control_N)} × shuffled")
     top = ax.get_ylim()[1]
     for place, (name, value) in enumerate(real.items()):
         if not math.isnan(value):
