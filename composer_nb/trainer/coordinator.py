@@ -304,7 +304,7 @@ class Coordinator:
         last = step + 1 == rl.steps
         if (step + 1) % rl.checkpoint_every == 0 or last:
             self._ask(self.trainer.call("state"), "state", step + 1)
-        if rl.evaluate_every and ((step + 1) % rl.evaluate_every == 0 or last) and step == self.orchestrator.version:
+        if rl.evaluate_every and (step + 1) % rl.evaluate_every == 0 and not last and step == self.orchestrator.version:
             evaluator = self.actors.make(EvaluationService, self.run.path, self.settings, name=f"evaluation-{step + 1}")
             self._ask(evaluator.call("look", version), "look", (step + 1, evaluator))
         return events

@@ -84,7 +84,7 @@ class RlLoop:
             self.s.publish(self.learner.model, "before_final")
             self.one_step()
             last = self.step == rl.steps
-            if rl.evaluate_every and (self.step % rl.evaluate_every == 0 or last):
+            if rl.evaluate_every and self.step % rl.evaluate_every == 0 and not last:
                 self._look()
             if self.s.ranks.first:
                 self.s.run.log("rl", *self.pending[-1])
