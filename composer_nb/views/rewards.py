@@ -155,8 +155,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
         )
         for name, (low, high, step) in ranges().items()
     }
-    image, line = w.Image(format="png", layout=w.Layout(max_width="100%")), w.HTML()
-    again = w.Button(description="as trained")
+    image, line, back = w.Image(format="png", layout=w.Layout(max_width="100%")), w.HTML(), w.Button(description="reset")
 
     def draw(_: Any = None) -> None:
         chosen = with_values(base, {name: slider.value for name, slider in moved.items()})
@@ -166,13 +165,16 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
 
     def reset(_: Any) -> None:
         for name, slider in moved.items():
-            slider.value = value_of(lab.batch.settings.reward, name)
+            slider.unobserve(draw, "value")  # one drawing for all of them
+            slider.value = start[name]
+            slider.observe(draw, "value")
+        draw()
 
     draw()
     for slider in moved.values():
         slider.observe(draw, "value")
-    again.on_click(reset)
-    grid = w.GridBox([*moved.values(), again], layout=w.Layout(grid_template_columns="repeat(auto-fit, 22em)"))
+    back.on_click(reset)
+    grid = w.GridBox([*moved.values(), back], layout=w.Layout(grid_template_columns="repeat(auto-fit, 22em)"))
     return w.VBox([grid, image, line])
 
 
