@@ -121,7 +121,7 @@ def _turn(ax: Axes, found: Verdict) -> None:
         _arrow(ax, found.cosine, style.BLUE)
     ax.text(0.0, -0.42, shown, ha="center", fontsize=12, color=style.INK)
     agrees = found.scores.agreement
-    text = "" if math.isnan(agrees) else f"agrees with the tests on {agrees:.0%} of pairs"
+    text = "" if math.isnan(agrees) else f"agreement with the tests {agrees:.2f}"
     ax.text(0.0, -0.66, text, ha="center", fontsize=8.5, color=style.INK)
     title(ax, "policy gradient")
 
@@ -155,7 +155,11 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
         )
         for name, (low, high, step) in ranges().items()
     }
-    image, line, back = w.Image(format="png", layout=w.Layout(max_width="100%")), w.HTML(), w.Button(description="reset")
+    image, line, back = (
+        w.Image(format="png", layout=w.Layout(max_width="100%")),
+        w.HTML(),
+        w.Button(description="reset"),
+    )
 
     def draw(_: Any = None) -> None:
         chosen = with_values(base, {name: slider.value for name, slider in moved.items()})
@@ -241,7 +245,9 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
         if not math.isnan(value):
             ax.axvline(value, color=style.VERMILION, linewidth=1.6)
             side = "right" if value > 0 else "left"
-            ax.text(value, top * (0.92 - 0.13 * place), f" {name} ", ha=side, fontsize=8.5, color=style.INK)
+            at = (value, top * (0.92 - 0.13 * place))
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            ax.annotate(f" {name} ", at, ha=side, fontsize=8.5, color=style.INK, bbox=box)
     ax.set_xlim(-1.05, 1.05)
     title(ax, "cosine to the gradient as trained", "cosine", "shuffles")
     key(ax, loc="center left")
