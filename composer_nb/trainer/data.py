@@ -162,8 +162,8 @@ def mixture(
     seed: int,
 ) -> Iterator[list[Row]]:
     """The batches of mid-training, of about `tokens` each: the first `code_first` of the `steps` on code alone, the others on
-    demonstrations with `code_share` of code. Demonstrations are dealt round; code is taken in order, and again from its beginning
-    when it is used up. Raises ValueError when there are no rows of a kind that is needed."""
+    demonstrations with `code_share` of code. Rows are dealt round, the code of the second part is taken in order, from the place
+    after as many rows as the first part took. Raises ValueError when there are no rows of a kind that is needed."""
     first = round(code_first * steps)
     only_code = deal(code, tokens, Random(f"rows {seed}"))
     mixed = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))

@@ -138,7 +138,7 @@ def trained(
     logprob_N: Tensor, sampled_N: Tensor, advantage_N: Tensor, rollout_N: Tensor, settings: LossSettings
 ) -> Tensor:
     """bool [N]: tokens at whose log-probability the loss has a gradient. The others have no advantage, or were clipped or
-    dropped."""
+    dropped; GSPO moves all tokens of a rollout or none."""
     with torch.enable_grad():
         leaf_N = logprob_N.detach().clone().requires_grad_()
         loss, _ = policy_loss(leaf_N, sampled_N, advantage_N, rollout_N, settings, 1.0)
