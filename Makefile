@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check bench lab clean moved
+.PHONY: help setup demo test test-slow test-browser check bench lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -32,11 +32,14 @@ setup: .venv/.ready ## the environment alone
 demo: .venv/.ready ## train a small coding agent from nothing and show what each stage did
 	@$(BIN)/composer-nb tour $(ARGS)
 
-test: .venv/.ready ## all tests but the slow ones
-	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m 'not slow' $(ARGS)
+test: .venv/.ready ## all tests but the slow ones and those in a browser
+	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m 'not slow and not browser' $(ARGS)
 
 test-slow: .venv/.ready ## the slow tests
 	@$(BIN)/python -m pytest -q -rs -m slow $(ARGS)
+
+test-browser: .venv/.browser ## the notebooks in JupyterLab, in a headless Chromium; brings both; screenshots in build/
+	@$(BIN)/python -m pytest -q -rs -m browser tests/browser $(ARGS)
 
 check: .venv/.ready ## format, lint and types
 	$(BIN)/ruff format --check .
@@ -50,6 +53,9 @@ lab: .venv/.ready ## the notebooks in JupyterLab
 	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LabApp.extension_manager=readonly \
 	  $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(ARGS)
+
+render: .venv/.ready ## run every notebook and write it as a page into build/render
+	@$(BIN)/composer-nb jobs render $(ARGS)
 
 clean: ## remove the environment and every cache; runs/ stays
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
@@ -74,3 +80,9 @@ endif
 	@mkdir -p .cache/ipython .cache/matplotlib
 	@$(BIN)/python -c 'from composer_nb import doctor; print("ready:", doctor.device_line())'
 	@echo '$(CURDIR)' >$@
+
+.venv/.browser: .venv/.ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt \
+	  -e '.[browser]'
+	@scripts/system_packages chromium
+	@touch $@

@@ -125,6 +125,10 @@ def _jobs_options(jobs: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--ray", metavar="ADDRESS", help="run on this Ray cluster, as 127.0.0.1:6379 or auto")
     run.add_argument("--resume", action="store_true", help="go on with the newest run of that name, if there is one")
+    rendered = add("render", "run notebooks and write what they became as pages, with an index")
+    rendered.add_argument("notebooks", nargs="*", type=Path, metavar="NOTEBOOK", help="all that ship, without")
+    rendered.add_argument("--out", type=Path, default=Path("build/render"), metavar="DIR", help="(build/render)")
+    _settings_option(rendered, "PARAMETER=VALUE or NOTEBOOK:PARAMETER=VALUE; may be given again")
     name = "a run's directory, or a job's name for its newest run; the newest of all without"
     for action, text in (("status", "what became of a run"), ("cancel", "end a run, or what is left of one")):
         one = add(action, text)

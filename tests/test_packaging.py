@@ -19,7 +19,8 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DIRECT = [Requirement(text) for text in (*PROJECT["dependencies"], *EXTRAS["dev"], *EXTRAS["lab"])]
+SET_UP = [Requirement(text) for text in (*PROJECT["dependencies"], *EXTRAS["dev"], *EXTRAS["lab"])]
+DIRECT = [*SET_UP, *map(Requirement, EXTRAS["browser"])]
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -30,9 +31,11 @@ TARGETS = {
     "demo": "composer-nb tour",
     "test": "pytest -q",
     "test-slow": "-m slow",
+    "test-browser": "-m browser",
     "check": "ruff format --check",
     "bench": "composer-nb bench",
     "lab": "jupyterlab",
+    "render": "composer-nb jobs render",
     "clean": "rm -rf .venv",
     "help": "sed",
 }
@@ -56,7 +59,7 @@ def run(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.Complet
 
 
 def test_what_is_installed_is_what_pyproject_allows():
-    for requirement in DIRECT:
+    for requirement in SET_UP:
         version = metadata.version(requirement.name)
         assert requirement.specifier.contains(version, prereleases=True), f"{requirement} but {version} is here"
     assert Version(".".join(map(str, sys.version_info[:3]))) in SpecifierSet(PROJECT["requires-python"])
@@ -91,7 +94,7 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert conda == [f"python={lowest}", "pip"]
     assert pip == {"pip": ["-e .[dev,lab]"]}
-    assert set(EXTRAS) == {"dev", "lab"}
+    assert set(EXTRAS) == {"browser", "dev", "lab"}
     assert set(environment) == {"name", "channels", "dependencies"}
 
 
@@ -274,6 +277,19 @@ def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
         "packages bwrap git make python3-venv",
         "make check test",
     ]
+
+
+def test_the_workflow_runs_what_make_has():
+    """The jobs are lines that anybody can run, and each checks out the code first."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert set(workflow["jobs"]) == {"test", "browser", "nightly"}
+    for name, job in workflow["jobs"].items():
+        assert job["steps"][0]["uses"].startswith("actions/checkout@"), name
+        assert all(step.get("uses", "actions/").startswith("actions/") for step in job["steps"]), name
+        assert job["timeout-minutes"] <= 90
+        asked = re.findall(r"make ([a-z- ]+)", "\n".join(step.get("run", "") for step in job["steps"]))
+        targets = {target for line in asked for target in line.split()}
+        assert targets and targets <= set(TARGETS), name
 
 
 def test_no_file_names_one_machine_or_a_package_index():

@@ -13,6 +13,8 @@ life of a node, the states, and how to run this from cron, Slurm and Kubernetes.
     runner.py      the graph
     executor.py    its nodes as processes here
     on_ray.py      its nodes on a Ray cluster
+    render.py      executed copies to read: a job of all notebooks, an index
+    pages.py       one executed notebook as HTML
     commands.py    what the command line prints
 """
 

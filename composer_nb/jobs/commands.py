@@ -1,4 +1,4 @@
-"""What `composer-nb jobs run|status|log|cancel|sweep` print, and their exit status."""
+"""What `composer-nb jobs run|render|status|log|cancel|sweep` print, and their exit status."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def act(given: argparse.Namespace, settings: Mapping[str, str]) -> int:
             told = run_job(given.file, settings, runs=given.runs, ray=given.ray, resume=given.resume, say=_print)
             _print(f"{told['dir']}")
             return ENDED[told["state"]]
+        case "render":
+            return _render(given, settings)
         case "log":
             for line in log(directory.find(given.runs, given.path), given.node, follow=given.follow):
                 print(line, end="", flush=True)
@@ -35,6 +37,19 @@ def act(given: argparse.Namespace, settings: Mapping[str, str]) -> int:
             told = directory.cancel(folder) if action == "cancel" else directory.status(folder)
             _print(json.dumps(told, indent=2) if given.json else table(told))
     return 0
+
+
+def _render(given: argparse.Namespace, settings: Mapping[str, str]) -> int:
+    try:
+        from composer_nb.jobs.render import render, shipped
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; pages need it: pip install 'composer_nb[lab]'") from None
+    entries, told = render(given.notebooks or shipped(), given.out, settings, runs=given.runs, say=_print)
+    for entry in entries:
+        spent = "" if entry.seconds is None else f", {entry.seconds:.1f} s"
+        _print(f"{entry.name}: {entry.state}{spent}{': ' * bool(entry.error)}{entry.error}")
+    _print(f"{given.out / 'index.html'}")
+    return ENDED[told["state"]]
 
 
 def table(told: Mapping[str, Any]) -> str:

@@ -1,0 +1,125 @@
+"""JupyterLab, and a notebook on the screen, as tests handle it.
+
+Cells that are out of sight are not in the page (JupyterLab draws what one can see), so a cell is brought into sight before
+anything in it is asked for. What cells have put out is read from the notebook's model, which holds all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_MODEL = "window.jupyterapp.shell.currentWidget.content"
+
+
+@dataclass(kw_only=True)
+class Lab:
+    """A running JupyterLab."""
+
+    url: str
+    folder: Path
+    """Its notebooks: copies, which tests may change."""
+    pid: int
+
+    def kernels(self) -> list[psutil.Process]:
+        """Processes of its kernels."""
+        found = psutil.Process(self.pid).children(recursive=True)
+        return [process for process in found if "ipykernel_launcher" in " ".join(process.cmdline())]
+
+
+class Notebook:
+    """The notebook in the current tab of JupyterLab."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
+        page.wait_for_function("document.querySelector('#jp-main-statusbar')?.innerText.includes('| Idle')")
+        self._decline_news()
+
+    def _decline_news(self) -> None:
+        """A first visit is asked about news from the makers of JupyterLab."""
+        question = self.page.get_by_role("button", name="No", exact=True)
+        if question.count():
+            question.first.click()
+
+    def command(self, name: str, **arguments: Any) -> Any:
+        """Does what a menu would. Returns when it is done, for a command that runs cells when they have ended."""
+        return self.page.evaluate(
+            "([name, given]) => window.jupyterapp.commands.execute(name, given).then(found => found === true)",
+            [name, arguments],
+        )
+
+    def theme(self, dark: bool) -> None:
+        """JupyterLab's own theme, and what the browser tells pages about the reader's setting."""
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.command("apputils:change-theme", theme=f"JupyterLab {'Dark' if dark else 'Light'}")
+        self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]")
+        self.page.wait_for_timeout(500)  # colours fade
+
+    def place(self, text: str) -> int:
+        """Number of the first code cell whose source contains `text`."""
+        found = self.page.evaluate(
+            f"text => {_MODEL}.widgets.findIndex(cell => cell.model.type === 'code' && "
+            "cell.model.sharedModel.source.includes(text))",
+            text,
+        )
+        assert found >= 0, f"no code cell with {text!r}"
+        return int(found)
+
+    def cell(self, text: str) -> Any:
+        """The cell, in sight, at the top of the window."""
+        place = self.place(text)
+        self.page.evaluate(
+            f"async place => {{ const book = {_MODEL}; book.activeCellIndex = place; "
+            "await book.scrollToItem(place, 'start') }",
+            place,
+        )
+        found = self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{place}"]')
+        found.wait_for()
+        return found
+
+    def replace(self, old: str, new: str) -> None:
+        """Edits the first code cell that contains `old`."""
+        self.page.evaluate(
+            f"([place, old, now]) => {{ const text = {_MODEL}.widgets[place].model.sharedModel; "
+            "text.setSource(text.source.replace(old, now)) }",
+            [self.place(old), old, new],
+        )
+
+    def run_above(self, text: str) -> None:
+        """Runs the cells before the one that contains `text`, and returns when they have ended."""
+        self.cell(text)
+        self.command("notebook:run-all-above")
+
+    def run_all(self) -> None:
+        """Runs all cells, and returns when they have ended."""
+        self.command("notebook:run-all-cells")
+
+    def outputs(self) -> list[list[dict[str, Any]]]:
+        """What each code cell has put out."""
+        found: list[list[dict[str, Any]]] = self.page.evaluate(
+            f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"
+        )
+        return found
+
+    def counts(self) -> list[int | None]:
+        """How often each code cell that is not empty has run, in order of execution."""
+        found: list[int | None] = self.page.evaluate(
+            f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code' && cell.model.sharedModel.source.trim())"
+            ".map(cell => cell.model.executionCount)"
+        )
+        return found
+
+    def ran_cleanly(self) -> None:
+        """Fails unless every cell has run, and none has raised or warned."""
+        assert all(self.counts()), self.counts()
+        for outputs in self.outputs():
+            for output in outputs:
+                assert output["output_type"] != "error", output
+                assert output.get("name") != "stderr", output
+
+    def save(self) -> None:
+        self.command("docmanager:save")

@@ -1,0 +1,77 @@
+"""A live run and its notebook: the kernel is killed, the run goes on, the notebook attaches again."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from screen import Lab, Notebook
+
+from composer_nb.harness.reap import reap
+from composer_nb.trainer.detached import stop
+
+BOOK = "06_rl_run.ipynb"
+PATIENCE_S = 400.0
+
+
+@pytest.fixture
+def runs(lab: Lab) -> Iterator[Path]:
+    """Where the notebook keeps its run; whatever is live there afterwards is ended."""
+    folder = lab.folder / "runs"
+    yield folder
+    for path in [path for path in folder.glob("watched-*") if not path.is_symlink()]:
+        stop(path)
+        reap(path)
+
+
+@pytest.mark.timeout(1500)
+def test_the_run_outlives_the_kernel_of_its_notebook(
+    lab: Lab, runs: Path, notebook: Callable[[str], Notebook], page: Any, picture: Callable[[str], None]
+):
+    from composer_nb.trainer.look import look, wait_until
+
+    book = notebook(BOOK)
+    book.replace("overrides: dict = {}", 'overrides: dict = {"rl.steps": 300, "data.rl_tasks": 600}')
+    book.run_above("begun = wait_until")
+    path = (runs / "watched").resolve()
+    assert look(path).state == "live"
+    board = book.cell("watching = Dashboard(path)").locator(".jp-OutputArea")
+    board.locator("img").first.wait_for()
+
+    [kernel] = lab.kernels()
+    kernel.kill()
+    time.sleep(3)
+    alive = look(path)
+    assert alive.state == "live", alive.last_line
+    # JupyterLab starts a kernel in its place and says so.
+    if (said := page.locator(".jp-Dialog")).count():
+        said.get_by_role("button").last.click()
+    page.wait_for_function("document.querySelector('#jp-main-statusbar').innerText.includes('| Idle')")
+    assert [process.pid for process in lab.kernels()] != [kernel.pid]
+
+    begun = wait_until(path, lambda seen: len(seen.steps) >= 2, PATIENCE_S)
+    book.replace('run_dir: str = ""', f'run_dir: str = "{path}"')
+    book.run_above("ended = wait_until")
+    attached = book.cell("attached = Dashboard(path)").locator(".jp-OutputArea").first
+    said_first = attached.inner_text()
+    assert "live" in said_first and trained(said_first) >= len(begun.steps)
+    page.wait_for_function("([e, old]) => e.innerText !== old", arg=[attached.element_handle(), said_first])
+    wait_until(path, lambda seen: seen.done > trained(said_first) + 2, PATIENCE_S)
+    page.wait_for_timeout(4000)
+    assert trained(attached.inner_text()) > trained(said_first), "the board does not keep up"
+    assert look(path).state == "live", "attaching must not end a run"
+    for dark in (False, True):
+        book.theme(dark)
+        book.cell("attached = Dashboard(path)")
+        picture(f"live_run_{'dark' if dark else 'light'}")
+    book.theme(False)
+
+
+def trained(text: str) -> int:
+    """Steps done, as the board's first line tells."""
+    found = re.search(r"(\d+) of \d+ steps", text)
+    return int(found[1]) if found else 0
