@@ -170,8 +170,8 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; mar
 dt { color: var(--quiet) } dd { margin: 0; overflow-wrap: anywhere }
 .prompt { display: none }
 .highlight pre, details pre, .output_text pre { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; margin: 0 }
-.input_area, .text_cell .highlight, details > pre { background: var(--code); border-radius: 4px; padding: .6rem .8rem; overflow-x: auto;
-  margin: .6rem 0 }
+.input_area, .text_cell .highlight, details > pre { background: var(--code); border-radius: 4px; padding: .6rem .8rem;
+  overflow-x: auto; margin: .6rem 0 }
 code { font: .9em ui-monospace, "DejaVu Sans Mono", monospace; background: var(--code); padding: .05em .25em;
   border-radius: 3px }
 pre code { background: none; padding: 0; font-size: 1em }
