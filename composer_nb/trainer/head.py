@@ -155,8 +155,14 @@ def held(address: str) -> Iterator[None]:
 
 
 def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Runs a module of ours in a session of its own, where it outlives this process; what it prints goes to `log`."""
-    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    """Runs a module of ours in a session of its own, where it outlives this process; what it prints goes to `log`. A job that
+    it was started in does not end it: it holds a lease on its own folder (docs/jobs.md)."""
+    settings = {
+        "COMPOSER_NB_LEASE": str(log.parent),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
     with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", *words],

@@ -191,3 +191,11 @@ def test_a_number_that_was_left_in_a_lock_names_nobody(tmp_path: Path) -> None:
     other.wait()
     other.stdout.close()
     assert holder(lock) is None
+
+
+def test_a_detached_process_has_a_session_and_a_lease_of_its_own(tmp_path: Path) -> None:
+    process = head.detach(("timeit", "-n1", "-r1", "__import__('time').sleep(60)"), tmp_path / "its.log")
+    wait(lambda: b"timeit" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    assert os.getsid(process.pid) == process.pid
+    assert f"COMPOSER_NB_LEASE={tmp_path}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    process.kill()
