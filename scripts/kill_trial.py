@@ -101,7 +101,8 @@ class Trial:
                 [sys.executable, "-c", LAUNCHER, str(self.run.path)],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"TMPDIR": str(self.temporary)},
+                env=os.environ
+                | {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.run.path / "cache")},
                 start_new_session=True,
             )
 

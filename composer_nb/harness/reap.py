@@ -11,6 +11,7 @@ Covers Linux. Does not cover what a run writes into its own directory (`RunDir.c
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -22,7 +23,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from composer_nb.harness.journal import FOLDER, Kind, Owner, Resource, append, mark_of, mounts, started, this_process
+from composer_nb.harness.journal import (
+    FOLDER,
+    LABEL,
+    Kind,
+    Owner,
+    Resource,
+    append,
+    mark_of,
+    mounts,
+    started,
+    this_process,
+)
 
 PATIENCE_S = 5.0
 """Seconds that a killed process may take to end."""
@@ -213,7 +225,26 @@ def _end_directory(resource: Resource) -> None:
     path = Path(resource.name)
     if inside := [mount for mount in mounts() if Path(mount).is_relative_to(path)]:
         raise OSError(16, f"{inside[0]} is mounted in it")
-    shutil.rmtree(path)
+    remove_directory(path)
+
+
+def remove_directory(path: Path) -> None:
+    """Removes a directory of a journal. What is about to end may write there for a moment more, so this is tried for PATIENCE_S;
+    then it raises OSError, and the directory still has its label, by which it is known the next time."""
+    label = path / LABEL
+    text, deadline = label.read_text() if label.is_file() else "", time.monotonic() + PATIENCE_S
+    while path.is_dir():
+        with suppress(OSError):
+            for entry in list(os.scandir(path)):
+                if entry.name != LABEL:
+                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+            label.unlink(missing_ok=True)
+            path.rmdir()
+            return
+        if time.monotonic() > deadline:
+            label.write_text(text)
+            raise OSError(errno.ENOTEMPTY, "it can not be emptied; something may still write into it")
+        time.sleep(0.02)
 
 
 _ENDS: dict[Kind, Callable[[Resource], None]] = {

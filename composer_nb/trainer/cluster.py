@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 import psutil
 
 from composer_nb.harness.journal import Journal, Resource, started
+from composer_nb.harness.reap import remove_directory
 
 START_S = 180.0
 """Ray gives itself 30 s to start, which a busy machine may not keep."""
@@ -122,7 +122,10 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            try:
+                remove_directory(self._folder)
+            except OSError:  # of Ray's workers some take longer: then `reap` finds it in the journal
+                self._noted = [resource for resource in self._noted if resource.kind != "directory"]
         if self._journal is not None:
             for resource in self._noted:
                 self._journal.gone(resource)

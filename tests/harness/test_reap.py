@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness import journal as journals
+from composer_nb.harness import reap as reaping
 from composer_nb.harness.journal import Journal, mounts, started, this_process
 from composer_nb.harness.reap import Reaped, is_dead, reap
 
@@ -330,3 +332,22 @@ def test_the_start_of_a_process_is_read_past_its_name(tmp_path: Path) -> None:
         assert before is not None and now is not None and now >= before
         process.kill()
     assert journals.started(process.pid) is None
+
+
+def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
+    owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when something that is about to end still writes into it."""
+    left = owner("directory")
+    left.kill()
+    [folder] = map(Path, left.names)
+
+    def never(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "not empty")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reaping, "PATIENCE_S", 0.1)
+        patched.setattr(Path, "rmdir", never)
+        found = reap(tmp_path / "runs")
+    assert not found.directories and "can not be emptied" in found.failed[0] and folder.is_dir()
+    assert reap(tmp_path / "runs").directories == (str(folder),) and not folder.exists()
