@@ -20,7 +20,7 @@ _HUES = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE)
 _MARKS = "oDs^v"
 BINS, ENOUGH = 14, 20
 """Bins of a logarithmic axis of margins, and how many (token, layer) pairs make one worth drawing."""
-LEAST, MOST = 1e-7, 10.0
+LEAST, MOST = 1e-7, 30.0
 """An axis of gaps. float32 resolves no less of a log-probability around 1."""
 
 
