@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from composer_nb.views.style import Picture, key, title
 
 MOVED = 1e-4
 """A logit that moves by less has only been rounded differently."""
+_SHORT = EngFormatter(sep="")
+"""20k, 1M."""
 _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.BLUE])
 
 
@@ -52,7 +56,9 @@ def against_tokens(
         ax.plot(along, fit.predict(along), dash, color=hue, linewidth=1.7, label=fit.shape)
         off = fit.predict(x[fitted:]) - y[fitted:]
         errors.plot(x[fitted:], off, dash, marker="o", markersize=4, color=hue, label=fit.shape)
-    ax.set_xscale("log")
+    _log_axis(ax, "x")
+    for panel in (ax, errors):
+        panel.xaxis.set_major_formatter(_SHORT)
     errors.axhline(0, color=style.INK, linewidth=0.8)
     title(ax, what, "tokens", unit)
     title(errors, "prediction − what came, at the open points", "tokens", unit)
@@ -71,9 +77,19 @@ def mixtures(runs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence
         panels, ("held-out code", "what the agent writes, held out"), (unit, "nats a token"), strict=True
     ):
         title(ax, text, "tokens", y)
-    panels[1].set_yscale("log")
+        ax.xaxis.set_major_formatter(_SHORT)
+    _log_axis(panels[1], "y")
     key(panels[0])
     return picture
+
+
+def _log_axis(ax: Axes, which: Literal["x", "y"]) -> None:
+    """A logarithmic axis with a few plain numbers on it."""
+    ax.set(**{f"{which}scale": "log"})
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 @torch.no_grad()
