@@ -21,8 +21,6 @@ from composer_nb.views.style import Picture, key, title
 
 MOVED = 1e-4
 """A logit that moves by less has only been rounded differently."""
-_SHORT = EngFormatter(sep="")
-"""20k, 1M."""
 _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.BLUE])
 
 
@@ -58,7 +56,7 @@ def against_tokens(
         errors.plot(x[fitted:], off, dash, marker="o", markersize=4, color=hue, label=fit.shape)
     _log_axis(ax, "x")
     for panel in (ax, errors):
-        panel.xaxis.set_major_formatter(_SHORT)
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
     errors.axhline(0, color=style.INK, linewidth=0.8)
     title(ax, what, "tokens", unit)
     title(errors, "prediction − what came, at the open points", "tokens", unit)
@@ -77,7 +75,7 @@ def mixtures(runs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence
         panels, ("held-out code", "what the agent writes, held out"), (unit, "nats a token"), strict=True
     ):
         title(ax, text, "tokens", y)
-        ax.xaxis.set_major_formatter(_SHORT)
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
     _log_axis(panels[1], "y")
     key(panels[0])
     return picture
