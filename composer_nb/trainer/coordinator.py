@@ -175,7 +175,8 @@ class Coordinator:
             events: list[Event] = []
             if self.pending:
                 for future in wait(self.pending, timeout=0.25, return_when=FIRST_COMPLETED).done:
-                    events += self._heard(*self.pending.pop(future), future)
+                    if future in self.pending:  # else it was of a service whose death was heard of just now
+                        events += self._heard(*self.pending.pop(future), future)
             self._handle([*events, *self._changed(), *self._time_is_up(), Tick(at=self._now())])
             self._end_hung()
             self._feed()

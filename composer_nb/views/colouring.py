@@ -27,7 +27,7 @@ SPREAD = 1.5
 """Nats of entropy at which it is."""
 DRIFT = 0.25
 """|log ratio| at which it is; a clip of 0.2 to 0.28 lies there."""
-OPAQUE = 0.55
+OPAQUE = 0.5
 """Opacity of a full tint over a page: text of either theme stays readable on it."""
 TRAINS, NO_ADVANTAGE, MASKED = "trains", "no advantage", "clipped"
 _REASONS = {TRAINS: style.SKY, NO_ADVANTAGE: style.YELLOW, MASKED: style.VERMILION}

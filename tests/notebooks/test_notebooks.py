@@ -126,7 +126,11 @@ def test_the_tour_runs_on_a_finished_run(tiny_run: RunDir, copy_of: Callable[[Ru
     assert not list(FOLDER.glob("runs/*"))
 
 
-@pytest.mark.parametrize("path", [path for path in WALKTHROUGHS if path.stem != "00_tour"], ids=lambda path: path.stem)
+OF_THEIR_OWN = ("00_tour", "06_rl_run")
+"""Notebooks about a whole run: on a finished one here and in `test_rl_run.py`."""
+
+
+@pytest.mark.parametrize("path", [p for p in WALKTHROUGHS if p.stem not in OF_THEIR_OWN], ids=lambda path: path.stem)
 def test_it_runs_on_the_example(path: Path, tmp_path: Path):
     """With the parameters as they stand, and leaves nothing beside the notebook and in the example."""
     before = files_below(EXAMPLE)

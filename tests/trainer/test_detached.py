@@ -23,7 +23,7 @@ from pathlib import Path
 from composer_nb.trainer import launch
 def ranks(run, world, say):
     say("step 1")
-    time.sleep(60)
+    time.sleep(600)
 launch._run_ranks = ranks
 try:
     launch.start_or_resume(Path(sys.argv[1]), say=lambda line: None)
