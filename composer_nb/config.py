@@ -85,7 +85,7 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 230
+    steps: int = 170
     prompts: int = 8
     """Tasks a step."""
     group: int = 8

@@ -7,6 +7,7 @@ the kernels are tested against that form.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
@@ -15,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Vector code needs sums in any order, and no care for infinities or the sign of zero; NaN keeps its meaning.
+# Vector code needs sums in any order, and no care for infinities or the sign of zero; NaN keeps its meaning. Types are fixed:
+# left to the first call, they would be those that the first caller happened to have, and with them the order of every sum.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
+_compiled = partial(numba.njit, fastmath=_FAST, cache=True, error_model="numpy")
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -50,7 +53,7 @@ def _plain(x: Tensor) -> bool:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        x_RD = x.contiguous().view(-1, len(weight_D))
+        x_RD, weight_D = x.contiguous().view(-1, len(weight_D)), weight_D.contiguous()
         y_RD, scale_R = torch.empty_like(x_RD), x_RD.new_empty(len(x_RD))
         _norm(x_RD.numpy(), weight_D.detach().numpy(), eps, y_RD.numpy(), scale_R.numpy())
         ctx.save_for_backward(x_RD, weight_D, scale_R)
@@ -86,7 +89,7 @@ class _NormRope(torch.autograd.Function):
         return dx_NHC, dw_HC, None, None
 
 
-@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+@_compiled("f4[:,::1], f4[::1], f8, f4[:,::1], f4[::1]")
 def _norm(x, w, eps, y, scale):  # type: ignore[no-untyped-def]
     rows, width = x.shape
     for r in range(rows):
@@ -99,7 +102,7 @@ def _norm(x, w, eps, y, scale):  # type: ignore[no-untyped-def]
             y[r, d] = x[r, d] * k * w[d]
 
 
-@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+@_compiled("f4[:,::1], f4[:,::1], f4[::1], f4[::1], f4[:,::1], f4[::1]")
 def _norm_backward(g, x, w, scale, dx, dw):  # type: ignore[no-untyped-def]
     """With y = x·k·w and k = (mean x² + eps)^-½: dx = k·(g·w) − x·k³·mean(g·w·x), dw = Σ g·x·k."""
     rows, width = x.shape
@@ -114,7 +117,7 @@ def _norm_backward(g, x, w, scale, dx, dw):  # type: ignore[no-untyped-def]
             dw[d] += g[r, d] * x[r, d] * k
 
 
-@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+@_compiled("f8, f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,:,::1], f4[:,::1]")
 def _norm_rope(eps, x, w, rope, y, scale):  # type: ignore[no-untyped-def]
     tokens, heads, width = x.shape
     half = width // 2
@@ -131,7 +134,7 @@ def _norm_rope(eps, x, w, rope, y, scale):  # type: ignore[no-untyped-def]
                 y[n, h, half + c] = b * rope[n, 0, c] + a * rope[n, 1, c]
 
 
-@numba.njit(fastmath=_FAST, cache=True, error_model="numpy")
+@_compiled("f4[:,:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1]")
 def _norm_rope_backward(g, x, w, rope, scale, dx, dw):  # type: ignore[no-untyped-def]
     """Turns the gradient back by the same angles, then goes as in `_norm_backward`."""
     tokens, heads, width = x.shape

@@ -13,6 +13,7 @@ from screen import Lab, Notebook
 from composer_nb.harness.reap import reap
 from composer_nb.trainer.detached import stop
 
+pytestmark = pytest.mark.browser
 BOOK = "06_rl_run.ipynb"
 PATIENCE_S = 400.0
 

@@ -11,6 +11,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from screen import Lab, Notebook
 
+pytestmark = pytest.mark.browser
 CELLS = (
     "from composer_nb.trainer.report import example_run\nfrom composer_nb.views import rollout, task",
     "stored = rollout.sampled(example_run())[0]\nrollout.read(stored, 'advantage')",

@@ -10,6 +10,7 @@ import pytest
 
 from composer_nb.jobs.render import render
 
+pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = "10_compare_runs"
 

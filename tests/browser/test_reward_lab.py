@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from screen import Notebook
 
+pytestmark = pytest.mark.browser
 BOOK = "04_reward_design.ipynb"
 
 
