@@ -24,6 +24,7 @@ from composer_nb.trainer.rundir import RunDir, create
 
 START_S = 120.0
 POLL_S = 0.5
+END_S = 60.0
 
 
 def start_detached(
@@ -73,12 +74,16 @@ def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20
 
 
 def stop(run_dir: Path) -> bool:
-    """Ends a live run, as Ctrl-C does; False when it is not live. It can be resumed."""
+    """Ends a live run, as Ctrl-C does, or outright if that takes longer than END_S; False when it is not live. It can be
+    resumed."""
     lock = existing(run_dir).path / LOCK
     if not (pid := holder(lock)):
         return False
     os.kill(pid, signal.SIGINT)
+    deadline = time.monotonic() + END_S
     while holder(lock) == pid:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     return True
 
