@@ -46,7 +46,7 @@ MICRO: dict[str, Any] = {
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
 }
 ALONE = pytest.mark.slow
-"""Compares this process with another one bit for bit; after some other tests in the same process sums come out a rounding apart."""
+"""Compares this process with another bit for bit; after some other tests in it, sums come out a rounding apart."""
 IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
 
 
