@@ -2,7 +2,7 @@
 
 torch spends most of a step with few rows on starting operations, sixty a layer. Here all of a layer is one call, on
 weights that stay in the processor's cache, so a step costs what its tokens cost. No sum runs over two tokens:
-what comes out for a token depends on its rollout alone and on nothing else in the batch, bit for bit.
+what comes out for a token depends on its rollout alone and on nothing else in the batch, but for the last bit now and then.
 
 Covers float32 weights of which a layer fits the cache (`fits`); everything else goes through `Model.trunk`, which defines what is
 computed and which this is tested against.
