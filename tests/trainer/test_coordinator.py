@@ -298,7 +298,9 @@ def test_damaged_versions_are_never_served(begun):
             for file in folder.glob("*.safetensors"):
                 data = bytearray(file.read_bytes())
                 data[-1] ^= 1
-                file.write_bytes(data)
+                part = file.with_suffix(".part")  # whoever has read it already keeps what it read
+                part.write_bytes(data)
+                part.replace(file)
         return learnt(step, found)
 
     coordinator._learnt = spoil  # type: ignore[method-assign]
