@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from composer_nb.kernels.compiled import compiled, dot, total
 
 
 def cached_attention(q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor) -> Tensor:
@@ -40,11 +41,7 @@ def cached_attention_reference(
     return torch.einsum("nqt,nqtc->nqc", weight_NQT, v_NQTC)
 
 
-# Vector code needs sums in any order, and no care for infinities or the sign of zero; NaN keeps its meaning.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-
-
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def _attend(q, k, v, slot, position, out):  # type: ignore[no-untyped-def]
     score = np.empty(k.shape[2], dtype=np.float32)
     bits = np.empty(k.shape[2], dtype=np.int32)
@@ -52,7 +49,7 @@ def _attend(q, k, v, slot, position, out):  # type: ignore[no-untyped-def]
         attend_one(q[n], k[slot[n]], v[slot[n]], position[n] + 1, score, bits, out[n])
 
 
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def attend_one(q, k, v, seen, score, bits, out):  # type: ignore[no-untyped-def]
     """One token's heads [Q, C] on the first `seen` positions of its row [G, T, C]. `score` and `bits` are room to work in.
 
@@ -64,31 +61,27 @@ def attend_one(q, k, v, seen, score, bits, out):  # type: ignore[no-untyped-def]
     power = bits.view(np.float32)
     for head in range(heads):
         keys, values = k[head // groups], v[head // groups]
-        query, total = q[head], out[head]
+        query, mixed = q[head], out[head]
         top = np.float32(-1e30)
         for t in range(seen):
-            s = np.float32(0.0)
-            for c in range(width):
-                s += query[c] * keys[t, c]
-            score[t] = s * scale
+            score[t] = dot(query, keys[t]) * scale
             top = max(top, score[t])
         for t in range(seen):
             x = max(score[t] - top, np.float32(-126.0))
             whole = np.int32(x - np.float32(0.5))  # the nearest integer, as x is at most 0
             bits[t] = (whole + np.int32(127)) << np.int32(23)
             score[t] = power_of_two(x - np.float32(whole))
-        norm = np.float32(0.0)
         for t in range(seen):
             score[t] *= power[t]
-            norm += score[t]
-        total[:] = np.float32(0.0)
+        share = np.float32(1.0) / total(score[:seen])
+        mixed[:] = np.float32(0.0)
         for t in range(seen):
-            weight = score[t] / norm
+            weight = score[t] * share
             for c in range(width):
-                total[c] += weight * values[t, c]
+                mixed[c] += weight * values[t, c]
 
 
-@numba.njit(fastmath=FAST, inline="always")
+@compiled
 def power_of_two(f):  # type: ignore[no-untyped-def]
     """2^f for |f| ≤ 0.5 by its series, Σ (f ln 2)^i / i! to i = 6; the error is below 2e-7 of the value."""
     p = np.float32(1.5403530e-4)

@@ -2,7 +2,7 @@
 
 torch spends most of a step with few rows on starting operations, sixty a layer. Here all of a layer is one call, on
 weights that stay in the processor's cache, so a step costs what its tokens cost. No sum runs over two tokens:
-what comes out for a token depends on its rollout alone and on nothing else in the batch, but for the last bit now and then.
+what comes out for a token depends on its rollout alone and, to the last bit, on nothing else in the batch.
 
 Covers float32 weights of which a layer fits the cache (`fits`); everything else goes through `Model.trunk`, which defines what is
 computed and which this is tested against.
@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.kernels.attention import FAST, attend_one, power_of_two
+from composer_nb.kernels.attention import attend_one, power_of_two
+from composer_nb.kernels.compiled import compiled, dot
 
 Floats = NDArray[np.float32]
 CACHE_BYTES = 4 << 20
@@ -98,7 +98,7 @@ def project(hidden_SD: Floats, output_DV: Floats) -> Floats:
     return logits_SV[:rows]
 
 
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore[no-untyped-def]
     tokens, width = x.shape
     keys, head_width = k.shape[1], k.shape[3]
@@ -136,7 +136,7 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
     _experts(h, experts, w.w_in_EDF, w.w_out_EHD, gates, x)
 
 
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
     """Adds the experts' outputs to `x`, for each token in the order of its experts."""
     tokens, chosen = experts.shape
@@ -168,7 +168,7 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
                 x[n, d] += gates[n, place] * out[n, place, d]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled
 def _products(x, w, out):  # type: ignore[no-untyped-def]
     """out[n, f] = Σ_d x[n, d] · w[d, f] for an even number of rows.
 
@@ -195,31 +195,25 @@ def _products(x, w, out):  # type: ignore[no-untyped-def]
                 b[f] += x[n + 1, d] * w[d, f]
 
 
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
-    total = np.float32(0.0)
-    for d in range(len(x)):
-        total += x[d] * x[d]
-    scale = np.float32(1.0) / np.sqrt(total / np.float32(len(x)) + eps)
+    scale = np.float32(1.0) / np.sqrt(dot(x, x) / np.float32(len(x)) + eps)
     for d in range(len(x)):
         out[d] = x[d] * scale * weight[d]
 
 
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def _norm_rope(head, weight, rope, eps):  # type: ignore[no-untyped-def]
     """Normalises and turns a head where it lies."""
     half = len(head) // 2
-    total = np.float32(0.0)
-    for c in range(len(head)):
-        total += head[c] * head[c]
-    scale = np.float32(1.0) / np.sqrt(total / np.float32(len(head)) + eps)
+    scale = np.float32(1.0) / np.sqrt(dot(head, head) / np.float32(len(head)) + eps)
     for c in range(half):
         a, b = head[c] * scale * weight[c], head[half + c] * scale * weight[half + c]
         head[c] = a * rope[0, c] - b * rope[1, c]
         head[half + c] = b * rope[0, c] + a * rope[1, c]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled
 def _route(scores, experts, gates):  # type: ignore[no-untyped-def]
     """Fills in the experts of the highest scores, highest first, and their gates; returns the margin (`moe.Routing`)."""
     chosen, count = len(experts), len(scores)
@@ -250,7 +244,7 @@ def _route(scores, experts, gates):  # type: ignore[no-untyped-def]
     return (np.float32(math.exp(last - top)) - following) / total
 
 
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def _swiglu(inner, bits):  # type: ignore[no-untyped-def]
     """inner[:H] becomes silu(inner[:H]) · inner[H:]. silu(g) = g / (1 + 2^-|g|/ln 2), or that power in the numerator for
     g < 0; 2^x as in `attend_one`."""
@@ -268,7 +262,7 @@ def _swiglu(inner, bits):  # type: ignore[no-untyped-def]
         inner[i] = inner[i] * above / (np.float32(1.0) + e) * inner[half + i]
 
 
-@numba.njit(fastmath=FAST, cache=True, error_model="numpy")
+@compiled
 def _norm_rows(x, weight, eps, out):  # type: ignore[no-untyped-def]
     for n in range(len(x)):
         _norm(x[n], weight, eps, out[n])

@@ -7,19 +7,14 @@ the kernels are tested against that form.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Vector code needs sums in any order, and no care for infinities or the sign of zero; NaN keeps its meaning. Types are fixed:
-# left to the first call, they would be those that the first caller happened to have, and with them the order of every sum.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
-_compiled = partial(numba.njit, fastmath=_FAST, cache=True, error_model="numpy")
+from composer_nb.kernels.compiled import compiled, dot, dot3
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -89,44 +84,35 @@ class _NormRope(torch.autograd.Function):
         return dx_NHC, dw_HC, None, None
 
 
-@_compiled("f4[:,::1], f4[::1], f8, f4[:,::1], f4[::1]")
+@compiled("f4[:,::1], f4[::1], f8, f4[:,::1], f4[::1]")
 def _norm(x, w, eps, y, scale):  # type: ignore[no-untyped-def]
     rows, width = x.shape
     for r in range(rows):
-        total = np.float32(0.0)
-        for d in range(width):
-            total += x[r, d] * x[r, d]
-        k = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+        k = np.float32(1.0) / np.sqrt(dot(x[r], x[r]) / np.float32(width) + np.float32(eps))
         scale[r] = k
         for d in range(width):
             y[r, d] = x[r, d] * k * w[d]
 
 
-@_compiled("f4[:,::1], f4[:,::1], f4[::1], f4[::1], f4[:,::1], f4[::1]")
+@compiled("f4[:,::1], f4[:,::1], f4[::1], f4[::1], f4[:,::1], f4[::1]")
 def _norm_backward(g, x, w, scale, dx, dw):  # type: ignore[no-untyped-def]
     """With y = x·k·w and k = (mean x² + eps)^-½: dx = k·(g·w) − x·k³·mean(g·w·x), dw = Σ g·x·k."""
     rows, width = x.shape
     for r in range(rows):
         k = scale[r]
-        total = np.float32(0.0)
-        for d in range(width):
-            total += g[r, d] * w[d] * x[r, d]
-        back = total * k * k * k / np.float32(width)
+        back = dot3(g[r], w, x[r]) * k * k * k / np.float32(width)
         for d in range(width):
             dx[r, d] = g[r, d] * w[d] * k - x[r, d] * back
             dw[d] += g[r, d] * x[r, d] * k
 
 
-@_compiled("f8, f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,:,::1], f4[:,::1]")
+@compiled("f8, f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,:,::1], f4[:,::1]")
 def _norm_rope(eps, x, w, rope, y, scale):  # type: ignore[no-untyped-def]
     tokens, heads, width = x.shape
     half = width // 2
     for n in range(tokens):
         for h in range(heads):
-            total = np.float32(0.0)
-            for c in range(width):
-                total += x[n, h, c] * x[n, h, c]
-            k = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+            k = np.float32(1.0) / np.sqrt(dot(x[n, h], x[n, h]) / np.float32(width) + np.float32(eps))
             scale[n, h] = k
             for c in range(half):
                 a, b = x[n, h, c] * k * w[h, c], x[n, h, half + c] * k * w[h, half + c]
@@ -134,7 +120,7 @@ def _norm_rope(eps, x, w, rope, y, scale):  # type: ignore[no-untyped-def]
                 y[n, h, half + c] = b * rope[n, 0, c] + a * rope[n, 1, c]
 
 
-@_compiled("f4[:,:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1]")
+@compiled("f4[:,:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1]")
 def _norm_rope_backward(g, x, w, rope, scale, dx, dw):  # type: ignore[no-untyped-def]
     """Turns the gradient back by the same angles, then goes as in `_norm_backward`."""
     tokens, heads, width = x.shape
@@ -147,10 +133,7 @@ def _norm_rope_backward(g, x, w, rope, scale, dx, dw):  # type: ignore[no-untype
                 back[c] = a * rope[n, 0, c] + b * rope[n, 1, c]
                 back[half + c] = b * rope[n, 0, c] - a * rope[n, 1, c]
             k = scale[n, h]
-            total = np.float32(0.0)
-            for c in range(width):
-                total += back[c] * w[h, c] * x[n, h, c]
-            share = total * k * k * k / np.float32(width)
+            share = dot3(back, w[h], x[n, h]) * k * k * k / np.float32(width)
             for c in range(width):
                 dx[n, h, c] = back[c] * w[h, c] * k - x[n, h, c] * share
                 dw[h, c] += back[c] * x[n, h, c] * k

@@ -45,8 +45,6 @@ MICRO: dict[str, Any] = {
     "limits.turn_tokens": 24,
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
 }
-ALONE = pytest.mark.slow
-"""Compares this process with another bit for bit; after some other tests in it, sums come out a rounding apart."""
 IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
 
 
@@ -96,7 +94,6 @@ def versions(run: RunDir) -> dict[int, str]:
     return dict(run.query("SELECT version, hash FROM version"))
 
 
-@ALONE
 def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
     run, settings = begun("services", IN_STEP)
     info = go(run, settings)
@@ -208,7 +205,6 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
 
 
-@ALONE
 def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: RunDir, begun):
     """In step the result does not depend on how often, or where, it was interrupted."""
     run, settings = begun("resumed", IN_STEP)
