@@ -50,6 +50,7 @@ class _Exporter(HTMLExporter):
 def notebook_page(book: NotebookNode, title: str, header: str) -> str:
     """The page of an executed notebook; `header` is HTML that stands above it."""
     shown = copy.deepcopy(book)
+    shown.metadata.pop("widgets", None)  # nbconvert would put it into the page for a script to read
     for cell in shown.cells:
         if cell.cell_type == "code":
             state = cell.metadata.get("papermill", {}).get("status", "pending")
