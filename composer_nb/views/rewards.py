@@ -140,7 +140,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     import ipywidgets as w
 
     base = lab.batch.settings.reward if rewards is None else rewards
-    wide = w.Layout(width="21em")
+    wide = w.Layout(width="25em")
     start = {name: value_of(base, name) for name in ranges()}
     moved = {
         name: w.FloatSlider(
@@ -150,7 +150,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
             step=step,
             description=name,
             layout=wide,
-            style={"description_width": "11em"},
+            style={"description_width": "13em"},
             readout_format=".3f" if step < 0.01 else ".2f",
         )
         for name, (low, high, step) in ranges().items()
@@ -178,7 +178,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     for slider in moved.values():
         slider.observe(draw, "value")
     back.on_click(reset)
-    grid = w.GridBox([*moved.values(), back], layout=w.Layout(grid_template_columns="repeat(auto-fit, 22em)"))
+    grid = w.GridBox([*moved.values(), back], layout=w.Layout(grid_template_columns="repeat(auto-fit, 26em)"))
     return w.VBox([grid, image, line])
 
 

@@ -31,7 +31,7 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--force-color-profile=srgb"),
 )
-START_S, WAIT_MS = 180, 180_000
+START_S, WAIT_MS = 180, 60_000
 """Patience with a busy machine."""
 
 

@@ -56,7 +56,7 @@ class Notebook:
         """JupyterLab's own theme, and what the browser tells pages about the reader's setting."""
         self.page.emulate_media(color_scheme="dark" if dark else "light")
         self.command("apputils:change-theme", theme=f"JupyterLab {'Dark' if dark else 'Light'}")
-        self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]")
+        self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]", state="attached")
         self.page.wait_for_timeout(500)  # colours fade
 
     def place(self, text: str) -> int:

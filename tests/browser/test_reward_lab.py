@@ -15,6 +15,8 @@ BOOK = "04_reward_design.ipynb"
 def test_a_slider_moves_the_numbers_and_nothing_else(
     notebook: Callable[[str], Notebook], page: Any, picture: Callable[[str], None]
 ):
+    from playwright.sync_api import expect
+
     book = notebook(BOOK)
     book.run_all()
     book.ran_cleanly()
@@ -31,7 +33,7 @@ def test_a_slider_moves_the_numbers_and_nothing_else(
     weight.locator(".noUi-handle").focus()
     for _ in range(5):
         page.keyboard.press("ArrowRight")
-    page.wait_for_function("([e, old]) => e.innerText !== old", arg=[line.element_handle(), as_trained])
+    expect(line).not_to_have_text(as_trained)
     assert float(weight.locator(".widget-readout").inner_text()) > float(shown)
     assert image.get_attribute("src") != drawn
     for dark in (False, True):
@@ -43,7 +45,7 @@ def test_a_slider_moves_the_numbers_and_nothing_else(
     book.theme(False)
 
     cell = book.cell("rewards.sliders(lab)")
-    cell.get_by_role("button", name="as trained").click()
-    page.wait_for_function("([e, old]) => e.innerText === old", arg=[line.element_handle(), as_trained])
+    cell.get_by_role("button", name="reset").click()
+    expect(cell.locator("code", has_text="cosine").last).to_have_text(as_trained)
     after = book.outputs()
     assert [str(o) for o in after] == [str(o) for o in before], "a control has changed what a cell had put out"
