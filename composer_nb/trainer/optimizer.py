@@ -43,7 +43,7 @@ class FlatAdamW:
     def step(self, lr: float, clip: float) -> float:
         """One update with the gradients that lie in the buffer, scaled to a norm of at most `clip`. Returns the norm
         before. Raises FloatingPointError, with the weights as they were, when it is not a finite number."""
-        norm = float(self.gradients.norm())
+        norm = float(torch.linalg.vector_norm(self.gradients, dtype=torch.float64))  # millions of squares
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
         if norm > clip:

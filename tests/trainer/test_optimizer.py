@@ -71,8 +71,16 @@ def test_a_gradient_longer_than_the_clip_is_scaled_and_a_shorter_one_left_alone(
         optimizer.zero_()
         give(model, gradients(model, 0))
         before = float(optimizer.gradients.norm())
-        assert optimizer.step(0.0, clip) == before
+        assert optimizer.step(0.0, clip) == pytest.approx(before, rel=1e-6)
         assert float(optimizer.gradients.norm()) == pytest.approx(kept or before, rel=1e-5)
+
+
+def test_the_norm_of_millions_of_gradients_is_exact():
+    layer = torch.nn.Linear(2000, 1000, bias=False)
+    optimizer = FlatAdamW(layer)
+    torch.randn(optimizer.gradients.shape, generator=torch.Generator().manual_seed(0), out=optimizer.gradients)
+    wanted = math.sqrt(math.fsum((optimizer.gradients.double() ** 2).tolist()))
+    assert optimizer.step(0.0, clip=1e9) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_published_weights_are_the_masters_rounded(make_model):
