@@ -48,15 +48,6 @@ def tags(cell: nbformat.NotebookNode) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the notebook and in the package's ranks: sums of floats depend on how they are split."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def twin() -> Iterator[ModuleType]:
     """The notebook's parameters, at tiny size, and its functions, as a module."""
