@@ -93,9 +93,8 @@ class RlSettings:
     minibatches: int = 1
     """Optimiser steps a batch."""
     lr: float = 4e-4
-    """Rises over `warmup` steps, stays until the `constant` share of all steps, then falls linearly to a twentieth."""
+    """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
     warmup: int = 6
-    constant: float = 0.6
     clip: float = 1.0
     checkpoint_every: int = 20
     evaluate_every: int = 50
@@ -112,8 +111,7 @@ class RlSettings:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
-        warmup = self.warmup / self.steps
-        return self.lr * trapezoid(step, self.steps, warmup, max(warmup, self.constant), 0.05)
+        return self.lr * trapezoid(step, self.steps, self.warmup / self.steps, self.warmup / self.steps, 0.05)
 
     def denominator(self, loss: LossSettings) -> float:
         """What a batch's summed loss is divided by."""
