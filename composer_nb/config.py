@@ -85,14 +85,14 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 170
+    steps: int = 200
     prompts: int = 8
     """Tasks a step."""
     group: int = 8
     """Rollouts a task."""
     minibatches: int = 1
     """Optimiser steps a batch."""
-    lr: float = 4e-4
+    lr: float = 5e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
     warmup: int = 6
     clip: float = 1.0
