@@ -19,6 +19,8 @@ from rich.console import Console
 from composer_nb import operations
 
 NOTEBOOK = "00_tour.ipynb"
+PLACES = (errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+"""What the system says of a path that can not be what it was meant to be."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def of_the_user(error: Exception) -> bool:
     """Whether an error says what the user can change. Its kind is compared by name, which spares importing torch."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, *PLACES):
         return True
     return bool(
         names & {"ValueError", "FileNotFoundError", "SandboxUnavailable", "SandboxFailure", "RunFailed", "JobFailed"}

@@ -9,18 +9,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.reward import RewardSettings
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.model import ModelConfig
 from composer_nb.trainer.optimizer import trapezoid
+from composer_nb.trainer.schedule import Schedule
+
+
+class Within(NamedTuple):
+    """What values a setting may have, both ends among them."""
+
+    least: float
+    most: float = math.inf
+
+
+Count = Annotated[int, Within(0)]
+Some = Annotated[int, Within(1)]
+NotNegative = Annotated[float, Within(0)]
+Share = Annotated[float, Within(0, 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,45 +44,45 @@ class DataSettings:
 
     code: str = "stdlib"
     """Python source to train on: `stdlib`, or a folder."""
-    demonstrations: int = 8704
+    demonstrations: Some = 8704
     """Clean demonstrations for mid-training, each on a task of its own."""
-    mistaken_demonstrations: int = 3072
+    mistaken_demonstrations: Some = 3072
     """Demonstrations with mistakes for the policy that RL starts from."""
-    rl_tasks: int = 2048
-    heldout_tasks: int = 440
-    tune_tasks: int = 96
+    rl_tasks: Some = 2048
+    heldout_tasks: Some = 440
+    tune_tasks: Some = 96
     """Held-out tasks that RL is watched on; apart from the ones that are scored at the end."""
-    mistake_rate: float = 0.5
+    mistake_rate: Share = 0.5
     """Probability of a mistake before the right edit, and of another one after each, up to three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSettings:
-    vocab_size: int = 1024
+    vocab_size: Annotated[int, Within(264)] = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MidtrainSettings:
     """Continued training from random weights on code, then on demonstrations with code mixed in."""
 
-    steps: int = 2000
-    tokens: int = 768
+    steps: Some = 2000
+    tokens: Some = 768
     """Tokens a step, over all ranks."""
-    lr: float = 3e-3
-    warmup: float = 0.04
+    lr: NotNegative = 3e-3
+    warmup: Share = 0.04
     """Share of the steps with a rising learning rate."""
-    constant: float = 0.5
+    constant: Share = 0.5
     """The learning rate stays up to this share of the steps, then falls linearly to 3 %."""
-    weight_decay: float = 0.05
-    clip: float = 1.0
-    code_first: float = 0.1
+    weight_decay: NotNegative = 0.05
+    clip: NotNegative = 1.0
+    code_first: Share = 0.1
     """Share of the steps on code alone."""
-    code_share: float = 0.2
+    code_share: Share = 0.2
     """Share of code tokens after that."""
-    context_weight: float = 0.2
+    context_weight: NotNegative = 0.2
     """Loss weight of what the agent reads; what it writes weighs 1."""
-    code_weight: float = 0.5
-    balance: float = 1e-3
+    code_weight: NotNegative = 0.5
+    balance: NotNegative = 1e-3
     """Weight of the load-balancing loss."""
 
 
@@ -75,38 +90,38 @@ class MidtrainSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: int = 200
-    tokens: int = 2048
-    lr: float = 4e-4
-    clip: float = 1.0
+    steps: Some = 200
+    tokens: Some = 2048
+    lr: NotNegative = 4e-4
+    clip: NotNegative = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSettings:
     """Reinforcement learning: fixed groups, one epoch."""
 
-    steps: int = 200
-    prompts: int = 8
+    steps: Some = 200
+    prompts: Some = 8
     """Tasks a step."""
-    group: int = 8
+    group: Some = 8
     """Rollouts a task."""
-    minibatches: int = 1
+    minibatches: Some = 1
     """Optimiser steps a batch."""
-    lr: float = 5e-4
+    lr: NotNegative = 5e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
-    warmup: int = 6
-    clip: float = 1.0
-    checkpoint_every: int = 20
-    evaluate_every: int = 50
+    warmup: Count = 6
+    clip: NotNegative = 1.0
+    checkpoint_every: Some = 20
+    evaluate_every: Count = 50
     """Steps between looks at the tuning tasks; 0 for none. After the last step there is none: the held-out tasks follow."""
-    microbatch_tokens: int = 4096
-    tokens_per_rollout: int = 64
+    microbatch_tokens: Some = 4096
+    tokens_per_rollout: Some = 64
     """The constant in the loss's denominator, prompts × group × this: no batch's length enters its gradient."""
     replay: bool = False
     """Train on the experts that sampling chose."""
     shuffle_rewards: bool = False
     """Control: rewards are dealt out at random within the batch, so nothing should be learnt."""
-    max_seconds: float = 345.0
+    max_seconds: NotNegative = 345.0
     """RL ends before a step that would begin later; the report says when that happened. Not reproducible then."""
 
     def rate(self, step: int) -> float:
@@ -126,38 +141,38 @@ class ServicesSettings:
     address: str = ""
     """Of a Ray cluster to attach to, or the folder of a head (`composer-nb up`); empty: one is started for the run, and ends
     with it."""
-    engines: int = 1
+    engines: Some = 1
     """Inference engines, each with an environment worker of its own."""
-    ahead: int = 1
+    ahead: Count = 1
     """O: batches that may be under way beyond the one that is due; 0 = on policy."""
-    bound: int = 2
+    bound: Count = 2
     """Batches by which the oldest token of a rollout may be behind when it is trained."""
-    window: float = 1.0
+    window: Share = 1.0
     """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
     order: Literal["window", "fifo", "discard"] = "window"
-    retries: int = 3
+    retries: Count = 3
     """Times that one rollout is dispatched again after a fault of the infrastructure."""
-    deaths: int = 20
+    deaths: Count = 20
     """Times that a group may lose its worker, or a batch its trainer."""
     hang_s: float = 120.0
     """A worker that says nothing for so long is taken for hung, and ended."""
     lockstep: bool = False
     """Engines step only while an environment worker waits for them. With ahead=0 and one engine: reproducible, bit for bit."""
-    full_every: int = 25
+    full_every: Some = 25
     """Weight versions between two full ones."""
     store: str = ""
-    """Of weight versions, any fsspec URL; empty: in the run directory."""
+    """Of weight versions, any fsspec URL; each run has a folder in it. Empty: in the run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    samples: int = 4
+    samples: Some = 4
     """Rollouts a task at temperature 1, the k of best-of-k; one more is greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    slots: int = 128
+    slots: Some = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +182,9 @@ class Settings:
     seed: int = 0
     rl_seed: int = 0
     """Seed of RL alone, so that several RL runs can share one mid-training."""
-    control_steps: int = 0
+    control_steps: Count = 0
     """Control: instead of RL, so many steps on all demonstrations from the mid-trained policy."""
-    ranks: int = 2
+    ranks: Some = 2
     """Processes, one thread each."""
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
@@ -184,14 +199,43 @@ class Settings:
     eval: EvalSettings = field(default_factory=EvalSettings)
     services: ServicesSettings = field(default_factory=ServicesSettings)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where settings of two groups do not fit together."""
+        if self.services.on:
+            self.schedule()
+        elif self.rl.prompts < self.ranks:
+            raise ValueError(
+                f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}), or services.on be true"
+            )
+        if self.limits.tokens > (most := self.model.max_position_embeddings):
+            raise ValueError(
+                f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most})"
+            )
+
+    def schedule(self) -> Schedule:
+        """What the services' orchestrator goes by. Raises ValueError that names the setting that does not fit."""
+        v = self.services
+        return Schedule(
+            prompts=self.rl.prompts,
+            group=self.rl.group,
+            ahead=v.ahead,
+            bound=v.bound,
+            window=v.window,
+            order=v.order,
+            retries=v.retries,
+            deaths=v.deaths,
+            hang_s=v.hang_s,
+            steps=self.rl.steps,
+        )
+
 
 Tree = TypeVar("Tree")
 
 
 def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
-    """A copy of `settings` with dotted names replaced. Raises ValueError for an unknown name or a wrong type.
+    """A copy of `settings` with dotted names replaced. Raises ValueError for an unknown name, a wrong type, or out of range.
 
-    An int is taken where a float is wanted; text is read as a number or truth value where one is wanted (command lines).
+    An int is taken where a float is wanted; text is read as a number, truth value or JSON where one is wanted (command lines).
     Values of one group may depend on one another; they are set together.
     """
     changes = [(name.split("."), name, value) for name, value in values.items()]
@@ -230,7 +274,7 @@ def from_dict(saved: Mapping[str, Any]) -> Settings:
 def _replace(node: Tree, changes: list[tuple[list[str], str, Any]], known: list[str]) -> Tree:
     """`node` with (path below it, full name, value) changed."""
     fields = {entry.name: getattr(node, entry.name) for entry in dataclasses.fields(node)}  # type: ignore[arg-type]
-    types_of = typing.get_type_hints(type(node))
+    types_of = typing.get_type_hints(type(node), include_extras=True)
     replaced: dict[str, Any] = {}
     deeper: dict[str, list[tuple[list[str], str, Any]]] = {}
     for (head, *rest), full, value in changes:
@@ -252,6 +296,12 @@ def _replace(node: Tree, changes: list[tuple[list[str], str, Any]], known: list[
 def _typed(value: Any, wanted: Any, full: str) -> Any:
     """`value` as what a field is annotated with."""
     origin, inside = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Annotated:
+        value, (_, within) = _typed(value, inside[0], full), inside
+        if not within.least <= value <= within.most:
+            upper = "" if within.most == math.inf else f" and at most {within.most:g}"
+            raise ValueError(f"{full}={value!r}: must be at least {within.least:g}{upper}")
+        return value
     if origin is typing.Literal:
         if value not in inside:
             raise ValueError(f"{full}={value!r}: must be one of {', '.join(map(repr, inside))}")
@@ -260,6 +310,11 @@ def _typed(value: Any, wanted: Any, full: str) -> Any:
         if value is None and type(None) in inside:
             return None
         return _typed(value, next(choice for choice in inside if choice is not type(None)), full)
+    if origin is dict and isinstance(value, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        if not isinstance(value, dict):
+            raise ValueError(f"{full}={value!r}: write it as JSON, as in " + '{"solved": 1.0}')
     if origin is dict and isinstance(value, Mapping):
         return {_typed(k, inside[0], full): _typed(v, inside[1], f"{full}[{k!r}]") for k, v in value.items()}
     wanted = origin or wanted

@@ -142,7 +142,7 @@ def replay_command(given: argparse.Namespace) -> int:
     from composer_nb.trainer.report import open_run
 
     run = open_run(given.path.resolve())
-    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    settings = from_dict(run.settings())
     last = given.step if given.step is not None else len(run.steps("rl"))
     if last < 1:
         raise ValueError(f"--step {last}: the first step is 1")
@@ -158,19 +158,19 @@ def replay_command(given: argparse.Namespace) -> int:
 
 def set_command(given: argparse.Namespace) -> int:
     """Checks names and types here, so that a mistake is told to whoever made it."""
-    from composer_nb.config import from_dict, override
-    from composer_nb.trainer.journal import request_change
+    from composer_nb.config import from_dict
+    from composer_nb.trainer.journal import change_live, request_change
     from composer_nb.trainer.report import open_run
 
     run = open_run(given.path.resolve())
-    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    settings = from_dict(run.settings())
     changes = {}
     for pair in given.pairs:
         name, sign, text = pair.partition("=")
         if not sign:
             raise ValueError(f"{pair!r} is not NAME=VALUE")
-        changes[name] = json.loads(text) if text[:1] in "{[" else text
-    override(settings, changes)
+        settings = change_live(settings, name, text)
+        changes[name] = text
     if run.finished("rl") is not None:
         raise ValueError(f"{run.path.name}: its RL is over; nothing is left to change")
     for name, value in changes.items():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.config import RlSettings, Settings, from_dict, names, override, to_dict
+from composer_nb.harness.reward import TERMS
 
 
 def leaf(settings: Any, name: str) -> Any:
@@ -198,6 +199,33 @@ def test_any_tree_of_dataclasses_can_be_overridden():
     assert override(RlSettings(), {"steps": "4"}).steps == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("rl.steps", 0, "rl.steps=0: must be at least 1"),
+        ("rl.minibatches", "0", "rl.minibatches=0: must be at least 1"),
+        ("rl.lr", -1, "rl.lr=-1.0: must be at least 0"),
+        ("data.mistake_rate", 7, "data.mistake_rate=7.0: must be at least 0 and at most 1"),
+        ("services.ahead", 3, r"services.bound=2: must be at least services.ahead \(3\)"),
+        ("limits.tokens", 600, r"limits.tokens=600: must be at most model.max_position_embeddings \(512\)"),
+        ("reward.weights", {"nosuch": 1.0}, r"reward.weights names \['nosuch'\]"),
+    ],
+)
+def test_what_can_not_work_is_refused_before_anything_starts(name: str, value: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        override(Settings(), {name: value})
+
+
+def test_a_plain_loop_needs_a_prompt_a_rank():
+    assert override(Settings(), {"rl.prompts": 2, "ranks": 8}).ranks == 8
+    with pytest.raises(ValueError, match="rl.prompts=2: must be at least ranks"):
+        override(Settings(), {"rl.prompts": 2, "ranks": 8, "services.on": False})
+
+
+def test_a_mapping_also_comes_as_json():
+    assert override(Settings(), {"reward.weights": '{"solved": 2}'}).reward.weights == {"solved": 2.0}
+
+
 # Saved and read
 
 values = st.fixed_dictionaries(
@@ -211,10 +239,10 @@ values = st.fixed_dictionaries(
         "rl.max_seconds": st.floats(0, 1e9),
         "loss.ratio": st.sampled_from(["ppo", "gspo", "dppo"]),
         "loss.beta": st.floats(0, 2),
-        "reward.weights": st.dictionaries(st.text(max_size=5), st.floats(-1e3, 1e3), max_size=3),
+        "reward.weights": st.dictionaries(st.sampled_from(sorted(TERMS)), st.floats(-1e3, 1e3)),
         "reward.effort.q": st.floats(0, 2),
         "model.num_experts": st.integers(2, 99),
-        "midtrain.steps": st.integers(0, 10**6),
+        "midtrain.steps": st.integers(1, 10**6),
     },
 )
 

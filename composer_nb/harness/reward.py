@@ -92,16 +92,18 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """Weights of the registered terms, and the effort penalty."""
+    """Weights of the registered terms, and the effort penalty. Raises ValueError for a weight without a registered term."""
 
     weights: dict[str, float] = field(default_factory=lambda: {"solved": 1.0, "invalid_calls": -0.2})
     effort: Effort = field(default_factory=Effort)
 
+    def __post_init__(self) -> None:
+        if unknown := set(self.weights) - set(TERMS):
+            raise ValueError(f"reward.weights names {sorted(unknown)}; registered terms: {sorted(TERMS)}")
+
 
 def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
-    """Scores a rollout. Raises ValueError for a weight without a registered term."""
-    if unknown := set(settings.weights) - set(TERMS):
-        raise ValueError(f"reward.weights names {sorted(unknown)}; registered terms: {sorted(TERMS)}")
+    """Scores a rollout."""
     if grade.status == "infra_error":
         return Reward(total=None)
     terms = {name: weight * TERMS[name](rollout, grade) for name, weight in settings.weights.items() if weight}

@@ -123,7 +123,10 @@ def _meaning(error: BaseException, name: str) -> BaseException:
 
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, Exception) else error
-    return ActorDied(f"{name} died ({str(error).splitlines()[0]})") if isinstance(error, RayError) else error
+    if not isinstance(error, RayError):
+        return error
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ActorDied(f"{name} died ({' … '.join([first, *rest[-1:]])})")
 
 
 class RayActors:

@@ -145,6 +145,8 @@ def _read_config(file: Path) -> ModelConfig:
         raise FileNotFoundError(f"{file.parent}: not a checkpoint, config.json is missing") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: holds no JSON object, so it is not the configuration of a model")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

@@ -37,7 +37,7 @@ from composer_nb.trainer.actors import ActorDied, Actors, RayActors, Remote
 from composer_nb.trainer.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.environments import Assignment, EnvironmentService, Outcome, prompt_order
 from composer_nb.trainer.head import resolve
-from composer_nb.trainer.journal import Journal
+from composer_nb.trainer.journal import Journal, change_live
 from composer_nb.trainer.launch import LOST
 from composer_nb.trainer.orchestrator import Orchestrator
 from composer_nb.trainer.packing import Stream
@@ -64,7 +64,6 @@ from composer_nb.trainer.schedule import (
     Finished,
     Joined,
     Left,
-    Schedule,
     Served,
     Stop,
     Tick,
@@ -76,31 +75,14 @@ from composer_nb.trainer.services import EngineService, EvaluationService, Runni
 from composer_nb.trainer.store import log
 from composer_nb.trainer.weights import WeightFault
 
+BEGINS_S = 240.0
+"""Ray takes ten seconds to start, on a busy machine a minute."""
 WORK_S = 0.25
 """An environment worker tells what has ended so often."""
-LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
-"""Settings that can be changed while a run is live; and all of `reward`."""
 
 
 class RunStopped(RuntimeError):
     """RL can not go on; the message says why and what to change."""
-
-
-def schedule_of(s: Settings) -> Schedule:
-    """The orchestrator's settings. Raises ValueError that names the one that does not fit."""
-    v = s.services
-    return Schedule(
-        prompts=s.rl.prompts,
-        group=s.rl.group,
-        ahead=v.ahead,
-        bound=v.bound,
-        window=v.window,
-        order=v.order,
-        retries=v.retries,
-        deaths=v.deaths,
-        hang_s=v.hang_s,
-        steps=s.rl.steps,
-    )
 
 
 def prompt_seed(s: Settings) -> str:
@@ -117,6 +99,7 @@ class _Pair:
     worker: Remote
     version: int
     """That the engine serves."""
+    joined: bool = False
     updating: bool = False
     working: bool = False
     since: float = 0.0
@@ -130,14 +113,18 @@ class Coordinator:
 
     def __init__(self, run: RunDir, settings: Settings, actors: Actors, say: Callable[[str], None]) -> None:
         self.run, self.settings, self.actors, self.say = run, settings, actors, say
+        self.started_with = settings
+        """Without what was changed since: what the trainer goes by, so that what it does again comes out the same."""
         self.journal = Journal(run)
         for name, value in self.journal.taken_up():
-            self.settings = override(self.settings, {name: value})
+            self.settings = change_live(self.settings, name, value)
         self.tasks = prompt_order(run.path / "data" / "rl.jsonl", prompt_seed(settings))
         self.by_id = {task.id: task for task in self.tasks}
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, _Pair] = {}
         self.made = 0
+        self.stillborn = 0
+        """Pairs in a row that died before they had joined."""
         self.ended = False
         self.running: list[Running] = []
         self.asked: dict[int, tuple[dict[str, Any], dict[str, int]]] = {}
@@ -183,7 +170,7 @@ class Coordinator:
         return self._finish()
 
     def _restore(self) -> None:
-        schedule = schedule_of(self.settings)
+        schedule = self.settings.schedule()
         found = self.run.checkpoint("rl")
         self.saved, _, self.before = found if found else (0, {}, 0.0)
         snapshot = self.journal.snapshot()
@@ -196,7 +183,7 @@ class Coordinator:
             self.journal.save(self.orchestrator.snapshot())
 
     def _make_trainer(self) -> None:
-        self.trainer = self.actors.make(TrainerService, self.run.path, self.settings, name="trainer", threads=2)
+        self.trainer = self.actors.make(TrainerService, self.run.path, self.started_with, name="trainer", threads=2)
         self.trainer.wait("at")  # what it stands at is published before an engine asks for it
 
     def _make_pair(self) -> None:
@@ -245,6 +232,7 @@ class Coordinator:
             return []
         match kind:
             case "join":
+                self.stillborn, what.joined = 0, True
                 return [Joined(at=self._now(), worker=what.name, capacity=self.settings.engine.slots)]
             case "work":
                 return self._worked(what, result)
@@ -279,6 +267,11 @@ class Coordinator:
         return events + [Alive(at=self._now(), slot=slot, attempt=number) for slot, number in pair.assigned]
 
     def _pair_died(self, pair: _Pair, died: Exception) -> list[Event]:
+        self.stillborn += not pair.joined
+        if self.stillborn > self.settings.services.deaths:
+            raise RunStopped(
+                f"{died}; so did {self.stillborn - 1} before it, which is more than services.deaths allows"
+            )
         self.say(f"{died}; made again")
         del self.pairs[pair.name]
         for remote in (pair.engine, pair.worker):
@@ -355,20 +348,18 @@ class Coordinator:
 
     def _changed(self) -> list[Event]:
         """Takes up live settings; what is unknown or does not fit is refused with a line, and the run goes on."""
-        with self.journal.transaction():
-            changes = self.journal.changes(self.orchestrator.version)
-        for name, value in changes:
+        asked, before = self.journal.asked(), self.settings
+        for number, name, value in asked:
+            step: int | None = self.orchestrator.version
             try:
-                if name not in LIVE and not name.startswith("reward."):
-                    raise ValueError(f"{name} can not be changed while a run is live; {', '.join(LIVE)}, reward.* can")
-                changed = override(self.settings, {name: value})
-                schedule_of(changed)
+                self.settings = change_live(self.settings, name, value)
+                self.say(f"{name} is {value!r} from step {self.orchestrator.version + 1} on")
             except ValueError as error:
+                step = None
                 self.say(f"refused: {error}")
-                continue
-            self.settings = changed
-            self.say(f"{name} is {value!r} from step {self.orchestrator.version + 1} on")
-        return [Changed(at=self._now(), schedule=schedule_of(self.settings))] if changes else []
+            with self.journal.transaction():
+                self.journal.judge(number, step)
+        return [Changed(at=self._now(), schedule=self.settings.schedule())] if self.settings != before else []
 
     def _time_is_up(self) -> list[Event]:
         limit, o = self.settings.rl.max_seconds, self.orchestrator
@@ -377,7 +368,7 @@ class Coordinator:
         self.stopped_early = True
         steps = max(1, o.version + (o.training is not None))
         self.settings = override(self.settings, {"rl.steps": steps})
-        return [Changed(at=self._now(), schedule=schedule_of(self.settings))]
+        return [Changed(at=self._now(), schedule=self.settings.schedule())]
 
     # What is commanded
 
@@ -456,7 +447,7 @@ class Coordinator:
             "in_flight": sum(len(p) for pair in self.pairs.values() for p in pair.assigned.values()),
         }
         self.asked[train.step] = (metrics, dict(ledger(groups, self.settings.loss)))
-        self._ask(self.trainer.call("learn", train.step, streams, self.running), "learn", train.step)
+        self._ask(self.trainer.call("learn", train.step, streams, self.running, self.saved), "learn", train.step)
         self.running = []
 
     def streams(self, groups: Sequence[Sequence[Scored]]) -> list[Stream]:
@@ -527,6 +518,13 @@ class Coordinator:
         return found
 
 
+def _end_unless_begun(begun: threading.Event) -> None:
+    """Ends this process when Ray, which waits for its workers without a limit, does not answer: the launcher tries again."""
+    if not begun.wait(BEGINS_S):
+        print(f"Ray has not begun within {BEGINS_S:.0f} s", file=sys.stderr, flush=True)
+        os._exit(LOST)
+
+
 def _end_when_lost(actors: RayActors) -> None:
     """Ends this process at once, whatever it waits for, when Ray is gone: the launcher starts it again, and it resumes."""
     while (lost := actors.lost()) is None:
@@ -538,7 +536,7 @@ def _end_when_lost(actors: RayActors) -> None:
 def main(arguments: list[str]) -> None:
     [path] = arguments
     run = RunDir(Path(path))
-    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    settings = from_dict(run.settings())
     start = time.perf_counter()
 
     def say(text: str) -> None:
@@ -549,11 +547,15 @@ def main(arguments: list[str]) -> None:
     say("rl, as services …")
     held = ResourceJournal(run.path / FOLDER, run.path.name)
     address = settings.services.address
+    begun = threading.Event()
+    threading.Thread(target=_end_unless_begun, args=(begun,), daemon=True).start()
     try:
         actors = RayActors(resolve(address), namespace=run.path.name, journal=held)
     except ConnectionError as error:
         print(f"services.address={address}: {error}" if address else error, file=sys.stderr)
         sys.exit(1 if address else LOST)
+    finally:
+        begun.set()
     threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
         info = Coordinator(run, settings, actors, say).go()

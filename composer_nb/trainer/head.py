@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -62,7 +63,7 @@ def up(folder: Path, lease_s: float = LEASE_S) -> Head:
     Raises ValueError with its last words when it does not start.
     """
     folder = folder.resolve()
-    if lease_s <= 0:
+    if not 0 < lease_s < math.inf:
         raise ValueError(f"lease_s={lease_s:g}: a lease is a time in seconds, longer than 0")
     folder.mkdir(parents=True, exist_ok=True)
     if find(folder) is not None:

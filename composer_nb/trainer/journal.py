@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from composer_nb.config import Settings, override
 from composer_nb.trainer.environments import Outcome
 from composer_nb.trainer.rundir import RunDir
 from composer_nb.trainer.schedule import Train
@@ -30,6 +31,10 @@ CREATE TABLE IF NOT EXISTS change
   (number INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, step INTEGER);
 """
 
+LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
+"""Settings that can be changed while a run is live; and all of `reward`."""
+REFUSED = -1
+"""In place of the step of a change that could not be taken up."""
 Name = tuple[int, int, int]
 """(slot, attempt, place) of a rollout."""
 
@@ -127,19 +132,29 @@ class Journal:
 
     # Live settings
 
-    def changes(self, step: int) -> list[tuple[str, Any]]:
-        """Settings that were changed and not taken up yet; notes that they are, from `step` on."""
-        rows = self._db.execute("SELECT number, name, value FROM change WHERE step IS NULL ORDER BY number").fetchall()
-        self._db.executemany("UPDATE change SET step = ? WHERE number = ?", [(step, number) for number, *_ in rows])
-        return [(name, json.loads(value)) for _, name, value in rows]
+    def asked(self) -> list[tuple[int, str, Any]]:
+        """Changes of settings that nobody has judged yet: number, name and value."""
+        rows = self._db.execute("SELECT number, name, value FROM change WHERE step IS NULL ORDER BY number")
+        return [(number, name, json.loads(value)) for number, name, value in rows]
+
+    def judge(self, number: int, step: int | None) -> None:
+        """Notes that a change is in force from `step` on; None: that it is refused."""
+        self._db.execute("UPDATE change SET step = ? WHERE number = ?", (REFUSED if step is None else step, number))
 
     def taken_up(self) -> list[tuple[str, Any]]:
         """Every change that is in force, in order."""
-        rows = self._db.execute("SELECT name, value FROM change WHERE step IS NOT NULL ORDER BY number")
+        rows = self._db.execute("SELECT name, value FROM change WHERE step >= 0 ORDER BY number")
         return [(name, json.loads(value)) for name, value in rows]
 
     def close(self) -> None:
         self._db.close()
+
+
+def change_live(settings: Settings, name: str, value: Any) -> Settings:
+    """`settings` with one of them changed. Raises ValueError for one that a live run can not change, or that does not fit."""
+    if name not in LIVE and not name.startswith("reward."):
+        raise ValueError(f"{name} can not be changed while a run is live; {', '.join(LIVE)}, reward.* can")
+    return override(settings, {name: value})
 
 
 def request_change(run: RunDir, name: str, value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -111,7 +110,7 @@ def settle(run: RunDir, settings: Settings | None) -> Settings:
     given and differ."""
     saved = run.path / "settings.json"
     if saved.is_file():
-        known = from_dict(json.loads(saved.read_text()))
+        known = from_dict(run.settings())
         if settings is not None and settings != known:
             raise ValueError(
                 f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
@@ -159,7 +158,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
 
     Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
     """
-    known = from_dict(json.loads((_workable(source).path / "settings.json").read_text()))
+    known = from_dict(_workable(source).settings())
     used = ("seed", "data", "tokenizer", "model", "midtrain", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
         raise ValueError(f"a fork can not change {', '.join(changed)}: the stages before RL depend on it")

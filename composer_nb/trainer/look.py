@@ -20,14 +20,14 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 import numpy as np
 
 from composer_nb.trainer.head import holder
+from composer_nb.trainer.journal import REFUSED
 from composer_nb.trainer.launch import COMPLETE, LOCK, SAID
 from composer_nb.trainer.report import STAGES, rl_tables
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.rundir import RunDir, opened
 
 State = Literal["live", "complete", "dead"]
 RECENT = 8
@@ -48,8 +48,7 @@ class ReadOnly(RunDir):
         """While somebody may write, SQLite's readers leave a log beside the database, which the writer removes. Where nobody
         does, nothing is left: that there is no log says that the file is all there is."""
         nobody = holder(self.path / LOCK) is None and not (self.path / "run.db-wal").exists()
-        options = "?mode=ro&immutable=1" if nobody else "?mode=ro"
-        return sqlite3.connect(f"file:{quote(str(self.path))}/run.db{options}", uri=True, timeout=30.0)
+        return opened(self.path, "?mode=ro&immutable=1" if nobody else "?mode=ro")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ class Change:
     name: str
     value: Any
     step: int | None
-    """Batches trained when the run took it up; None: not yet."""
+    """Batches trained when the run took it up; None: not yet; REFUSED: it does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +129,7 @@ class Seen:
     def bound(self) -> int:
         """The highest bound on staleness that was in force, in batches; 0 for the plain loop."""
         services = self.settings.get("services", {"on": False})
-        asked = [int(c.value) for c in self.changes if c.name == "services.bound" and c.step is not None]
+        asked = [int(c.value) for c in self.changes if c.name == "services.bound" and c.step not in (None, REFUSED)]
         return max([services["bound"], *asked]) if services["on"] else 0
 
 
@@ -143,7 +142,7 @@ def look(path: Path) -> Seen:
     stages: dict[str, float] = found["stages"]
     complete = last_line.startswith(COMPLETE) or all(name in stages for name in STAGES)
     state: State = "live" if pid is not None else "complete" if complete else "dead"
-    settings = json.loads(text) if (text := _text(run.path / "settings.json")) else {}
+    settings = run.settings() if (run.path / "settings.json").is_file() else {}
     logged = _logged(run.path / "metrics.jsonl")
     steps = list(found["steps"])
     if state == "live":
@@ -223,7 +222,7 @@ def _prompts_of_files(run: RunDir) -> Counter[int] | None:
     a step are not stored."""
     from composer_nb.trainer.environments import prompt_order
 
-    settings = json.loads((run.path / "settings.json").read_text())
+    settings = run.settings()
     tables = list(rl_tables(run, ("group", "task_id")))
     files = 1 if settings["services"]["on"] else settings["ranks"]  # of a step
     if Counter(step for step, _ in tables) != dict.fromkeys(range(len(run.steps("rl"))), files):

@@ -71,7 +71,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     if run.excerpt is not None:
         stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
         return stored
-    settings = _read(run, "settings.json")
+    settings = run.settings()
     made = _read(run, "provenance.json")
     stages = {name: found for name in _stage_names(run) if (found := run.finished(name)) is not None}
     report: dict[str, Any] = {
@@ -138,7 +138,7 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     sampled from more than one version. `in_flight` and `in_queue` split the staleness of trained rollouts by where it arose.
     """
     steps = run.steps("rl")
-    settings = _read(run, "settings.json")
+    settings = run.settings()
     done = stages.get("rl", {})
     sampled = done.get("sampled") or sum(step["sampled"] for step in steps)
     staleness = [step["staleness"] for step in steps]

@@ -73,7 +73,7 @@ def stored_batch(run: RunDir, step: int = -1) -> StoredBatch:
 
 def settings_at(run: RunDir, step: int) -> Settings:
     """The settings that RL step `step` (from 1) ran with: those of the start, and what was changed since."""
-    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    settings = from_dict(run.settings())
     if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):  # the plain loop takes no changes
         return settings
     changes = run.query("SELECT name, value FROM change WHERE step < ? ORDER BY number", step)

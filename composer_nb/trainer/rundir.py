@@ -41,6 +41,19 @@ CREATE TABLE IF NOT EXISTS checkpoint (stage TEXT PRIMARY KEY, step INTEGER NOT 
 EXCERPT = "excerpt.json"
 
 
+def opened(run: Path, options: str = "") -> sqlite3.Connection:
+    """The database of a run. Raises ValueError that names the file when it is damaged."""
+    db = sqlite3.connect((run / "run.db").as_uri() + options, uri=True, timeout=30.0)
+    try:
+        db.execute("PRAGMA schema_version")
+    except sqlite3.OperationalError:  # locked, or no such file
+        raise
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise ValueError(f"{run / 'run.db'}: {error}; bring it back from a copy, or start a new run") from None
+    return db
+
+
 class RunDir:
     """A run's place on disk. Only the first rank writes; nobody writes to an excerpt."""
 
@@ -60,11 +73,25 @@ class RunDir:
         return json.loads(file.read_text()) if file.is_file() else None
 
     def connect(self) -> sqlite3.Connection:
+        """Raises ValueError for a run.db that is no database."""
         if (self.path / EXCERPT).is_file():  # immutable: SQLite makes no journal and no lock beside it
-            return sqlite3.connect((self.path / "run.db").as_uri() + "?mode=ro&immutable=1", uri=True)
-        db = sqlite3.connect(self.path / "run.db", timeout=30.0)
+            return opened(self.path, "?mode=ro&immutable=1")
+        db = opened(self.path)
         db.execute("PRAGMA journal_mode=WAL")
         return db
+
+    def settings(self) -> dict[str, Any]:
+        """What settings.json holds (`config.from_dict` makes settings of it). Raises ValueError when that can not be read."""
+        path = self.path / "settings.json"
+        try:
+            found = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{path} is not there: this is no run, or one that never began") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: damaged ({error}); bring it back from a copy, or start a new run") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{path}: damaged (no JSON object); bring it back from a copy, or start a new run")
+        return found
 
     def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with closing(self.connect()) as db:

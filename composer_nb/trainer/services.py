@@ -257,20 +257,21 @@ class TrainerService:
             self.step, state, _ = found
             self._learner.optimizer.load(state)
         self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
-        publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
-        self._publisher, self._background = publisher, BackgroundPublisher(publisher)
         self.version = self.step * settings.rl.minibatches
         self._before: dict[str, Tensor] = {}
         self._newest = published(model)
+        publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
+        self._publisher, self._background = publisher, BackgroundPublisher(publisher)
         publisher.publish(self.version, self._newest, self._files)
 
     def at(self) -> int:
         """Batches that it has learnt from."""
         return self.step
 
-    def learn(self, step: int, streams: Sequence[Stream], running: Sequence[Running]) -> dict[str, Any]:
+    def learn(self, step: int, streams: Sequence[Stream], running: Sequence[Running], saved: int = 0) -> dict[str, Any]:
         """Learns from a batch in optimiser steps that are published one by one, and returns metrics with the version reached
-        and its hash. `running` are the engines' reports since the last call.
+        and its hash. `running` are the engines' reports since the last call; a trainer that dies goes back to step `saved`,
+        so the versions since then stay in the store.
 
         Raises ValueError for a batch out of order, and what went wrong with publishing an earlier version.
         """
@@ -279,7 +280,8 @@ class TrainerService:
         for report in running:
             self._publisher.acknowledge(report.version, report.hash)
         if step % self._settings.services.full_every == 0:
-            self._publisher.prune(2 * self._settings.services.full_every)
+            keep, since = 2 * self._settings.services.full_every, saved * self._settings.rl.minibatches
+            self._publisher.prune(keep, since=since)
         start = time.perf_counter()
         self._before = self._newest
         s, rl = self._settings, self._settings.rl
@@ -372,5 +374,6 @@ class EvaluationService:
 
 
 def store_url(run: Path, settings: Settings) -> str:
-    """Where a run's weight versions are: `services.store`, by default in the run directory."""
-    return settings.services.store or str(run / "weights" / "versions")
+    """Where a run's weight versions are: under its name in `services.store`, by default in the run directory."""
+    store = settings.services.store.rstrip("/")
+    return f"{store}/{run.name}" if store else str(run / "weights" / "versions")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -90,6 +91,14 @@ class Load:
     """A training step."""
     publish_s: float = 0.0
     """From the end of a step until every engine serves its weights; what runs then goes on with them."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a load that nobody could carry."""
+        if self.workers < 1 or self.capacity < 1:
+            raise ValueError(f"workers={self.workers} and capacity={self.capacity} must be at least 1")
+        for name in ("train_s", "publish_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
 
 
 class World:

@@ -9,6 +9,7 @@ Covers whole versions in memory. Leaves out, for now: shards, region caches.
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 from collections import deque
@@ -90,7 +91,7 @@ class Publisher:
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> Manifest:
         """Publishes CPU tensors, under Hugging Face's names and never changed afterwards, with their side files. The same
-        weights under the same number again (a step done over after a crash) are no error and write nothing.
+        weights under the same number again (a step done over after a crash) are no error, and mend what was damaged.
 
         Raises, with the store and the baseline as they were: ValueError for tensors that do not fit the versions before,
         VersionReused, SecondWriter, StoreError.
@@ -103,20 +104,26 @@ class Publisher:
                 check_same_form(self._form, target.entries)
             self._check_lease()
             if version <= self.last:
-                return self._again(target)
+                return self._again(target, files)
             base, chain = self._base()
             manifest, everything = pack(target, base, files, self._lease.token)
             self._write(manifest, everything)
             self._commit(target, base, chain)
             return manifest
 
-    def _again(self, target: State) -> Manifest:
+    def _again(self, target: State, files: Mapping[str, bytes]) -> Manifest:
+        """A version that is there already. Where it can not be read any more it is written anew, in full."""
         try:
             manifest = self._store.manifest(target.version)
         except MissingVersion:
             manifest = None
         if manifest is None or manifest.hash != target.hash:
             raise VersionReused(f"version {target.version} was other weights; publish as {self.last + 1} or later")
+        try:
+            Receiver(self._store.url, name="publisher").fetch(target.version)
+        except WeightFault:
+            manifest, everything = pack(target, None, files, self._lease.token)
+            self._write(manifest, everything)
         return manifest
 
     def _base(self) -> tuple[State | None, int]:
@@ -170,9 +177,9 @@ class Publisher:
         with self._lock:
             self._end_chain()
 
-    def prune(self, keep: int, pins: Iterable[int] = ()) -> list[int]:
-        """Removes all but the newest `keep` versions, `pins`, the baseline, and what any of these is decoded from. Returns
-        the numbers removed: none while a manifest that decides can not be read."""
+    def prune(self, keep: int, pins: Iterable[int] = (), since: float = math.inf) -> list[int]:
+        """Removes all but the newest `keep` versions, those from `since` on, `pins`, the baseline, and what any of these is
+        decoded from. Returns the numbers removed: none while a manifest that decides can not be read."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         with self._publishing:
@@ -180,7 +187,7 @@ class Publisher:
             every = [v for v in self._store.folders() if v <= self.last]
             there = [v for v in every if self._store.exists(v)]
             with self._lock:
-                needed = {*there[-keep:], *pins, *self._pending} & set(there)
+                needed = {*there[-keep:], *(v for v in there if v >= since), *pins, *self._pending} & set(there)
                 needed |= {self._baseline.version} if self._baseline else set()
             try:
                 for version in sorted(needed):

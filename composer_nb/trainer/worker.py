@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from composer_nb.trainer.stages import Stages
 def main(arguments: list[str]) -> None:
     path, world, rendezvous, rank = arguments
     run = RunDir(Path(path))
-    settings = from_dict(json.loads((run.path / "settings.json").read_text()))
+    settings = from_dict(run.settings())
     set_up_process(settings.seed)
     start = time.perf_counter()
 

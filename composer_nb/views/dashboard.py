@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from composer_nb.trainer.journal import REFUSED
 from composer_nb.trainer.look import Seen, look
 from composer_nb.views import style
 from composer_nb.views.curves import line, step_times
@@ -81,8 +82,11 @@ def facts(seen: Seen) -> Iterator[tuple[str, str]]:
         at = f"reported version {engine.version} ({engine.hash[:12]})"
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
     for change in seen.changes:
-        since = "asked for, not taken up yet" if change.step is None else f"taken up at step {change.step + 1}"
-        yield f"{change.name} = {json.dumps(change.value)}", since
+        since = {None: "asked for, not taken up yet", REFUSED: "refused; the run's log says why"}
+        yield (
+            f"{change.name} = {json.dumps(change.value)}",
+            since.get(change.step, f"from step {(change.step or 0) + 1} on"),
+        )
 
 
 def utilisation(seen: Seen) -> float | None:

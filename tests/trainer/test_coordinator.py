@@ -14,7 +14,7 @@ from composer_nb.config import Settings, override
 from composer_nb.trainer.actors import ActorDied, ThreadRemote, Threads
 from composer_nb.trainer.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.coordinator import Coordinator, RunStopped
-from composer_nb.trainer.journal import request_change
+from composer_nb.trainer.journal import REFUSED, request_change
 from composer_nb.trainer.launch import fork, start_or_resume
 from composer_nb.trainer.replay import replay
 from composer_nb.trainer.report import build_report
@@ -72,6 +72,32 @@ def go(run: RunDir, settings: Settings, actors: Threads | None = None) -> dict[s
         return Coordinator(run, settings, actors, lambda line: None).go()
     finally:
         actors.close()
+
+
+class Gone(Exception):
+    """In place of a SIGKILL."""
+
+
+def cut_off(run: RunDir, settings: Settings, after: int, method: str = "_carry_out") -> list[str]:
+    """Goes on with the run until the coordinator has called `method` that often; returns what it said."""
+    said: list[str] = []
+    actors = Threads()
+    coordinator = Coordinator(run, settings, actors, said.append)
+    count, own = 0, getattr(coordinator, method)
+
+    def stop(*values: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise Gone
+        return own(*values)
+
+    setattr(coordinator, method, stop)
+    with pytest.raises(Gone):
+        coordinator.go()
+    coordinator.journal.close()
+    actors.close()
+    return said
 
 
 def points(run: RunDir) -> list[dict[str, Any]]:
@@ -209,27 +235,8 @@ def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: R
     """In step the result does not depend on how often, or where, it was interrupted."""
     run, settings = begun("resumed", IN_STEP)
 
-    class Gone(Exception):
-        pass
-
     for after in (3, 4, 3):
-        actors = Threads()
-        coordinator = Coordinator(run, settings, actors, lambda line: None)
-        count = 0
-        carry_out = coordinator._carry_out
-
-        def stop(command: Any, carry_out: Any = carry_out, after: int = after) -> None:
-            nonlocal count
-            count += 1
-            if count > after:
-                raise Gone
-            carry_out(command)
-
-        coordinator._carry_out = stop  # type: ignore[method-assign]
-        with pytest.raises(Gone):
-            coordinator.go()
-        coordinator.journal.close()
-        actors.close()
+        cut_off(run, settings, after)
     go(run, settings)
     assert points(run) == points(loop) and weights(run) == weights(loop)
 
@@ -251,9 +258,68 @@ def test_settings_change_while_a_run_is_live_and_are_noted(begun):
     assert any("model.hidden_size can not be changed" in line for line in said)
     assert run.query("SELECT name, step FROM change ORDER BY number") == [
         ("services.bound", 0),
-        ("model.hidden_size", 0),
+        ("model.hidden_size", REFUSED),
         ("reward.weights", 0),
     ]
+
+
+WRONG: dict[str, Any] = {"services.bound": 0, "rl.prompts": 4, "reward.weights": {"nosuch": 1.0}, "rl.group": 0}
+
+
+def test_what_was_refused_is_not_in_force_after_a_resume_either(begun):
+    run, settings = begun("refused", {"services.ahead": 1, "services.bound": 2, "rl.steps": 4})
+    for name, value in WRONG.items():
+        request_change(run, name, value)
+    said = cut_off(run, settings, 2, "_learnt")
+    assert sum(line.startswith("refused: ") for line in said) == len(WRONG)
+    assert [step for (step,) in run.query("SELECT step FROM change")] == [REFUSED] * len(WRONG)
+    go(run, settings)
+    assert len(run.steps("rl")) == 4
+
+
+def test_a_change_that_came_after_a_checkpoint_does_not_change_what_is_done_again(begun):
+    """Steps since the checkpoint are trained again, on the group size that they had."""
+    run, settings = begun(
+        "regrouped", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.checkpoint_every": 5}
+    )
+    cut_off(run, settings, 2, "_learnt")
+    request_change(run, "rl.group", 6)
+    cut_off(run, settings, 2, "_learnt")
+    go(run, settings)
+    made = [len(tasks) for _, tasks in trained(run)]
+    assert len(run.steps("rl")) == 6 and made[:2] == [8, 8] and made[-1] == 12
+
+
+def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
+    few = {"services.full_every": 1, "rl.checkpoint_every": 20, "rl.minibatches": 2, "rl.steps": 5}
+    run, settings = begun("pruned", {"services.ahead": 1, "services.bound": 2} | few)
+    cut_off(run, settings, 4, "_learnt")
+    go(run, settings)
+    assert len(run.steps("rl")) == 5
+
+
+def test_two_runs_may_share_a_store(begun, tmp_path: Path):
+    shared = {"services.ahead": 1, "services.bound": 2, "services.store": str(tmp_path / "shared")}
+    first, settings = begun("first", shared)
+    second, _ = begun("second", shared)
+    cut_off(first, settings, 1, "_learnt")
+    go(second, settings)
+    go(first, settings)
+    assert {path.name for path in (tmp_path / "shared").iterdir()} == {first.path.name, second.path.name}
+
+
+def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
+    run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
+
+    class Stillborn(Threads):
+        def make(self, kind: Any, *values: Any, name: str, threads: int = 1) -> Any:
+            made = super().make(kind, *values, name=name, threads=threads)
+            if name.startswith("environment"):
+                made.dead = True
+            return made
+
+    with pytest.raises(RunStopped, match="services.deaths"):
+        go(run, settings, Stillborn())
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):

@@ -207,7 +207,7 @@ def test_engines_and_changes_are_the_newest(run: RunDir) -> None:
     assert [(e.name, e.version, e.hash) for e in seen.engines] == [("engine-2", 1, "a"), ("engine-1", 2, "b")]
     assert [(c.name, c.value, c.step) for c in seen.changes] == [("services.bound", "5", None)] and seen.bound == 2
     journal = Journal(run)
-    journal.changes(2)
+    journal.judge(1, 2)
     journal.close()
     seen = look(run.path)
     assert [c.step for c in seen.changes] == [2] and seen.bound == 5

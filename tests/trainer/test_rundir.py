@@ -34,6 +34,19 @@ def files(run: RunDir) -> list[str]:
 # Stages and steps
 
 
+def test_a_damaged_database_and_damaged_settings_are_named(run: RunDir):
+    for text, says in ((None, "settings.json is not there"), ("{", "settings.json: damaged"), ("[]", "no JSON object")):
+        if text is not None:
+            (run.path / "settings.json").write_text(text)
+        with pytest.raises(ValueError, match=says):
+            run.settings()
+    for file in run.path.glob("run.db*"):
+        file.unlink()
+    (run.path / "run.db").write_bytes(b"not a database" * 99)
+    with pytest.raises(ValueError, match=r"run.db: .*not a database"):
+        run.query("SELECT 1")
+
+
 def test_a_finished_stage_says_what_it_found(run: RunDir):
     assert run.finished("data") is None
     run.finish("data", 1.5, {"tasks": 3, "nested": {"a": [1, 2]}})

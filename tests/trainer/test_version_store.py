@@ -423,6 +423,23 @@ def test_a_receiver_follows_a_publisher_that_does_not_wait_for_it(url: str):
     assert ran == {version: state_hash(weights(version)) for version in ran}
 
 
+# Done over
+
+
+def test_the_same_weights_again_mend_a_version_that_was_damaged(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=10), Receiver(url)
+    for version in range(3):
+        follow(publisher, receiver, version)
+    store = Store(url)
+    [name] = [n for n in store.manifest(2).files if n.endswith(".safetensors")]
+    store.write(f"{folder(2)}/{name}", b"damaged")
+    with pytest.raises(WeightFault):
+        Receiver(url).fetch(2)
+    again = Publisher(url, owner="run", full_every=10)
+    again.publish(2, weights(2), FILES)
+    assert_right(Receiver(url), 2)
+
+
 # Retention
 
 
