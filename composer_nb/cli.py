@@ -137,7 +137,7 @@ def _jobs_options(jobs: argparse.ArgumentParser) -> None:
         one.add_argument("path", nargs="?", metavar="RUN", help=name)
         _json_option(one)
     log = add("log", "what a run, or one of its notebooks, printed")
-    log.add_argument("path", metavar="RUN", help=name)
+    log.add_argument("path", nargs="?", metavar="RUN", help=name)
     log.add_argument("node", nargs="?", metavar="NODE", help="one of its nodes")
     log.add_argument("--follow", "-f", action="store_true", help="go on until it ends")
     add("sweep", "end what killed runs left running, and make their records true")

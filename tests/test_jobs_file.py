@@ -8,6 +8,7 @@ import yaml
 from test_jobs import notebook
 
 from composer_nb.jobs.file import Job, load_job, references, resolve
+from composer_nb.jobs.runner import run_job
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMETERS = "steps: int = 3\nname: str = 'a'\nscores: list = []\noverrides: dict = {}"
@@ -15,7 +16,14 @@ PARAMETERS = "steps: int = 3\nname: str = 'a'\nscores: list = []\noverrides: dic
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    notebook(tmp_path / "n.ipynb", "total = steps", "class Run: path = 1\nrun = Run()", parameters=PARAMETERS)
+    notebook(
+        tmp_path / "n.ipynb",
+        "total = steps",
+        "class Run: path = 1\nrun = Run()",
+        "%matplotlib inline\n!true\ndef f():\n    hidden = 3",
+        parameters=PARAMETERS,
+    )
+    notebook(tmp_path / "bad.ipynb", "1", parameters="steps: int = = 3")
     return tmp_path
 
 
@@ -53,6 +61,9 @@ TRAIN = node(outputs={"total": "total", "run_dir": "run.path"})
         ({"a": node(grid={"steps": [1, 1]})}, "two nodes of a grid have the same name"),
         ({"a": node(grid={"overrides": [{}]})}, "label the grid's values"),
         ({"a": node(grid={"steps": [1]}, parameters={"steps": 1})}, "steps is a parameter and in the grid"),
+        ({"train": TRAIN, "a": node(parameters={"name": "${ train.total }"})}, "a reference is written ${node.output}"),
+        ({"a": node(outputs={"x": "hidden"})}, "no cell sets 'hidden'"),
+        ({"a": {"notebook": "bad.ipynb"}}, "bad.ipynb: the parameters cell is not Python"),
         ({"a": node(outputs={"x": "totl"})}, "no cell sets 'totl'; did you mean 'total'?"),
         ({"a": node(outputs={"x": "f(1)"})}, "'f(1)' is not a variable's name"),
         ({"a": node(outputs={"dir": "total"})}, "has an output `dir` already"),
@@ -119,6 +130,25 @@ def test_set_reaches_those_who_take_it(folder: Path):
 def test_set_is_checked(folder: Path, settings: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         load(folder, {"a": node(), "b": node()}, settings)
+
+
+def test_numbers_of_the_command_line_are_read_as_python_reads_them(folder: Path):
+    notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nsteps: int = 1\nrun_dir: str = ''")
+    settings = {"rate": "1e-3", "steps": "010", "run_dir": "some/run"}
+    [one] = load(folder, {"a": {"notebook": "r.ipynb"}}, settings).nodes.values()
+    assert one.parameters == {"rate": 1e-3, "steps": 10, "run_dir": str(Path("some/run").resolve())}
+
+
+def test_a_cluster_that_does_not_answer_is_named_and_nothing_is_started(folder: Path):
+    load(folder, {"a": node()})
+    with pytest.raises(ValueError, match="--ray 127.0.0.1:1: nothing answers there"):
+        run_job(folder / "job.yml", ray="127.0.0.1:1", runs=folder / "runs")
+    assert not (folder / "runs").exists()
+
+
+def test_a_notebook_is_no_job_file(folder: Path):
+    with pytest.raises(ValueError, match="n.ipynb is a notebook; jobs run takes a job file"):
+        load_job(folder / "n.ipynb")
 
 
 def test_a_whole_reference_keeps_its_type():

@@ -6,7 +6,7 @@ import ast
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,11 @@ def parameters_of(source: Path) -> dict[str, type]:
     if len(cells) != 1:
         raise ValueError(f"{source.name}: {len(cells)} cells are tagged `parameters`, not one")
     found: dict[str, type] = {}
-    for node in ast.parse(cells[0].source).body:
+    try:
+        lines = ast.parse(cells[0].source).body
+    except SyntaxError as error:
+        raise ValueError(f"{source.name}: the parameters cell is not Python: {error}") from None
+    for node in lines:
         match node:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id=kind)) if kind in TYPES:
                 found[name] = TYPES[kind]
@@ -69,12 +73,7 @@ def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
     """Raises ValueError for an output whose variable no cell sets, so that it is known before the work and not after."""
     if not outputs:
         return
-    names: dict[str, None] = {}
-    for cell in _read(source).cells:
-        if cell.cell_type == "code":
-            for node in ast.walk(ast.parse(cell.source)):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    names[node.id] = None
+    names = {name: None for cell in _read(source).cells if cell.cell_type == "code" for name in _sets(cell.source)}
     for name, expression in outputs.items():
         parts = expression.split(".")
         if not name.isidentifier() or not all(part.isidentifier() for part in parts):
@@ -83,6 +82,26 @@ def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
             )
         if parts[0] not in names:
             raise ValueError(f"{source.name}: output {name}: no cell sets {parts[0]!r}; {nearest(parts[0], names)}")
+
+
+def _sets(source: str) -> Iterator[str]:
+    """Variables that a cell binds where the cells after it see them."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    try:
+        waiting: list[ast.AST] = [ast.parse(TransformerManager().transform_cell(source))]  # magics become calls
+    except SyntaxError:
+        return  # a cell in another language
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            continue  # what is bound inside stays there
+        waiting += [] if isinstance(node, ast.Lambda) else ast.iter_child_nodes(node)
 
 
 def outputs_cell(outputs: Mapping[str, str]) -> str:

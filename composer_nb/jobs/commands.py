@@ -30,8 +30,11 @@ def act(given: argparse.Namespace, settings: Mapping[str, str]) -> int:
                 print(line, end="", flush=True)
         case "sweep":
             for folder in sorted(path.parent.resolve() for path in given.runs.glob("*-*/job.json")):
-                for ended in [] if directory.alive(folder) else directory.sweep(folder):
-                    _print(f"{folder.name}: ended {ended['name']} ({ended['pid']})")
+                try:
+                    for ended in [] if directory.alive(folder) else directory.sweep(folder):
+                        _print(f"{folder.name}: ended {ended['name']} ({ended['pid']})")
+                except ValueError as error:  # the others are swept all the same
+                    _print(f"{folder.name}: {error}")
         case action:
             folder = directory.find(given.runs, given.path)
             told = directory.cancel(folder) if action == "cancel" else directory.status(folder)
@@ -58,7 +61,7 @@ def table(told: Mapping[str, Any]) -> str:
         (name, node["state"], str(node["attempt"] or ""), f"{node['seconds']:.1f} s" if node.get("seconds") else "")
         for name, node in told["nodes"].items()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = [f"{told['id']}  {told['state']}"]
     for row, node in zip(rows, told["nodes"].values(), strict=True):
         notes = [*(["kept"] if node.get("kept") else []), *([node["error"]] if node.get("error") else [])]

@@ -160,11 +160,15 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
     `running` says whether somebody runs it, for a caller who holds the lock.
     """
     job = read_json(folder / "job.json")
-    if job is None:
+    if job is None or "nodes" not in job:
         raise ValueError(f"{folder / 'job.json'} cannot be read: this run is lost; start a new one")
     running = alive(folder) if running is None else running
     told = read_json(folder / "run.json") or {"id": job["id"], "name": job["name"], "state": "running", "nodes": {}}
     nodes = {name: _node(folder, name, told["nodes"].get(name, {}), running) for name in job["nodes"]}
+    for name, node in nodes.items():
+        if node["state"] == "pending":
+            waits = [need for need in job["nodes"][name]["needs"] if nodes[need]["state"] != "completed"]
+            node["error"] = f"waits for {', '.join(waits)}" if waits else ""
     state = told["state"] if running or told["state"] != "running" else "lost"
     return {**told, "state": state, "alive": running, "dir": str(folder), "nodes": nodes}
 

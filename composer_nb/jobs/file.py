@@ -22,6 +22,7 @@ share; `${job.dir}` is the run's.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ from composer_nb.jobs.check import check_outputs, check_parameters, check_type, 
 REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
 JOB, DIR = "job", "dir"
+PLACES = ("run_dir", "runs", "first", "second")
+"""Parameters that are paths. A notebook runs in its own folder; who names a path on the command line means it from here."""
 
 
 class NodeFile(pydantic.BaseModel):
@@ -132,6 +135,11 @@ def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
     return Job(name=written.name, path=path.resolve(), parallel=written.parallel, nodes=_ordered(path, nodes, families))
 
 
+def name_of(path: Path) -> str:
+    """The name in a job file. Raises like `load_job`."""
+    return _read(path).name
+
+
 def references(value: Any) -> Iterator[tuple[str, str]]:
     """(node, output) of every reference in a value, however deep."""
     if isinstance(value, str):
@@ -158,6 +166,8 @@ def resolve(value: Any, found: Mapping[tuple[str, str], Any]) -> Any:
 def _read(path: Path) -> JobFile:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such job file")
+    if path.suffix == ".ipynb":
+        raise ValueError(f"{path} is a notebook; jobs run takes a job file that names it, jobs render runs it as it is")
     try:
         return JobFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except yaml.YAMLError as error:
@@ -219,7 +229,9 @@ def _set(
         if "." in name:
             dotted[each][name] = _typed(text, object)
         else:
-            given[each][name] = _typed(text, known[each][name])
+            given[each][name] = (
+                str(Path(text).resolve()) if name in PLACES and text else _typed(text, known[each][name])
+            )
             axes[each].pop(name, None)
 
 
@@ -227,6 +239,11 @@ def _typed(text: str, wanted: type) -> Any:
     """Text of the command line as what the notebook's annotation says: `007` stays text where text is wanted."""
     if wanted is str:
         return text
+    if wanted in (int, float):
+        try:
+            return wanted(text)
+        except ValueError:
+            return text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -278,6 +295,10 @@ def _check(path: Path, node: Node, known: Mapping[str, type], written: JobFile) 
     for name, value in node.parameters.items():
         if name not in known:
             raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, known)}")
+        if "${" in REFERENCE.sub("", json.dumps(value)):
+            raise ValueError(
+                f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}, without spaces"
+            )
         for source, output in references(value):
             if source != JOB and source not in written.nodes:
                 raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, written.nodes)}")

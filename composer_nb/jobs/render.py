@@ -84,10 +84,10 @@ def render(
     earlier call wrote into `out` is removed, and nothing else. Raises ValueError for parameters that do not fit and
     where no notebook can be rendered, FileNotFoundError for a notebook that is not there. For the main thread.
     """
-    sources = {path.stem: path for path in notebooks}
+    sources = {re.sub(r"[^A-Za-z0-9_.=+-]+", "-", path.stem).strip("-.") or "notebook": path for path in notebooks}
     if len(sources) < len(notebooks):
         raise ValueError("two notebooks have the same name; render them into folders of their own")
-    given = {key: _placed(key, value) for key, value in (settings or {}).items()}
+    given = dict(settings or {})
     reasons = {name: reason for name in sources if (reason := _left_out(name, given))}
     if len(reasons) == len(sources):
         raise ValueError("; ".join(reasons.values()) or "no notebook to render")
@@ -157,11 +157,6 @@ def _left_out(name: str, settings: Mapping[str, str]) -> str:
     if parameter is None or settings.get(f"{name}:{parameter}") or settings.get(parameter):
         return ""
     return f"{name} trains for long; to render it, name a finished run: --set {name}:{parameter}=runs/tour"
-
-
-def _placed(key: str, value: str) -> str:
-    """The value of a setting. A notebook runs in its own folder, but who names a run means it from here."""
-    return str(Path(value).resolve()) if key.rpartition(":")[2] == "run_dir" and value else value
 
 
 def _clear(out: Path) -> None:

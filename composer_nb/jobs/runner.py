@@ -30,10 +30,11 @@ from composer_nb.jobs import directory, processes
 from composer_nb.jobs.check import check_parameters, notebook_digest, package_digest
 from composer_nb.jobs.directory import STOP_S
 from composer_nb.jobs.executor import Executor, Local
-from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, references, resolve
+from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, name_of, references, resolve
 from composer_nb.jobs.records import ENDED, file_digest, now, read_json, reserve, write_json
 
 TICK_S = 0.1
+ANSWERS_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -71,13 +72,18 @@ def run_job(
     """Runs the graph in the job file `path` and returns what run.json says.
 
     `settings` are those of `--set` (see `load_job`); `ray` is the address of a cluster to run on; `resume` goes on with the
-    newest run of that name, if there is one. Nodes that fail do not stop those that do not need them. SIGTERM and Ctrl-C
-    interrupt all notebooks and wait for them; the state is then `interrupted`. Raises ValueError or FileNotFoundError for
-    what is wrong with the file, and for a run that somebody else is running. For the main thread.
+    newest run of that name, if there is one, with its settings and these on top. Nodes that fail do not stop those that
+    do not need them. SIGTERM and Ctrl-C interrupt all notebooks and wait for them; the state is then `interrupted`. Raises
+    ValueError or FileNotFoundError for what is wrong with the file, for a cluster that does not answer, and for a run that
+    somebody else is running. For the main thread.
     """
+    newest = (runs / name_of(path)).resolve()
+    before = read_json(newest / "job.json") if resume else None
+    settings = {**(before["settings"] if before is not None else {}), **(settings or {})}
     job = load_job(path, settings)
-    link = runs / job.name
-    folder = link.resolve() if resume and (link / "job.json").is_file() else directory.create(runs, job.name)
+    if ray is not None:
+        answers(ray)
+    folder = newest if before is not None else directory.create(runs, job.name)
     with ExitStack() as stack:
         stack.enter_context(directory.locked(folder))
         directory.settle_all(folder)
@@ -86,8 +92,19 @@ def run_job(
         stack.enter_context(processes.guarded(processes.RUN, folder.name, folder, wait_s=STOP_S))
         stack.enter_context(processes.adopting_orphans())
         executor = _executor(ray, folder.name, job)
-        runner = Runner(job, folder, executor, say, {"settings": dict(settings or {}), "ray": ray})
+        runner = Runner(job, folder, executor, say, {"settings": settings, "ray": ray})
         return runner.run()
+
+
+def answers(address: str) -> None:
+    """Raises ValueError where nothing listens at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # `auto`: Ray looks for itself
+    try:
+        socket.create_connection((host, int(port)), ANSWERS_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--ray {address}: nothing answers there ({error}); nothing was started") from None
 
 
 def _executor(ray: str | None, run: str, job: Job) -> Executor:

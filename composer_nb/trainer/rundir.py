@@ -194,8 +194,12 @@ class RunDir:
 def write_text(path: Path, text: str) -> None:
     """Writes a file atomically."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

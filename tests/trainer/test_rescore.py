@@ -83,7 +83,7 @@ def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
     journal = Journal(run)
     assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0, 0]
     with journal.transaction():
-        journal.changes(1)  # taken up when one step was done
+        journal.judge(1, 1)  # taken up when one step was done
     journal.close()
     assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0.25, 0.25]
 
