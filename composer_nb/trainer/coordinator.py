@@ -563,7 +563,7 @@ def main(arguments: list[str]) -> None:
         run.finish("rl", seconds, info)
         say(f"rl: done in {seconds:.0f} s")
     except (RunStopped, ValueError, FloatingPointError, OSError) as error:
-        sys.exit(str(error))
+        sys.exit(str(error) or repr(error))
     finally:
         actors.close()
 

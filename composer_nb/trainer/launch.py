@@ -28,7 +28,7 @@ LOST = 75
 
 LOCK, SAID = "launch.lock", "said.log"
 """In a run directory: what its launcher holds, and what it said."""
-COMPLETE = "the run is complete"
+COMPLETE, SILENT = "the run is complete", "it said nothing"
 LOCK_TRIES = 5
 
 
@@ -214,7 +214,9 @@ def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
             return
         except RunFailed as error:
             left = RESTARTS if len(run.steps("rl")) > before else left - 1
-            if error.code not in (LOST, -signal.SIGKILL, -signal.SIGABRT) or left < 0:
+            # Where its raylet is gone before we notice, Ray ends our process with 1 and not a word; we never do.
+            lost = error.code in (LOST, -signal.SIGKILL, -signal.SIGABRT) or (error.code == 1 and SILENT in str(error))
+            if not lost or left < 0:
                 raise
             say(f"{error}; started again")
         finally:
@@ -306,4 +308,4 @@ def _last_line(log: Path, begin: int) -> str:
     """The last line that was written to `log` from byte `begin` on."""
     text = log.read_bytes()[begin:].decode("utf-8", "replace")
     lines = [line for line in text.splitlines() if line.strip()]
-    return f"{lines[-1]} ({log})" if lines else f"it said nothing ({log})"
+    return f"{lines[-1]} ({log})" if lines else f"{SILENT} ({log})"

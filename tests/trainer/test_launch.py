@@ -13,7 +13,7 @@ import pytest
 
 from composer_nb.config import Settings, override, to_dict
 from composer_nb.trainer import launch
-from composer_nb.trainer.launch import BEFORE_RL, RunBusy, RunFailed, fork, start_or_resume
+from composer_nb.trainer.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
 from composer_nb.trainer.rundir import RunDir, create, write_json
 
 HOLDER = """
@@ -154,3 +154,20 @@ def test_a_fork_takes_over_what_the_stages_before_rl_made_and_nothing_else(run: 
     }
     assert found == set(before)
     assert forked.finished("control") is None and forked.finished("eval_start") is not None
+
+
+def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_not(tmp_path: Path, monkeypatch):
+    run = create(tmp_path, "lost")
+    ends = [RunFailed("services ended with 1: it said nothing (services.log)", 1), RunFailed("gone", LOST), None]
+
+    def one(*given: object) -> None:
+        if (end := ends.pop(0)) is not None:
+            raise end
+
+    monkeypatch.setattr(launch, "_run_processes", one)
+    said: list[str] = []
+    launch._run_services(run, said.append)
+    assert ends == [] and len(said) == 2
+    ends = [RunFailed("services ended with 1: rl.lr is too high (services.log)", 1)]
+    with pytest.raises(RunFailed, match="rl.lr"):
+        launch._run_services(run, said.append)
