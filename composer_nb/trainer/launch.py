@@ -127,7 +127,7 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     _reap(run, say)
     run.clean()
     _run_ranks(run, settings.ranks, say)
-    if settings.services.on and run.finished("rl") is None:
+    if settings.services.on and not settings.control_steps and run.finished("rl") is None:
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)

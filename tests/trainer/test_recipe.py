@@ -117,7 +117,7 @@ def test_killed_at_five_random_points_it_is_the_same_run(whole: RunDir, tmp_path
 
 
 def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> None:
-    settings = override(Settings(), MICRO | {"control_steps": 2})
+    settings = override(Settings(), MICRO | {"control_steps": 2, "services.on": True})
     forked = start_or_resume(fork(whole, settings, runs=tmp_path, name="control").path, say=quiet)
     assert forked.finished("eval_control") is not None and forked.finished("rl") is None
     with pytest.raises(ValueError, match="a fork can not change seed"):
