@@ -44,6 +44,9 @@ class Cluster:
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: everything else would go first
+        os.environ.setdefault(
+            "RAY_worker_register_timeout_seconds", "180"
+        )  # on a busy machine Ray's own 60 are not enough
         # A control service that is gone stays gone: its clients need not wait a minute for it.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         self._journal, self._closed = journal, False
