@@ -71,7 +71,8 @@ def build_report(run: RunDir) -> dict[str, Any]:
     if run.excerpt is not None:
         stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
         return stored
-    settings = run.settings()
+    begun = (run.path / "settings.json").is_file()
+    settings = run.settings() if begun else {}
     made = _read(run, "provenance.json")
     stages = {name: found for name in _stage_names(run) if (found := run.finished(name)) is not None}
     report: dict[str, Any] = {

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from composer_nb.config import Settings
 from composer_nb.harness.task import load_tasks, save_tasks
 from composer_nb.trainer.compare import compare, difference, differing, page, shared_tasks, table
 from composer_nb.trainer.report import build_report, gained
@@ -67,7 +68,7 @@ def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[R
     with run.connect() as db:
         db.execute("DELETE FROM stage WHERE name IN ('eval_final', 'numerics')")
     found = compare(tiny_run, run)
-    assert found["settings"] == {"seed": [0, 7], "rl.lr": [4e-4, 0.5]}
+    assert found["settings"] == {"seed": [0, 7], "rl.lr": [Settings().rl.lr, 0.5]}
     assert [one["complete"] for one in found["runs"]] == [True, False]
     assert found["eval"]["final"]["scores"][1] is None and "difference" not in found["eval"]["final"]
 
