@@ -76,7 +76,7 @@ def settings_at(run: RunDir, step: int) -> Settings:
     settings = from_dict(run.settings())
     if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):  # the plain loop takes no changes
         return settings
-    changes = run.query("SELECT name, value FROM change WHERE step < ? ORDER BY number", step)
+    changes = run.query("SELECT name, value FROM change WHERE step >= 0 AND step < ? ORDER BY number", step)
     return override(settings, {name: json.loads(value) for name, value in changes})
 
 

@@ -77,7 +77,7 @@ def test_it_computes_what_the_model_computes(config: ModelConfig, seed: int, pro
 
 @settings(max_examples=25, deadline=None)
 @given(configs, st.integers(0, 1000), st.integers(2, 7))
-def test_a_token_does_not_depend_on_its_batch(config: ModelConfig, seed: int, count: int):
+def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfig, seed: int, count: int):
     model = made(config, seed)
     prompts = [[(3 * n + i) % 5 for i in range(1 + n % 4)] for n in range(count)]
     together = Engine(model, stop=NEVER, slots=8, max_length=32, seed=seed)
@@ -85,8 +85,7 @@ def test_a_token_does_not_depend_on_its_batch(config: ModelConfig, seed: int, co
     for n, prompt in enumerate(prompts):
         alone = Engine(model, stop=NEVER, slots=1, max_length=32, seed=seed)
         [turn] = alone.generate([Request(rollout=n, token_ids=prompt, max_tokens=6)])
-        assert turn.token_ids == turns[n].token_ids
-        assert turn.logprobs == turns[n].logprobs
+        assert turn == turns[n]
         mine, wanted = alone.release(n), together.release(n)
         for name in ("routes", "gates", "margins"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(wanted, name), name)

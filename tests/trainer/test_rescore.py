@@ -85,6 +85,10 @@ def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
     with journal.transaction():
         journal.judge(1, 1)  # taken up when one step was done
     journal.close()
+    request_change(run, "reward.effort.weight", 0.75)
+    journal = Journal(run)
+    journal.judge(2, None)  # refused: never in force
+    journal.close()
     assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0.25, 0.25]
 
 
