@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS change
 """
 
 LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
-"""Settings that can be changed while a run is live; and all of `reward`. The trainer keeps the loss's denominator of the start."""
+"""Settings that can be changed while a run is live; and all of `reward`. The loss's denominator stays that of the start."""
 REFUSED = -1
 """In place of the step of a change that could not be taken up."""
 Name = tuple[int, int, int]
