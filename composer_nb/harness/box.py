@@ -1,7 +1,7 @@
 """The program inside the box: a zygote that runs each request in a fresh sandbox of its own.
 
-`composer_nb.harness.sandbox` passes this file's text to `python3 -s -S -c` inside bubblewrap; it uses the
-standard library alone and never imports the project. Two kinds of process:
+`composer_nb.harness.sandbox` passes this file's text (`bundle.py`) to `python3 -s -S -c` inside bubblewrap; besides `linux.py`
+it uses the standard library alone. Two kinds of process:
 
 * the *zygote* waits for a request, hands it to a worker, relays what that wrote, keeps its time limits, and
   forgets it. It never runs agent code.
@@ -19,31 +19,42 @@ process with the agent's code), which is why expected values never enter a box.
 
 from __future__ import annotations
 
+import base64
+import bisect  # noqa: F401  (unused ones are preloaded: agent code often imports them)
+import collections  # noqa: F401
+import copy  # noqa: F401
+import functools  # noqa: F401
+import gc
+import heapq  # noqa: F401
+import importlib
+import itertools  # noqa: F401
+import json
+import math
+import os
+import re  # noqa: F401
+import resource
+import select
+import signal
+import string  # noqa: F401
 import sys
+import time
+import types
+import typing
 
-sys.path[:] = [entry for entry in sys.path if entry]  # `-c` puts the current directory first
-
-import bisect  # noqa: E402, F401  (unused ones are preloaded: agent code often imports them)
-import collections  # noqa: E402, F401
-import copy  # noqa: E402, F401
-import ctypes  # noqa: E402
-import functools  # noqa: E402, F401
-import gc  # noqa: E402
-import heapq  # noqa: E402, F401
-import importlib  # noqa: E402
-import itertools  # noqa: E402, F401
-import json  # noqa: E402
-import math  # noqa: E402
-import os  # noqa: E402
-import re  # noqa: E402, F401
-import resource  # noqa: E402
-import select  # noqa: E402
-import signal  # noqa: E402
-import string  # noqa: E402, F401
-import struct  # noqa: E402
-import time  # noqa: E402
-import types  # noqa: E402
-import typing  # noqa: E402
+from composer_nb.harness.linux import (
+    NAMESPACES,
+    Maps,
+    clone,
+    drop_capabilities,
+    hide_memory,
+    install_filter,
+    machine,
+    map_ids,
+    mount,
+    read_exactly,
+    write_all,
+    write_ids,
+)
 
 WORKSPACE = "/box"
 SETUP_S = 10.0  # wall seconds for a worker to get ready; more means that the machine is in trouble
@@ -56,54 +67,11 @@ PATIENCE = 5  # a request may take so many times wall_s, if it does not sleep; m
 SETUP_FAILED = 12  # a worker's exit code
 
 # Network, ipc, uts and cgroup namespaces are bwrap's: its network has no interface but a dead loopback, and no worker can
-# make a socket, a queue or shared memory (DENIED). Anew for each request they would cost as much as all the rest.
-NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "mount": 0x00020000}
-# clone's flags for those, and for network, ipc, uts, cgroup and time: a worker may ask for none of them.
-ANY_NAMESPACE = sum(NAMESPACES.values()) | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000 | 0x00000080
-CLONE_THREAD, CLONE_VFORK = 0x00010000, 0x00004000
+# make a socket, a queue or shared memory (`seccomp.py`). Anew for each request they would cost as much as all the rest.
+OWN_NAMESPACES = NAMESPACES["user"] | NAMESPACES["pid"] | NAMESPACES["mount"]
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUMPABLE = 24, 22, 38, 47, 4
-
-# name: (x86_64, aarch64); None where the machine has no such call.
-DENIED = {
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
-    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
-    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "io_setup": (206, 0), "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "acct": (163, 89),
-    "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "quotactl_fd": (443, 443),
-    "syslog": (103, 116), "personality": (135, 92), "fanotify_init": (300, 262), "vmsplice": (278, 75),
-    "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
-    "prlimit64": (302, 261), "setrlimit": (160, 164),
-    # What would let a program wait for the machine on purpose, and so look starved: low priority, the disks of the host.
-    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
-    "sync": (162, 81), "syncfs": (306, 267), "fadvise64": (221, 223),
-}  # fmt: skip
-MACHINES = {
-    "x86_64": {"arch": 0xC000003E, "column": 0, "clone": 56, "clone3": 435, "capset": 126},
-    "aarch64": {"arch": 0xC00000B7, "column": 1, "clone": 220, "clone3": 435, "capset": 91},
-}  # fmt: skip
-LAST_KNOWN_CALL = 462  # newer calls answer ENOSYS, as on an older kernel
-
-# PyDLL: calls keep the interpreter's lock, which a raw clone needs.
-libc = ctypes.PyDLL(None, use_errno=True)
-libc.syscall.restype = ctypes.c_long
-
 
 Limits = typing.Dict[str, typing.Any]  # noqa: UP006  (the fields of sandbox.Limits; runs on Python 3.9 too)
-Maps = typing.Tuple[typing.Tuple[str, str], ...]  # noqa: UP006
 Function = typing.Callable[..., typing.Any]
 
 
@@ -148,69 +116,6 @@ def value_text(value: typing.Any, limit: int, depth: int = 0) -> str:
     return text
 
 
-def check(result: int, what: str) -> int:
-    """`result`, or OSError with errno when it is negative."""
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, what + ": " + os.strerror(code))
-    return result
-
-
-def machine() -> dict[str, int]:
-    """Call numbers of this machine; RuntimeError where there is no table."""
-    name = os.uname().machine
-    if name not in MACHINES:
-        raise RuntimeError("no system call table for " + name)
-    return MACHINES[name]
-
-
-def seccomp_program(table: dict[str, int]) -> bytes:
-    """The filter as packed `struct sock_filter`s, classic BPF over `struct seccomp_data`.
-
-    Offsets: 0 call number, 4 architecture, 16 the low word of the first argument.
-    """
-    load, equal, greater, bits, ret = 0x20, 0x15, 0x25, 0x45, 0x06
-    kill, allow, deny, missing = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
-
-    def op(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
-        return struct.pack("=HBBI", code, yes, no, k)
-
-    program = [op(load, 4), op(equal, table["arch"], 1, 0), op(ret, kill), op(load, 0)]
-    program += [op(greater, LAST_KNOWN_CALL, 0, 1), op(ret, missing)]  # x32 numbers are far above it too
-    program += [op(equal, table["clone3"], 0, 1), op(ret, missing)]  # its flags lie in memory: use clone
-    for numbers in DENIED.values():
-        number = numbers[table["column"]]
-        if number is not None:
-            program += [op(equal, number, 0, 1), op(ret, deny)]
-    # clone: threads alone, no new process, no namespace, no waiting for the child in the kernel
-    program += [op(equal, table["clone"], 0, 4), op(load, 16), op(bits, ANY_NAMESPACE | CLONE_VFORK, 1, 0)]
-    program += [op(bits, CLONE_THREAD, 1, 0), op(ret, deny), op(ret, allow)]
-    return b"".join(program)
-
-
-class SockFprog(ctypes.Structure):
-    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
-
-
-def install_filter(program: bytes) -> None:
-    """No new privileges, then the filter, for this thread (the only one)."""
-    zero = ctypes.c_ulong(0)
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero), "no_new_privs")
-    packed = SockFprog(len(program) // 8, program)
-    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(packed), zero, zero), "seccomp")
-
-
-def drop_capabilities(table: dict[str, int]) -> None:
-    """Empty every capability set of this process, the bounding set first."""
-    zero = ctypes.c_ulong(0)
-    for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), zero, zero, zero) < 0:
-            break  # EINVAL: past the last one this kernel knows; EPERM: holds none
-    libc.prctl(PR_CAP_AMBIENT, ctypes.c_ulong(4), zero, zero, zero)  # PR_CAP_AMBIENT_CLEAR_ALL
-    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
-    check(libc.syscall(ctypes.c_long(table["capset"]), header, ctypes.create_string_buffer(24)), "capset")
-
-
 def set_limits(limits: Limits) -> None:
     """Resource limits of the worker. Its times are the zygote's to watch; RLIMIT_CPU is a second lock."""
     for name, value in (
@@ -234,11 +139,6 @@ def write_files(files: dict[str, str]) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         write_all(fd, text.encode("utf-8", "surrogatepass"))
         os.close(fd)
-
-
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def report_failure(fd: int, error: BaseException) -> None:
@@ -313,7 +213,7 @@ def worker(limits: Limits, result: int, go: int, table: dict[str, int], program:
         os.setsid()  # kill(0) reaches a whole process group, across namespaces: be alone in one
         if maps:
             enter_sandbox(limits, maps)
-        libc.prctl(PR_SET_DUMPABLE, *[ctypes.c_ulong(0)] * 4)
+        hide_memory()
         keep_descriptors(result, go)
         result = RESULT_FD
         os.chdir(WORKSPACE)
@@ -338,47 +238,14 @@ def worker(limits: Limits, result: int, go: int, table: dict[str, int], program:
         os._exit(0)
 
 
-def map_ids() -> Maps:
-    """Own uid and gid stay what they are in the new user namespace; there are no others in it."""
-    uid, gid = os.getuid(), os.getgid()
-    return (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"))
-
-
 def enter_sandbox(limits: Limits, maps: Maps) -> None:
     """The first steps in new namespaces: ids, an empty workspace, nothing at /proc."""
-    for name, text in maps:
-        fd = os.open("/proc/self/" + name, os.O_WRONLY)
-        os.write(fd, text.encode())
-        os.close(fd)
-    size = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700".encode()
+    write_ids(maps)
+    size = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     hidden = flags | MS_RDONLY
-    nothing = b"size=4k,nr_inodes=2"
-    check(libc.mount(b"box", WORKSPACE.encode(), b"tmpfs", ctypes.c_ulong(flags), size), "mount workspace")
-    check(libc.mount(b"box", b"/proc", b"tmpfs", ctypes.c_ulong(hidden), nothing), "mount over /proc")
-
-
-def read_exactly(fd: int, size: int) -> bytes:
-    """`size` bytes of a pipe and not one more; EOFError when it ends before."""
-    parts = []
-    while size:
-        parts.append(os.read(fd, min(size, 1 << 20)))
-        if not parts[-1]:
-            raise EOFError("the pipe ended inside a frame")
-        size -= len(parts[-1])
-    return b"".join(parts)
-
-
-def clone(flags: int, table: dict[str, int]) -> int:
-    """`os.fork` with new namespaces: 0 in the child, its pid in the parent."""
-    ctypes.pythonapi.PyOS_BeforeFork()
-    zeros = [ctypes.c_long(0)] * 4
-    pid = libc.syscall(ctypes.c_long(table["clone"]), ctypes.c_long(flags | signal.SIGCHLD), *zeros)
-    if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-    else:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
-    return check(pid, "clone with new namespaces")
+    mount("box", WORKSPACE, "tmpfs", flags, size)
+    mount("box", "/proc", "tmpfs", hidden, "size=4k,nr_inodes=2")
 
 
 class Proc:
@@ -482,7 +349,7 @@ def prepare(limits: Limits, table: dict[str, int], program: bytes, nested: bool,
     """A worker in its sandbox that waits for a request: (pid, where to say go, where its results come)."""
     source, result = os.pipe()
     wait, go = os.pipe()
-    pid = clone(sum(NAMESPACES.values()), table) if nested else os.fork()
+    pid = clone(OWN_NAMESPACES, table) if nested else os.fork()
     if pid == 0:
         worker(limits, result, wait, table, program, maps if nested else ())
     os.close(result)
@@ -519,13 +386,12 @@ def finish(pid: int, source: int, limits: Limits, buffer: bytearray, proc: Proc)
 
 
 def main() -> None:
-    """argv: "nested" (serve until stdin ends) or "single" (one request, in bubblewrap's own), limits, and for "single" the
-    descriptor of a /proc."""
-    nested, limits = sys.argv[1] == "nested", json.loads(sys.argv[2])
-    proc = Proc(None if nested else int(sys.argv[3]))
+    """argv: "nested" (serve until stdin ends) or "single" (one request, in bubblewrap's own), limits, the system call
+    filter, and for "single" the descriptor of a /proc."""
+    nested, limits, program = sys.argv[1] == "nested", json.loads(sys.argv[2]), base64.b64decode(sys.argv[3])
+    proc = Proc(None if nested else int(sys.argv[4]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # pid 1 can only be reached by signals that have a handler
     table, maps, buffer = machine(), map_ids(), bytearray(limits["answer_bytes"])
-    program = seccomp_program(table)
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -542,7 +408,3 @@ def main() -> None:
         hand_over(go, size)
         spare = prepare(*kit) if nested else None  # while the agent's code runs
         going = finish(pid, source, limits, buffer, proc)
-
-
-if __name__ == "__main__":
-    main()

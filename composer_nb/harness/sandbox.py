@@ -15,6 +15,7 @@ commands and test suites.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -33,9 +34,12 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from composer_nb.harness import box
+from composer_nb.harness.bundle import bundle
 from composer_nb.harness.calls import CallOutcome, CallRequest, Limits, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.interpreter import Interpreter, install_hint
 from composer_nb.harness.journal import Journal, Resource
+from composer_nb.harness.linux import machine
+from composer_nb.harness.seccomp import function_filter
 from composer_nb.harness.wire import NoAnswer, decode, encode, take_frame
 
 Mode = Literal["forked", "one-shot"]
@@ -120,7 +124,8 @@ class BwrapSandboxes:
         self._bwrap = bwrap
         self._interpreter = Interpreter.find()
         self._uid: int | None = BOX_UID if os.getuid() == 0 else None
-        self._source = Path(box.__file__).read_text(encoding="utf-8")
+        self._source = bundle(box)
+        self._filter = base64.b64encode(function_filter(machine())).decode()
         self._mode: Mode = self._probe()
 
     def __enter__(self) -> Self:
@@ -178,7 +183,7 @@ class BwrapSandboxes:
             "--clearenv",
         ]
         # The environment is ours alone. Hashes are fixed so that a set's order, and with it a reward, can
-        # be reproduced; that rules out -I, which ignores the setting: -s -S and box.py's first lines serve.
+        # be reproduced; that rules out -I, which ignores the setting: -s -S and the bundle's first lines serve.
         command += ["--setenv", "PYTHONHASHSEED", "0", "--cap-drop", "ALL", *self._interpreter.binds()]
         command += ["--dev-bind", "/dev/null", "/dev/null", "--symlink", box.WORKSPACE.lstrip("/"), "/tmp"]
         if forked:
@@ -197,7 +202,7 @@ class BwrapSandboxes:
             "-c",
             self._source,
         ]
-        return [*command, "nested" if forked else "single", json.dumps(asdict(self.limits))]
+        return [*command, "nested" if forked else "single", json.dumps(asdict(self.limits)), self._filter]
 
     def _start(self, mode: Mode) -> _Box:
         """Raises SandboxFailure when the process cannot be started at all."""

@@ -427,35 +427,3 @@ def test_the_journal_holds_what_runs_while_it_runs(tmp_path: Path) -> None:
         assert row["event"] == "made" and row["kind"] == "process" and row["name"] == str(boxes.pid)
         assert row["run_id"] == "run-7" and row["owner"]["pid"] == os.getpid()
     assert list((tmp_path / "journal").iterdir()) == []
-
-
-def test_the_filter_denies_and_allows_what_it_says() -> None:
-    """A second reading of the program: run it on call numbers with a small interpreter of classic BPF."""
-    for table in box.MACHINES.values():
-        program = box.seccomp_program(table)
-
-        def verdict(number: int, first: int = 0, arch: int = table["arch"], program: bytes = program) -> int:
-            data, accumulator, at = {0: number, 4: arch, 16: first}, 0, 0
-            while True:
-                code, yes, no, k = struct.unpack_from("=HBBI", program, 8 * at)
-                at += 1
-                if code == 0x20:
-                    accumulator = data[k]
-                elif code == 0x06:
-                    return k
-                else:
-                    hit = {0x15: accumulator == k, 0x25: accumulator > k, 0x45: bool(accumulator & k)}[code]
-                    at += yes if hit else no
-
-        allow, deny, missing = 0x7FFF0000, 0x00050001, 0x00050026
-        for name, numbers in box.DENIED.items():
-            number = numbers[table["column"]]
-            assert number is None or verdict(number) == deny, name
-        thread = 0x003D0F00
-        assert verdict(table["clone"], thread) == allow and verdict(table["clone"], 17) == deny
-        assert verdict(table["clone"], thread | 0x4000) == deny  # vfork's wait
-        namespaces = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
-        assert all(verdict(table["clone"], thread | flag) == deny for flag in namespaces)
-        assert verdict(table["clone3"]) == missing and verdict(0x40000000 + 1) == missing and verdict(999) == missing
-        assert verdict(1, arch=0x40000003) == 0x80000000
-        assert verdict(63 if table["column"] else 0) == allow  # read

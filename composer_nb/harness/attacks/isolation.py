@@ -6,7 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-from composer_nb.harness import box
 from composer_nb.harness.attacks.case import (
     HELPERS,
     SECRET,
@@ -19,6 +18,8 @@ from composer_nb.harness.attacks.case import (
     nothing,
 )
 from composer_nb.harness.calls import CallRequest
+from composer_nb.harness.linux import machine
+from composer_nb.harness.seccomp import KERNEL, PROCESS
 
 CASES: list[Case] = []
 
@@ -215,10 +216,10 @@ def f(clone, calls):
     return found
 """
     )
-    column = box.machine()["column"]
-    calls = [(name, (numbers[column],)) for name, numbers in box.DENIED.items() if numbers[column] is not None]
+    column = machine()["column"]
+    calls = [(name, (numbers[column],)) for name, numbers in (KERNEL | PROCESS).items() if numbers[column] is not None]
     zeros = [(name, (*number, 0, 0, 0, 0, 0)) for name, number in calls if name not in ("fork", "vfork")]
-    return nothing(host.report(source, box.machine()["clone"], zeros))
+    return nothing(host.report(source, machine()["clone"], zeros))
 
 
 @case(CASES, "hold a privilege")
@@ -231,7 +232,7 @@ def f(capget):
     libc.syscall(ctypes.c_long(capget), ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), data)
     return [os.getuid(), libc.prctl(39, 0, 0, 0, 0), libc.prctl(21, 0, 0, 0, 0), sum(data.raw)]
 """
-    uid, no_new_privileges, seccomp, capabilities = host.report(source, box.machine()["capset"] - 1)
+    uid, no_new_privileges, seccomp, capabilities = host.report(source, machine()["capset"] - 1)
     blocked = uid != 0 and no_new_privileges == 1 and seccomp == 2 and capabilities == 0
     detail = f"uid {uid}, no_new_privs {no_new_privileges}, seccomp {seccomp}, capability bits {capabilities}"
     return Verdict(blocked=blocked, detail=detail)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from composer_nb.harness import box
 from composer_nb.harness.attacks.case import HELPERS, Case, Host, Verdict, case, descendants
+from composer_nb.harness.linux import machine
 
 CASES: list[Case] = []
 
@@ -33,7 +33,7 @@ def f(clone):
     return [found, threads]
 """
     )
-    found, threads = host.report(source, box.machine()["clone"])
+    found, threads = host.report(source, machine()["clone"])
     blocked = found == [] and threads <= host.boxes.limits.threads
     return Verdict(blocked=blocked, detail=f"processes: {found}, threads: {threads}")
 

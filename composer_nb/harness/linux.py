@@ -1,0 +1,122 @@
+"""System calls that Python has no function for, by way of ctypes: namespaces, capabilities, system call filters.
+
+Part of the programs inside the sandboxes (`bundle.py` puts it there), so it uses the standard library alone.
+
+Covers Linux on x86_64 and aarch64, Python 3.9 and newer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import typing
+
+NAMESPACES = {
+    "user": 0x10000000, "pid": 0x20000000, "mount": 0x00020000, "network": 0x40000000, "ipc": 0x08000000,
+    "uts": 0x04000000, "cgroup": 0x02000000,
+}  # fmt: skip
+"""Flags of clone(2)."""
+MACHINES = {
+    "x86_64": {"arch": 0xC000003E, "column": 0, "clone": 56, "clone3": 435, "capset": 126},
+    "aarch64": {"arch": 0xC00000B7, "column": 1, "clone": 220, "clone3": 435, "capset": 91},
+}  # fmt: skip
+PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUMPABLE = 24, 22, 38, 47, 4
+
+# PyDLL: calls keep the interpreter's lock, which a raw clone needs.
+libc = ctypes.PyDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+Maps = typing.Tuple[typing.Tuple[str, str], ...]  # noqa: UP006
+
+
+def check(result: int, what: str) -> int:
+    """`result`, or OSError with errno when it is negative."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, what + ": " + os.strerror(code))
+    return result
+
+
+def machine() -> dict[str, int]:
+    """Call numbers of this machine; RuntimeError where there is no table."""
+    name = os.uname().machine
+    if name not in MACHINES:
+        raise RuntimeError("no system call table for " + name)
+    return MACHINES[name]
+
+
+class SockFprog(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+
+def install_filter(program: bytes) -> None:
+    """No new privileges, then the filter, for this thread (the only one) and all that it starts."""
+    zero = ctypes.c_ulong(0)
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero), "no_new_privs")
+    packed = SockFprog(len(program) // 8, program)
+    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(packed), zero, zero), "seccomp")
+
+
+def drop_capabilities(table: dict[str, int]) -> None:
+    """Empty every capability set of this process, the bounding set first."""
+    zero = ctypes.c_ulong(0)
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), zero, zero, zero) < 0:
+            break  # EINVAL: past the last one this kernel knows; EPERM: holds none
+    libc.prctl(PR_CAP_AMBIENT, ctypes.c_ulong(4), zero, zero, zero)  # PR_CAP_AMBIENT_CLEAR_ALL
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
+    check(libc.syscall(ctypes.c_long(table["capset"]), header, ctypes.create_string_buffer(24)), "capset")
+
+
+def hide_memory() -> None:
+    """Nobody of the same user may trace this process, read its memory or its descriptors."""
+    check(libc.prctl(PR_SET_DUMPABLE, *[ctypes.c_ulong(0)] * 4), "dumpable")
+
+
+def map_ids() -> Maps:
+    """Own uid and gid stay what they are in a new user namespace; there are no others in it."""
+    uid, gid = os.getuid(), os.getgid()
+    return (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"))
+
+
+def write_ids(maps: Maps) -> None:
+    """In the new user namespace: who this process is."""
+    for name, text in maps:
+        fd = os.open("/proc/self/" + name, os.O_WRONLY)
+        os.write(fd, text.encode())
+        os.close(fd)
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    packed = ctypes.c_ulong(flags)
+    check(libc.mount(source.encode(), target.encode(), kind.encode(), packed, options.encode()), "mount " + target)
+
+
+def clone(flags: int, table: dict[str, int]) -> int:
+    """`os.fork` with new namespaces: 0 in the child, its pid in the parent."""
+    ctypes.pythonapi.PyOS_BeforeFork()
+    zeros = [ctypes.c_long(0)] * 4
+    pid = libc.syscall(ctypes.c_long(table["clone"]), ctypes.c_long(flags | signal.SIGCHLD), *zeros)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return check(pid, "clone with new namespaces")
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    """`size` bytes of a pipe and not one more; EOFError when it ends before."""
+    parts = []
+    while size:
+        parts.append(os.read(fd, min(size, 1 << 20)))
+        if not parts[-1]:
+            raise EOFError("the pipe ended inside a frame")
+        size -= len(parts[-1])
+    return b"".join(parts)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

@@ -1,0 +1,369 @@
+"""Sandboxes by bubblewrap, embedded in this process: no daemon, no root, a few milliseconds each.
+
+One bubblewrap process holds a zygote (`guest.py`), which makes new namespaces for each sandbox: user, pid, mount, network, ipc,
+uts, cgroup. Where a machine forbids nested namespaces every sandbox gets a bubblewrap of its own (mode "single"): the same
+program, slower. Nothing ever runs with less isolation: what is missing is an error, and a limit that can not be enforced here is
+named in `capabilities`.
+
+A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
+but what the loader needs, no home, no /sys, no other sandbox. Its workspace and its temporary files are in memory.
+
+Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from composer_nb.harness.bundle import BOOT, bundle, packet
+from composer_nb.harness.interpreter import Interpreter, install_hint
+from composer_nb.harness.journal import Journal, Resource
+from composer_nb.harness.linux import machine
+from composer_nb.harness.sandboxes import guest
+from composer_nb.harness.sandboxes.cgroups import Cgroups, Group
+from composer_nb.harness.sandboxes.contract import (
+    WORKSPACE,
+    Capabilities,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+    Snapshot,
+)
+from composer_nb.harness.sandboxes.resident import (
+    ResidentSandbox,
+    SocketChannel,
+    resident_settings,
+    socket_pair,
+)
+from composer_nb.harness.seccomp import command_filter
+
+Mode = Literal["forked", "single"]
+
+BOX_UID = 47_811
+"""Who starts bubblewrap when the harness is root: a number no account uses."""
+END_S = 10.0
+"""How long the processes of a sandbox may take to end."""
+PROGRAMS = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share")
+LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+
+
+@dataclass(slots=True)
+class _Machine:
+    """What this backend holds of one sandbox."""
+
+    id: str
+    channel: SocketChannel
+    lifeline: socket.socket | None  # of the zygote, which closes it when all processes have ended
+    process: subprocess.Popen[bytes] | None  # a bubblewrap of its own
+    backend: BwrapBackend
+    group: Group | None = None
+    noted: list[Resource | None] = field(default_factory=list)
+
+    def end(self) -> None:
+        self.channel.close()
+        if self.lifeline is not None:
+            with contextlib.suppress(OSError):
+                self.lifeline.shutdown(socket.SHUT_WR)
+            self.lifeline.settimeout(END_S)
+            with contextlib.suppress(OSError):
+                self.lifeline.recv(1)
+            self.lifeline.close()
+        if self.process is not None:
+            self.process.kill()  # its death takes along the first process of its pid namespace, and so all others
+            self.process.wait()
+        self.backend.forget(self)
+
+    def usage(self) -> tuple[int | None, float | None]:
+        return (None, None) if self.group is None else (self.group.memory_bytes(), self.group.cpu_s())
+
+    def kills(self) -> int:
+        return 0 if self.group is None else self.group.kills()
+
+
+class BwrapBackend:
+    """Makes sandboxes by bubblewrap. A context manager; may be used from several threads.
+
+    Raises SandboxUnavailable when no sandbox can be made here.
+    """
+
+    name = "bwrap"
+
+    def __init__(self, run_id: str | None = None, journal: Path | None = None) -> None:
+        """`journal`: a folder in which what runs is noted while it does (`reap.py`)."""
+        if sys.platform != "linux":
+            raise SandboxUnavailable("bubblewrap runs on Linux alone; use the backend docker here")
+        if (bwrap := shutil.which("bwrap")) is None:
+            raise SandboxUnavailable(f"bubblewrap (bwrap) is not installed: {install_hint()}")
+        self.run_id = run_id or uuid.uuid4().hex
+        self._bwrap = bwrap
+        self._journal = None if journal is None else Journal(journal, self.run_id)
+        self._interpreter = Interpreter.find()
+        self._uid: int | None = BOX_UID if os.getuid() == 0 else None
+        self._filter = base64.b64encode(command_filter(machine())).decode()
+        self._cgroups = Cgroups.find()
+        self._lock = threading.Lock()
+        self._zygote: tuple[subprocess.Popen[bytes], socket.socket, Resource | None] | None = None
+        self._live: dict[str, ResidentSandbox] = {}
+        self._closed = False
+        self._mode: Mode = self._probe()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def capabilities(self) -> Capabilities:
+        forked, groups = self._mode == "forked", self._cgroups
+        enforced = dict.fromkeys(("disk_bytes", "open_files", "network", "system_calls"), True) | dict.fromkeys(
+            ("memory_bytes", "cpus"), not isinstance(groups, str)
+        )
+        enforced |= {"inodes": forked, "processes": forked or not isinstance(groups, str)}
+        why = dict.fromkeys([name for name, held in enforced.items() if not held], str(groups))
+        if not forked:
+            why["inodes"] = "nested user namespaces are not allowed here"
+        uid = os.getuid() if self._uid is None else self._uid
+        return Capabilities(backend=self.name, mode=self._mode, uid=uid, isolated=True, enforced=enforced, why_not=why)
+
+    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> ResidentSandbox:
+        spec = spec or SandboxSpec()
+        made = self._start(spec)
+        sandbox = ResidentSandbox(self, spec, made)
+        try:
+            self._confine(made, spec)
+            if snapshot is not None:
+                sandbox.restore(snapshot)
+        except BaseException:
+            sandbox.destroy()
+            raise
+        with self._lock:
+            self._live[made.id] = sandbox
+        return sandbox
+
+    def close(self) -> None:
+        """Destroys what is left. May be called again."""
+        for sandbox in list(self._live.values()):
+            sandbox.destroy()
+        with self._lock:
+            self._closed = True
+            self._stop_zygote()
+
+    def forget(self, made: _Machine) -> None:
+        """What is left to do when all processes of a sandbox have ended."""
+        try:
+            if made.group is not None:
+                made.group.remove()
+        except OSError as error:
+            raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be removed: {error.strerror}") from error
+        finally:
+            with self._lock:
+                self._live.pop(made.id, None)
+                if made.group is None or not any(folder.is_dir() for folder in made.group.folders):
+                    for noted in made.noted:
+                        self._strike(noted)
+
+    def _start(self, spec: SandboxSpec) -> _Machine:
+        limits = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
+        if self._mode == "forked":
+            limits["RLIMIT_NPROC"] = spec.processes + 1  # counted in the sandbox's own user namespace
+        if isinstance(self._cgroups, str):
+            limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
+        told = resident_settings(spec, workspace=WORKSPACE, drop=True, filter=self._filter, limits=limits)
+        channel, there = socket_pair()
+        made = _Machine(uuid.uuid4().hex[:12], channel, None, None, self)
+        with there, self._lock:
+            if self._closed:
+                raise SandboxFailure("this backend is closed")
+            if self._mode == "single":
+                made.process = self._popen("single", there, spec)
+                channel.send(packet(bundle(guest, told)), END_S)
+                made.noted.append(self._note("process", made.process.pid))
+            else:
+                made.lifeline = self._request(told, there)
+        return made
+
+    def _request(self, told: str, there: socket.socket) -> socket.socket:
+        """Ask the zygote for a sandbox. It is started if there is none, or if it is gone."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for left in (1, 0):
+                if self._zygote is None:
+                    self._zygote = self._start_zygote()
+                try:
+                    socket.send_fds(self._zygote[1], [told.encode()], [there.fileno(), theirs.fileno()])
+                    return ours
+                except OSError as error:
+                    self._stop_zygote()
+                    if not left:
+                        ours.close()
+                        raise SandboxFailure(f"the process that makes sandboxes is gone: {error}") from error
+        raise AssertionError
+
+    def _start_zygote(self) -> tuple[subprocess.Popen[bytes], socket.socket, Resource | None]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = self._popen("forked", theirs, SandboxSpec())
+        noted = self._note("process", process.pid)
+        ours.settimeout(END_S)
+        try:
+            ours.send(packet(bundle(guest, '{"role": "zygote"}')))
+            if ours.recv(100) != b"ready":
+                raise OSError("it ended at once")
+        except OSError as error:
+            ours.close()
+            process.kill()
+            process.wait()
+            self._strike(noted)
+            raise SandboxFailure(f"bubblewrap: {self._complaint(process) or error}") from error
+        return process, ours, noted
+
+    def _stop_zygote(self) -> None:
+        if self._zygote is not None:
+            (process, ours, noted), self._zygote = self._zygote, None
+            ours.close()  # at which it ends, and with it, being the first in its pid namespace, all sandboxes
+            try:
+                process.wait(timeout=END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            self._strike(noted)
+
+    def _popen(self, mode: Mode, end: socket.socket, spec: SandboxSpec) -> subprocess.Popen[bytes]:
+        who: dict[str, Any] = {}
+        if self._uid is not None:
+            who = {"user": self._uid, "group": self._uid, "extra_groups": []}
+        errors = tempfile.TemporaryFile()
+        with self._accounts() as accounts:
+            try:
+                process = subprocess.Popen(
+                    self._command(mode, accounts, spec),
+                    stdin=end.fileno(),
+                    stdout=end.fileno(),
+                    stderr=errors,
+                    pass_fds=accounts,
+                    cwd="/",
+                    env={},
+                    **who,
+                )
+            except OSError as error:
+                errors.close()
+                raise SandboxFailure(f"cannot start {self._bwrap}: {error}") from error
+        process.stderr = errors
+        return process
+
+    def _complaint(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stderr is not None
+        with process.stderr as errors:
+            errors.seek(0)
+            lines = errors.read(4000).decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    @contextlib.contextmanager
+    def _accounts(self) -> Any:
+        """Descriptors of a passwd and a group file that know two users."""
+        uid = os.getuid() if self._uid is None else self._uid
+        texts = (
+            f"root:x:0:0:root:/root:/bin/false\nagent:x:{uid}:{uid}::{WORKSPACE}:/bin/bash\n",
+            f"root:x:0:\nagent:x:{uid}:\n",
+        )
+        fds = []
+        try:
+            for text in texts:
+                fds.append(os.memfd_create("accounts"))
+                os.write(fds[-1], text.encode())
+                os.lseek(fds[-1], 0, os.SEEK_SET)
+            yield tuple(fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _command(self, mode: Mode, accounts: tuple[int, int], spec: SandboxSpec) -> list[str]:
+        command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+        command += ["--hostname", "sandbox"]
+        for path in LINKS:
+            if os.path.islink(path):
+                command += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                command += ["--ro-bind", path, path]
+        for path in (*PROGRAMS, *SETTINGS):
+            if os.path.exists(path):
+                command += ["--ro-bind", path, path]
+        for path in self._interpreter.directories:
+            if not path.startswith(PROGRAMS):
+                command += ["--ro-bind", path, path]
+        if not self._interpreter.path.startswith(PROGRAMS):
+            command += ["--ro-bind", self._interpreter.path, self._interpreter.path]
+        for packages in self._packages():
+            command += ["--tmpfs", packages, "--remount-ro", packages]
+        for fd, path in zip(accounts, ("/etc/passwd", "/etc/group"), strict=True):
+            command += ["--perms", "0444", "--ro-bind-data", str(fd), path]
+        command += ["--dev", "/dev"]
+        if mode == "forked":  # each sandbox mounts its own of these
+            command += ["--bind", "/proc", "/proc", "--dir", WORKSPACE, "--dir", "/tmp"]
+        else:
+            command += ["--proc", "/proc"]
+            for place, share in ((WORKSPACE, 1), ("/tmp", 1), ("/dev/shm", 4)):
+                command += ["--size", str(spec.disk_bytes // share), "--tmpfs", place]
+        if mode == "single":
+            command += ["--die-with-parent"]
+        command += ["--chdir", "/", "--remount-ro", "/", "--"]
+        return [*command, self._interpreter.path, "-I", "-S", "-c", BOOT]
+
+    def _packages(self) -> list[str]:
+        """Folders of installed Python packages that would be seen otherwise."""
+        folders = [Path("/usr/lib/python3/dist-packages")]
+        folders += [Path(d) / "site-packages" for d in self._interpreter.directories]
+        return [str(folder) for folder in folders if folder.is_dir()]
+
+    def _confine(self, made: _Machine, spec: SandboxSpec) -> None:
+        """Put the sandbox, in which nothing of an agent runs yet, into a group with its limits."""
+        if isinstance(self._cgroups, str):
+            return
+        try:
+            made.group = self._cgroups.make(made.id, spec)
+            with self._lock:
+                made.noted += [self._note("cgroup", folder) for folder in made.group.folders]
+            made.group.attach(made.channel.peer)
+        except OSError as error:
+            raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be made: {error}") from error
+
+    def _note(self, kind: Literal["process", "cgroup"], name: int | Path) -> Resource | None:
+        return None if self._journal is None else self._journal.made(kind, name)
+
+    def _strike(self, noted: Resource | None) -> None:
+        if self._journal is not None:
+            self._journal.gone(noted)
+
+    def _probe(self) -> Mode:
+        """Which mode works here, found by making a sandbox. Raises SandboxUnavailable when none does."""
+        complaints = []
+        modes: tuple[Mode, ...] = get_args(Mode)
+        for mode in modes:
+            self._mode = mode
+            try:
+                with self.create() as sandbox:
+                    done = sandbox.exec(["true"], timeout_s=10)
+                    if done.exit_code == 0:
+                        return mode
+                complaints.append(f"{mode}: `true` ended with {done.exit_code}: {done.stderr!r}")
+            except SandboxFailure as error:
+                complaints.append(f"{mode}: {error}")
+        who = "this user" if self._uid is None else f"user {self._uid}"
+        raise SandboxUnavailable(
+            "bubblewrap cannot make a sandbox here (are unprivileged user namespaces allowed, and can "
+            f"{who} read {self._interpreter.path}?): " + "; ".join(complaints)
+        )

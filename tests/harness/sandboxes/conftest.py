@@ -1,0 +1,66 @@
+"""A backend of each kind, one a module: what a sandbox promises is the same for all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandboxes.process import ProcessBackend
+from composer_nb.harness.sandboxes.resident import ResidentSandbox
+
+SMALL = SandboxSpec(
+    memory_bytes=160 << 20, disk_bytes=16 << 20, inodes=1000, processes=40, open_files=256, trusted=True
+)
+
+
+def make(name: str) -> Backend:
+    if name == "docker":
+        from composer_nb.harness.sandboxes.docker import DockerBackend
+
+        try:
+            return DockerBackend()
+        except SandboxUnavailable as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"{error} (make test starts no Docker Engine)")
+    if name == "process":
+        return ProcessBackend()
+    made = BwrapBackend()
+    if name == "bwrap-single":
+        made._mode = "single"
+    return made
+
+
+BACKENDS = ["bwrap", "bwrap-single", "process", pytest.param("docker", marks=pytest.mark.docker)]
+ISOLATED = [name for name in BACKENDS if name != "process"]
+
+
+@pytest.fixture(params=BACKENDS, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made = make(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=ISOLATED, scope="module")
+def isolated(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made = make(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def box(backend: Backend) -> Iterator[ResidentSandbox]:
+    with backend.create(SMALL) as made:  # type: ignore[attr-defined]
+        yield made
+
+
+@pytest.fixture
+def cell(isolated: Backend) -> Iterator[ResidentSandbox]:
+    """A sandbox of a backend that isolates."""
+    with isolated.create(SMALL) as made:  # type: ignore[attr-defined]
+        yield made
