@@ -10,8 +10,9 @@ under what ran in it; SandboxFailure that the machinery failed, so that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import TracebackType
 from typing import Protocol, Self
 
 from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
@@ -121,6 +122,10 @@ class Sandbox(Protocol):
 
     id: str
     spec: SandboxSpec
+    backend: Backend
+    """Who makes its forks."""
+    at_end: list[Callable[[], None]]
+    """Called once when it has ended, whatever ended it."""
 
     def exec(
         self,
@@ -171,8 +176,8 @@ class Sandbox(Protocol):
 
     def snapshot(self) -> Snapshot: ...
 
-    def fork(self) -> Self:
-        """Another sandbox of the same backend and spec, with a copy of this workspace."""
+    def fork(self) -> Sandbox:
+        """Another sandbox of the same spec, with a copy of this workspace."""
         ...
 
     def stats(self) -> Stats: ...
@@ -180,6 +185,12 @@ class Sandbox(Protocol):
     def destroy(self) -> None:
         """Ends everything in it; nothing is left of it afterwards. May be called again."""
         ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
 
 
 class Backend(Protocol):

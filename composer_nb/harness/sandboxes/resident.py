@@ -14,7 +14,7 @@ import socket
 import tarfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from select import POLLIN, POLLOUT, poll
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,6 +22,7 @@ from typing import Any, Protocol, Self
 from composer_nb.harness.sandboxes.contract import (
     Backend,
     ExecResult,
+    Sandbox,
     SandboxDied,
     SandboxFailure,
     SandboxSpec,
@@ -117,7 +118,8 @@ class ResidentSandbox:
     def __init__(self, backend: Backend, spec: SandboxSpec, machine: Machine) -> None:
         """Waits until the resident program is ready. Raises SandboxFailure when it does not get so."""
         self.id, self.spec = machine.id, spec
-        self._backend, self._machine = backend, machine
+        self.backend, self._machine = backend, machine
+        self.at_end: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._pending = bytearray()
         self._gone: Exception | None = None
@@ -195,10 +197,8 @@ class ResidentSandbox:
         """Puts the files of a snapshot into this workspace, which is empty."""
         self._ask("unpack", {}, snapshot.archive)
 
-    def fork(self) -> Self:
-        made = self._backend.create(self.spec, self.snapshot())
-        assert isinstance(made, type(self))
-        return made
+    def fork(self) -> Sandbox:
+        return self.backend.create(self.spec, self.snapshot())
 
     def stats(self) -> Stats:
         facts, _ = self._ask("stats", {})
@@ -213,7 +213,11 @@ class ResidentSandbox:
         """Ends the sandbox, once; what is asked from now on is answered by `why`. Returns the first reason."""
         if self._gone is None:
             self._gone = why
-            self._machine.end()
+            try:
+                self._machine.end()
+            finally:
+                for call in self.at_end:
+                    call()
         return self._gone
 
     def _ask(

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from composer_nb.harness.sandboxes.bwrap import BwrapBackend
-from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec, SandboxUnavailable
 from composer_nb.harness.sandboxes.process import ProcessBackend
-from composer_nb.harness.sandboxes.resident import ResidentSandbox
 
 SMALL = SandboxSpec(
     memory_bytes=160 << 20, disk_bytes=16 << 20, inodes=1000, processes=40, open_files=256, trusted=True
@@ -54,13 +53,13 @@ def isolated(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 
 @pytest.fixture
-def box(backend: Backend) -> Iterator[ResidentSandbox]:
-    with backend.create(SMALL) as made:  # type: ignore[attr-defined]
+def box(backend: Backend) -> Iterator[Sandbox]:
+    with backend.create(SMALL) as made:
         yield made
 
 
 @pytest.fixture
-def cell(isolated: Backend) -> Iterator[ResidentSandbox]:
+def cell(isolated: Backend) -> Iterator[Sandbox]:
     """A sandbox of a backend that isolates."""
-    with isolated.create(SMALL) as made:  # type: ignore[attr-defined]
+    with isolated.create(SMALL) as made:
         yield made

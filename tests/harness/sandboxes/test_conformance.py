@@ -9,38 +9,37 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandboxes.contract import Backend, SandboxFailure, SandboxSpec
-from composer_nb.harness.sandboxes.resident import ResidentSandbox
+from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxFailure, SandboxSpec
 from tests.harness.sandboxes.conftest import SMALL
 
 
-def shell(box: ResidentSandbox, text: str, timeout_s: float = 20.0, **more: object) -> str:
+def shell(box: Sandbox, text: str, timeout_s: float = 20.0, **more: object) -> str:
     done = box.exec(["bash", "-c", text], timeout_s=timeout_s, **more)  # type: ignore[arg-type]
     assert done.exit_code == 0, done
     return done.stdout.decode().strip()
 
 
-def python(box: ResidentSandbox, source: str, timeout_s: float = 20.0) -> str:
+def python(box: Sandbox, source: str, timeout_s: float = 20.0) -> str:
     done = box.exec(["python3", "-c", source], timeout_s=timeout_s)
     assert done.exit_code == 0, done
     return done.stdout.decode().strip()
 
 
 class TestExec:
-    def test_streams_and_exit_code(self, box: ResidentSandbox) -> None:
+    def test_streams_and_exit_code(self, box: Sandbox) -> None:
         done = box.exec(["bash", "-c", "echo out; echo err >&2; exit 3"])
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"out\n", b"err\n")
         assert not done.timed_out and not done.truncated and not done.oom and 0 < done.duration_s < 20
 
-    def test_death_by_signal_is_128_and_more(self, box: ResidentSandbox) -> None:
+    def test_death_by_signal_is_128_and_more(self, box: Sandbox) -> None:
         assert box.exec(["bash", "-c", "kill -9 $$"]).exit_code == 137
 
-    def test_what_cannot_be_started_says_why(self, box: ResidentSandbox) -> None:
+    def test_what_cannot_be_started_says_why(self, box: Sandbox) -> None:
         missing, folder = box.exec(["no-such-program"]), box.exec(["/"])
         assert missing.exit_code == 127 and b"no-such-program" in missing.stderr
         assert folder.exit_code == 126 and folder.stderr
 
-    def test_stdin_environment_and_folder(self, box: ResidentSandbox) -> None:
+    def test_stdin_environment_and_folder(self, box: Sandbox) -> None:
         data = bytes(range(256)) * 2000
         assert box.exec(["cat"], stdin=data).stdout == data
         assert box.exec(["cat"]).stdout == b""  # without input there is none to wait for
@@ -51,34 +50,34 @@ class TestExec:
         with pytest.raises(OSError):
             box.exec(["true"], cwd="..")
 
-    def test_input_that_nobody_reads_holds_nothing_up(self, box: ResidentSandbox) -> None:
+    def test_input_that_nobody_reads_holds_nothing_up(self, box: Sandbox) -> None:
         assert box.exec(["true"], stdin=b"x" * (1 << 20), timeout_s=10).exit_code == 0
 
-    def test_a_program_sees_what_was_given_and_nothing_of_the_host(self, box: ResidentSandbox) -> None:
+    def test_a_program_sees_what_was_given_and_nothing_of_the_host(self, box: Sandbox) -> None:
         os.environ["SECRET_OF_THE_HOST"] = "yes"
         try:
             assert "SECRET_OF_THE_HOST" not in shell(box, "env")
         finally:
             del os.environ["SECRET_OF_THE_HOST"]
 
-    def test_commands_are_lists_of_words(self, box: ResidentSandbox) -> None:
+    def test_commands_are_lists_of_words(self, box: Sandbox) -> None:
         for wrong in ("ls -l", [], ["ls", "a\0b"]):
             with pytest.raises(ValueError, match="command"):
                 box.exec(wrong)
 
     @pytest.mark.parametrize("stream", [1, 2])
-    def test_head_and_tail_of_a_flood(self, box: ResidentSandbox, stream: int) -> None:
+    def test_head_and_tail_of_a_flood(self, box: Sandbox, stream: int) -> None:
         done = box.exec(["bash", "-c", f"(echo first; yes | head -c 3000000; echo last) >&{stream}"], output_bytes=1000)
         kept = (done.stdout, done.stderr)[stream - 1]
         assert done.exit_code == 0 and done.truncated and kept.startswith(b"first\n") and kept.endswith(b"last\n")
         assert len(kept) < 1100 and b"[... 2999011 bytes left out ...]" in kept
 
-    def test_what_fits_is_whole(self, box: ResidentSandbox) -> None:
+    def test_what_fits_is_whole(self, box: Sandbox) -> None:
         for size in (0, 1, 999, 1000):
             done = box.exec(["head", "-c", str(size), "/dev/zero"], output_bytes=1000)
             assert (len(done.stdout), done.truncated) == (size, False)
 
-    def test_bytes_stay_what_they_are(self, box: ResidentSandbox) -> None:
+    def test_bytes_stay_what_they_are(self, box: Sandbox) -> None:
         done = box.exec(["printf", r"\000\377\033[2J\r"])
         assert done.stdout == b"\x00\xff\x1b[2J\r"
 
@@ -95,7 +94,7 @@ EVASIONS = {
 
 class TestTimeLimit:
     @pytest.mark.parametrize("name", EVASIONS)
-    def test_the_whole_tree_ends(self, box: ResidentSandbox, name: str) -> None:
+    def test_the_whole_tree_ends(self, box: Sandbox, name: str) -> None:
         begin = time.monotonic()
         done = box.exec(["bash", "-c", "echo partial; " + EVASIONS[name]], timeout_s=0.5)
         assert done.timed_out and done.stdout == b"partial\n" and done.exit_code == 137
@@ -103,37 +102,37 @@ class TestTimeLimit:
         assert box.stats().processes == 0
         assert shell(box, "echo on") == "on"
 
-    def test_what_a_command_leaves_behind_goes_on(self, box: ResidentSandbox) -> None:
+    def test_what_a_command_leaves_behind_goes_on(self, box: Sandbox) -> None:
         shell(box, "(sleep 60 >/dev/null 2>&1 &)")
         assert box.stats().processes == 1
         assert shell(box, "echo on") == "on" and box.stats().processes == 1
 
-    def test_an_end_is_not_held_up_by_who_keeps_the_pipe(self, box: ResidentSandbox) -> None:
+    def test_an_end_is_not_held_up_by_who_keeps_the_pipe(self, box: Sandbox) -> None:
         begin = time.monotonic()
         assert shell(box, "sleep 60 & echo done") == "done"
         assert time.monotonic() - begin < 5
 
-    def test_the_background_survives_the_time_limit_of_another(self, box: ResidentSandbox) -> None:
+    def test_the_background_survives_the_time_limit_of_another(self, box: Sandbox) -> None:
         pid = box.exec_background(["sleep", "60"], log="log")
         assert box.exec(["sleep", "60"], timeout_s=0.3).timed_out
         assert box.poll(pid) is None and box.stats().processes == 1
 
 
 class TestBackground:
-    def test_life_of_a_command(self, box: ResidentSandbox) -> None:
+    def test_life_of_a_command(self, box: Sandbox) -> None:
         pid = box.exec_background(["bash", "-c", "echo begun; read < fifo-or-not; echo never; exit 4"], log="out/log")
         while (code := box.poll(pid)) is None:
             time.sleep(0.01)
         assert code == 4 and b"begun\n" in box.read("out/log")
 
-    def test_ending_it_ends_its_children(self, box: ResidentSandbox) -> None:
+    def test_ending_it_ends_its_children(self, box: Sandbox) -> None:
         pid = box.exec_background(["bash", "-c", "sleep 60 & sleep 61"], log="log")
         while box.stats().processes < 3:
             time.sleep(0.01)
         box.end(pid)
         assert box.stats().processes == 0 and box.poll(pid) == 137
 
-    def test_an_unknown_one_is_an_error(self, box: ResidentSandbox) -> None:
+    def test_an_unknown_one_is_an_error(self, box: Sandbox) -> None:
         for asked in (box.poll, box.end):
             with pytest.raises(KeyError):
                 asked(1)
@@ -142,7 +141,7 @@ class TestBackground:
 
 
 class TestFiles:
-    def test_round_trip(self, box: ResidentSandbox) -> None:
+    def test_round_trip(self, box: Sandbox) -> None:
         data = os.urandom(300_000)
         box.write("a/b/c.bin", data)
         assert box.read("a/b/c.bin") == data and box.read("a/b/c.bin", offset=299_990) == data[299_990:]
@@ -152,7 +151,7 @@ class TestFiles:
         box.write("run.sh", b"#!/bin/sh\necho ran\n", mode=0o755)
         assert shell(box, "./run.sh") == "ran"
 
-    def test_errors_are_the_kernels(self, box: ResidentSandbox) -> None:
+    def test_errors_are_the_kernels(self, box: Sandbox) -> None:
         box.write("dir/file", b"x")
         shell(box, "mkfifo pipe; ln -s /etc/passwd link; ln -s ../../.. up; ln -s loop loop")
         with pytest.raises(FileNotFoundError):
@@ -178,13 +177,13 @@ class TestFiles:
             with pytest.raises(OSError):
                 box.write(path, b"")
 
-    def test_a_write_replaces_a_link_and_not_what_it_leads_to(self, box: ResidentSandbox) -> None:
+    def test_a_write_replaces_a_link_and_not_what_it_leads_to(self, box: Sandbox) -> None:
         box.write("target", b"old")
         shell(box, "ln -s target link")
         box.write("link", b"new")
         assert box.read("target") == b"old" and box.read("link") == b"new"
 
-    def test_reading_never_waits(self, box: ResidentSandbox) -> None:
+    def test_reading_never_waits(self, box: Sandbox) -> None:
         begin = time.monotonic()
         shell(box, "mkfifo pipe")
         assert "pipe" not in box.download()
@@ -192,7 +191,7 @@ class TestFiles:
             box.read("pipe")
         assert time.monotonic() - begin < 5
 
-    def test_upload_and_download(self, box: ResidentSandbox) -> None:
+    def test_upload_and_download(self, box: Sandbox) -> None:
         files = {"a.py": b"x = 1\n", "p/q/r.txt": b"", "ö/ü": b"\x00\xff"}
         box.upload(files)
         assert box.download() == files
@@ -201,7 +200,7 @@ class TestFiles:
         with pytest.raises(OSError):
             box.upload({"../x": b""})
 
-    def test_deep_folders_are_refused_and_nothing_breaks(self, box: ResidentSandbox) -> None:
+    def test_deep_folders_are_refused_and_nothing_breaks(self, box: Sandbox) -> None:
         python(box, _DEEP)
         with pytest.raises(OSError, match="folders"):
             box.download()
@@ -217,7 +216,7 @@ for _ in range(500):
 
 
 class TestSnapshots:
-    def test_a_fork_has_the_files_and_goes_its_own_way(self, box: ResidentSandbox) -> None:
+    def test_a_fork_has_the_files_and_goes_its_own_way(self, box: Sandbox) -> None:
         shell(
             box,
             "mkdir -p d/e; echo one > d/f; ln -s f d/l; chmod 750 d; echo '#!/bin/sh' > x; chmod +x x; touch -d 2001-02-03 x",
@@ -231,7 +230,7 @@ class TestSnapshots:
             assert box.read("d/f") == b"one\n" and other.snapshot().digest != box.snapshot().digest
 
     def test_the_digest_is_of_what_is_there(self, backend: Backend) -> None:
-        with backend.create(SMALL) as one, backend.create(SMALL) as two:  # type: ignore[attr-defined]
+        with backend.create(SMALL) as one, backend.create(SMALL) as two:
             one.write("a", b"1")
             one.write("b", b"2")
             two.write("b", b"2")
@@ -240,12 +239,12 @@ class TestSnapshots:
             shell(two, "chmod 600 a")
             assert one.snapshot().digest != two.snapshot().digest
 
-    def test_a_snapshot_may_be_used_again(self, backend: Backend, box: ResidentSandbox) -> None:
+    def test_a_snapshot_may_be_used_again(self, backend: Backend, box: Sandbox) -> None:
         box.write("a", b"1")
         taken = box.snapshot()
         box.write("a", b"2")
         for _ in range(2):
-            with backend.create(SMALL, taken) as again:  # type: ignore[attr-defined]
+            with backend.create(SMALL, taken) as again:
                 assert again.read("a") == b"1"
 
 
@@ -275,14 +274,14 @@ class TestLife:
         assert not thread.is_alive() and isinstance(told[0], SandboxFailure)
 
     def test_sandboxes_know_nothing_of_each_other(self, isolated: Backend) -> None:
-        with isolated.create(SMALL) as one, isolated.create(SMALL) as two:  # type: ignore[attr-defined]
+        with isolated.create(SMALL) as one, isolated.create(SMALL) as two:
             one.write("secret", b"s")
             one.exec_background(["sleep", "60"], log="log")
             assert two.download() == {} and "sleep" not in shell(two, "cat /proc/*/cmdline | tr '\\0' ' '")
             shell(one, "echo s > /tmp/s; echo s > /dev/shm/s")
             assert shell(two, "ls /tmp /dev/shm | grep -c s$ || true") == "0"
 
-    def test_a_machine_full_of_calls_from_threads(self, backend: Backend, box: ResidentSandbox) -> None:
+    def test_a_machine_full_of_calls_from_threads(self, backend: Backend, box: Sandbox) -> None:
         answers: dict[int, bytes] = {}
 
         def call(number: int) -> None:
@@ -295,7 +294,7 @@ class TestLife:
             thread.join()
         assert answers == {number: b"%d\n" % number for number in range(20)}
 
-    def test_stats(self, box: ResidentSandbox) -> None:
+    def test_stats(self, box: Sandbox) -> None:
         before = box.stats()
         box.write("file", b"x" * 2_000_000)
         after = box.stats()
@@ -306,12 +305,12 @@ class TestLife:
 class TestWalls:
     """What isolates, and not merely runs."""
 
-    def test_memory(self, cell: ResidentSandbox) -> None:
+    def test_memory(self, cell: Sandbox) -> None:
         done = cell.exec(["python3", "-c", "x = bytearray(400 << 20)"], timeout_s=20)
         assert done.exit_code != 0 and not done.timed_out
         assert shell(cell, "echo on") == "on"
 
-    def test_files_stop_at_the_limit(self, cell: ResidentSandbox) -> None:
+    def test_files_stop_at_the_limit(self, cell: Sandbox) -> None:
         for place in (".", "/tmp"):
             done = cell.exec(
                 ["bash", "-c", f"for i in 1 2 3; do head -c 12000000 /dev/zero > {place}/f$i || exit 1; done"]
@@ -321,18 +320,18 @@ class TestWalls:
             cell.write("more", b"x" * (15 << 20))
         assert shell(cell, "rm f*; echo on") == "on"
 
-    def test_a_sparse_giant(self, cell: ResidentSandbox) -> None:
+    def test_a_sparse_giant(self, cell: Sandbox) -> None:
         assert cell.exec(["truncate", "-s", "1T", "giant"]).exit_code != 0
 
-    def test_files_in_number(self, cell: ResidentSandbox) -> None:
+    def test_files_in_number(self, cell: Sandbox) -> None:
         source = "n = 0\ntry:\n    while n < 5000: open(str(n), 'w'); n += 1\nexcept OSError: pass\nprint(n)"
         made = int(python(cell, source))
-        if cell._backend.capabilities().enforced["inodes"]:
+        if cell.backend.capabilities().enforced["inodes"]:
             assert made < SMALL.inodes
         else:
             assert made == 5000
 
-    def test_processes(self, cell: ResidentSandbox) -> None:
+    def test_processes(self, cell: Sandbox) -> None:
         source = """
 import os, time
 n = 0
@@ -347,13 +346,13 @@ os._exit(0)
         assert int(python(cell, source)) <= SMALL.processes
         assert shell(cell, "echo on") == "on"  # what was left behind had to make room
 
-    def test_a_fork_bomb_ends_at_its_time(self, cell: ResidentSandbox) -> None:
+    def test_a_fork_bomb_ends_at_its_time(self, cell: Sandbox) -> None:
         begin = time.monotonic()
         done = cell.exec(["bash", "-c", "b() { b | b & }; b; sleep 60"], timeout_s=1)
         assert done.timed_out and time.monotonic() - begin < 10
         assert cell.stats().processes == 0 and shell(cell, "echo on") == "on"
 
-    def test_no_network_but_its_own(self, cell: ResidentSandbox) -> None:
+    def test_no_network_but_its_own(self, cell: Sandbox) -> None:
         source = """
 import socket
 with socket.create_server(("127.0.0.1", 0)) as server:
@@ -367,7 +366,7 @@ for address in (("1.1.1.1", 53), ("169.254.169.254", 80), ("10.0.0.1", 80)):
 """
         assert python(cell, source) == ""
 
-    def test_no_privileges(self, cell: ResidentSandbox) -> None:
+    def test_no_privileges(self, cell: Sandbox) -> None:
         status = dict(
             line.split(":\t", 1) for line in shell(cell, "cat /proc/self/status").splitlines() if ":\t" in line
         )
@@ -376,13 +375,13 @@ for address in (("1.1.1.1", 53), ("169.254.169.254", 80), ("10.0.0.1", 80)):
         for command in ("unshare -Ur true", "mount -t tmpfs x /tmp", "chroot /"):
             assert cell.exec(["bash", "-c", command]).exit_code != 0
 
-    def test_descriptors_of_the_host_stay_there(self, cell: ResidentSandbox, tmp_path: Path) -> None:
+    def test_descriptors_of_the_host_stay_there(self, cell: Sandbox, tmp_path: Path) -> None:
         assert (
             python(cell, "import os; print([fd for fd in range(3, 300) if os.path.exists(f'/proc/self/fd/{fd}')])")
             == "[]"
         )
 
-    def test_the_resident_program_is_out_of_reach(self, cell: ResidentSandbox) -> None:
+    def test_the_resident_program_is_out_of_reach(self, cell: Sandbox) -> None:
         source = """
 import ctypes, os, signal
 for number in range(1, 65):
@@ -400,7 +399,7 @@ for name in ("oom_score_adj", "mem", "attr/current"):
 """
         assert python(cell, source) == "" and shell(cell, "echo on") == "on"
 
-    def test_the_programs_of_the_host_are_read_only(self, cell: ResidentSandbox) -> None:
+    def test_the_programs_of_the_host_are_read_only(self, cell: Sandbox) -> None:
         done = cell.exec(
             ["bash", "-c", "for d in / /usr /usr/bin /etc /proc/sys/kernel; do touch $d/x && echo $d; done"]
         )
