@@ -4,6 +4,7 @@ Each case looks at what the program reported and at what the host saw: a listene
 that stayed, the time it took. A program that reports nothing at all has not proved to be stopped: then the
 outcome itself must be the one that the limit in question gives, or the case is not counted as blocked.
 
+The thirty numbered cases run on every backend; on `bwrap` those of the function runner (`sandbox.py`) besides.
 Covers escapes, resource use and the ways to forge a result. Does not cover faults of the kernel.
 """
 
@@ -13,21 +14,23 @@ import contextlib
 import os
 import socket
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.attacks import forgery, isolation, resources
+from composer_nb.harness.attacks import forgery, isolation, resources, sandboxes
 from composer_nb.harness.attacks.case import SECRET, SECRET_NAME, Host, Silent, Verdict
 from composer_nb.harness.sandbox import BwrapSandboxes
+from composer_nb.harness.sandboxes import BACKENDS, open_backend
+from composer_nb.harness.sandboxes.contract import Backend
 
-BACKENDS = ("bwrap",)
 CASES = (*isolation.CASES, *resources.CASES, *forgery.CASES)
 
 
 @contextlib.contextmanager
-def _host(make: Callable[[], BwrapSandboxes]) -> Iterator[Host]:
-    """A host with secrets around its sandbox: a file, an environment variable, a descriptor, a listener."""
+def surroundings(backend: Backend) -> Iterator[sandboxes.Site]:
+    """Secrets around a sandbox: a file, an environment variable, a descriptor, listeners of three kinds."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.chmod(0o777)
@@ -40,10 +43,16 @@ def _host(make: Callable[[], BwrapSandboxes]) -> Iterator[Host]:
         before = os.environ.get(SECRET_NAME)
         os.environ[SECRET_NAME] = SECRET
         stack.callback(_restore, before)
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        listener.setblocking(False)
-        boxes = stack.enter_context(make())
-        yield Host(boxes=boxes, listener=listener, canary=canary)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind(str(directory / "socket"))
+        (directory / "socket").chmod(0o777)
+        abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
+        abstract.bind("\0composer_nb-" + uuid.uuid4().hex)
+        for listener in (tcp, local, abstract):
+            listener.listen()
+            listener.setblocking(False)
+        yield sandboxes.Site(backend=backend, canary=canary, tcp=tcp, local=local, abstract=abstract)
 
 
 def _restore(value: str | None) -> None:
@@ -56,21 +65,49 @@ def _restore(value: str | None) -> None:
 def run_checks(backend: str = "bwrap") -> dict[str, Any]:
     """{"backend", "capabilities", "cases": [{"id", "title", "blocked", "flagged", "detail"}]}.
 
+    A backend that isolates nothing is not attacked: each of its cases counts as not blocked.
     Raises ValueError for an unknown backend and SandboxUnavailable where it cannot work.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
-    return _run_cases(backend, BwrapSandboxes)
+    made = open_backend(backend)
+    with contextlib.closing(made):
+        facts = made.capabilities()
+        rows = _attack(made) if facts.isolated else [_row(c.id, c.title, _NOT_RUN) for c in sandboxes.CASES]
+        if backend == "bwrap":
+            rows += _run_cases(BwrapSandboxes, made)
+    shown = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}
+    return {"backend": backend, "capabilities": shown, "cases": rows}
 
 
-def _run_cases(backend: str, make: Callable[[], BwrapSandboxes]) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    with _host(make) as host:
-        for entry in CASES:
-            try:
-                verdict = entry.judge(host)
-            except Silent as silence:
-                verdict = Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
-            shown = {"blocked": verdict.blocked, "flagged": verdict.flagged, "detail": verdict.detail}
-            rows.append({"id": entry.id, "title": entry.title, **shown})
-        return {"backend": backend, "capabilities": host.boxes.capabilities, "cases": rows}
+_NOT_RUN = Verdict(blocked=False, detail="not tried: this backend isolates nothing")
+
+
+def _attack(backend: Backend) -> list[dict[str, Any]]:
+    with surroundings(backend) as site:
+        return [_row(case.id, f"{case.number}. {case.title}", verdict_of(case.judge, site)) for case in sandboxes.CASES]
+
+
+def _run_cases(make: Callable[[], BwrapSandboxes], backend: Backend) -> list[dict[str, Any]]:
+    """The cases of the function runner."""
+    with surroundings(backend) as site, make() as boxes:
+        host = Host(boxes=boxes, listener=site.tcp, canary=site.canary)
+        return [_row(case.id, case.title, verdict_of(case.judge, host)) for case in CASES]
+
+
+def verdict_of(judge: Callable[[Any], Verdict], where: Any) -> Verdict:
+    """What a judge says; where a program gave no evidence it was not proved to be stopped."""
+    try:
+        return judge(where)
+    except (Silent, ValueError) as silence:
+        return Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
+
+
+def _row(name: str, title: str, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "id": name,
+        "title": title,
+        "blocked": verdict.blocked,
+        "flagged": verdict.flagged,
+        "detail": verdict.detail,
+    }

@@ -30,7 +30,7 @@ from typing import Any, Literal, Self, get_args
 
 from composer_nb.harness.bundle import BOOT, bundle, packet
 from composer_nb.harness.interpreter import Interpreter, install_hint
-from composer_nb.harness.journal import Journal, Resource
+from composer_nb.harness.journal import OWN, Journal, Resource
 from composer_nb.harness.linux import machine
 from composer_nb.harness.sandboxes import guest
 from composer_nb.harness.sandboxes.cgroups import Cgroups, Group
@@ -184,7 +184,7 @@ class BwrapBackend:
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
         told = resident_settings(spec, workspace=WORKSPACE, drop=True, filter=self._filter, limits=limits)
         channel, there = socket_pair()
-        made = _Machine(uuid.uuid4().hex[:12], channel, None, None, self)
+        made = _Machine(uuid.uuid4().hex, channel, None, None, self)
         with there, self._lock:
             if self._closed:
                 raise SandboxFailure("this backend is closed")
@@ -334,15 +334,16 @@ class BwrapBackend:
         if isinstance(self._cgroups, str):
             return
         try:
-            made.group = self._cgroups.make(made.id, spec)
+            folders = self._cgroups.folders(f"{OWN}{made.id}")
             with self._lock:
-                made.noted += [self._note("cgroup", folder) for folder in made.group.folders]
+                made.noted += [self._note("cgroup", folder, folder.name) for folder in folders]
+            made.group = self._cgroups.make(folders, spec)
             made.group.attach(made.channel.peer)
         except OSError as error:
             raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be made: {error}") from error
 
-    def _note(self, kind: Literal["process", "cgroup"], name: int | Path) -> Resource | None:
-        return None if self._journal is None else self._journal.made(kind, name)
+    def _note(self, kind: Literal["process", "cgroup"], name: int | Path, mark: str | None = None) -> Resource | None:
+        return None if self._journal is None else self._journal.made(kind, name, mark)
 
     def _strike(self, noted: Resource | None) -> None:
         if self._journal is not None:

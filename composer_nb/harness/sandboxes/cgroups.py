@@ -106,15 +106,16 @@ class Cgroups:
             )
         return cls({"": place}, 2)
 
-    def make(self, name: str, spec: SandboxSpec) -> Group:
+    def folders(self, name: str) -> tuple[Path, ...]:
+        """Where the group of this name would be."""
+        return tuple(place / name for place in dict.fromkeys(self.places.values()))
+
+    def make(self, folders: tuple[Path, ...], spec: SandboxSpec) -> Group:
         """A group with the limits of `spec`. Raises OSError."""
-        folders = []
-        for place in dict.fromkeys(self.places.values()):
-            folder = place / f"composer_nb-{name}"
-            folder.mkdir()
-            folders.append(folder)
-        group = Group(tuple(folders), self.version)
+        group = Group(folders, self.version)
         try:
+            for folder in folders:
+                folder.mkdir()
             for file, value in self._limits(spec).items():
                 self._write(group, file, value)
         except OSError:

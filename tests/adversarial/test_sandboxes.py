@@ -1,0 +1,55 @@
+"""The cases of hostile use that every backend of sandboxes withstands, and that they notice where walls are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from composer_nb.harness import sandbox_check
+from composer_nb.harness.attacks.sandboxes import CASES
+from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.sandboxes.process import ProcessBackend
+from tests.harness.sandboxes.conftest import BACKENDS, make
+
+ISOLATED = [name for name in BACKENDS if name != "process"]
+
+
+@pytest.fixture(params=ISOLATED, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made = make(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_is_blocked(backend: Backend, case: Any) -> None:
+    with sandbox_check.surroundings(backend) as site:
+        verdict = sandbox_check.verdict_of(case.judge, site)
+    assert verdict.blocked, verdict.detail
+
+
+class NoWalls(ProcessBackend):
+    """Plain processes that trust whatever comes: only for cases that do no harm."""
+
+    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
+        return super().create(replace(spec or SandboxSpec(), trusted=True), snapshot)
+
+
+@pytest.mark.parametrize("name", ["read-the-host", "network", "time-limit"])
+def test_missing_walls_are_noticed(name: str) -> None:
+    case = next(case for case in CASES if case.id == name)
+    with NoWalls() as backend, sandbox_check.surroundings(backend) as site:
+        verdict = sandbox_check.verdict_of(case.judge, site)
+    if name == "time-limit":
+        assert verdict.blocked  # the resident program keeps this one by itself
+    else:
+        assert not verdict.blocked and "succeeded" in verdict.detail
+
+
+def test_a_backend_without_walls_is_not_attacked_and_passes_nothing() -> None:
+    report = sandbox_check.run_checks("process")
+    assert len(report["cases"]) >= len(CASES) and not any(row["blocked"] for row in report["cases"])
+    assert not report["capabilities"]["limits"]["network"]
