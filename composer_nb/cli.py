@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _json_option(tasks)
 
     _jobs_options(add("jobs", _jobs, "notebooks headless: a graph of them, here or on a Ray cluster"))
-    _json_option(add("bench", _bench, "measure this machine, in under a minute"))
+    _json_option(add("bench", _bench, "measure this machine, in a minute or two"))
     operations.add_commands(add)
     return parser
 

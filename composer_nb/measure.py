@@ -30,6 +30,7 @@ from composer_nb.harness.policy import Request
 from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.repairs import make_tasks
 from composer_nb.harness.sandbox import BwrapSandboxes
+from composer_nb.harness.sandboxes import speed
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import request_tests
 from composer_nb.trainer.data import Row
@@ -44,7 +45,7 @@ TASKS, EXECUTIONS, GRADES = 48, 200, 100
 
 
 def measure(say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Every figure by name; takes well under a minute."""
+    """Every figure by name; takes a minute or two. `workspaces`: by backend, figures or why it does not work here."""
     threads = torch.get_num_threads()
     set_up_process(0)
     try:
@@ -56,7 +57,10 @@ def measure(say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         say("harness and engine …")
         found |= engine_speed(tasks)
         say("training …")
-        return found | training_speed() | {"machine": platform.machine(), "torch": torch.__version__}
+        found |= training_speed()
+        say("sandboxes with a workspace …")
+        found["workspaces"] = dict(speed.report())
+        return found | {"machine": platform.machine(), "torch": torch.__version__}
     finally:
         torch.set_num_threads(threads)
 
@@ -171,4 +175,9 @@ def markdown(found: dict[str, Any]) -> str:
     note = (
         f"One process, one torch thread, torch {found['torch']} on {found['machine']}, sandbox {found['sandbox_mode']}."
     )
+    for backend, figures in found["workspaces"].items():
+        if isinstance(figures, str):
+            rows.append((f"{backend}", f"not measured: {figures}"))
+        else:
+            rows += [(f"{backend}: {name}", f"{value:,.1f}") for name, value in figures.items()]
     return "\n".join(["| what | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows), "", note])

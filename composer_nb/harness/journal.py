@@ -7,10 +7,11 @@ Each `Journal` writes a file of its own, `<folder>/<pid>-<random>.jsonl`, which 
 
 Numbers and names are used again by others, so that each resource has a *mark*, which tells it from whatever has its name
 later: a process the clock tick in which it began, a mount its number and device, a cgroup its device and inode (which cgroups
-do not use again), a directory what a file in it says (inodes are used again at once). The owner is a process, known by pid,
-tick, boot and pid namespace: a pid means nothing elsewhere.
+do not use again), or its name where that is random (OWN), a directory what a file in it says (inodes are used again at once), a container what a label of it says. The
+owner is a process, known by pid, tick, boot and pid namespace: a pid means nothing elsewhere.
 
 Covers Linux. Does not cover the moment between making a thing and noting it: what a run starts also ends with its parent.
+A container and a cgroup do not, so that they are noted before they are made, under the mark that they will have.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import re
 import socket
 import time
 import uuid
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,8 +32,10 @@ FOLDER = "journal"
 """Where a run directory keeps its journals."""
 LABEL = ".composer_nb-journal"
 """The file that marks a directory."""
+OWN = "composer_nb-"
+"""How names begin that hold a random number and so are never used again: those of a sandbox's cgroups."""
 
-Kind = Literal["process", "mount", "cgroup", "directory"]
+Kind = Literal["container", "process", "mount", "cgroup", "directory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
-    """A thing that its owner has to remove. `name` is a pid or an absolute path."""
+    """A thing that its owner has to remove. `name` is a pid, an absolute path, or a container's."""
 
     kind: Kind
     name: str
@@ -67,12 +70,19 @@ def started(pid: int) -> int | None:
 
 
 def mark_of(kind: Kind, name: str) -> str | None:
-    """The mark of what now has this name; None when nothing has."""
+    """The mark of what now has this name; None when nothing has. Raises OSError where no Docker Engine tells of a container."""
+    if kind == "container":
+        from composer_nb.harness.sandboxes import engine
+
+        with closing(engine.connect()) as client:
+            return engine.container_mark(client, name)
     if kind == "process":
         tick = started(int(name))
         return None if tick is None else str(tick)
     if kind == "mount":
         return mounts().get(name)
+    if kind == "cgroup" and Path(name).name.startswith(OWN):
+        return Path(name).name if os.path.isdir(name) else None
     try:
         if kind == "directory":
             return _label(name)
@@ -123,13 +133,13 @@ class Journal:
         self.file = folder / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.jsonl"
         self._held: set[Resource] = set()
 
-    def made(self, kind: Kind, name: str | int | Path) -> Resource | None:
+    def made(self, kind: Kind, name: str | int | Path, mark: str | None = None) -> Resource | None:
         """Notes a thing that was just made, and labels it if it is a directory; None when it is gone already, as a process
-        may be."""
+        may be. `mark`: of what is noted just before it is made, a container or a cgroup."""
         name = str(name)
         if kind == "directory":
             Path(name, LABEL).write_text(uuid.uuid4().hex)
-        mark = mark_of(kind, name)
+        mark = mark or mark_of(kind, name)
         if mark is None:
             return None
         resource = Resource(kind=kind, name=name, mark=mark)

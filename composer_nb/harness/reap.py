@@ -1,9 +1,9 @@
-"""Ends what a killed run left on this machine: processes, mounts, cgroups, directories, as its journals name them.
+"""Ends what a killed run left on this machine: containers, processes, mounts, cgroups, directories, as its journals name them.
 
 A thing is touched only if all of this holds: a journal names it, its owner is a process of this machine and pid namespace that
 is dead (or of an earlier boot of this machine), and what has its name now also has its mark (`journal.py`). Everything else is
 left alone and counted. Whatever was ended, or proved gone, is struck from the journal, so that the next time there is nothing
-to do.
+to do. What can not be ended now, as a container while no Docker Engine answers, stays in the journal for the next time.
 
 Covers Linux. Does not cover what a run writes into its own directory (`RunDir.clean` does).
 """
@@ -19,7 +19,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -38,13 +38,14 @@ from composer_nb.harness.journal import (
 
 PATIENCE_S = 5.0
 """Seconds that a killed process may take to end."""
-ORDER: tuple[Kind, ...] = ("process", "mount", "cgroup", "directory")
+ORDER: tuple[Kind, ...] = ("container", "process", "mount", "cgroup", "directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """What `reap` did. Names are pids and paths."""
+    """What `reap` did. Names are pids, paths, and those of containers."""
 
+    containers: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
     mounts: tuple[str, ...] = ()
     cgroups: tuple[str, ...] = ()
@@ -70,6 +71,7 @@ def reap(root: Path) -> Reaped:
                 _reap_file(file, tally)
     ended = {kind: tuple(names) for kind, names in tally.ended.items()}
     return Reaped(
+        containers=ended["container"],
         processes=ended["process"],
         mounts=ended["mount"],
         cgroups=ended["cgroup"],
@@ -157,12 +159,19 @@ def is_dead(owner: Owner) -> bool:
 
 def _end(resource: Resource, owner: Owner) -> bool:
     """Ends a resource; False when it is gone already. Raises OSError when that does not work."""
-    if resource.kind != "directory" and owner.boot != this_process().boot:
+    if resource.kind not in ("container", "directory") and owner.boot != this_process().boot:
         return False  # did not survive
     if mark_of(resource.kind, resource.name) != resource.mark:
         return False
     _ENDS[resource.kind](resource)
     return True
+
+
+def _end_container(resource: Resource) -> None:
+    from composer_nb.harness.sandboxes import engine
+
+    with closing(engine.connect()) as client:
+        engine.remove_container(client, resource.name)
 
 
 def _end_process(resource: Resource) -> None:
@@ -248,6 +257,7 @@ def remove_directory(path: Path) -> None:
 
 
 _ENDS: dict[Kind, Callable[[Resource], None]] = {
+    "container": _end_container,
     "process": _end_process,
     "mount": _end_mount,
     "cgroup": _end_cgroup,

@@ -18,12 +18,16 @@ import pytest
 
 from composer_nb.harness import journal as journals
 from composer_nb.harness import reap as reaping
+from composer_nb.harness.calls import SandboxUnavailable
 from composer_nb.harness.journal import Journal, mounts, started, this_process
 from composer_nb.harness.reap import Reaped, is_dead, reap
+from composer_nb.harness.sandboxes.engine import MARK, connect, remove_container
+from composer_nb.harness.sandboxes.image import host_image
 
 OWNER = """
 import json, os, subprocess, sys
 from pathlib import Path
+from composer_nb.harness.calls import SandboxUnavailable
 from composer_nb.harness.journal import Journal
 journal = Journal(Path(sys.argv[1]) / "journal", "run-1")
 for kind, name in json.loads(sys.argv[2]):
@@ -40,7 +44,7 @@ for kind, name in json.loads(sys.argv[2]):
         os.makedirs(name + "/inner")
         child = subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL)
         Path(name, "inner", "cgroup.procs").write_text(str(child.pid))
-    assert journal.made(kind, name) is not None
+    assert journal.made(kind, name, "mark-1" if kind == "container" else None) is not None
     print(name, flush=True)
 sys.stdin.read()
 """
@@ -351,3 +355,63 @@ def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
         found = reap(tmp_path / "runs")
     assert not found.directories and "can not be emptied" in found.failed[0] and folder.is_dir()
     assert reap(tmp_path / "runs").directories == (str(folder),) and not folder.exists()
+
+
+def test_a_container_stays_in_the_journal_while_no_engine_answers(
+    owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = owner("container", "directory", container="composer_nb-1")
+    left.kill()
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    found = reap(tmp_path / "runs")
+    assert found.directories == (left.names[1],) and not found.containers
+    [failure] = found.failed
+    assert failure.startswith("container composer_nb-1: no Docker Engine answers at")
+    assert len(journal_files(tmp_path)) == 1 and reap(tmp_path / "runs").failed == (failure,)
+
+
+@pytest.fixture
+def docker_client() -> Iterator[Any]:
+    try:
+        made = connect()
+    except SandboxUnavailable as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"{error} (make test starts no Docker Engine)")
+    yield made
+    made.close()
+
+
+@pytest.mark.docker
+def test_only_the_container_that_was_noted_is_removed(
+    owner: Callable[..., Owner], tmp_path: Path, docker_client: Any
+) -> None:
+    """Even by name; and one that was noted and never made is gone."""
+    names = [f"composer_nb-test-{tmp_path.name}-{number}" for number in range(3)]
+    image = host_image(docker_client)
+    for name, mark in zip(names, ("mark-1", "mark-2"), strict=False):
+        docker_client.containers.create(image, ["true"], name=name, labels={MARK: mark}, network_mode="none")
+    try:
+        for name in names:
+            owner("container", container=name).kill()
+        assert reap(tmp_path / "runs") == Reaped(containers=(names[0],)) and journal_files(tmp_path) == []
+        [left] = docker_client.containers.list(all=True, filters={"name": f"composer_nb-test-{tmp_path.name}"})
+        assert left.name == names[1]
+    finally:
+        for name in names:
+            remove_container(docker_client, name)
+
+
+@pytest.mark.docker
+def test_a_container_outlives_a_boot(owner: Callable[..., Owner], tmp_path: Path, docker_client: Any) -> None:
+    name = f"composer_nb-test-{tmp_path.name}"
+    docker_client.containers.create(host_image(docker_client), ["true"], name=name, labels={MARK: "mark-1"})
+    try:
+        left = owner("container", container=name)
+        assert reap(tmp_path / "runs") == Reaped(kept=1)
+        [file] = journal_files(tmp_path)
+        rewrite(file, lambda entry: entry["owner"].update(boot="the boot before"))
+        assert reap(tmp_path / "runs") == Reaped(containers=(name,))
+        left.kill()
+    finally:
+        remove_container(docker_client, name)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.attacks.case import HELPERS, SECRET, SECRET_NAME, Verdict
-from composer_nb.harness.journal import OWN, started
+from composer_nb.harness.journal import FOLDER, OWN, mounts, started
 from composer_nb.harness.linux import machine
 from composer_nb.harness.reap import reap
 from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxDied, SandboxSpec
@@ -427,7 +427,8 @@ import sys, threading, time
 from pathlib import Path
 from composer_nb.harness.sandboxes import open_backend
 from composer_nb.harness.attacks.sandboxes import SPEC
-backend = open_backend(sys.argv[1], "killed", Path(sys.argv[2]) / "journal")
+from composer_nb.harness.journal import FOLDER
+backend = open_backend(sys.argv[1], "killed", Path(sys.argv[2]) / FOLDER)
 box = backend.create(SPEC)
 box.write("a", b"x")
 threading.Thread(target=lambda: box.exec(["bash", "-c", "(setsid sleep 300 &); sleep 300"], timeout_s=300), daemon=True).start()
@@ -443,7 +444,7 @@ time.sleep(300)
 
 @case(28, "kill the harness in the middle of everything, then reap")
 def killed_harness(site: Site) -> Verdict:
-    there = _groups()
+    before = machine_state()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", HARNESS, site.backend.name, folder]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/")
@@ -458,9 +459,10 @@ def killed_harness(site: Site) -> Verdict:
         time.sleep(0.5)
         done = reap(Path(folder))
         left = [pid for pid, tick in below if started(pid) == tick]
-        groups = [str(path) for path in _groups() - there if _of_nobody(path)]
         again = reap(Path(folder))
-    problems = [*(f"process {pid}" for pid in left), *groups, *done.failed, *again.failed]
+        (Path(folder) / FOLDER).rmdir()  # empty: nothing is held any more
+        found = left_behind(before)
+    problems = [*(f"process {pid}" for pid in left), *found, *done.failed, *again.failed]
     ended = ", ".join(f"{len(getattr(done, kind))} {kind}" for kind in ("processes", "cgroups", "containers"))
     detail = f"{len(below)} processes were running; reap ended {ended}"
     return Verdict(blocked=not problems, detail=f"left: {problems}" if problems else detail)
@@ -482,8 +484,40 @@ def _below(root: int) -> list[tuple[int, int]]:
     return [(pid, facts[pid][1]) for pid in found[1:] if pid in facts]
 
 
-def _groups() -> set[Path]:
-    return set(Path("/sys/fs/cgroup").glob(f"**/{OWN}*"))
+@dataclass(frozen=True, slots=True)
+class MachineState:
+    """What sandboxes could leave on a machine: (pid, start) of processes that hold them, mounts, cgroups, folders."""
+
+    processes: frozenset[tuple[int, int]]
+    mounts: frozenset[str]
+    cgroups: frozenset[str]
+    folders: frozenset[str]
+
+
+def machine_state() -> MachineState:
+    """What there is now. A cgroup counts when nothing runs in it: one that is in use is somebody's."""
+    holders = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if (
+                entry.name.isdigit()
+                and (entry / "comm").read_text().strip() == "bwrap"
+                and (tick := started(int(entry.name)))
+            ):
+                holders.add((int(entry.name), tick))
+        except OSError:
+            continue
+    groups = {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{OWN}*") if _of_nobody(path)}
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob(f"{OWN}*")}
+    return MachineState(frozenset(holders), frozenset(mounts()), frozenset(groups), frozenset(folders))
+
+
+def left_behind(before: MachineState) -> list[str]:
+    """What there is now and was not before, a line each."""
+    now = machine_state()
+    return [
+        f"{name}: {entry}" for name in MachineState.__slots__ for entry in getattr(now, name) - getattr(before, name)
+    ]
 
 
 def _of_nobody(group: Path) -> bool:

@@ -46,6 +46,7 @@ from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
     SocketChannel,
     resident_settings,
+    sender,
     socket_pair,
 )
 from composer_nb.harness.seccomp import command_filter
@@ -94,6 +95,15 @@ class _Machine:
         return 0 if self.group is None else self.group.kills()
 
 
+@dataclass(slots=True)
+class _Zygote:
+    """The process that makes sandboxes: its bubblewrap, and the socket on which it is asked."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    noted: list[Resource | None] = field(default_factory=list)
+
+
 class BwrapBackend:
     """Makes sandboxes by bubblewrap. A context manager; may be used from several threads.
 
@@ -116,7 +126,7 @@ class BwrapBackend:
         self._filter = base64.b64encode(command_filter(machine())).decode()
         self._cgroups = Cgroups.find()
         self._lock = threading.Lock()
-        self._zygote: tuple[subprocess.Popen[bytes], socket.socket, Resource | None] | None = None
+        self._zygote: _Zygote | None = None
         self._live: dict[str, ResidentSandbox] = {}
         self._closed = False
         self._mode: Mode = self._probe()
@@ -204,7 +214,7 @@ class BwrapBackend:
                 if self._zygote is None:
                     self._zygote = self._start_zygote()
                 try:
-                    socket.send_fds(self._zygote[1], [told.encode()], [there.fileno(), theirs.fileno()])
+                    socket.send_fds(self._zygote.control, [told.encode()], [there.fileno(), theirs.fileno()])
                     return ours
                 except OSError as error:
                     self._stop_zygote()
@@ -213,33 +223,40 @@ class BwrapBackend:
                         raise SandboxFailure(f"the process that makes sandboxes is gone: {error}") from error
         raise AssertionError
 
-    def _start_zygote(self) -> tuple[subprocess.Popen[bytes], socket.socket, Resource | None]:
+    def _start_zygote(self) -> _Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            process = self._popen("forked", theirs, SandboxSpec())
-        noted = self._note("process", process.pid)
+            made = _Zygote(self._popen("forked", theirs, SandboxSpec()), ours)
+        made.noted.append(self._note("process", made.process.pid))
         ours.settimeout(END_S)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
             ours.send(packet(bundle(guest, '{"role": "zygote"}')))
-            if ours.recv(100) != b"ready":
+            answer, ancillary, _, _ = ours.recvmsg(100, socket.CMSG_SPACE(12))
+            if answer != b"ready":
                 raise OSError("it ended at once")
+            made.noted.append(self._note("process", sender(ancillary)))
         except OSError as error:
-            ours.close()
-            process.kill()
-            process.wait()
-            self._strike(noted)
-            raise SandboxFailure(f"bubblewrap: {self._complaint(process) or error}") from error
-        return process, ours, noted
+            complaint = self._complaint(made.process)
+            self._end_zygote(made)
+            raise SandboxFailure(f"bubblewrap: {complaint or error}") from error
+        return made
 
     def _stop_zygote(self) -> None:
         if self._zygote is not None:
-            (process, ours, noted), self._zygote = self._zygote, None
-            ours.close()  # at which it ends, and with it, being the first in its pid namespace, all sandboxes
-            try:
-                process.wait(timeout=END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            made, self._zygote = self._zygote, None
+            self._end_zygote(made)
+
+    def _end_zygote(self, made: _Zygote) -> None:
+        made.control.close()  # at which it ends, and with it, being the first in its pid namespace, all sandboxes
+        try:
+            made.process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            made.process.kill()
+            made.process.wait()
+        assert made.process.stderr is not None
+        made.process.stderr.close()
+        for noted in made.noted:
             self._strike(noted)
 
     def _popen(self, mode: Mode, end: socket.socket, spec: SandboxSpec) -> subprocess.Popen[bytes]:
@@ -267,9 +284,8 @@ class BwrapBackend:
 
     def _complaint(self, process: subprocess.Popen[bytes]) -> str:
         assert process.stderr is not None
-        with process.stderr as errors:
-            errors.seek(0)
-            lines = errors.read(4000).decode("utf-8", "replace").strip().splitlines()
+        process.stderr.seek(0)
+        lines = process.stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     @contextlib.contextmanager

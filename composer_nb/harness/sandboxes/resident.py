@@ -11,6 +11,7 @@ import io
 import json
 import os
 import socket
+import sys
 import tarfile
 import threading
 import time
@@ -103,13 +104,19 @@ class SocketChannel:
             data, ancillary, _, _ = self._end.recvmsg(1 << 18, socket.CMSG_SPACE(12))
         except ConnectionError:
             return b""
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                self.peer = int.from_bytes(content[:4], "little")
+        self.peer = sender(ancillary) or self.peer
         return data
 
     def close(self) -> None:
         self._end.close()
+
+
+def sender(ancillary: list[tuple[int, int, bytes]]) -> int:
+    """The pid, as this machine sees it, of who sent a message to a socket with SO_PASSCRED; 0 where that is not told."""
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            return int.from_bytes(content[:4], sys.byteorder)
+    return 0
 
 
 class ResidentSandbox:
