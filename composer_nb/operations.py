@@ -230,9 +230,8 @@ def reap_command(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(found, indent=2))
     else:
-        ended = [
-            f"{len(found[kind])} {kind}" for kind in ("processes", "mounts", "cgroups", "directories") if found[kind]
-        ]
+        kinds = ("containers", "processes", "mounts", "cgroups", "directories")
+        ended = [f"{len(found[kind])} {kind}" for kind in kinds if found[kind]]
         print(f"ended: {', '.join(ended) or 'nothing'}; left alone, as their owners live: {found['kept']}")
         for line in found["failed"]:
             print(f"failed: {line}")

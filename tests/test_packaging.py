@@ -94,7 +94,8 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert conda == [f"python={lowest}", "pip"]
     assert pip == {"pip": ["-e .[dev,lab]"]}
-    assert set(EXTRAS) == {"browser", "dev", "lab"}
+    assert set(EXTRAS) == {"browser", "dev", "docker", "lab"}
+    assert set(EXTRAS["docker"]) <= set(EXTRAS["dev"]), "the tests need it"
     assert set(environment) == {"name", "channels", "dependencies"}
 
 
@@ -261,22 +262,33 @@ def test_an_unknown_system_is_told_the_package(tmp_path: Path):
 # -- the checkout --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path, shell", [(".ci/run", "bash"), ("scripts/system_packages", "sh")])
+@pytest.mark.parametrize(
+    "path, shell", [(".ci/run", "bash"), ("scripts/system_packages", "sh"), ("scripts/docker_engine", "sh")]
+)
 def test_scripts_can_be_run(path: str, shell: str):
     assert os.access(ROOT / path, os.X_OK)
     assert run(shell, "-n", path).returncode == 0
 
 
 def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
+    """With an engine, which ends with it if it was started for it."""
     shutil.copytree(ROOT / ".ci", clone / ".ci")
-    script(clone / "bin/make", 'echo "make $*" >>log; exit 3')
+    script(clone / "bin/make", 'echo "make $* CI=$CI" >>log; exit 3')
     script(clone / "scripts/system_packages", 'echo "packages $*" >>log')
+    script(clone / "scripts/docker_engine", 'sleep 60 >/dev/null 2>&1 & echo $! | tee pid >"$1"; echo engine >>log')
     done = run(str(clone / ".ci/run"), cwd=clone.parent, PATH=f"{clone / 'bin'}:{os.environ['PATH']}")
     assert done.returncode == 3
     assert (clone / "log").read_text().splitlines() == [
         "packages bwrap git make python3-venv",
-        "make check test",
+        "engine",
+        "make check test CI=true",
     ]
+    stat = Path("/proc", (clone / "pid").read_text().strip(), "stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+    script(clone / "scripts/docker_engine", "echo nothing could be started >&2; exit 1")
+    done = run(str(clone / ".ci/run"), cwd=clone.parent, PATH=f"{clone / 'bin'}:{os.environ['PATH']}")
+    assert done.returncode == 1 and done.stderr == "nothing could be started\n"
 
 
 def test_the_workflow_runs_what_make_has():

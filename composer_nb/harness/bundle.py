@@ -24,9 +24,10 @@ BOOT = "import os\nb=os.read(0,1<<20)\nwhile len(b)<4+int.from_bytes(b[:4],'big'
 """A program that reads another one from its input: what runs then does not stand in the list of processes."""
 
 
-def bundle(main: ModuleType, *arguments: str) -> str:
-    """A program that ends in `main.main(*arguments)`; `main` may import `linux` besides the standard library."""
-    files = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (linux, main)]
+def bundle(*modules: ModuleType, arguments: tuple[str, ...] = ()) -> str:
+    """A program that ends in `main(*arguments)` of the last module. They may import those before them, `linux`, and the
+    standard library."""
+    files = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (linux, *modules)]
     return _START.format(sources=files, arguments=arguments)
 
 

@@ -7,8 +7,9 @@ Each `Journal` writes a file of its own, `<folder>/<pid>-<random>.jsonl`, which 
 
 Numbers and names are used again by others, so that each resource has a *mark*, which tells it from whatever has its name
 later: a process the clock tick in which it began, a mount its number and device, a cgroup its device and inode (which cgroups
-do not use again), or its name where that is random (OWN), a directory what a file in it says (inodes are used again at once), a container what a label of it says. The
-owner is a process, known by pid, tick, boot and pid namespace: a pid means nothing elsewhere.
+do not use again), or its name where that is random (OWN), a directory what a file in it says (inodes are used again at once),
+a container what a label of it says. The owner is a process, known by pid, tick, boot and pid namespace: a pid means nothing
+elsewhere.
 
 Covers Linux. Does not cover the moment between making a thing and noting it: what a run starts also ends with its parent.
 A container and a cgroup do not, so that they are noted before they are made, under the mark that they will have.

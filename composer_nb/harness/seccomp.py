@@ -60,7 +60,8 @@ NUMBER, ARCHITECTURE, FIRST, SECOND = 0, 4, 16, 24  # offsets; of arguments, the
 
 
 def function_filter(table: Mapping[str, int]) -> bytes:
-    """For a function call, on the machine of `linux.MACHINES` that `table` is: threads alone, no new process, no namespace, no waiting for the child in the kernel."""
+    """For a function call, on the machine of `linux.MACHINES` that `table` is: threads alone, no new process, no namespace, no
+    waiting for the child in the kernel."""
     rules = [
         _op(LOAD, FIRST),
         _op(BITS, ANY_NAMESPACE | CLONE_VFORK, 1, 0),

@@ -132,7 +132,7 @@ print(json.dumps(found))
 """
     names = [
         "/etc/shadow",
-        "/root/.bashrc",
+        str(Path.home() / ".bashrc"),
         "/run/docker.sock",
         "/var/run/docker.sock",
         str(site.canary),
@@ -305,7 +305,10 @@ def memory(site: Site) -> Verdict:
         free = _available()
         (result, _), before, meanwhile = _neighbour(site, attack, timeout_s=15)
         ended = isinstance(result, SandboxDied) or result.exit_code != 0
-        blocked &= ended and _available() > free - (256 << 20)
+        deadline = time.monotonic() + 20  # others may use memory too, and let go of it
+        while (given_back := _available() > free - (256 << 20)) is False and time.monotonic() < deadline:
+            time.sleep(0.1)
+        blocked &= ended and given_back
         details.append(f"neighbour {meanwhile * 1e3:.1f} ms, before {before * 1e3:.1f} ms")
     return Verdict(blocked=blocked, detail="; ".join(details))
 

@@ -28,11 +28,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-from composer_nb.harness.bundle import BOOT, bundle, packet
+from composer_nb.harness.bundle import BOOT
 from composer_nb.harness.interpreter import Interpreter, install_hint
 from composer_nb.harness.journal import OWN, Journal, Resource
 from composer_nb.harness.linux import machine
-from composer_nb.harness.sandboxes import guest
 from composer_nb.harness.sandboxes.cgroups import Cgroups, Group
 from composer_nb.harness.sandboxes.contract import (
     WORKSPACE,
@@ -45,6 +44,7 @@ from composer_nb.harness.sandboxes.contract import (
 from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
     SocketChannel,
+    resident_program,
     resident_settings,
     sender,
     socket_pair,
@@ -200,7 +200,7 @@ class BwrapBackend:
                 raise SandboxFailure("this backend is closed")
             if self._mode == "single":
                 made.process = self._popen("single", there, spec)
-                channel.send(packet(bundle(guest, told)), END_S)
+                channel.send(resident_program(told), END_S)
                 made.noted.append(self._note("process", made.process.pid))
             else:
                 made.lifeline = self._request(told, there)
@@ -231,7 +231,7 @@ class BwrapBackend:
         ours.settimeout(END_S)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
-            ours.send(packet(bundle(guest, '{"role": "zygote"}')))
+            ours.send(resident_program('{"role": "zygote"}'))
             answer, ancillary, _, _ = ours.recvmsg(100, socket.CMSG_SPACE(12))
             if answer != b"ready":
                 raise OSError("it ended at once")

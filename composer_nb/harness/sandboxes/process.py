@@ -17,10 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from composer_nb.harness.bundle import BOOT, bundle, packet
+from composer_nb.harness.bundle import BOOT
 from composer_nb.harness.interpreter import Interpreter
 from composer_nb.harness.journal import Journal, Resource
-from composer_nb.harness.sandboxes import guest
 from composer_nb.harness.sandboxes.contract import (
     Capabilities,
     SandboxFailure,
@@ -28,7 +27,13 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxUnavailable,
     Snapshot,
 )
-from composer_nb.harness.sandboxes.resident import ResidentSandbox, SocketChannel, resident_settings, socket_pair
+from composer_nb.harness.sandboxes.resident import (
+    ResidentSandbox,
+    SocketChannel,
+    resident_program,
+    resident_settings,
+    socket_pair,
+)
 
 END_S = 5.0
 
@@ -133,7 +138,7 @@ class ProcessBackend:
                     env={},
                     start_new_session=True,
                 )
-            channel.send(packet(bundle(guest, told)), END_S)
+            channel.send(resident_program(told), END_S)
         except OSError as error:
             shutil.rmtree(outer, ignore_errors=True)
             raise SandboxFailure(f"cannot start {self._interpreter.path}: {error}") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import socket
 import sys
 import tarfile
@@ -20,6 +19,8 @@ from select import POLLIN, POLLOUT, poll
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from composer_nb.harness.bundle import bundle, packet
+from composer_nb.harness.sandboxes import guest, guest_commands, guest_files
 from composer_nb.harness.sandboxes.contract import (
     Backend,
     ExecResult,
@@ -80,6 +81,7 @@ class SocketChannel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._held = threading.RLock()  # so that no thread waits on a number that means another file by now
         self.peer = 0
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -90,25 +92,30 @@ class SocketChannel:
 
     def send(self, data: bytes, timeout_s: float) -> None:
         left, deadline = memoryview(data), time.monotonic() + timeout_s
-        while left:
-            try:
-                left = left[self._end.send(left) :]
-            except BlockingIOError:
-                if not self._writable.poll(max(deadline - time.monotonic(), 0) * 1000):
-                    raise TimeoutError from None
+        with self._held:
+            while left:
+                try:
+                    left = left[self._end.send(left) :]
+                except BlockingIOError:
+                    if not self._writable.poll(max(deadline - time.monotonic(), 0) * 1000):
+                        raise TimeoutError from None
 
     def receive(self, timeout_s: float) -> bytes:
-        if not self._poller.poll(max(timeout_s, 0) * 1000):
-            raise TimeoutError
-        try:
-            data, ancillary, _, _ = self._end.recvmsg(1 << 18, socket.CMSG_SPACE(12))
-        except ConnectionError:
-            return b""
+        with self._held:
+            if not self._poller.poll(max(timeout_s, 0) * 1000):
+                raise TimeoutError
+            try:
+                data, ancillary, _, _ = self._end.recvmsg(1 << 18, socket.CMSG_SPACE(12))
+            except ConnectionError:
+                return b""
         self.peer = sender(ancillary) or self.peer
         return data
 
     def close(self) -> None:
-        self._end.close()
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)  # wakes who waits
+        with self._held:
+            self._end.close()
 
 
 def sender(ancillary: list[tuple[int, int, bytes]]) -> int:
@@ -332,6 +339,6 @@ def resident_settings(spec: SandboxSpec, *, workspace: str, drop: bool, filter: 
     )
 
 
-def close_quietly(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(fd)
+def resident_program(told: str) -> bytes:
+    """What BOOT is sent to become a resident program, or a zygote, with these settings."""
+    return packet(bundle(guest_files, guest_commands, guest, arguments=(told,)))

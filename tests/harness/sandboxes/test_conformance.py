@@ -200,6 +200,14 @@ class TestFiles:
         with pytest.raises(OSError):
             box.upload({"../x": b""})
 
+    def test_more_folders_than_files_may_be_open(self, box: Sandbox) -> None:
+        shell(box, "for n in $(seq 300); do mkdir d$n; echo $n > d$n/f; done")
+        assert box.download() == {f"d{n}/f": b"%d\n" % n for n in range(1, 301)}
+
+    def test_a_long_command_is_a_result_too(self, box: Sandbox) -> None:
+        assert box.exec(["echo", "x" * 3_000_000]).exit_code == 126
+        assert shell(box, "echo on") == "on"
+
     def test_deep_folders_are_refused_and_nothing_breaks(self, box: Sandbox) -> None:
         python(box, _DEEP)
         with pytest.raises(OSError, match="folders"):

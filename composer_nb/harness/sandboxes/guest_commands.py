@@ -1,0 +1,296 @@
+"""Inside a sandbox: commands, what they write, and the end of all that they have started.
+
+Part of the resident program (`guest.py`), which is the first process here: orphans become its children.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import sys
+import time
+import typing
+
+from composer_nb.harness.sandboxes.guest_files import Files, Header, open_beneath, refuse
+
+DRAIN_S = 0.1  # how long output is awaited from processes that a command left behind
+KILL_S = 2.0  # how long a tree may take to end
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+KEPT_DEAD = 1000  # exit codes of background commands that are remembered
+
+
+class Unstartable(OSError):
+    """A command that cannot be executed."""
+
+
+class Kept:
+    """A stream's head and tail, at most `limit` bytes together."""
+
+    def __init__(self, limit: int) -> None:
+        self.half = max(limit // 2, 1)
+        self.head, self.tail, self.total = bytearray(), bytearray(), 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self.half - len(self.head)
+        self.head += data[:room]
+        self.tail += data[max(room, 0) :]
+        if len(self.tail) > 2 * self.half:
+            del self.tail[: -self.half]
+
+    def text(self) -> bytes:
+        tail = bytes(self.tail[-self.half :])
+        lost = self.total - len(self.head) - len(tail)
+        note = b"\n[... %d bytes left out ...]\n" % lost if lost else b""
+        return bytes(self.head) + note + tail
+
+    @property
+    def truncated(self) -> bool:
+        return self.total > 2 * self.half
+
+
+class Commands:
+    """Everything that runs in the sandbox besides this program."""
+
+    def __init__(self, files: Files, wake: int) -> None:
+        self.files, self.wake = files, wake
+        self.ended: dict[int, int] = {}  # pid -> exit code, of what was started here
+        self.running: set[int] = set()
+        self.ticks = os.sysconf("SC_CLK_TCK")
+
+    def reap(self) -> None:
+        """Take note of everything that has ended."""
+        try:
+            os.read(self.wake, 4096)
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.running:
+                self.running.discard(pid)
+                self.ended[pid] = os.waitstatus_to_exitcode(status)
+                while len(self.ended) > KEPT_DEAD:
+                    del self.ended[next(iter(self.ended))]
+
+    def start(self, command: typing.Sequence[str], cwd: str, env: Header, streams: typing.Sequence[int]) -> int:
+        """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none."""
+        folder = open_beneath(self.files.fd, self.files.inner(cwd), os.O_RDONLY | os.O_DIRECTORY)
+        told, tell = os.pipe()
+        try:
+            for left in (1, 0):
+                try:
+                    pid = os.fork()
+                    break
+                except BlockingIOError:  # no process is left: orphans of earlier commands have to go
+                    if not left or not self.end(0, 0):
+                        text = "no process can be started: the limit of processes is reached"
+                        raise refuse(errno.EAGAIN, text) from None
+            if pid == 0:
+                self._become(command, folder, env, streams, tell)
+        finally:
+            os.close(folder)
+            os.close(tell)
+        failure = b""
+        try:
+            failure = os.read(told, 4096)
+        finally:
+            os.close(told)
+        if failure:
+            os.waitpid(pid, 0)
+            code, _, text = failure.decode("utf-8", "replace").partition(" ")
+            raise Unstartable(int(code), text)
+        self.running.add(pid)
+        return pid
+
+    def _become(
+        self, command: typing.Sequence[str], folder: int, env: Header, streams: typing.Sequence[int], tell: int
+    ) -> typing.NoReturn:
+        try:
+            os.setsid()
+            for name in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT, signal.SIGXFSZ):
+                signal.signal(name, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            os.fchdir(folder)
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (*streams, tell)]
+            for number, fd in enumerate(high[:3]):
+                os.dup2(fd, number)
+            os.dup2(high[3], 3, inheritable=False)
+            os.closerange(4, 4096)
+            tell = 3
+            environment = {"PATH": PATH, "HOME": self.files.root, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+            environment.update(env)
+            os.execvpe(command[0], list(command), environment)
+        except BaseException as error:  # the other side of a fork: the parent gets the reason
+            code = getattr(error, "errno", None) or errno.EINVAL
+            os.write(tell, (str(code) + " " + command[0][:200] + ": " + os.strerror(code)).encode("utf-8", "replace"))
+        os._exit(127)
+
+    def run(self, header: Header, stdin: memoryview) -> tuple[Header, bytes]:
+        """Run a command to its end or its limit."""
+        begin, since = time.monotonic(), self.now()
+        out, err = Kept(header["output_bytes"]), Kept(header["output_bytes"])
+        pipes = [os.pipe() for _ in range(2)]
+        source = os.pipe() if len(stdin) else None
+        nothing = os.open("/dev/null", os.O_RDWR)
+        try:
+            streams = (source[0] if source else nothing, pipes[0][1], pipes[1][1])
+            pid = self.start(header["command"], header["cwd"], header["env"], streams)
+        except Unstartable as error:
+            code = 127 if error.errno == errno.ENOENT else 126
+            text = (error.strerror or str(error)).encode() + b"\n"
+            return {"exit_code": code, "sizes": [0, len(text)], "truncated": False, "timed_out": False}, text
+        finally:
+            for fd in (nothing, pipes[0][1], pipes[1][1], *(source[:1] if source else ())):
+                os.close(fd)
+            if sys.exc_info()[0] is not None:
+                for fd in (pipes[0][0], pipes[1][0], *(source[1:] if source else ())):
+                    os.close(fd)
+        deadline = begin + header["timeout_s"]
+        kept = {pipes[0][0]: out, pipes[1][0]: err}
+        timed_out = self._follow(pid, kept, source[1] if source else None, stdin, deadline)
+        if timed_out:
+            self.end(pid, since)
+        code = self.ended.pop(pid, -9)
+        sizes = [len(out.text()), len(err.text())]
+        facts = {
+            "exit_code": code if code >= 0 else 128 - code,
+            "sizes": sizes,
+            "truncated": out.truncated or err.truncated,
+            "timed_out": timed_out,
+            "duration_s": time.monotonic() - begin,
+        }
+        return facts, out.text() + err.text()
+
+    def _follow(
+        self,
+        pid: int,
+        kept: dict[int, Kept],
+        feed: int | None,
+        data: memoryview,
+        deadline: float,
+    ) -> bool:
+        """Move a command's streams until it ends. True when its time was up."""
+        poller = select.poll()
+        left = set(kept)
+        for fd in (*left, self.wake):
+            poller.register(fd, select.POLLIN)
+        if feed is not None:
+            os.set_blocking(feed, False)
+            poller.register(feed, select.POLLOUT)
+        timed_out = False
+        while pid in self.running or left:
+            now = time.monotonic()
+            if now >= deadline:
+                timed_out = pid in self.running
+                break
+            for fd, what in poller.poll(1 + 1000 * (deadline - now)):
+                if fd == self.wake:
+                    self.reap()
+                elif fd == feed:
+                    written = 0
+                    try:
+                        written = os.write(fd, data[: 1 << 16])
+                    except BlockingIOError:
+                        continue
+                    except BrokenPipeError:
+                        data = data[:0]
+                    data = data[written:]
+                    if not data or what & (select.POLLERR | select.POLLHUP):
+                        poller.unregister(fd)
+                        os.close(fd)
+                        feed = None
+                elif fd in left:
+                    chunk = os.read(fd, 1 << 16)
+                    kept[fd].add(chunk)
+                    if not chunk:
+                        poller.unregister(fd)
+                        left.discard(fd)
+            if pid not in self.running and left:
+                deadline = min(deadline, time.monotonic() + DRAIN_S) if not timed_out else deadline
+        for fd in (*kept, *(() if feed is None else (feed,))):
+            os.close(fd)
+        return timed_out
+
+    def now(self) -> int:
+        """The clock tick since boot; processes note in which they began."""
+        return int(time.clock_gettime(time.CLOCK_BOOTTIME) * self.ticks)
+
+    def end(self, root: int, since: int) -> bool:
+        """Kill a command, its descendants and all orphans that began since then. False when there was nothing to kill.
+
+        Raises OSError when something is left after KILL_S.
+        """
+        deadline, found = time.monotonic() + KILL_S, False
+        while doomed := self.members(root, since):
+            found = True
+            for pid in doomed:
+                try:
+                    os.kill(pid, signal.SIGSTOP)  # what is stopped forks no more
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass
+            self.reap()
+            if time.monotonic() > deadline:
+                if os.getpid() != 1:
+                    raise refuse(errno.EBUSY, "processes that were killed are still there")
+                os.kill(-1, signal.SIGKILL)  # everything else in this namespace, at once
+                deadline += KILL_S
+            time.sleep(0.001)
+        return found
+
+    def members(self, root: int, since: int) -> list[int]:
+        """Living processes that belong to a command: below it, or below an orphan that began since."""
+        me, found = os.getpid(), []
+        children: dict[int, list[int]] = {}
+        for pid, parent, start, state in processes():
+            children.setdefault(parent, []).append(pid)
+            orphan = parent == me and pid not in self.running and start >= since
+            if (pid == root or orphan) and state not in "ZX":
+                found.append(pid)
+        for pid in found:
+            found += [child for child in children.get(pid, []) if child not in found]
+        return found
+
+    def end_all(self) -> None:
+        """Kill everything; where this is the first process of a namespace the kernel would do it, elsewhere nobody."""
+        deadline = time.monotonic() + KILL_S
+        while (doomed := self.all()) and time.monotonic() < deadline:
+            for pid in doomed:
+                try:
+                    os.kill(pid, signal.SIGSTOP)
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass
+            self.reap()
+            time.sleep(0.001)
+
+    def all(self) -> list[int]:
+        """Living processes below this one."""
+        children: dict[int, list[int]] = {}
+        for pid, parent, _, state in processes():
+            if state not in "ZX":
+                children.setdefault(parent, []).append(pid)
+        found = list(children.get(os.getpid(), []))
+        for pid in found:
+            found += children.get(pid, [])
+        return found
+
+
+def processes() -> typing.Iterator[tuple[int, int, int, str]]:
+    """(pid, parent, tick of start, state) of every process in sight."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open("/proc/" + name + "/stat", "rb") as file:
+                    fields = file.read().rpartition(b") ")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            yield int(name), int(fields[1]), int(fields[19]), fields[0].decode()

@@ -1,0 +1,313 @@
+"""The backend docker, beyond what all backends promise (`test_conformance.py`): its streams, its containers, its refusals."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.journal import this_process
+from composer_nb.harness.reap import Reaped, reap
+from composer_nb.harness.sandboxes.contract import LIMITS, SandboxDied, SandboxSpec
+from composer_nb.harness.sandboxes.docker import DockerBackend, DockerChannel
+from composer_nb.harness.sandboxes.engine import connect
+from composer_nb.harness.sandboxes.image import host_image
+
+SMALL = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20, inodes=500, processes=20, cpus=0.5, open_files=64)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    try:
+        made = connect()
+    except SandboxUnavailable as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"{error} (make test starts no Docker Engine)")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def backend(client: Any) -> Iterator[DockerBackend]:
+    with DockerBackend(run_id="run-1") as made:
+        yield made
+
+
+# -- the attached streams ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[DockerChannel, socket.socket]]:
+    here, there = socket.socketpair()
+    channel = DockerChannel(here)
+    yield channel, there
+    channel.close()
+    there.close()
+
+
+def piece(stream: int, data: bytes) -> bytes:
+    return struct.pack(">BxxxL", stream, len(data)) + data
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_output_is_told_from_the_errors_however_it_arrives(
+    pair: tuple[DockerChannel, socket.socket], seed: int
+) -> None:
+    channel, there = pair
+    chance = random.Random(seed)
+    pieces = [(chance.choice((1, 1, 2)), chance.randbytes(chance.choice((0, 1, 7, 3000)))) for _ in range(200)]
+    sent = b"".join(piece(*each) for each in pieces)
+
+    def deliver() -> None:
+        left = sent
+        while left:
+            size = chance.choice((1, 3, 8, 9, 5000))
+            there.sendall(left[:size])
+            left = left[size:]
+        there.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=deliver)
+    thread.start()
+    received = bytearray()
+    expected = b"".join(data for stream, data in pieces if stream == 1)
+    while len(received) < len(expected):
+        arrived = channel.receive(5)
+        assert arrived
+        received += arrived
+    thread.join()
+    assert bytes(received) == expected
+
+
+def test_how_a_stream_ends(pair: tuple[DockerChannel, socket.socket]) -> None:
+    channel, there = pair
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        channel.receive(0.05)
+    assert 0.04 < time.monotonic() - began < 2 and not channel.ended
+    there.sendall(piece(2, b"Traceback\n  line\n" * 1000 + b"MemoryError: full\n") + piece(1, b"last"))
+    assert channel.receive(5) == b"last"
+    there.shutdown(socket.SHUT_WR)
+    with pytest.raises(OSError, match="^MemoryError: full$"):
+        channel.receive(5)
+    assert channel.ended
+
+
+def test_a_stream_that_ends_silently(pair: tuple[DockerChannel, socket.socket]) -> None:
+    channel, there = pair
+    there.sendall(piece(1, b"whole") + piece(1, b"cut off")[:10])
+    assert channel.receive(5) == b"wholecu"
+    there.close()
+    assert channel.receive(5) == b"" and channel.ended
+    with pytest.raises(OSError):
+        channel.send(b"x" * 100, 5)
+
+
+def test_what_is_not_taken_in_time(pair: tuple[DockerChannel, socket.socket]) -> None:
+    channel, _ = pair
+    with pytest.raises(TimeoutError):
+        channel.send(b"x" * (64 << 20), 0.1)
+
+
+def test_closing_wakes_who_waits() -> None:
+    """Also where another connection gets the number of the closed one at once."""
+    for _ in range(100):
+        here, there = socket.socketpair()
+        channel = DockerChannel(here)
+        told: list[object] = []
+
+        def wait(channel: DockerChannel = channel, told: list[object] = told) -> None:
+            try:
+                told.append(channel.receive(60))
+            except OSError as error:
+                told.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        time.sleep(0.002)
+        channel.close()
+        others = socket.socketpair()
+        thread.join(timeout=10)
+        assert not thread.is_alive() and told
+        for each in (there, *others):
+            each.close()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def test_without_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    with pytest.raises(SandboxUnavailable, match="no Docker Engine answers at unix:.*docker.sock: start it") as failed:
+        DockerBackend()
+    assert "\n" not in str(failed.value)
+
+
+def test_without_the_right_to_use_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: socket.socket, address: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(SandboxUnavailable, match="this user may not use the Docker Engine at .*usermod -aG docker"):
+        DockerBackend()
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "docker", None)
+    with pytest.raises(SandboxUnavailable, match="pip install 'docker>=7'"):
+        DockerBackend()
+
+
+@pytest.mark.docker
+def test_images_that_will_not_do(client: Any, backend: DockerBackend) -> None:
+    host = host_image(client)
+    lines = {"no-python": "RUN rm /usr/bin/python3*", "volume": "VOLUME /data"}
+    for name, line in lines.items():
+        text = f"FROM {host}\nUSER 0\n{line}\n"
+        client.images.build(fileobj=io.BytesIO(text.encode()), tag=f"composer-nb-test:{name}", rm=True)
+    try:
+        for image, told in (
+            ("composer-nb-none/such:1", "has no image composer-nb-none/such:1: `docker pull"),
+            ("composer-nb-test:no-python", "composer-nb-test:no-python has no python3"),
+            ("composer-nb-test:volume", "keeps /data on the engine's disk, without a limit: build it without VOLUME"),
+        ):
+            with pytest.raises(SandboxUnavailable, match=told):
+                backend.create(SandboxSpec(image=image))
+    finally:
+        for name in lines:
+            client.images.remove(f"composer-nb-test:{name}", force=True)
+    assert ours(client) == []
+
+
+@pytest.mark.docker
+def test_what_the_engine_refuses(client: Any) -> None:
+    with DockerBackend(runtime="no-such-runtime") as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
+        made.create()
+    with pytest.raises(SandboxFailure, match="this backend is closed"):
+        made.create()
+    assert ours(client) == []
+
+
+# -- containers ----------------------------------------------------------------------------------------------
+
+
+def ours(client: Any, run_id: str = "run-1") -> list[str]:
+    found = client.containers.list(all=True, filters={"label": f"composer_nb.run={run_id}"})
+    return [container.name for container in found]
+
+
+@pytest.mark.docker
+def test_what_a_container_may(client: Any, backend: DockerBackend) -> None:
+    with backend.create(SMALL) as box:
+        facts = client.api.inspect_container(box.id)
+        done = box.exec(["bash", "-c", "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status; ls /sys/class/net"])
+    host, config = facts["HostConfig"], facts["Config"]
+    assert (
+        host["NetworkMode"] == "none" and host["CapDrop"] == ["ALL"] and not host["CapAdd"] and not host["Privileged"]
+    )
+    assert host["ReadonlyRootfs"] and host["SecurityOpt"] == ["no-new-privileges"] and not host["AutoRemove"]
+    assert host["Memory"] == host["MemorySwap"] == SMALL.memory_bytes
+    assert host["PidsLimit"] == SMALL.processes + 1 and host["NanoCpus"] == 500_000_000
+    assert host["LogConfig"]["Type"] == "none", "what is said in it would be written to the disk"
+    assert not facts["Mounts"] or {mount["Type"] for mount in facts["Mounts"]} == {"tmpfs"}
+    assert set(host["Tmpfs"]) == {"/workspace", "/tmp"}
+    assert config["User"] == "47811:47811" and config["StdinOnce"] and not config["Tty"]
+    assert not any("proxy" in variable.lower() for variable in config["Env"])
+    assert {line.split()[1] for line in done.stdout.decode().splitlines() if line.startswith("Cap")} == {"0" * 16}
+    assert b"NoNewPrivs:\t1\nSeccomp:\t2\nlo\n" in done.stdout
+
+    labels, owner = config["Labels"], this_process()
+    assert labels["composer_nb.run"] == "run-1"
+    assert labels["composer_nb.owner"] == f"{owner.pid}:{owner.started}:{owner.boot}"
+    assert time.time() < int(labels["composer_nb.lease"]) < time.time() + 48 * 3600
+    assert ours(client) == []
+
+
+@pytest.mark.docker
+def test_what_it_can_do_here(backend: DockerBackend) -> None:
+    able = backend.capabilities()
+    assert able.backend == "docker" and able.isolated and set(able.enforced) == set(LIMITS)
+    assert set(able.why_not) == {name for name, held in able.enforced.items() if not held}
+
+
+@pytest.mark.docker
+def test_closing_removes_what_is_left_and_keeps_no_connection(client: Any) -> None:
+    with DockerBackend(run_id="run-2") as made:
+        boxes = [made.create(SMALL) for _ in range(2)]
+        assert sorted(ours(client, "run-2")) == sorted(box.id for box in boxes)
+    assert ours(client, "run-2") == []
+    with pytest.raises(SandboxFailure):
+        boxes[0].exec(["true"])
+
+    before = len(os.listdir("/proc/self/fd"))
+    with DockerBackend(run_id="run-2") as made:
+        made.create(SMALL).exec(["true"])
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.docker
+def test_a_container_that_ends_from_outside(client: Any, backend: DockerBackend) -> None:
+    box = backend.create(SMALL)
+    threading.Timer(0.3, client.api.kill, [box.id]).start()
+    with pytest.raises(SandboxFailure, match="ended unexpectedly"):
+        box.exec(["sleep", "20"])
+    assert ours(client) == []
+
+
+@pytest.mark.docker
+def test_memory_that_ends_the_sandbox_is_told(backend: DockerBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine tells it where the control group can not be read, or is gone already."""
+    box = backend.create(SMALL)
+    monkeypatch.setattr(box._machine, "group", None)
+    assert box.stats().memory_bytes and box.stats().cpu_s
+    done = box.exec(["python3", "-c", "bytearray(400 << 20)"])
+    assert done.exit_code == 137
+    backend._client.api.kill(box.id)
+    with pytest.raises(SandboxDied, match="its memory of 134217728 bytes was used up"):
+        box.exec(["true"])
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from composer_nb.harness.sandboxes.docker import DockerBackend
+backend = DockerBackend(run_id="run-3", journal=Path(sys.argv[1], "journal"))
+box = backend.create()
+box.exec_background(["sleep", "1000"], log="log")
+print(box.id, flush=True)
+sys.stdin.read()
+"""
+
+
+def wait_until(done: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.docker
+def test_a_container_of_a_killed_owner_ends_and_is_reaped(client: Any, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    command = [sys.executable, "-c", OWNER, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        name = owner.stdout.readline().strip()
+        assert reap(tmp_path / "runs") == Reaped(kept=1)
+        assert client.containers.get(name).status == "running"
+        owner.kill()
+    wait_until(lambda: client.containers.get(name).status == "exited")  # nothing runs on, even before it is reaped
+    assert reap(tmp_path / "runs") == Reaped(containers=(name,))
+    assert ours(client, "run-3") == [] and reap(tmp_path / "runs") == Reaped()
