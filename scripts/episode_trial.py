@@ -27,7 +27,7 @@ from pathlib import Path
 from random import Random
 
 from composer_nb.commands import grade_files
-from composer_nb.harness.attacks.sandboxes import left_behind, machine_state
+from composer_nb.harness.attacks.conduct import left_behind, machine_state
 from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.execute import CachedExecutor
 from composer_nb.harness.journal import FOLDER

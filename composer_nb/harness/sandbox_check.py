@@ -19,17 +19,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.attacks import forgery, isolation, resources, sandboxes
+from composer_nb.harness.attacks import burdens, conduct, forgery, isolation, resources, walls
 from composer_nb.harness.attacks.case import SECRET, SECRET_NAME, Host, Silent, Verdict
+from composer_nb.harness.attacks.site import Site
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.sandboxes import BACKENDS, open_backend
 from composer_nb.harness.sandboxes.contract import Backend
 
 CASES = (*isolation.CASES, *resources.CASES, *forgery.CASES)
+"""Of the function runner."""
+SANDBOX_CASES = sorted((*walls.CASES, *burdens.CASES, *conduct.CASES), key=lambda case: case.number)
+"""Of every backend."""
 
 
 @contextlib.contextmanager
-def surroundings(backend: Backend) -> Iterator[sandboxes.Site]:
+def surroundings(backend: Backend) -> Iterator[Site]:
     """Secrets around a sandbox: a file, an environment variable, a descriptor, listeners of three kinds."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -52,7 +56,7 @@ def surroundings(backend: Backend) -> Iterator[sandboxes.Site]:
         for listener in (tcp, local, abstract):
             listener.listen()
             listener.setblocking(False)
-        yield sandboxes.Site(backend=backend, canary=canary, tcp=tcp, local=local, abstract=abstract)
+        yield Site(backend=backend, canary=canary, tcp=tcp, local=local, abstract=abstract)
 
 
 def _restore(value: str | None) -> None:
@@ -73,7 +77,7 @@ def run_checks(backend: str = "bwrap") -> dict[str, Any]:
     made = open_backend(backend)
     with contextlib.closing(made):
         facts = made.capabilities()
-        rows = _attack(made) if facts.isolated else [_row(c.id, c.title, _NOT_RUN) for c in sandboxes.CASES]
+        rows = _attack(made) if facts.isolated else [_row(c.id, c.title, _NOT_RUN) for c in SANDBOX_CASES]
         if backend == "bwrap":
             rows += _run_cases(BwrapSandboxes, made)
     shown = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}
@@ -85,7 +89,7 @@ _NOT_RUN = Verdict(blocked=False, detail="not tried: this backend isolates nothi
 
 def _attack(backend: Backend) -> list[dict[str, Any]]:
     with surroundings(backend) as site:
-        return [_row(case.id, f"{case.number}. {case.title}", verdict_of(case.judge, site)) for case in sandboxes.CASES]
+        return [_row(case.id, f"{case.number}. {case.title}", verdict_of(case.judge, site)) for case in SANDBOX_CASES]
 
 
 def _run_cases(make: Callable[[], BwrapSandboxes], backend: Backend) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness import sandbox_check
-from composer_nb.harness.attacks.sandboxes import CASES
+from composer_nb.harness.sandbox_check import SANDBOX_CASES as CASES
 from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.sandboxes.process import ProcessBackend
 from tests.harness.sandboxes.conftest import BACKENDS, make
