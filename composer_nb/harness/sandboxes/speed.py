@@ -123,7 +123,7 @@ def docker_peers(backend: Backend) -> dict[str, float]:
 
     found: dict[str, float] = {}
     with backend.create(SPEC) as box, contextlib.closing(engine.connect()) as client:
-        container: Any = client.containers.get(f"composer_nb-{box.id}")
+        container: Any = client.containers.get(box.id)
         sdk = [_ms(lambda: container.exec_run("true")) for _ in range(30)]
         found["peer_docker_exec_true_ms"] = statistics.median(sdk)
         if program := shutil.which("docker"):

@@ -34,7 +34,12 @@ def make(name: str) -> Backend:
     return made
 
 
-BACKENDS = ["bwrap", "bwrap-single", "process", pytest.param("docker", marks=pytest.mark.docker)]
+BACKENDS = [
+    "bwrap",
+    pytest.param("bwrap-single", marks=pytest.mark.slow),
+    "process",
+    pytest.param("docker", marks=pytest.mark.docker),
+]
 ISOLATED = [name for name in BACKENDS if name != "process"]
 
 
