@@ -35,7 +35,7 @@ from composer_nb.harness.reap import reap
 from composer_nb.harness.repairs import make_tasks
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.sandboxes import open_backend
-from composer_nb.harness.sandboxes.contract import SandboxDied, SandboxSpec
+from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, SandboxSpec
 from composer_nb.harness.task import Task, load_tasks, save_tasks
 
 EACH = 20
@@ -43,28 +43,26 @@ SPEC = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20)
 LOOK = "import f\nprint('imported')"
 
 
-def episode(task: Task, number: int, folder: Path, backend_name: str, fault: str) -> float | None:
-    """The reward of an episode; None after a fault of the infrastructure."""
-    with open_backend(backend_name, f"episode {number}", folder / FOLDER) as backend:
-        try:
-            with backend.create(SPEC) as box, BwrapSandboxes(journal=folder / FOLDER) as graders:
-                box.upload({path: text.encode() for path, text in task.files.items()})
-                if fault:
-                    victim = os.getpid() if fault == "harness" else _holder(folder)
-                    threading.Timer(Random(number).uniform(0, 0.1), os.kill, (victim, signal.SIGKILL)).start()
-                for path, text in task.solution.items():
-                    box.write(path, text.encode())
-                if box.exec(["python3", "-c", LOOK]).stdout != b"imported\n":
-                    return 0.0
-                files = {path: data.decode() for path, data in box.download().items()}
-                if fault:
-                    time.sleep(0.15)
-                    box.read("f.py")
-                return float(grade_files(task, files, graders).passed)
-        except SandboxDied:
-            return 0.0
-        except SandboxFailure:
-            return None
+def episode(task: Task, number: int, backend: Backend, graders: BwrapSandboxes, victim: int) -> float | None:
+    """The reward of an episode; None after a fault of the infrastructure. `victim` is killed meanwhile, if it is not 0."""
+    try:
+        with backend.create(SPEC) as box:
+            box.upload({path: text.encode() for path, text in task.files.items()})
+            if victim:
+                threading.Timer(Random(number).uniform(0, 0.1), os.kill, (victim, signal.SIGKILL)).start()
+            for path, text in task.solution.items():
+                box.write(path, text.encode())
+            if box.exec(["python3", "-c", LOOK]).stdout != b"imported\n":
+                return 0.0
+            files = {path: data.decode() for path, data in box.download().items()}
+            if victim:
+                time.sleep(0.15)
+                box.read("f.py")
+            return float(grade_files(task, files, graders).passed)
+    except SandboxDied:
+        return 0.0
+    except SandboxFailure:
+        return None
 
 
 def _holder(folder: Path) -> int:
@@ -80,13 +78,18 @@ def _holder(folder: Path) -> int:
 
 def work(arguments: argparse.Namespace, folder: Path) -> None:
     """One harness process: EACH episodes, a line a result."""
-    tasks = load_tasks(folder / "tasks.jsonl")
-    for number in range(arguments.work, arguments.until):
-        draw = Random(f"fault {number}").random()
-        fault = "harness" if draw < arguments.killed else "holder" if draw < 2 * arguments.killed else ""
-        print(json.dumps({"episode": number, "fault": fault}), flush=True)
-        reward = episode(tasks[number % len(tasks)], number, folder, arguments.backend, fault)
-        print(json.dumps({"episode": number, "reward": reward, "fault": fault}), flush=True)
+    tasks, journal = load_tasks(folder / "tasks.jsonl"), folder / FOLDER
+    with (
+        open_backend(arguments.backend, "episodes", journal) as backend,
+        BwrapSandboxes(run_id="grades", journal=journal) as graders,
+    ):
+        for number in range(arguments.work, arguments.until):
+            draw = Random(f"fault {number}").random()
+            fault = "harness" if draw < arguments.killed else "holder" if draw < 2 * arguments.killed else ""
+            print(json.dumps({"episode": number, "fault": fault}), flush=True)
+            victim = os.getpid() if fault == "harness" else _holder(folder) if fault else 0
+            reward = episode(tasks[number % len(tasks)], number, backend, graders, victim)
+            print(json.dumps({"episode": number, "reward": reward, "fault": fault}), flush=True)
 
 
 def launch(first: int, arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:

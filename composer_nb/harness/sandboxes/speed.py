@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from composer_nb.harness.calls import SandboxUnavailable
+from composer_nb.harness.sandboxes import open_backend
 from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.sandboxes.fleet import Fleet, FleetLimits
 
@@ -71,29 +73,18 @@ def alive_at_once(backend: Backend, most: int = ALIVE) -> float:
 
 def warm(backend: Backend, ready: int = 4) -> dict[str, float]:
     """What taking a sandbox costs that was made ahead of need, with one command in it."""
-    fleet = Fleet(_Borrowed(backend), FleetLimits(cpu=2.0))
-    fleet.keep_ready(SPEC, ready)
     spent = []
-    for _ in range(20):
-        while fleet.ready(SPEC) < ready:
-            time.sleep(0.01)
-        begin = time.perf_counter()
-        box = fleet.create(SPEC)
-        spent.append((time.perf_counter() - begin) * 1e3)
-        box.destroy()
-    fleet.close()
+    with Fleet(open_backend(backend.name), FleetLimits(cpu=2.0)) as fleet:
+        fleet.keep_ready(SPEC, ready)
+        for _ in range(20):
+            while fleet.ready(SPEC) < ready:
+                time.sleep(0.01)
+            begin = time.perf_counter()
+            box = fleet.create(SPEC)
+            spent.append((time.perf_counter() - begin) * 1e3)
+            box.destroy()
     cold = [_ms(lambda: backend.create(SPEC).destroy()) for _ in range(5)]
     return _quantiles("from_pool_ms", spent, (0.5, 0.95)) | {"cold_start_ms": statistics.median(cold)}
-
-
-class _Borrowed:
-    """A backend that a fleet does not close."""
-
-    def __init__(self, inner: Backend) -> None:
-        self.name, self.create, self.capabilities = inner.name, inner.create, inner.capabilities
-        self._made: list[Sandbox] = []
-
-    def close(self) -> None: ...
 
 
 def bwrap_peer() -> dict[str, float]:
@@ -146,9 +137,6 @@ def _quantiles(name: str, values: list[float], shares: tuple[float, ...]) -> dic
 
 def report() -> Iterator[tuple[str, dict[str, float] | str]]:
     """(backend, its figures, or why it does not work here) of those that isolate."""
-    from composer_nb.harness.calls import SandboxUnavailable
-    from composer_nb.harness.sandboxes import open_backend
-
     for name in ("bwrap", "docker"):
         try:
             with contextlib.closing(open_backend(name)) as backend:
