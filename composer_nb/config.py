@@ -44,9 +44,9 @@ class DataSettings:
 
     code: str = "stdlib"
     """Python source to train on: `stdlib`, or a folder."""
-    demonstrations: Some = 8704
+    demonstrations: Some = 1024
     """Clean demonstrations for mid-training, each on a task of its own."""
-    mistaken_demonstrations: Some = 3072
+    mistaken_demonstrations: Some = 1024
     """Demonstrations with mistakes for the policy that RL starts from."""
     rl_tasks: Some = 2048
     heldout_tasks: Some = 440
