@@ -20,7 +20,16 @@ for name, text in {sources!r}:
 module.main(*{arguments!r})
 """
 
-BOOT = "import os\nb=os.read(0,1<<20)\nwhile len(b)<4+int.from_bytes(b[:4],'big'):b+=os.read(0,1<<20)\nexec(b[4:].decode())"
+BOOT = """\
+import os
+b = bytes()
+while len(b) < 4 or len(b) < 4 + int.from_bytes(b[:4], "big"):
+    c = os.read(0, 1 << 20)
+    if not c:
+        raise SystemExit
+    b += c
+exec(b[4:].decode())
+"""
 """A program that reads another one from its input: what runs then does not stand in the list of processes."""
 
 

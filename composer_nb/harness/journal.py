@@ -62,12 +62,12 @@ class Resource:
 
 
 def started(pid: int) -> int | None:
-    """The clock tick after boot in which a process began; None when there is none, or only its zombie."""
+    """The clock tick after boot in which a process began; None when there is none, or only a zombie no thread of which lives."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()  # the name may be any bytes
     except OSError:
         return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    return None if fields[0] in (b"Z", b"X") and int(fields[17]) < 2 else int(fields[19])
 
 
 def mark_of(kind: Kind, name: str) -> str | None:

@@ -194,7 +194,7 @@ def _children(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and (entry / "stat").read_text().rpartition(") ")[2].split()[1] == str(pid):
+            if entry.name.isdigit() and int((entry / "stat").read_bytes().rpartition(b") ")[2].split()[1]) == pid:
                 found.append(int(entry.name))
     return found
 
@@ -221,8 +221,9 @@ def _end_cgroup(resource: Resource) -> None:
     def empty() -> bool:
         left = [int(pid) for folder in folders for pid in (folder / "cgroup.procs").read_text().split()]
         for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if pid:  # 0: of another pid namespace, out of reach; as a target it would mean ourselves
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         return not left
 
     _wait(empty, resource)

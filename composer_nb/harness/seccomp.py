@@ -45,7 +45,11 @@ PROCESS = {
     "sync": (162, 81), "syncfs": (306, 267), "fadvise64": (221, 223),
 }  # fmt: skip
 """Refused to function calls besides."""
-RULED = {"socket": (41, 198), "ioctl": (16, 29), "prlimit64": (302, 261)}
+RULED = {
+    "socket": (41, 198), "socketpair": (53, 199), "ioctl": (16, 29), "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
+}  # fmt: skip
 """Allowed to commands in part."""
 # For network, ipc, uts, cgroup and time too: nobody may ask for any of them.
 ANY_NAMESPACE = sum(NAMESPACES.values()) | 0x00000080
@@ -72,18 +76,33 @@ def function_filter(table: Mapping[str, int]) -> bytes:
 
 
 def command_filter(table: Mapping[str, int]) -> bytes:
-    """For commands: no new namespace; sockets of three families; limits of no process but the caller's own."""
+    """For commands: no new namespace; sockets of three families; limits and priorities of no process but the caller's own."""
     own = [_op(LOAD, FIRST), _op(EQUAL, 0, 1, 0), _op(RET, DENY), _op(RET, ALLOW)]
-    families = [_op(EQUAL, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)]
+    sockets = [
+        _op(LOAD, FIRST),
+        *(_op(EQUAL, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)),
+    ]
+    sockets += [_op(RET, DENY), _op(RET, ALLOW)]
+
+    def priority(kind: int) -> list[bytes]:
+        """Of one process, the caller."""
+        rules = [_op(LOAD, FIRST), _op(EQUAL, kind, 0, 3), _op(LOAD, SECOND), _op(EQUAL, 0, 0, 1), _op(RET, ALLOW)]
+        return [*rules, _op(RET, DENY)]
+
     typing = [_op(EQUAL, request, len(TERMINAL_INPUT) - place, 0) for place, request in enumerate(TERMINAL_INPUT)]
     return _program(
         table,
         KERNEL,
         {
             "clone": [_op(LOAD, FIRST), _op(BITS, ANY_NAMESPACE, 0, 1), _op(RET, DENY), _op(RET, ALLOW)],
-            "socket": [_op(LOAD, FIRST), *families, _op(RET, DENY), _op(RET, ALLOW)],
+            "socket": sockets,
+            "socketpair": sockets,
             "ioctl": [_op(LOAD, SECOND), *typing, _op(RET, ALLOW), _op(RET, DENY)],
-            "prlimit64": own,
+            **dict.fromkeys(
+                ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), own
+            ),
+            "setpriority": priority(0),
+            "ioprio_set": priority(1),
         },
     )
 

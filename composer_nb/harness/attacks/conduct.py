@@ -72,7 +72,7 @@ def _below(root: int) -> list[tuple[int, int]]:
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit():
-                fields = (entry / "stat").read_text().rpartition(") ")[2].split()
+                fields = (entry / "stat").read_bytes().rpartition(b") ")[2].split()
                 facts[int(entry.name)] = (int(fields[1]), int(fields[19]))
         except OSError:
             continue
@@ -99,7 +99,7 @@ def machine_state() -> MachineState:
         try:
             if (
                 entry.name.isdigit()
-                and (entry / "comm").read_text().strip() == "bwrap"
+                and (entry / "comm").read_bytes().strip() == b"bwrap"
                 and (tick := started(int(entry.name)))
             ):
                 holders.add((int(entry.name), tick))

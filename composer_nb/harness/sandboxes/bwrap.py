@@ -13,10 +13,12 @@ Covers Linux with user namespaces, as root or as an ordinary user. Does not cove
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +57,7 @@ Mode = Literal["forked", "single"]
 
 BOX_UID = 47_811
 """Who starts bubblewrap when the harness is root: a number no account uses."""
+NICE = 10
 END_S = 10.0
 """How long the processes of a sandbox may take to end."""
 PROGRAMS = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share")
@@ -79,8 +82,7 @@ class _Machine:
         if self.lifeline is not None:
             with contextlib.suppress(OSError):
                 self.lifeline.shutdown(socket.SHUT_WR)
-            self.lifeline.settimeout(END_S)
-            with contextlib.suppress(OSError):
+                self.lifeline.settimeout(END_S)
                 self.lifeline.recv(1)
             self.lifeline.close()
         if self.process is not None:
@@ -101,6 +103,7 @@ class _Zygote:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
+    pid: int = 0
     noted: list[Resource | None] = field(default_factory=list)
 
 
@@ -130,6 +133,7 @@ class BwrapBackend:
         self._live: dict[str, ResidentSandbox] = {}
         self._closed = False
         self._mode: Mode = self._probe()
+        atexit.register(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -151,8 +155,14 @@ class BwrapBackend:
 
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> ResidentSandbox:
         spec = spec or SandboxSpec()
-        made = self._start(spec)
-        sandbox = ResidentSandbox(self, spec, made)
+        try:
+            made = self._start(spec)
+            sandbox = ResidentSandbox(self, spec, made)
+        except SandboxFailure:
+            if not self._zygote_died():
+                raise
+            made = self._start(spec)
+            sandbox = ResidentSandbox(self, spec, made)
         try:
             self._confine(made, spec)
             if snapshot is not None:
@@ -162,15 +172,21 @@ class BwrapBackend:
             raise
         with self._lock:
             self._live[made.id] = sandbox
+            closed = self._closed
+        if closed:  # meanwhile, without this one
+            sandbox.destroy()
+            raise SandboxFailure("this backend is closed")
         return sandbox
 
     def close(self) -> None:
-        """Destroys what is left. May be called again."""
+        """Destroys what is left. May be called again; the end of the interpreter calls it too."""
+        with self._lock:
+            self._closed = True
         for sandbox in list(self._live.values()):
             sandbox.destroy()
         with self._lock:
-            self._closed = True
             self._stop_zygote()
+        atexit.unregister(self.close)
 
     def forget(self, made: _Machine) -> None:
         """What is left to do when all processes of a sandbox have ended."""
@@ -192,8 +208,12 @@ class BwrapBackend:
             limits["RLIMIT_NPROC"] = spec.processes + 1  # counted in the sandbox's own user namespace
         if isinstance(self._cgroups, str):
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
-        told = resident_settings(spec, workspace=WORKSPACE, drop=True, filter=self._filter, limits=limits)
-        channel, there = socket_pair()
+        nice = 0 if isinstance(self._cgroups, str) else NICE
+        told = resident_settings(spec, workspace=WORKSPACE, drop=True, filter=self._filter, limits=limits, nice=nice)
+        try:
+            channel, there = socket_pair()
+        except OSError as error:
+            raise SandboxFailure(f"no sandbox can be asked for: {error}") from error
         made = _Machine(uuid.uuid4().hex, channel, None, None, self)
         with there, self._lock:
             if self._closed:
@@ -216,31 +236,49 @@ class BwrapBackend:
                 try:
                     socket.send_fds(self._zygote.control, [told.encode()], [there.fileno(), theirs.fileno()])
                     return ours
-                except OSError as error:
+                except ConnectionError as error:
                     self._stop_zygote()
                     if not left:
                         ours.close()
                         raise SandboxFailure(f"the process that makes sandboxes is gone: {error}") from error
+                except OSError as error:  # it lives, and so do those that it has made
+                    ours.close()
+                    raise SandboxFailure(f"the process that makes sandboxes can not be asked: {error}") from error
         raise AssertionError
 
     def _start_zygote(self) -> _Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             made = _Zygote(self._popen("forked", theirs, SandboxSpec()), ours)
-        made.noted.append(self._note("process", made.process.pid))
-        ours.settimeout(END_S)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
+            made.noted.append(self._note("process", made.process.pid))
+            ours.settimeout(END_S)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             ours.send(resident_program('{"role": "zygote"}'))
             answer, ancillary, _, _ = ours.recvmsg(100, socket.CMSG_SPACE(12))
             if answer != b"ready":
                 raise OSError("it ended at once")
-            made.noted.append(self._note("process", sender(ancillary)))
-        except OSError as error:
+            made.pid = sender(ancillary)
+            made.noted.append(self._note("process", made.pid))
+        except BaseException as error:
             complaint = self._complaint(made.process)
             self._end_zygote(made)
+            if not isinstance(error, OSError):
+                raise
             raise SandboxFailure(f"bubblewrap: {complaint or error}") from error
         return made
+
+    def _zygote_died(self) -> bool:
+        """Whether that is why a sandbox did not start; then another one is asked the next time."""
+        with self._lock:
+            if self._zygote is None:
+                return False
+            try:
+                self._zygote.process.wait(timeout=0.2)  # bubblewrap ends a moment after it
+            except subprocess.TimeoutExpired:
+                return False
+            self._stop_zygote()
+            return True
 
     def _stop_zygote(self) -> None:
         if self._zygote is not None:
@@ -248,11 +286,17 @@ class BwrapBackend:
             self._end_zygote(made)
 
     def _end_zygote(self, made: _Zygote) -> None:
+        with contextlib.suppress(OSError):
+            made.control.shutdown(socket.SHUT_RDWR)  # also where a forked child of this process has it too
         made.control.close()  # at which it ends, and with it, being the first in its pid namespace, all sandboxes
         try:
             made.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
-            made.process.kill()
+            for pid in filter(
+                None, (made.pid, made.process.pid)
+            ):  # neither is reaped yet: the numbers are still theirs
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             made.process.wait()
         assert made.process.stderr is not None
         made.process.stderr.close()
@@ -274,6 +318,7 @@ class BwrapBackend:
                     pass_fds=accounts,
                     cwd="/",
                     env={},
+                    start_new_session=True,  # Ctrl-C is for this process
                     **who,
                 )
             except OSError as error:
@@ -327,7 +372,7 @@ class BwrapBackend:
             command += ["--tmpfs", packages, "--remount-ro", packages]
         for fd, path in zip(accounts, ("/etc/passwd", "/etc/group"), strict=True):
             command += ["--perms", "0444", "--ro-bind-data", str(fd), path]
-        command += ["--dev", "/dev"]
+        command += ["--dev", "/dev", "--remount-ro", "/dev"]
         if mode == "forked":  # each sandbox mounts its own of these
             command += ["--bind", "/proc", "/proc", "--dir", WORKSPACE, "--dir", "/tmp"]
         else:

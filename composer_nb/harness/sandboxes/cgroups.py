@@ -28,6 +28,8 @@ class Group:
 
     def attach(self, pid: int) -> None:
         """Moves a process in; what it starts from now on is in it too. Raises OSError."""
+        if not pid:
+            raise OSError(3, "its first process is not seen from here")  # 0 would mean this process
         for folder in self.folders:
             (folder / "cgroup.procs").write_text(str(pid))
 

@@ -33,12 +33,12 @@ class SandboxDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What a sandbox may use, all of its processes and files together. Raises ValueError for a limit that is not above 0."""
+    """What a sandbox may use, all of its processes and files together. Raises ValueError for a limit that is too low."""
 
     memory_bytes: int = 512 << 20
     """Of processes and of files in it, which live in memory."""
     disk_bytes: int = 64 << 20
-    """Of the workspace, and as much again of its directory for temporary files."""
+    """Of the workspace, as much again of its folder for temporary files, and a quarter of it of memory that processes share."""
     inodes: int = 16_384
     processes: int = 128
     """Processes and threads."""
@@ -52,8 +52,9 @@ class SandboxSpec:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name not in ("image", "trusted") and not value > 0:
-                raise ValueError(f"SandboxSpec.{name} must be above 0, not {value!r}")
+            least = 0.01 if name == "cpus" else 1
+            if name not in ("image", "trusted") and not value >= least:
+                raise ValueError(f"SandboxSpec.{name} must be at least {least}, not {value!r}")
         if self.memory_bytes < 2 * self.disk_bytes + (64 << 20):
             raise ValueError(
                 f"SandboxSpec.memory_bytes={self.memory_bytes}: its files live in memory, so it must be at least twice "
@@ -155,7 +156,7 @@ class Sandbox(Protocol):
         ...
 
     def end(self, pid: int) -> None:
-        """Ends a background command and all that it started."""
+        """Ends a background command and its descendants. Orphans of it stay, as they can not be told from others."""
         ...
 
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
@@ -174,10 +175,15 @@ class Sandbox(Protocol):
         """Contents of all regular files of the workspace by path. Links and devices are left out. Raises OSError (EFBIG)."""
         ...
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> Snapshot:
+        """All files. Those that nobody may open, or that go meanwhile, are left out.
+
+        Raises OSError for files that are too large together (holes count) or too deep: the doing of what runs here.
+        """
+        ...
 
     def fork(self) -> Sandbox:
-        """Another sandbox of the same spec, with a copy of this workspace."""
+        """Another sandbox of the same spec, with a copy of this workspace. Raises OSError like `snapshot`."""
         ...
 
     def stats(self) -> Stats: ...
@@ -201,7 +207,10 @@ class Backend(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
-        """A sandbox with an empty workspace, or with the files of `snapshot`. Raises SandboxFailure."""
+        """A sandbox with an empty workspace, or with the files of `snapshot`.
+
+        Raises SandboxFailure, and OSError where the files do not fit in.
+        """
         ...
 
     def close(self) -> None: ...

@@ -274,7 +274,7 @@ class DockerBackend:
                 raise _explained(error, image) from error
             raise
         limits = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
-        told = resident_settings(spec, workspace=WORKSPACE, drop=True, filter=self._filter, limits=limits)
+        told = resident_settings(spec, workspace=WORKSPACE, drop=True, filter=self._filter, limits=limits, nice=10)
         with contextlib.suppress(OSError):  # if it has ended already, its answer, which is waited for, is why
             made.channel.send(resident_program(told), SEND_S)
         return made

@@ -30,8 +30,10 @@ from composer_nb.harness.sandboxes.contract import (
     Backend,
     Capabilities,
     Sandbox,
+    SandboxDied,
     SandboxFailure,
     SandboxSpec,
+    SandboxUnavailable,
     Snapshot,
 )
 
@@ -203,11 +205,18 @@ class Fleet:
         self.backend.close()
 
     def _take(self, spec: SandboxSpec) -> Sandbox | None:
-        with self._lock:
-            ready = self._ready.get(spec)
-            found = ready.popleft() if ready else None
-            self._wake.notify()
-        return found
+        while True:
+            with self._lock:
+                ready = self._ready.get(spec)
+                found = ready.popleft() if ready else None
+                self._wake.notify()
+            if found is None:
+                return None
+            try:
+                found.stats()
+                return found
+            except (SandboxDied, SandboxFailure):
+                continue  # it died while it waited
 
     def _wait(self, deadline: float) -> None:
         """Until one may start."""
@@ -233,10 +242,14 @@ class Fleet:
     def _make(self, spec: SandboxSpec, snapshot: Snapshot | None) -> Sandbox:
         try:
             made = self.backend.create(spec, snapshot)
-        except BaseException as error:
+        except (SandboxFailure, SandboxUnavailable) as error:
             with self._lock:
                 self.admission.failed(time.monotonic())
                 self._why = str(error)
+            raise
+        except BaseException:  # files that do not fit in, Ctrl-C: the backend is not to blame
+            with self._lock:
+                self.admission.starting -= 1
             raise
         with self._lock:
             self.admission.started()
@@ -261,7 +274,7 @@ class Fleet:
             try:
                 self._wait(time.monotonic() + REST_S)
                 made = self._make(short[0], None)
-            except SandboxFailure:
+            except (SandboxFailure, SandboxUnavailable):
                 time.sleep(LOOK_S)  # who asks for one is told why
                 continue
             with self._lock:

@@ -30,9 +30,10 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
-import tarfile
+import time
 import typing
 
 from composer_nb.harness.linux import (
@@ -54,6 +55,11 @@ from composer_nb.harness.sandboxes.guest_commands import Commands
 from composer_nb.harness.sandboxes.guest_files import Files, Header, open_beneath
 
 PR_SET_CHILD_SUBREAPER = 36
+START_S = 10.0  # how long a background command may take to be executed
+
+
+class Missing(Exception):
+    """No command of this number was started here."""
 
 
 class Resident:
@@ -66,7 +72,7 @@ class Resident:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(note, warn_on_full_buffer=False)
         self.files = Files(settings["workspace"], settings["disk_bytes"])
-        self.commands = Commands(self.files, self.wake)
+        self.commands = Commands(self.files, self.wake, settings["nice"])
 
     def serve(self) -> None:
         send({"ready": True, "pid": os.getpid(), "uid": os.getuid(), "python": sys.version.split()[0]})
@@ -92,9 +98,9 @@ class Resident:
             facts, data = getattr(self, "do_" + header["do"])(header, payload)
         except OSError as error:
             facts, data = {"error": [error.errno or errno.EIO, error.strerror or str(error)]}, b""
-        except KeyError as error:
+        except Missing as error:
             facts, data = {"missing": str(error)}, b""
-        except (MemoryError, tarfile.TarError, ValueError) as error:
+        except Exception as error:  # process boundary: what runs here must not be able to end this program
             facts, data = {"error": [errno.EIO, type(error).__name__ + ": " + str(error)[:300]]}, b""
         send(facts, data)
 
@@ -103,28 +109,34 @@ class Resident:
 
     def do_background(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:
         self.files.write(header["log"], b"", 0o644)
-        nothing = os.open("/dev/null", os.O_RDWR)
-        log = open_beneath(self.files.fd, self.files.inner(header["log"]), os.O_WRONLY | os.O_APPEND)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
+        log = open_beneath(self.files.fd, self.files.inner(header["log"]), flags)
         try:
-            pid = self.commands.start(header["command"], header["cwd"], header["env"], (nothing, log, log))
+            if not stat.S_ISREG(os.fstat(log).st_mode):
+                raise OSError(errno.EINVAL, header["log"] + ": not a regular file")
+            with open("/dev/null", "rb") as nothing:
+                streams, deadline = (nothing.fileno(), log, log), time.monotonic() + START_S
+                return {
+                    "pid": self.commands.start(header["command"], header["cwd"], header["env"], streams, deadline)
+                }, b""
         finally:
-            os.close(nothing)
             os.close(log)
-        return {"pid": pid}, b""
 
     def do_poll(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:
         self.commands.reap()
         pid = header["pid"]
         if pid in self.commands.running:
             return {"exit_code": None}, b""
-        code = self.commands.ended[pid]
+        code = self.commands.ended.get(pid)
+        if code is None:
+            raise Missing(str(pid))
         return {"exit_code": code if code >= 0 else 128 - code}, b""
 
     def do_end(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:
         pid = header["pid"]
-        if pid not in self.commands.running:
-            self.commands.ended[pid]  # KeyError: never started here
-        else:
+        if pid not in self.commands.running and pid not in self.commands.ended:
+            raise Missing(str(pid))
+        if pid in self.commands.running:
             # What a background command left as orphans is told from other orphans by nothing: they stay.
             self.commands.end(pid, self.commands.now() + (1 << 40))
         return {}, b""
@@ -176,6 +188,7 @@ def furnish(settings: Header) -> None:
     """Own processes, an empty workspace and a loopback, in namespaces that were just made."""
     nosuid, nodev, noexec = 2, 4, 8
     mount("proc", "/proc", "proc", nosuid | nodev | noexec)
+    mount("sandbox", "/dev/pts", "devpts", nosuid | noexec, "newinstance,ptmxmode=0666,mode=620")
     for place, size in ((settings["workspace"], 1.0), ("/tmp", 1.0), ("/dev/shm", 0.25)):
         options = f"size={int(settings['disk_bytes'] * size)},nr_inodes={int(settings['inodes'])},mode=0755"
         mount("sandbox", place, "tmpfs", nosuid | nodev, options)
@@ -226,10 +239,15 @@ def zygote() -> None:
             message, fds, _, _ = socket.recv_fds(control, 1 << 20, 2)
             if not message:
                 return
-            channel, lifeline = fds
-            pid = clone(sum(NAMESPACES.values()), table)
+            try:
+                channel, lifeline = fds
+                pid = clone(sum(NAMESPACES.values()), table)
+            except (OSError, ValueError):  # no process or descriptor is left: this one does not start, the others live
+                for fd in fds:
+                    os.close(fd)
+                continue
             if pid == 0:
-                _hatch(json.loads(message), channel, maps)
+                _hatch(json.loads(message), channel, maps, max([channel, lifeline, *lifelines, 4096]))
             os.close(channel)
             lifelines[lifeline] = pid
             poller.register(lifeline, select.POLLIN)
@@ -253,13 +271,13 @@ def _bury(wake: int, poller: select.poll, lifelines: dict[int, int]) -> None:
             os.close(fd)
 
 
-def _hatch(settings: Header, channel: int, maps: typing.Any) -> typing.NoReturn:
-    """The first process of a new sandbox."""
+def _hatch(settings: Header, channel: int, maps: typing.Any, most: int) -> typing.NoReturn:
+    """The first process of a new sandbox. `most`: the highest descriptor."""
     try:
         signal.set_wakeup_fd(-1)
         os.dup2(channel, 0)
         os.dup2(channel, 1)
-        os.closerange(3, 4096)
+        os.closerange(3, most + 1)
         write_ids(maps)
         resident(settings, forked=True)
     except BaseException as error:  # process boundary: the host gets the reason

@@ -10,7 +10,6 @@ import fcntl
 import os
 import select
 import signal
-import sys
 import time
 import typing
 
@@ -52,11 +51,17 @@ class Kept:
         return self.total > 2 * self.half
 
 
+def _ended(code: int, out: bytes, err: bytes, **facts: typing.Any) -> tuple[Header, bytes]:
+    """The answer to a command that has ended."""
+    usual = {"truncated": False, "timed_out": False, "duration_s": 0.0}
+    return {"exit_code": code, "sizes": [len(out), len(err)], **usual, **facts}, out + err
+
+
 class Commands:
     """Everything that runs in the sandbox besides this program."""
 
-    def __init__(self, files: Files, wake: int) -> None:
-        self.files, self.wake = files, wake
+    def __init__(self, files: Files, wake: int, nice: int) -> None:
+        self.files, self.wake, self.nice = files, wake, nice
         self.ended: dict[int, int] = {}  # pid -> exit code, of what was started here
         self.running: set[int] = set()
         self.ticks = os.sysconf("SC_CLK_TCK")
@@ -80,8 +85,13 @@ class Commands:
                 while len(self.ended) > KEPT_DEAD:
                     del self.ended[next(iter(self.ended))]
 
-    def start(self, command: typing.Sequence[str], cwd: str, env: Header, streams: typing.Sequence[int]) -> int:
-        """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none."""
+    def start(
+        self, command: typing.Sequence[str], cwd: str, env: Header, streams: typing.Sequence[int], deadline: float
+    ) -> int:
+        """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none.
+
+        TimeoutError when it could not be executed until `deadline`: a lease on its file can hold that up.
+        """
         folder = open_beneath(self.files.fd, self.files.inner(cwd), os.O_RDONLY | os.O_DIRECTORY)
         told, tell = os.pipe()
         try:
@@ -98,11 +108,16 @@ class Commands:
         finally:
             os.close(folder)
             os.close(tell)
-        failure = b""
-        try:
-            failure = os.read(told, 4096)
-        finally:
-            os.close(told)
+        poller = select.poll()
+        poller.register(told, select.POLLIN)
+        in_time = poller.poll(max(1000 * (deadline - time.monotonic()), 0))
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
+        failure = os.read(told, 4096)
+        os.close(told)
+        if not in_time:
+            os.waitpid(pid, 0)
+            raise TimeoutError(errno.ETIMEDOUT, "it was not executed in time")
         if failure:
             os.waitpid(pid, 0)
             code, _, text = failure.decode("utf-8", "replace").partition(" ")
@@ -115,6 +130,7 @@ class Commands:
     ) -> typing.NoReturn:
         try:
             os.setsid()
+            os.nice(self.nice)  # the resident program must get its turn among many that spin
             for name in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT, signal.SIGXFSZ):
                 signal.signal(name, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -136,38 +152,38 @@ class Commands:
     def run(self, header: Header, stdin: memoryview) -> tuple[Header, bytes]:
         """Run a command to its end or its limit."""
         begin, since = time.monotonic(), self.now()
-        out, err = Kept(header["output_bytes"]), Kept(header["output_bytes"])
-        pipes = [os.pipe() for _ in range(2)]
-        source = os.pipe() if len(stdin) else None
-        nothing = os.open("/dev/null", os.O_RDWR)
-        try:
-            streams = (source[0] if source else nothing, pipes[0][1], pipes[1][1])
-            pid = self.start(header["command"], header["cwd"], header["env"], streams)
-        except Unstartable as error:
-            code = 127 if error.errno == errno.ENOENT else 126
-            text = (error.strerror or str(error)).encode() + b"\n"
-            return {"exit_code": code, "sizes": [0, len(text)], "truncated": False, "timed_out": False}, text
-        finally:
-            for fd in (nothing, pipes[0][1], pipes[1][1], *(source[:1] if source else ())):
-                os.close(fd)
-            if sys.exc_info()[0] is not None:
-                for fd in (pipes[0][0], pipes[1][0], *(source[1:] if source else ())):
-                    os.close(fd)
         deadline = begin + header["timeout_s"]
-        kept = {pipes[0][0]: out, pipes[1][0]: err}
-        timed_out = self._follow(pid, kept, source[1] if source else None, stdin, deadline)
+        out, err = os.pipe(), os.pipe()
+        feed = os.pipe() if len(stdin) else (os.open("/dev/null", os.O_RDONLY), None)
+        here = [fd for fd in (out[0], err[0], feed[1]) if fd is not None]
+        try:
+            streams = (feed[0], out[1], err[1])
+            pid = self.start(header["command"], header["cwd"], header["env"], streams, deadline)
+        except BaseException as error:
+            for fd in here:
+                os.close(fd)
+            if isinstance(error, TimeoutError):
+                return _ended(137, b"", b"", timed_out=True)
+            if not isinstance(error, Unstartable):
+                raise
+            code = 127 if error.errno == errno.ENOENT else 126
+            return _ended(code, b"", (error.strerror or str(error)).encode() + b"\n")
+        finally:
+            for fd in (feed[0], out[1], err[1]):
+                os.close(fd)
+        kept = {fd: Kept(header["output_bytes"]) for fd in (out[0], err[0])}
+        timed_out = self._follow(pid, kept, feed[1], stdin, deadline)
         if timed_out:
             self.end(pid, since)
         code = self.ended.pop(pid, -9)
-        sizes = [len(out.text()), len(err.text())]
-        facts = {
-            "exit_code": code if code >= 0 else 128 - code,
-            "sizes": sizes,
-            "truncated": out.truncated or err.truncated,
-            "timed_out": timed_out,
-            "duration_s": time.monotonic() - begin,
-        }
-        return facts, out.text() + err.text()
+        texts = [stream.text() for stream in kept.values()]
+        return _ended(
+            code if code >= 0 else 128 - code,
+            *texts,
+            timed_out=timed_out,
+            truncated=any(stream.truncated for stream in kept.values()),
+            duration_s=time.monotonic() - begin,
+        )
 
     def _follow(
         self,
@@ -250,10 +266,10 @@ class Commands:
         """Living processes that belong to a command: below it, or below an orphan that began since."""
         me, found = os.getpid(), []
         children: dict[int, list[int]] = {}
-        for pid, parent, start, state in processes():
+        for pid, parent, start in processes():
             children.setdefault(parent, []).append(pid)
             orphan = parent == me and pid not in self.running and start >= since
-            if (pid == root or orphan) and state not in "ZX":
+            if pid == root or orphan:
                 found.append(pid)
         for pid in found:
             found += [child for child in children.get(pid, []) if child not in found]
@@ -275,17 +291,16 @@ class Commands:
     def all(self) -> list[int]:
         """Living processes below this one."""
         children: dict[int, list[int]] = {}
-        for pid, parent, _, state in processes():
-            if state not in "ZX":
-                children.setdefault(parent, []).append(pid)
+        for pid, parent, _ in processes():
+            children.setdefault(parent, []).append(pid)
         found = list(children.get(os.getpid(), []))
         for pid in found:
             found += children.get(pid, [])
         return found
 
 
-def processes() -> typing.Iterator[tuple[int, int, int, str]]:
-    """(pid, parent, tick of start, state) of every process in sight."""
+def processes() -> typing.Iterator[tuple[int, int, int]]:
+    """(pid, parent, tick of start) of every living process in sight; without its first thread it lives while another does."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -293,4 +308,5 @@ def processes() -> typing.Iterator[tuple[int, int, int, str]]:
                     fields = file.read().rpartition(b") ")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            yield int(name), int(fields[1]), int(fields[19]), fields[0].decode()
+            if fields[0] not in (b"Z", b"X") or int(fields[17]) > 1:
+                yield int(name), int(fields[1]), int(fields[19])

@@ -73,8 +73,9 @@ class Files:
 
     def folder(self, path: str) -> int:
         """A descriptor of a folder, made with those above it where it is missing."""
-        fd = os.dup(self.fd)
+        fd, done = os.dup(self.fd), ""
         for part in [p for p in path.split("/") if p not in ("", ".")]:
+            done += part + "/"
             try:
                 if part == "..":
                     raise refuse(errno.EXDEV, path + ": leads upwards")
@@ -82,7 +83,7 @@ class Files:
                     os.mkdir(part, 0o755, dir_fd=fd)
                 except FileExistsError:
                     pass
-                below = open_beneath(fd, part, os.O_RDONLY | os.O_DIRECTORY)
+                below = open_beneath(self.fd, done, os.O_RDONLY | os.O_DIRECTORY)
             finally:
                 os.close(fd)
             fd = below
@@ -99,11 +100,13 @@ class Files:
             part = ".composer_nb-" + os.urandom(6).hex()
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
             try:
-                write_all(fd, data)
-                os.fchmod(fd, mode & 0o777)
-                if mtime:
-                    os.utime(fd, (mtime, mtime))
-                os.close(fd)
+                try:
+                    write_all(fd, data)
+                    os.fchmod(fd, mode & 0o777)
+                    if mtime:
+                        os.utime(fd, (mtime, mtime))
+                finally:
+                    os.close(fd)
                 os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 os.unlink(part, dir_fd=folder)
@@ -112,14 +115,23 @@ class Files:
             os.close(folder)
 
     def walk(self) -> typing.Iterator[tuple[str, os.stat_result, int, str]]:
-        """(path, status, folder, name) of everything below, in order of names. Raises OSError below MAX_DEPTH folders."""
+        """(path, status, folder, name) of everything below. Raises OSError below MAX_DEPTH folders.
+
+        Others may change it meanwhile: what is gone, or closed to us, is passed over.
+        """
         stack = [""]
         while stack:
             above = stack.pop()
-            folder = open_beneath(self.fd, above or ".", os.O_RDONLY | os.O_DIRECTORY, RESOLVE_NO_SYMLINKS)
+            try:
+                folder = open_beneath(self.fd, above or ".", os.O_RDONLY | os.O_DIRECTORY, RESOLVE_NO_SYMLINKS)
+            except OSError:
+                continue
             try:
                 for name in sorted(os.listdir(folder)):
-                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    try:
+                        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    except OSError:
+                        continue
                     yield above + name, status, folder, name
                     if stat.S_ISDIR(status.st_mode):
                         if above.count("/") >= MAX_DEPTH:
@@ -134,9 +146,11 @@ class Files:
         with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for path, status, folder, name in self.walk():
                 info = tarfile.TarInfo(path)
-                info.mode, info.mtime = stat.S_IMODE(status.st_mode) & 0o777, int(status.st_mtime)
+                info.mode, info.mtime = stat.S_IMODE(status.st_mode) & 0o777, clock(status.st_mtime_ns)
                 if stat.S_ISREG(status.st_mode):
-                    data = self._content(name, folder, most - total)
+                    if (data := self._content(name, folder, most - total)) is None:
+                        left += 1
+                        continue
                     total, info.size = total + len(data), len(data)
                     archive.addfile(info, io.BytesIO(data))
                     facts.append([path, "file", info.mode, hashlib.sha256(data).hexdigest()])
@@ -153,8 +167,12 @@ class Files:
         digest = hashlib.sha256(json.dumps(sorted(facts)).encode("utf-8", "surrogateescape")).hexdigest()
         return out.getvalue(), {"left_out": left, "digest": digest}
 
-    def _content(self, name: str, folder: int, most: int) -> bytes:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=folder)
+    def _content(self, name: str, folder: int, most: int) -> bytes | None:
+        """What is in a file; None for one that can not be opened. Raises OSError for too much."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=folder)
+        except OSError:
+            return None
         with open(fd, "rb") as file:
             data = file.read(min(most, self.limit) + 1)
         if len(data) > min(most, self.limit):
@@ -180,7 +198,7 @@ class Files:
                 elif info.isreg():
                     content = archive.extractfile(info)
                     assert content is not None
-                    self.write(path, content.read(), info.mode, int(info.mtime))
+                    self.write(path, content.read(), info.mode, clock(int(info.mtime) * 1_000_000_000))
         for path, mode in reversed(modes):
             fd = open_beneath(self.fd, path, os.O_RDONLY | os.O_DIRECTORY)
             os.fchmod(fd, mode)
@@ -193,6 +211,11 @@ class Files:
             return (usage.f_blocks - usage.f_bfree) * usage.f_frsize, usage.f_files - usage.f_ffree
         found = [status for _, status, _, _ in self.walk()]
         return sum(status.st_blocks * 512 for status in found), len(found) + 1
+
+
+def clock(ns: int) -> int:
+    """A time of change in seconds, within what archives and file systems can hold."""
+    return min(max(ns // 1_000_000_000, 0), 1 << 33)
 
 
 def kind_of(name: str, folder: int) -> int:

@@ -6,6 +6,7 @@ refused. What runs can read, change and reach whatever this user can.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -75,6 +76,8 @@ class ProcessBackend:
         self._interpreter = Interpreter.find()
         self._lock = threading.Lock()
         self._live: dict[str, ResidentSandbox] = {}
+        self._closed = False
+        atexit.register(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -108,11 +111,19 @@ class ProcessBackend:
             raise
         with self._lock:
             self._live[made.id] = sandbox
+            closed = self._closed
+        if closed:
+            sandbox.destroy()
+            raise SandboxFailure("this backend is closed")
         return sandbox
 
     def close(self) -> None:
+        """Destroys what is left. May be called again; the end of the interpreter calls it too."""
+        with self._lock:
+            self._closed = True
         for sandbox in list(self._live.values()):
             sandbox.destroy()
+        atexit.unregister(self.close)
 
     def forget(self, made: _Machine) -> None:
         with self._lock:
@@ -125,7 +136,7 @@ class ProcessBackend:
         outer = Path(tempfile.mkdtemp(prefix="composer_nb-"))
         (outer / "workspace").mkdir()
         channel, there = socket_pair()
-        told = resident_settings(spec, workspace=str(outer / "workspace"), drop=False, filter="", limits={})
+        told = resident_settings(spec, workspace=str(outer / "workspace"), drop=False, filter="", limits={}, nice=0)
         command = [self._interpreter.path, "-I", "-S", "-c", BOOT]
         try:
             with there:

@@ -36,8 +36,10 @@ GRACE_S = 5.0
 """How much longer than the resident program's own deadlines the host waits."""
 START_S = 20.0
 """How long a sandbox may take to be ready."""
-MOST = 300 << 20
-"""Bytes of one answer."""
+SPARE = 64 << 20
+"""Bytes that an answer may have beyond the data that were asked for: headers, of an archive with very many files too."""
+LONGEST_S = 1e6
+"""Of a time limit."""
 
 
 class Channel(Protocol):
@@ -134,13 +136,16 @@ class ResidentSandbox:
         self.id, self.spec = machine.id, spec
         self.backend, self._machine = backend, machine
         self.at_end: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        self._lock, self._ending = threading.Lock(), threading.RLock()
         self._pending = bytearray()
         self._gone: Exception | None = None
+        self._ended = False
         try:
-            facts, _ = self._answer(time.monotonic() + START_S)
-        except (TimeoutError, OSError) as error:
+            facts, _ = self._answer(time.monotonic() + START_S, SPARE)
+        except BaseException as error:
             self.destroy()
+            if not isinstance(error, OSError | ValueError):
+                raise
             raise SandboxFailure(f"sandbox {self.id} did not start: {error or 'no answer in time'}") from error
         if not facts.get("ready"):
             self.destroy()
@@ -162,9 +167,13 @@ class ResidentSandbox:
         stdin: bytes = b"",
         output_bytes: int = 1 << 20,
     ) -> ExecResult:
+        if not 0 < timeout_s <= LONGEST_S:
+            raise ValueError(f"timeout_s={timeout_s!r}: must be above 0 and at most {LONGEST_S:g}")
+        if output_bytes < 2:
+            raise ValueError(f"output_bytes={output_bytes!r}: must be at least 2, a head and a tail")
         asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes}
-        kills = self._machine.kills()
-        facts, output = self._ask("exec", asked, stdin, within_s=timeout_s)
+        kills = self._kills()
+        facts, output = self._ask("exec", asked, stdin, within_s=timeout_s, most=2 * output_bytes)
         first, second = facts["sizes"]
         return ExecResult(
             exit_code=facts["exit_code"],
@@ -172,8 +181,8 @@ class ResidentSandbox:
             stderr=output[first : first + second],
             truncated=facts["truncated"],
             timed_out=facts["timed_out"],
-            oom=self._machine.kills() > kills,
-            duration_s=facts.get("duration_s", 0.0),
+            oom=self._kills() > kills,
+            duration_s=facts["duration_s"],
         )
 
     def exec_background(
@@ -190,7 +199,7 @@ class ResidentSandbox:
         self._ask("end", {"pid": pid})
 
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
-        return self._ask("read", {"path": path, "offset": offset, "max_bytes": max_bytes})[1]
+        return self._ask("read", {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         self._ask("write", {"path": path, "mode": mode}, data)
@@ -199,12 +208,13 @@ class ResidentSandbox:
         self._ask("unpack", {}, archive_of(files))
 
     def download(self, *, max_bytes: int = 64 << 20) -> dict[str, bytes]:
-        _, packed = self._ask("pack", {"max_bytes": max_bytes, "links": False})
+        _, packed = self._ask("pack", {"max_bytes": max_bytes, "links": False}, most=max_bytes)
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
             return {info.name: _content(archive, info) for info in archive if info.isreg()}
 
     def snapshot(self) -> Snapshot:
-        facts, packed = self._ask("pack", {"max_bytes": self.spec.disk_bytes, "links": True})
+        most = self.spec.disk_bytes
+        facts, packed = self._ask("pack", {"max_bytes": most, "links": True}, most=most)
         return Snapshot(archive=packed, digest=facts["digest"])
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -224,33 +234,44 @@ class ResidentSandbox:
         self._retire(SandboxFailure(f"sandbox {self.id} was destroyed"))
 
     def _retire(self, why: Exception) -> Exception:
-        """Ends the sandbox, once; what is asked from now on is answered by `why`. Returns the first reason."""
-        if self._gone is None:
-            self._gone = why
-            try:
+        """Ends the sandbox; what is asked from now on is answered by the first reason, which is returned.
+
+        An end that was broken off, as by Ctrl-C, is taken up by the next call.
+        """
+        self._gone = self._gone or why
+        with self._ending:
+            if not self._ended:
                 self._machine.end()
-            finally:
+                self._ended = True
                 for call in self.at_end:
                     call()
         return self._gone
 
     def _ask(
-        self, do: str, header: Mapping[str, Any], payload: bytes = b"", within_s: float = 60.0
+        self, do: str, header: Mapping[str, Any], payload: bytes = b"", within_s: float = 60.0, most: int = 0
     ) -> tuple[dict[str, Any], bytes]:
+        """The answer to a request, of at most `most` bytes of data."""
         head = json.dumps({"do": do, **header}).encode() + b"\n"
         frame = (len(head) + len(payload)).to_bytes(4, "big") + head
         with self._lock:
             if self._gone is not None:
                 raise self._gone
-            deadline = time.monotonic() + within_s + GRACE_S
+            kills, deadline = self._kills(), time.monotonic() + within_s + GRACE_S
             try:
                 self._machine.channel.send(frame + payload, deadline - time.monotonic())
-                facts, data = self._answer(deadline)
+                facts, data = self._answer(deadline, most + SPARE)
+                if "failed" in facts:
+                    raise ValueError(str(facts["failed"])[:300])
             except TimeoutError as error:
                 text = f"sandbox {self.id} gave no answer within {within_s + GRACE_S:g} s; it was ended"
                 raise self._retire(SandboxFailure(text)) from error
-            except (OSError, ValueError, KeyError) as error:
-                raise self._retire(self._death(error)) from error
+            except (OSError, ValueError) as error:
+                raise self._retire(self._death(error, kills)) from error
+            except (
+                BaseException
+            ) as error:  # Ctrl-C: the answer is still to come, and would be taken for another request's
+                self._retire(SandboxFailure(f"sandbox {self.id} was ended in the middle of a request: {error!r}"))
+                raise
         if "error" in facts:
             code, text = facts["error"]
             raise OSError(code, text)
@@ -258,17 +279,24 @@ class ResidentSandbox:
             raise KeyError(facts["missing"])
         return facts, data
 
-    def _death(self, error: Exception) -> Exception:
+    def _kills(self) -> int:
+        try:
+            return self._machine.kills()
+        except OSError:
+            return 0  # its group is gone, and it with it
+
+    def _death(self, error: Exception, kills: int) -> Exception:
+        """Why there is no answer. `kills`: how often memory had run out before the request."""
         if self._gone is not None:
             return self._gone  # ended from another thread, in the middle of this call
-        if self._machine.kills():
+        if self._kills() > kills:
             return SandboxDied(f"sandbox {self.id} ended: its memory of {self.spec.memory_bytes} bytes was used up")
         return SandboxFailure(f"sandbox {self.id} ended unexpectedly: {error}")
 
-    def _answer(self, deadline: float) -> tuple[dict[str, Any], bytes]:
+    def _answer(self, deadline: float, most: int) -> tuple[dict[str, Any], bytes]:
         """The next frame. Raises TimeoutError, OSError at the end of the stream, ValueError for what is no answer."""
         size = int.from_bytes(self._take(4, deadline), "big")
-        if size > MOST:
+        if size > most:
             raise ValueError(f"an answer of {size} bytes")
         body = self._take(size, deadline)
         head, _, data = body.partition(b"\n")
@@ -320,10 +348,13 @@ def socket_pair() -> tuple[SocketChannel, socket.socket]:
     return SocketChannel(here), there
 
 
-def resident_settings(spec: SandboxSpec, *, workspace: str, drop: bool, filter: str, limits: Mapping[str, int]) -> str:
+def resident_settings(
+    spec: SandboxSpec, *, workspace: str, drop: bool, filter: str, limits: Mapping[str, int], nice: int
+) -> str:
     """What a resident program is told, as JSON: the argument of `guest.main`, and what a zygote is sent.
 
-    `limits` come on top of those that every backend sets.
+    `limits` come on top of those that every backend sets. `nice`: by how much commands stand back behind the resident program;
+    0 where they have no CPU group of their own, in which it counts.
     """
     common = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0, "RLIMIT_FSIZE": spec.disk_bytes}
     return json.dumps(
@@ -334,6 +365,7 @@ def resident_settings(spec: SandboxSpec, *, workspace: str, drop: bool, filter: 
             "inodes": spec.inodes,
             "drop": drop,
             "filter": filter,
+            "nice": nice,
             "rlimits": common | dict(limits),
         }
     )

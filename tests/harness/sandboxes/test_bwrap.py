@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -96,6 +97,35 @@ def test_the_death_of_the_zygote_is_a_fault_of_the_machinery_and_mended() -> Non
             assert again.exec(["true"]).exit_code == 0
 
 
+def test_a_start_that_fails_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BwrapBackend() as backend:
+        box = backend.create(SMALL)
+        told = "{"  # not even settings
+        monkeypatch.setattr("composer_nb.harness.sandboxes.bwrap.resident_settings", lambda *_, **__: told)
+        with pytest.raises(SandboxFailure, match="did not start"):
+            backend.create(SMALL)
+        monkeypatch.undo()
+        assert box.exec(["true"]).exit_code == 0
+        box.destroy()
+
+
+def test_an_interrupted_end_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BwrapBackend() as backend:
+        box = backend.create(SMALL)
+        machine = type(box._machine)  # type: ignore[attr-defined]
+        whole = machine.end
+
+        def broken(self: object) -> None:
+            monkeypatch.setattr(machine, "end", whole)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(machine, "end", broken)
+        with pytest.raises(KeyboardInterrupt):
+            box.destroy()
+        box.destroy()
+        assert backend._live == {}
+
+
 def _zygote_pid(resident: int) -> int:
     fields = Path(f"/proc/{resident}/stat").read_text().rpartition(") ")[2].split()
     return int(fields[1])
@@ -115,7 +145,8 @@ class TestGroups:
         with BwrapBackend() as backend:
             box = backend.create(SMALL)
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]  as the kernel would
-            monkeypatch.setattr(Group, "kills", lambda self: 1)
+            told = itertools.count()
+            monkeypatch.setattr(Group, "kills", lambda self: next(told))
             with pytest.raises(SandboxDied, match="memory of 167772160 bytes was used up"):
                 box.read("x")
             box.destroy()

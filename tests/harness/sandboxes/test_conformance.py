@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxFailure, SandboxSpec
-from tests.harness.sandboxes.conftest import SMALL
+from tests.harness.sandboxes.conftest import SMALL, make
 
 
 def shell(box: Sandbox, text: str, timeout_s: float = 20.0, **more: object) -> str:
@@ -92,7 +92,74 @@ EVASIONS = {
 }
 
 
+class TestAfterTrouble:
+    def test_commands_that_cannot_be_started_leave_nothing_open(self, box: Sandbox) -> None:
+        for _ in range(SMALL.open_files):
+            assert box.exec(["no-such-program"], stdin=b"x").exit_code == 127
+        assert shell(box, "echo on") == "on"
+
+    @pytest.mark.parametrize(
+        "values", [{"timeout_s": 0}, {"timeout_s": 1e9}, {"timeout_s": float("nan")}, {"output_bytes": 1}]
+    )
+    def test_limits_that_are_none_are_refused(self, box: Sandbox, values: dict[str, float]) -> None:
+        with pytest.raises(ValueError, match=next(iter(values))):
+            box.exec(["true"], **values)  # type: ignore[arg-type]
+        assert shell(box, "echo on") == "on"
+
+    def test_a_request_that_is_broken_off_ends_the_sandbox(self, box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its answer would be taken for that of the next request."""
+        channel = box._machine.channel  # type: ignore[attr-defined]
+        monkeypatch.setattr(type(channel), "receive", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            box.exec(["echo", "first"])
+        monkeypatch.undo()
+        with pytest.raises(SandboxFailure, match="middle of a request"):
+            box.exec(["echo", "second"])
+
+
+def _interrupted(self: object, timeout_s: float) -> bytes:
+    raise KeyboardInterrupt
+
+
+ZOMBIE_WITH_A_THREAD = """
+import ctypes, os, threading, time
+def work():
+    while True:
+        time.sleep(0.01)
+        with open("count", "a") as file:
+            file.write("x")
+threading.Thread(target=work).start()
+if os.fork() == 0:
+    time.sleep(777)
+ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # ends this thread alone
+"""
+LEASE = """
+import fcntl, os, signal, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fd = os.open("run.sh", os.O_RDWR)
+fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
 class TestTimeLimit:
+    def test_a_process_whose_first_thread_has_ended_lives_and_ends(self, box: Sandbox) -> None:
+        done = box.exec(["python3", "-c", ZOMBIE_WITH_A_THREAD], timeout_s=1)
+        assert done.timed_out
+        count = len(box.read("count"))
+        time.sleep(0.2)
+        assert len(box.read("count")) == count and box.stats().processes == 0
+
+    def test_a_lease_holds_no_start_up(self, box: Sandbox) -> None:
+        box.write("run.sh", b"#!/bin/sh\n", mode=0o755)
+        pid = box.exec_background(["python3", "-c", LEASE], log="log")
+        while box.read("log") != b"held\n":
+            time.sleep(0.01)
+        begin = time.monotonic()
+        assert box.exec(["./run.sh"], timeout_s=0.5).timed_out and time.monotonic() - begin < 5
+        box.end(pid)
+
     @pytest.mark.parametrize("name", EVASIONS)
     def test_the_whole_tree_ends(self, box: Sandbox, name: str) -> None:
         begin = time.monotonic()
@@ -223,7 +290,43 @@ for _ in range(500):
 """
 
 
+class TestFilesUnderAttack:
+    def test_a_failed_write_leaves_no_space_taken(self, cell: Sandbox) -> None:
+        cell.write("first", b"x" * (SMALL.disk_bytes // 2))
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space"):
+                cell.write("big", b"x" * (SMALL.disk_bytes * 3 // 4))
+        assert cell.stats().disk_bytes <= SMALL.disk_bytes // 2 + 8192
+
+    def test_a_write_follows_links_within_the_workspace(self, box: Sandbox) -> None:
+        shell(box, "mkdir -p real/a; ln -s real link; ln -s ../real real/up")
+        box.write("link/a/y", b"1")
+        box.write("real/up/a/z", b"2")
+        assert box.read("real/a/y") == b"1" and box.read("link/a/z") == b"2"
+
+    def test_a_log_is_a_file(self, box: Sandbox) -> None:
+        """Somebody swaps it for a pipe that nobody reads while a command is started."""
+        swap = "mkfifo p; while :; do ln -sf p log; rm -f log; ln p log; rm -f log; done"
+        pid = box.exec_background(["bash", "-c", swap], log="other")
+        begin = time.monotonic()
+        for _ in range(50):
+            try:
+                box.exec_background(["true"], log="log")
+            except OSError:
+                pass
+        box.end(pid)
+        assert time.monotonic() - begin < 20 and shell(box, "echo on") == "on"
+
+
 class TestSnapshots:
+    def test_what_nobody_may_open_or_what_has_an_odd_time(self, box: Sandbox) -> None:
+        shell(box, "mkdir closed; touch closed/f; echo 1 > secret; echo 2 > odd; echo 3 > plain")
+        shell(box, "chmod 000 closed secret; touch -d @9223372036854775 odd || true")
+        with box.fork() as other:
+            assert other.read("plain") == b"3\n" and other.read("odd") == b"2\n"
+        assert box.download()["plain"] == b"3\n"
+        shell(box, "chmod 700 closed secret")
+
     def test_a_fork_has_the_files_and_goes_its_own_way(self, box: Sandbox) -> None:
         shell(
             box,
@@ -257,6 +360,32 @@ class TestSnapshots:
 
 
 class TestLife:
+    def test_a_closed_backend_makes_nothing_and_leaves_nothing(
+        self, request: pytest.FixtureRequest, backend: Backend
+    ) -> None:
+        own = make(request.node.callspec.params["backend"])
+        made: list[Sandbox] = []
+        refused: list[Exception] = []
+
+        def create() -> None:
+            while not refused:
+                try:
+                    made.append(own.create(SMALL))
+                except SandboxFailure as error:
+                    refused.append(error)
+
+        threads = [threading.Thread(target=create) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        own.close()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert made and all(not thread.is_alive() for thread in threads)
+        for box in made:
+            with pytest.raises(SandboxFailure):
+                box.read("x")
+
     def test_what_is_destroyed_answers_so(self, backend: Backend) -> None:
         box = backend.create(SMALL)
         box.destroy()
@@ -406,6 +535,55 @@ for name in ("oom_score_adj", "mem", "attr/current"):
     except OSError: pass
 """
         assert python(cell, source) == "" and shell(cell, "echo on") == "on"
+
+    def test_priorities_of_others_are_out_of_reach(self, cell: Sandbox) -> None:
+        source = """
+import os
+found = []
+for name, call in {
+    "scheduler": lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+    "affinity": lambda: os.sched_setaffinity(1, {0}),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    "priority of all": lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    "up": lambda: os.setpriority(os.PRIO_PROCESS, 0, -20),
+}.items():
+    try: call()
+    except OSError: continue
+    found.append(name)
+os.setpriority(os.PRIO_PROCESS, 0, 19)
+print(found)
+"""
+        assert python(cell, source) == "[]"
+
+    def test_many_that_spin_do_not_silence_the_resident_program(self, cell: Sandbox) -> None:
+        cell.exec(["bash", "-c", "for n in $(seq 30); do (while :; do :; done) & done"], timeout_s=30)
+        assert shell(cell, "echo on", timeout_s=30) == "on"
+
+    def test_sockets_of_odd_families(self, cell: Sandbox) -> None:
+        source = """
+import socket
+found = []
+for family in range(50):
+    for make in (socket.socket, socket.socketpair):
+        try: made = make(family, socket.SOCK_STREAM)
+        except PermissionError: continue
+        except OSError as error: pass
+        if family not in (1, 2, 10): found.append(family)
+print(found)
+"""
+        assert python(cell, source) == "[]"
+
+    def test_devices_hold_nothing(self, isolated: Backend) -> None:
+        with isolated.create(SMALL) as one, isolated.create(SMALL) as two:
+            change = "echo x > /dev/x; mkdir /dev/d; ln -sf /workspace /dev/stdout; rm /dev/null; ls /dev/pts"
+            done = one.exec(["bash", "-c", change])
+            assert b"x" not in two.exec(["ls", "/dev"]).stdout.split() and b"0" not in done.stdout.split()
+            hold = "import os, time; os.openpty(); print(1, flush=True); time.sleep(60)"
+            one.exec_background(["python3", "-c", hold], log="log")
+            while one.read("log") != b"1\n":
+                time.sleep(0.01)
+            assert two.exec(["ls", "/dev/pts"]).stdout.split() in ([b"ptmx"], [])
+            assert shell(two, "echo on > /dev/null; echo on > /dev/stdout") == "on"
 
     def test_the_programs_of_the_host_are_read_only(self, cell: Sandbox) -> None:
         done = cell.exec(

@@ -138,6 +138,25 @@ def test_what_is_ready_is_taken_at_once_and_made_anew(fleet: Fleet) -> None:
         assert fleet.admission.alive == 3
 
 
+def test_files_that_do_not_fit_are_not_the_backends_fault(fleet: Fleet) -> None:
+    with fleet.create(SMALL) as box:
+        box.exec(["truncate", "-s", str(SMALL.disk_bytes - 4096), "hole"])
+        box.exec(["bash", "-c", "for n in 1 2 3 4; do echo > f$n; done"])
+        for _ in range(FAILURES + 1):
+            with pytest.raises(OSError, match="No space"):
+                box.fork()
+    fleet.create(SMALL).destroy()
+    assert fleet.admission.starting == fleet.admission.alive == 0
+
+
+def test_what_died_while_it_waited_is_not_handed_out(fleet: Fleet) -> None:
+    fleet.keep_ready(SMALL, 1)
+    _until(lambda: fleet.ready(SMALL) == 1)
+    fleet._ready[SMALL][0].destroy()
+    with fleet.create(SMALL) as box:
+        assert box.exec(["true"]).exit_code == 0
+
+
 def test_a_full_machine_is_waited_for() -> None:
     pressure = [FULL]
     with Fleet(BwrapBackend(), pressure=lambda: pressure[0]) as fleet:
