@@ -4,7 +4,8 @@ Each case looks at what the program reported and at what the host saw: a listene
 that stayed, the time it took. A program that reports nothing at all has not proved to be stopped: then the
 outcome itself must be the one that the limit in question gives, or the case is not counted as blocked.
 
-The thirty numbered cases run on every backend; on `bwrap` those of the function runner (`sandbox.py`) besides.
+The thirty kinds of case run on every backend: hostile patches (1 to 18; `patches.py`), which are graded, and hostile uses of a
+sandbox (19 to 30); on `bwrap` the cases of the function runner (`sandbox.py`) besides.
 Covers escapes, resource use and the ways to forge a result. Does not cover faults of the kernel.
 """
 
@@ -21,6 +22,8 @@ from typing import Any
 
 from composer_nb.harness.attacks import burdens, conduct, forgery, isolation, resources, walls
 from composer_nb.harness.attacks.case import SECRET, SECRET_NAME, Host, Silent, Verdict
+from composer_nb.harness.attacks.patch_check import check_patches
+from composer_nb.harness.attacks.patches import patches
 from composer_nb.harness.attacks.site import Site
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.sandboxes import BACKENDS, open_backend
@@ -77,7 +80,11 @@ def run_checks(backend: str = "bwrap") -> dict[str, Any]:
     made = open_backend(backend)
     with contextlib.closing(made):
         facts = made.capabilities()
-        rows = _attack(made) if facts.isolated else [_row(c.id, c.title, _NOT_RUN) for c in SANDBOX_CASES]
+        if facts.isolated:
+            rows = check_patches(made) + _attack(made)
+        else:
+            named = [(patch.id, patch.title) for patch in patches()] + [(case.id, case.title) for case in SANDBOX_CASES]
+            rows = [_row(name, title, _NOT_RUN) for name, title in named]
         if backend == "bwrap":
             rows += _run_cases(BwrapSandboxes, made)
     shown = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}

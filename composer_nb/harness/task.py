@@ -6,6 +6,7 @@ On disk a task is a Harbor task directory (schema 1.4): `instruction.md`, `task.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import tomllib
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from composer_nb.harness.functions import is_test, parse_test_files
+from composer_nb.harness.grading.scope import in_scope, is_test_module
 
 WORKSPACE = "environment/workspace"
 RUNTIME = "host-python"
@@ -33,12 +35,14 @@ class Task(BaseModel):
     files: dict[str, str]
     """The workspace at the start: relative POSIX path -> text. Tests that the agent may run and see are among them."""
     tests: dict[str, str]
-    """Hidden tests: never in a workspace."""
+    """Hidden tests: never in a workspace. For the grader `pytest` also what they need besides: helpers, conftests, data."""
     solution: dict[str, str] = {}
     """Files that a right answer changes, as they should be."""
     source_scope: tuple[str, ...]
-    """Paths whose changes are graded; changes elsewhere are dropped."""
-    grader: Literal["functions"] = "functions"
+    """Paths whose changes are graded; changes elsewhere are dropped. For the grader `pytest` also globs (`src/**`)."""
+    grader: Literal["functions", "pytest"] = "functions"
+    """functions: `functions.py`, whose tests have one plain form. pytest: any pytest modules, `grading/pytest_grader.py`; which
+    of their tests count, and how they are made to tell, is found out by `grading.validate` and kept in `metadata`."""
     metadata: dict[str, str] = {}
 
     @model_validator(mode="after")
@@ -57,14 +61,19 @@ class Task(BaseModel):
                 raise ValueError(f"task {self.id}: {folders[0]!r} is a file, so {path!r} can not lie in it")
         if not self.source_scope:
             raise ValueError(f"task {self.id}: source_scope is empty, so no change could be graded")
-        if hidden := set(self.tests) & set(self.files):
+        if hidden := set(self.tests) & set(self.files) if self.grader == "functions" else set():
             raise ValueError(f"task {self.id}: hidden tests {sorted(hidden)} also lie in the workspace")
-        if outside := set(self.solution) - set(self.source_scope):
+        scope = self.source_scope
+        inside = in_scope if self.grader == "pytest" else lambda path, scope: path in scope
+        if outside := {path for path in self.solution if not inside(path, scope)}:
             raise ValueError(f"task {self.id}: the solution changes {sorted(outside)}, outside source_scope")
         try:
-            parse_test_files(self.tests)
-            if self.visible_tests:
-                parse_test_files(self.visible_tests)
+            if self.grader == "pytest":
+                _check_modules(self.tests)
+            else:
+                parse_test_files(self.tests)
+                if self.visible_tests:
+                    parse_test_files(self.visible_tests)
         except ValueError as error:
             raise ValueError(f"task {self.id}: {error}") from None
         return self
@@ -113,6 +122,20 @@ class Task(BaseModel):
                 "metadata": own.get("facts", {}),
             },
         )
+
+
+def _check_modules(tests: Mapping[str, str]) -> None:
+    """Raises ValueError when there is no test module, or a module is not Python. Nothing is executed."""
+    if not any(is_test_module(path) for path in tests):
+        raise ValueError("no test module found (test_….py or …_test.py): a task without tests can not be graded")
+    for path, text in tests.items():
+        if path.endswith(".py"):
+            try:
+                ast.parse(text)
+            except SyntaxError as error:
+                raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
+            except (ValueError, RecursionError, MemoryError) as error:  # null bytes, too deep
+                raise ValueError(f"{path}: not Python: {error or type(error).__name__}") from None
 
 
 def _own_table(where: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""A grading box from outside: what goes in, what is believed of what comes out.
+
+A *job* is one run of the hidden tests. All jobs of one call run one after the other in one fresh sandbox, each in a process and
+a folder of its own (`runner.py`). Of what a run says only lines that carry its nonce are believed, a test at most once, and only
+for tests that were asked for. Everything else is `forged`.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_nb.harness.calls import SandboxFailure
+from composer_nb.harness.grading.kit import block, command, framed
+from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec
+
+GRACE_S = 15.0
+"""How much longer than the runs' own deadlines the sandbox waits."""
+OUTPUT_BYTES = 32 << 20
+# What pytest itself prints is turned off, so a line of its form is somebody else's.
+_PRINTED = re.compile(r"^(?:\S+::\S+ PASSED\b|PASSED \S+::|=+ .*\b\d+ passed\b.*=+$)", re.M)
+
+
+class RunnerEnded(RuntimeError):
+    """The runner was ended before it could report: by what it ran, for nothing else runs in its sandbox."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of tests."""
+
+    files: Mapping[str, bytes]
+    """The workspace, and data files of the tests."""
+    hidden: Mapping[str, str]
+    """Modules that lie on no disk: path -> text."""
+    tests: tuple[str, ...]
+    """Those of `hidden` that are test modules."""
+    keys: frozenset[str] | None = None
+    """Which tests to run (see `plugin.py`); None: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How one test ended, as its process said."""
+
+    outcome: str
+    """passed, failed or skipped (which an expected failure is too)."""
+    why: str = ""
+    """Name of the exception."""
+    id: str = ""
+    """pytest's node id."""
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome == "passed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What came of one job."""
+
+    results: Mapping[str, Result] = field(default_factory=dict)
+    """By key, in the order in which they ran. What is missing did not pass."""
+    flags: frozenset[str] = frozenset()
+    """forged_events, forged_report, read_tests, printed_results, ended_early, timeout."""
+    output: str = ""
+    """What was printed, for people; agents must never see it, for it may quote hidden tests."""
+    seconds: float = 0.0
+
+
+def run_jobs(
+    backend: Backend,
+    jobs: Sequence[Job],
+    *,
+    timeout_s: float = 60.0,
+    spec: SandboxSpec | None = None,
+    hash_seed: int = 0,
+) -> list[Ran]:
+    """Runs every job for at most `timeout_s` seconds.
+
+    Raises SandboxFailure when the machinery failed, SandboxDied or RunnerEnded when what ran ended it.
+    """
+    nonces = [secrets.token_hex(16) for _ in jobs]
+    stdin = framed(block(backend, spec)) + b"".join(
+        framed(_frame(number, job, nonce)) for number, (job, nonce) in enumerate(zip(jobs, nonces, strict=True))
+    )
+    limit = len(jobs) * (timeout_s + GRACE_S)
+    box = backend.create(spec)
+    try:
+        done = box.exec(
+            command(len(jobs), timeout_s),
+            timeout_s=limit,
+            env={"PYTHONHASHSEED": str(hash_seed)},
+            stdin=stdin,
+            output_bytes=OUTPUT_BYTES,
+        )
+    finally:
+        box.destroy()
+    ready, _, rest = done.stdout.partition(b"\n")
+    if ready != b"ready":
+        told = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        raise SandboxFailure(f"the runner did not start: exit code {done.exit_code}, {''.join(told)}")
+    try:
+        reports = json.loads(rest)
+        failed = [report["failed"] for report in reports]
+        ran = [_read(job, nonce, report) for job, nonce, report in zip(jobs, nonces, reports, strict=True)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        memory = ", out of memory" if done.oom else ""
+        raise RunnerEnded(f"no report: exit code {done.exit_code}{memory} ({error})") from None
+    if failed[0]:
+        raise SandboxFailure(f"a run could not begin: {failed[0]}")
+    if any(failed):  # the runs before it left no room
+        raise RunnerEnded(f"no further run could begin: {next(filter(None, failed))}")
+    return ran
+
+
+def _frame(number: int, job: Job, nonce: str) -> bytes:
+    frame = {
+        "folder": f"run{number}",
+        "nonce": nonce,
+        "files": dict(job.files),
+        "hidden": dict(job.hidden),
+        "tests": list(job.tests),
+        "keys": None if job.keys is None else sorted(job.keys),
+    }
+    return marshal.dumps(frame, 4)
+
+
+def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
+    results: dict[str, Result] = {}
+    flags, done = set(), False
+    for line in report["events"].split("\n")[:-1]:
+        event = _event(line, nonce)
+        match event:
+            case ["done", int()] if not done:
+                done = True
+            case [str(key), "passed" | "failed" | "skipped" as outcome, str(why), str(name)] if (
+                not done and key not in results and (job.keys is None or key in job.keys)
+            ):
+                results[key] = Result(outcome=outcome, why=why, id=name)
+            case _:
+                flags.add("forged_events")
+    for flag, seen in (
+        ("forged_report", report["decoy_changed"]),
+        ("read_tests", report["bait_read"]),
+        ("printed_results", _PRINTED.search(report["output"])),
+        ("timeout", report["timed_out"]),
+        ("ended_early", not done and not report["timed_out"]),
+    ):
+        if seen:
+            flags.add(flag)
+    return Ran(results=results, flags=frozenset(flags), output=report["output"], seconds=report["seconds"])
+
+
+def _event(line: str, nonce: str) -> Any:
+    given, _, text = line.partition(" ")
+    if not secrets.compare_digest(given.encode(), nonce.encode()):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,111 @@
+"""What an agent changed: the files that it left against those of the task, restricted to the task's source scope.
+
+Only contents of regular files come in here; links, devices, modes and times never leave the sandbox (`Sandbox.download`).
+Everything outside the scope is as the task has it, whatever the agent did to it. Dropped besides, also where a glob of the
+scope covers them: caches, history, and files that set tests up. A path that the scope names in full is the task author's own
+decision and is let through.
+
+Reference for what is dropped: leftover type-check caches and decompiled bytecode (Composer 2.5), answers in the history
+(SWE-bench #465), `conftest.py` hooks (SWE-bench #631).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal
+
+from composer_nb.harness.grading.scope import in_scope
+from composer_nb.harness.task import Task
+
+Drop = Literal["outside_scope", "cache", "test_setup", "too_large", "unsafe_path", "conflict"]
+
+MAX_FILE_BYTES = 1 << 20
+MAX_CHANGED_BYTES = 8 << 20
+MAX_CHANGED_FILES = 2000
+"""Files and the folders that they need."""
+MAX_PATH_BYTES = 1024
+"""What can not be written in a box would look like a fault of the box, which an agent must not be able to cause."""
+CACHE_FOLDERS = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", "build"}
+CACHE_ENDINGS = (".pyc", ".pyo")
+SETUP_NAMES = {
+    "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml",
+    "sitecustomize.py", "usercustomize.py", "entry_points.txt",
+}  # fmt: skip
+SETUP_ENDINGS = (".pth", ".egg-link")
+SETUP_FOLDERS = {".git", ".hg", ".svn", "site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What is graded, and what is not."""
+
+    files: Mapping[str, bytes]
+    """The task's files with the changes laid over them."""
+    changed: tuple[str, ...] = ()
+    """Paths of `files` that are new or different, and paths of the task's that are gone."""
+    dropped: Mapping[str, Drop] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Reasons for drops. Caches are no reason to look: whoever runs a test leaves some."""
+        return tuple(sorted(set(self.dropped.values()) - {"cache"}))
+
+
+def changes(task: Task, files: Mapping[str, bytes]) -> Changes:
+    """What of `files`, a whole workspace, is graded. The same input gives the same result, in order of paths."""
+    pristine = {path: text.encode() for path, text in task.files.items()}
+    graded = dict(pristine)
+    changed: list[str] = []
+    dropped: dict[str, Drop] = {}
+    for path in sorted(set(pristine) - set(files)):
+        if reason := _unwanted(task, path):
+            dropped[path] = reason
+        else:
+            del graded[path]
+            changed.append(path)
+    size, places = 0, set[str]()
+    for path in sorted(path for path, data in files.items() if pristine.get(path) != data):
+        reason = _unwanted(task, path) or _misfit({*graded, *task.tests} - {path}, path)
+        new, needed = size + len(files[path]), places | {path, *map(str, PurePosixPath(path).parents)}
+        if reason is None and (
+            len(files[path]) > MAX_FILE_BYTES or new > MAX_CHANGED_BYTES or len(needed) > MAX_CHANGED_FILES
+        ):
+            reason = "too_large"
+        if reason:
+            dropped[path] = reason
+        else:
+            graded[path], size, places = files[path], new, needed
+            changed.append(path)
+    return Changes(files=graded, changed=tuple(sorted(changed)), dropped=dropped)
+
+
+def _unwanted(task: Task, path: str) -> Drop | None:
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or str(pure) != path or "\0" in path or not pure.name:
+        return "unsafe_path"
+    try:
+        if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
+            return "unsafe_path"
+    except UnicodeEncodeError:
+        return "unsafe_path"
+    if path in task.source_scope:
+        return None
+    folders = set(pure.parts[:-1])
+    if folders & CACHE_FOLDERS or pure.name.endswith(CACHE_ENDINGS) or any(f.endswith(".egg-info") for f in pure.parts):
+        return "cache"
+    if not in_scope(path, task.source_scope):
+        return "outside_scope"
+    if pure.name in SETUP_NAMES or pure.name.endswith(SETUP_ENDINGS) or folders & SETUP_FOLDERS:
+        return "test_setup"
+    return None
+
+
+def _misfit(graded: Set[str], path: str) -> Drop | None:
+    """A file can not lie where a folder is, nor below a file; nor may it take the place of what a hidden test needs."""
+    if not graded.isdisjoint(map(str, PurePosixPath(path).parents)) or any(
+        other.startswith(path + "/") for other in graded
+    ):
+        return "conflict"
+    return None

@@ -1,0 +1,132 @@
+"""What a grading box is given to run: pytest's own modules and our two, compiled by the box's own interpreter.
+
+They travel as one block over the box's stdin and are imported from memory: nothing of it is on a disk in the box, nothing else of
+our environment comes with it, and no box waits for hundreds of files. A block is made once for each kind of box in a process.
+
+pygments, which pytest imports to colour what it prints, is replaced by a stand-in of a few lines, and is gone again when tests
+run. Projects that are pytest, pluggy, iniconfig or packaging themselves can not be graded so: the box's copies would be tested.
+"""
+
+from __future__ import annotations
+
+import marshal
+import threading
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.grading.runner import PLUGIN
+from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec
+
+PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging")
+WHERE_NEEDED = ("exceptiongroup", "tomli")
+"""By pytest on Python 3.10 and older: taken along if they are installed here."""
+RUNNER = "composer_nb_grading_runner"
+STAND_INS = {
+    "pygments": "from pygments import util\ndef highlight(code, lexer, formatter):\n    return code\n",
+    "pygments.util": "class ClassNotFound(ValueError):\n    pass\nclass OptionError(Exception):\n    pass\n",
+    "pygments.formatters": "",
+    "pygments.formatters.terminal": "class TerminalFormatter:\n    pass\n",
+    "pygments.lexer": "class Lexer:\n    pass\n",
+    "pygments.lexers": "",
+    "pygments.lexers.diff": "class DiffLexer:\n    pass\n",
+    "pygments.lexers.python": "class PythonLexer:\n    pass\n",
+}
+
+_START = """\
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]  # `-c` puts the current directory first
+import marshal, os, types
+def exactly(size):
+    parts = []
+    while size:
+        parts.append(os.read(0, min(size, 1 << 20)))
+        if not parts[-1]:
+            sys.exit("no frame")
+        size -= len(parts[-1])
+    return b"".join(parts)
+"""
+_COMPILE = (
+    _START
+    + """\
+table = marshal.loads(exactly(int.from_bytes(exactly(4), "big")))
+for name, (path, package, text) in table.items():
+    table[name] = (path, package, marshal.dumps(compile(text, path, "exec", dont_inherit=True)))
+sys.stdout.buffer.write(marshal.dumps(table, 4))
+"""
+)
+_RUN = (
+    _START
+    + f"""\
+table = marshal.loads(exactly(int.from_bytes(exactly(4), "big")))
+module = types.ModuleType({RUNNER!r})
+exec(marshal.loads(table.pop({RUNNER!r})[2]), module.__dict__)
+module.main(table)
+"""
+)
+
+_blocks: dict[tuple[str, str], bytes] = {}
+_lock = threading.Lock()
+
+
+def command(runs: int, timeout_s: float) -> list[str]:
+    """What starts the runner in a box; its stdin is a block and a frame for each run."""
+    return ["python3", "-s", "-S", "-c", _RUN, str(runs), str(timeout_s)]
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+def block(backend: Backend, spec: SandboxSpec | None = None) -> bytes:
+    """The modules, compiled for the boxes that `backend` makes of `spec`.
+
+    Raises SandboxUnavailable when pytest is not installed here, or is not for the box's Python, and SandboxFailure.
+    """
+    kind = (backend.name, spec.image if spec else "")
+    with _lock:
+        if kind not in _blocks:
+            _blocks[kind] = _compiled(backend, spec)
+        return _blocks[kind]
+
+
+def _compiled(backend: Backend, spec: SandboxSpec | None) -> bytes:
+    box = backend.create(spec)
+    try:
+        stdin = framed(marshal.dumps(sources(), 4))
+        done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
+    finally:
+        box.destroy()
+    told = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    if b"SyntaxError" in done.stderr:
+        raise SandboxUnavailable(f"the installed pytest is not for the Python of the sandbox ({''.join(told)})")
+    if done.exit_code or done.truncated:
+        raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {done.exit_code}, {told}")
+    return done.stdout
+
+
+def sources() -> dict[str, tuple[str, bool, str]]:
+    """Module name -> (path to show, whether it is a package, text). Raises SandboxUnavailable without pytest."""
+    found: dict[str, tuple[str, bool, str]] = {}
+    for name, text in STAND_INS.items():
+        package = any(other.startswith(name + ".") for other in STAND_INS)
+        found[name] = (f"/kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py", package, text)
+    for needed in (*PACKAGES, *WHERE_NEEDED):
+        try:
+            listed = distribution(needed)
+        except PackageNotFoundError:
+            if needed in WHERE_NEEDED:
+                continue
+            raise SandboxUnavailable(f"the grader `pytest` needs {needed} on this side: pip install pytest") from None
+        for file in listed.files or ():
+            if file.suffix == ".py" and ".." not in file.parts:
+                parts = file.with_suffix("").parts
+                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+                text = Path(str(listed.locate_file(file))).read_text(encoding="utf-8")
+                found[name] = (f"/kit/{file.as_posix()}", parts[-1] == "__init__", text)
+    for name, file_name in (
+        (RUNNER, "runner.py"),
+        (PLUGIN, "plugin.py"),
+    ):  # the latter imports pytest: it is only read here
+        found[name] = (f"/kit/{name}.py", False, Path(__file__).with_name(file_name).read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,206 @@
+"""Whether a task of the grader `pytest` can be graded, and the plan by which it is.
+
+A task is valid if its gold patch passes every test, nothing passes not all of them, and repeats agree; tests that come out
+differently are left out and named. Twins are proposed from the tests' texts and kept if they are seen to fail on the gold patch.
+A task without any twin is valid, but nothing should be trained on it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from composer_nb.harness.grading.box import Job, Ran, Result, RunnerEnded, run_jobs
+from composer_nb.harness.grading.plan import Plan, Twin, digest
+from composer_nb.harness.grading.pytest_grader import grade_pytest, job
+from composer_nb.harness.grading.reach import all_candidates
+from composer_nb.harness.grading.twins import Candidate
+from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.task import Task
+
+IDS = "pytest.ids"
+"""Under this name a task's metadata may hold the node ids that count, as a JSON list; without it, all count."""
+RUNS_AT_ONCE = 6
+"""In one sandbox."""
+ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
+NEVER_A_TWIN = {"NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What was found out about a task."""
+
+    problems: tuple[str, ...] = ()
+    """Why it can not be used; empty when it can."""
+    plan: Plan | None = None
+    flaky: tuple[str, ...] = ()
+    """Ids of tests that were left out because repeats did not agree."""
+    left_out: tuple[str, ...] = ()
+    """Ids of tests that were left out because the gold patch skips them or they are expected to fail."""
+    fail_to_pass: tuple[str, ...] = ()
+    """Ids of tests that fail without a change."""
+    proposed: int = 0
+    """Changes of tests that were tried as twins."""
+    output: str = field(default="", repr=False)
+    """What the first run printed, where there are problems. Quotes hidden tests."""
+
+    @property
+    def valid(self) -> bool:
+        return not self.problems
+
+    @property
+    def coverage(self) -> float:
+        """Share of the tests that have a twin."""
+        return self.plan.coverage if self.plan else 0.0
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a reward may rest on it: the ways to make tests pass without an answer are seen."""
+        return self.valid and self.plan is not None and bool(self.plan.twins)
+
+
+def validate_task(
+    task: Task, backend: Backend, *, repeats: int = 3, timeout_s: float = 60.0, spec: SandboxSpec | None = None
+) -> Validation:
+    """Validates a task. Raises SandboxFailure, of which nothing follows, and ValueError for a task of another grader."""
+    if task.grader != "pytest":
+        raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
+    gold = {path: text.encode() for path, text in (task.files | task.solution).items()}
+    try:
+        trials = [
+            run_jobs(backend, [job(task, gold, (), None)], timeout_s=timeout_s, spec=spec, hash_seed=seed)[0]
+            for seed in range(repeats)
+        ]
+    except (SandboxDied, RunnerEnded) as error:
+        return Validation(problems=(f"the gold patch ends its sandbox: {error}",))
+    found = _agreed(task, trials)
+    if found.problems or found.plan is None:
+        return found
+    proposed = all_candidates(task.tests)
+    twins = _seen_to_fail(task, gold, found.plan, proposed, backend, timeout_s, spec)
+    plan = replace(found.plan, twins=tuple(twins))
+    problems: list[str] = []
+    for _ in range(2):
+        grades = [
+            grade_pytest(task, gold, backend, plan, timeout_s=timeout_s, spec=spec, lot=random.Random(seed))
+            for seed in range(repeats)
+        ]
+        bad = {name for grade in grades for name, passed in grade.tests.items() if not passed}
+        if not bad:
+            break
+        # Tests that depend on others in a way that their texts do not show. Theirs are twins no longer.
+        places = {name.partition("::")[0] for name in bad}
+        plan = replace(plan, twins=tuple(twin for twin in plan.twins if twin.path not in places))
+    for grade in grades:
+        if not grade.passed or grade.flags:
+            failed = [name for name, passed in grade.tests.items() if not passed]
+            problems.append(f"the gold patch with twins is {grade.status} {list(grade.flags)}, failing {failed}")
+    pristine = {path: text.encode() for path, text in task.files.items()}
+    nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s, spec=spec)
+    if nothing.status not in ("graded", "agent_failed"):
+        problems.append(f"no change is {nothing.status} {list(nothing.flags)}")
+    if nothing.passed:
+        problems.append("all tests pass without a change")
+    return Validation(
+        problems=tuple(problems),
+        plan=plan,
+        flaky=found.flaky,
+        left_out=found.left_out,
+        fail_to_pass=tuple(name for name, passed in nothing.tests.items() if not passed),
+        proposed=len(proposed),
+    )
+
+
+def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
+    """The tests on which all trials agree that they pass."""
+    first = trials[0].results
+    names = {key: result.id for trial in trials for key, result in trial.results.items()}
+    outcomes = {key: {trial.results.get(key, Result(outcome="missing")).outcome for trial in trials} for key in names}
+    wanted = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
+    counted = [key for key in names if wanted is None or names[key] in wanted]
+    flaky = [key for key in counted if len(outcomes[key]) > 1]
+    problems = [
+        f"the gold patch fails {names[key]} ({first[key].why})" for key in counted if outcomes[key] == {"failed"}
+    ]
+    problems += [f"no test {name}" for name in wanted or () if name not in names.values()]
+    flags = sorted({flag for trial in trials for flag in trial.flags})
+    problems += [f"the gold patch: {flag}" for flag in flags]
+    tests = {key: names[key] for key in counted if outcomes[key] == {"passed"}}
+    if not tests:
+        problems.append("the gold patch passes no test")
+    if len(set(tests.values())) < len(tests):
+        problems.append("two tests have one id")
+    return Validation(
+        problems=tuple(problems),
+        plan=Plan(digest=digest(task), tests=tests),
+        flaky=tuple(names[key] for key in flaky),
+        left_out=tuple(names[key] for key in counted if outcomes[key] == {"skipped"}),
+        output=trials[0].output if problems else "",
+    )
+
+
+def _seen_to_fail(
+    task: Task,
+    gold: Mapping[str, bytes],
+    plan: Plan,
+    proposed: Sequence[Candidate],
+    backend: Backend,
+    timeout_s: float,
+    spec: SandboxSpec | None,
+) -> list[Twin]:
+    """Which of the changes fail, on an assertion, what they change."""
+    rounds: list[list[Candidate]] = []
+    for candidate in proposed:  # in one round at most one change for each test
+        place = next((r for r in rounds if not any(_meet(candidate, other) for other in r)), None)
+        if place is None:
+            rounds.append(place := [])
+        place.append(candidate)
+    jobs: list[Job] = [job(task, gold, [_twin(c) for c in each], frozenset(plan.tests)) for each in rounds]
+    ran: list[Ran] = []
+    for start in range(0, len(jobs), RUNS_AT_ONCE):
+        ran += run_jobs(backend, jobs[start : start + RUNS_AT_ONCE], timeout_s=timeout_s, spec=spec)
+    twins = [twin for each, run in zip(rounds, ran, strict=True) for twin in _made(plan, each, run)]
+    strong = {key for twin in twins if twin.kind != "negation" for key in twin.keys}
+    return [twin for twin in twins if twin.kind != "negation" or strong.isdisjoint([*twin.keys, *twin.besides])]
+
+
+def _made(plan: Plan, round: Sequence[Candidate], run: Ran) -> Iterator[Twin]:
+    """The changes of one round that became twins, with the tests that they make fail."""
+    failed = {
+        key: run.results.get(key, Result(outcome="missing"))
+        for key in plan.tests
+        if not (key in run.results and run.results[key].passed)
+    }
+    # A row that is not the test of its number, as where a fixture multiplies the tests.
+    strays = {key.rpartition("#")[0] for key in failed if not any(candidate.changes(key) for candidate in round)}
+    for candidate in round:
+        keys = [key for key in failed if candidate.changes(key)]
+        if keys and strays.isdisjoint(candidate.bases) and all(_tells(candidate, failed[key]) for key in keys):
+            besides = [key for key in plan.tests if candidate.changes(key) and key not in failed]
+            yield _twin(candidate, keys, besides)
+
+
+def _meet(one: Candidate, other: Candidate) -> bool:
+    """Whether two changes may touch the same test."""
+    return not set(one.bases).isdisjoint(other.bases) and (None in (one.row, other.row) or one.row == other.row)
+
+
+def _tells(candidate: Candidate, result: Result) -> bool:
+    """Whether a changed test failed because of what was changed in it."""
+    if result.outcome != "failed":
+        return False
+    return result.why not in NEVER_A_TWIN if candidate.kind == "exception" else result.why in ON_ASSERTION
+
+
+def _twin(candidate: Candidate, keys: Sequence[str] = (), besides: Sequence[str] = ()) -> Twin:
+    return Twin(
+        path=candidate.path,
+        start=candidate.start,
+        end=candidate.end,
+        text=candidate.text,
+        kind=candidate.kind,
+        keys=tuple(keys),
+        besides=tuple(besides),
+    )

@@ -1,0 +1,331 @@
+"""Environments: a rollout in its sandbox turn by turn, forks of it, cheats and graders, what limits hold back, a fleet at work.
+
+Figures, and HTML where a page does better than a picture, of what `instruments.py` noted.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from numpy.typing import NDArray
+
+from composer_nb.harness.attacks.case import Verdict as Judged
+from composer_nb.harness.attacks.patches import Patch
+from composer_nb.harness.grading.plan import Twin
+from composer_nb.harness.sandboxes.fleet import FleetLimits
+from composer_nb.harness.task import Task
+from composer_nb.views import page, style
+from composer_nb.views.instruments import Asked, Episode, Future, Kind, Verdict, Watched
+from composer_nb.views.page import Html
+from composer_nb.views.style import Picture, key, title
+
+HUES: dict[Kind, str] = {"read": style.SKY, "write": style.ORANGE, "exec": style.BLUE}
+
+
+# Rollouts.
+
+
+def turns(agent: Watched) -> Html:
+    """What the agent said in each turn, and its calls; long observations are folded."""
+    rows = []
+    for number, turn in enumerate(agent.turns, 1):
+        rows.append(f'<div class="head">{number} · {html.escape(turn.message)}</div>')
+        for call in (call for call in agent.calls if call.turn == number):
+            what, seen = f"<b>{call.kind}</b> <code>{html.escape(call.text)}</code>", html.escape(call.observation)
+            lines = len(seen.splitlines())
+            if lines > 1:
+                what += f" → {lines} lines · {call.ms:.0f} ms"
+                rows.append(f'<details><summary>{what}</summary><pre class="read">{seen}</pre></details>')
+            else:
+                rows.append(f'<div class="quiet" style="margin-left:1.1em">{what} → {seen} · {call.ms:.0f} ms</div>')
+    return page.box(*rows)
+
+
+def timeline(agent: Watched) -> Picture:
+    """The calls of a rollout, one after another without the time that the agent thought; and what the sandbox used."""
+    picture = Picture(9.5, 0.34 * len(agent.turns) + 1.6)
+    calls, memory, cpu = picture.panels(1, 3, width_ratios=(5, 1.6, 1.6), sharey=True)
+    begin, seen, total = 0.0, set[Kind](), sum(call.ms for call in agent.calls)
+    for call in agent.calls:
+        label = "" if call.kind in seen else call.kind
+        seen.add(call.kind)
+        width = max(call.ms, 0.004 * total)  # the shortest still show
+        calls.barh(call.turn, width, left=begin, height=0.6, color=HUES[call.kind], label=label)
+        begin += call.ms
+    for number in range(1, len(agent.turns) + 1):
+        ends = np.cumsum([call.ms for call in agent.calls])
+        last = max((place for place, call in enumerate(agent.calls) if call.turn == number), default=None)
+        if last is not None:
+            spent = sum(call.ms for call in agent.calls if call.turn == number)
+            calls.text(ends[last], number, f"  {spent:.0f} ms", va="center", fontsize=8.5, color=style.INK)
+    calls.set_xlim(0, begin * 1.12)
+    calls.set_yticks(range(1, len(agent.turns) + 1))
+    calls.invert_yaxis()
+    title(calls, "calls, one after another", "ms in the sandbox", "turn")
+    key(calls, loc="upper right")
+    for ax, name, unit, values in (
+        (memory, "memory", "MB after the turn", [(turn.stats.memory_bytes or 0) / 1e6 for turn in agent.turns]),
+        (cpu, "CPU", "ms used so far", [(turn.stats.cpu_s or 0.0) * 1e3 for turn in agent.turns]),
+    ):
+        ax.plot(values, range(1, len(values) + 1), "o-", color=style.INK, markersize=4, linewidth=1)
+        ax.set_xlim(0, max([*values, 1e-9]) * 1.15)
+        title(ax, name, unit)
+    for ax in (calls, memory, cpu):
+        ax.grid(axis="y", visible=False)
+    return picture
+
+
+def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
+    """A rollout up to a snapshot and what became of its forks: their own tests, the hidden tests, the digest of the workspace.
+    Equal digests have one colour and one marker."""
+    picture = Picture(9.5, 0.5 * len(futures) + 1.0)
+    [ax] = picture.panels(1, 1)
+    ax.axis("off")
+    middle, fork = (len(futures) - 1) / 2, 1.05 * len(trunk) - 0.2
+    columns = {
+        "edit": fork + 1.35,
+        "tests it can see": fork + 2.75,
+        "hidden tests": fork + 3.75,
+        "workspace": fork + 4.85,
+    }
+    for text, x in columns.items():
+        ax.text(x, -0.8, text, ha="center", va="center", fontsize=8.5, color=style.GREY)
+    ax.plot([0, fork], [middle, middle], color=style.GREY, linewidth=1.2, zorder=1)
+    for place, text in enumerate(trunk):
+        _node(ax, 1.05 * place, middle, text, style.PALE)
+    ax.plot(fork, middle, "D", color=style.INK, markersize=9, zorder=3)
+    ax.text(fork - 0.05, middle - 0.25, "snapshot", ha="right", va="bottom", fontsize=8.5, color=style.INK)
+    digests = list(dict.fromkeys(future.digest for future in futures.values()))
+    for y, (name, future) in enumerate(futures.items()):
+        ax.plot([fork, fork + 0.4, fork + 4.5], [middle, y, y], color=style.GREY, linewidth=1.2, zorder=1)
+        _node(ax, columns["edit"], y, name, "white")
+        _node(ax, columns["tests it can see"], y, "pass" if future.seen else "fail", style.PALE)
+        passed, hidden = sum(future.grade.tests.values()), len(future.grade.tests)
+        fill = style.BLUE if future.grade.passed else style.VERMILION
+        _node(ax, columns["hidden tests"], y, f"{passed} of {hidden} pass", fill, "white")
+        which = digests.index(future.digest)
+        hue = (style.GREEN, style.PURPLE, style.ORANGE, style.SKY)[which % 4]
+        ax.plot(fork + 4.5, y, "os^v"[which % 4], color=hue, markersize=10, zorder=3)
+        ax.text(fork + 4.65, y, future.digest[:8], va="center", fontsize=9, family="monospace", color=style.INK)
+    ax.set_xlim(-0.4, fork + 5.4)
+    ax.set_ylim(len(futures) - 0.5, -1.1)
+    return picture
+
+
+def _node(ax: Axes, x: float, y: float, text: str, fill: str, ink: str = style.INK) -> None:
+    edge = {"facecolor": fill, "edgecolor": style.GREY, "boxstyle": "round,pad=0.4", "linewidth": 0.8}
+    ax.text(x, y, text, ha="center", va="center", fontsize=8.5, color=ink, bbox=edge, zorder=2)
+
+
+# Graders.
+
+
+def twin(task: Task, one: Twin) -> Html:
+    """A hidden test beside its twin; what differs is marked."""
+    text = task.tests[one.path]
+    first, last = _around(text, one.start)
+    columns = []
+    for head, middle, tint in (
+        ("the test: a right answer passes", text[one.start : one.end], "rgba(0,114,178,.3)"),
+        ("its twin: a right answer fails", one.text, "rgba(213,94,0,.4)"),
+    ):
+        marked = f"{text[first : one.start]}\0{middle}\1{text[one.end : last]}"
+        body = (
+            html.escape(textwrap.dedent(marked)).replace("\0", f'<b style="background:{tint}">').replace("\1", "</b>")
+        )
+        columns.append(f'<div style="flex:1 1 22em"><div class="head">{head}</div><pre>{body}</pre></div>')
+    return page.box(f'<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(columns)}</div>')
+
+
+def _around(text: str, offset: int) -> tuple[int, int]:
+    """Where the function of a module in which a character lies begins, with its decorators, and ends; else its line."""
+    line = text.count("\n", 0, offset) + 1
+    found = [
+        (first, node.end_lineno or first)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (first := min([node.lineno, *(d.lineno for d in node.decorator_list)])) <= line <= (node.end_lineno or 0)
+    ]
+    first, last = max(found, default=(line, line))
+    lines = text.split("\n")
+    begin = len("\n".join(lines[: first - 1])) + (first > 1)
+    return begin, begin + len("\n".join(lines[first - 1 : last]))
+
+
+def patches(chosen: Sequence[Patch]) -> Html:
+    """What each patch changes in its workspace; the files are folded."""
+    parts = []
+    for patch in chosen:
+        files = ""
+        for path, data in patch.files.items():
+            text = "(deleted)" if data is None else data.decode("utf-8", "replace")
+            files += f'<div class="quiet">{html.escape(path)}</div><pre>{html.escape(text)}</pre>'
+        parts.append(f"<details><summary>{html.escape(patch.title)}</summary>{files}</details>")
+    return page.box(*parts)
+
+
+_CELLS: dict[tuple[bool, Verdict], tuple[str, str, str]] = {
+    (True, "accepted"): (style.BLUE, "white", "✓ accepted"),
+    (True, "rejected"): (style.VERMILION, "white", "✗ rejected"),
+    (True, "tampered"): (style.VERMILION, "white", "✗ tampered"),
+    (False, "accepted"): (style.VERMILION, "white", "✗ accepted"),
+    (False, "rejected"): (style.PALE, style.INK, "rejected"),
+    (False, "tampered"): (style.YELLOW, style.INK, "! tampered"),
+}
+"""(whether the work is honest, verdict) -> fill, ink, text."""
+
+
+def matrix(verdicts: Mapping[str, Mapping[str, Verdict]], honest: str) -> Picture:
+    """What each grader (columns) makes of each patch (rows), of which only `honest` should be accepted."""
+    graders = list(next(iter(verdicts.values())))
+    picture = Picture(2.6 + 1.35 * len(graders), 0.7 + 0.3 * len(verdicts))
+    [ax] = picture.panels(1, 1)
+    for y, (name, row) in enumerate(verdicts.items()):
+        for x, grader in enumerate(graders):
+            fill, ink, text = _CELLS[name == honest, row[grader]]
+            ax.barh(y, 0.96, left=x + 0.02, height=0.9, color=fill)
+            ax.text(x + 0.5, y, text, ha="center", va="center", fontsize=8.5, color=ink)
+    ax.set_yticks(range(len(verdicts)), list(verdicts), fontsize=9)
+    ax.set_xticks([x + 0.5 for x in range(len(graders))], [textwrap.fill(name, 13) for name in graders], fontsize=9)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.set_xlim(0, len(graders))
+    ax.set_ylim(len(verdicts) - 0.5, -0.5)
+    ax.spines[["left", "bottom"]].set_visible(False)
+    ax.grid(visible=False)
+    return picture
+
+
+# Limits and fleets.
+
+
+def cases(found: Sequence[tuple[str, Judged, float]]) -> Html:
+    """Attacks: what was tried, what became of it, and in how many seconds."""
+    rows = []
+    for name, judged, seconds in found:
+        text, hue = ("held", "0,158,115") if judged.blocked else ("NOT HELD", "213,94,0")
+        chip = f'<span class="chip" style="background:rgba({hue},.4)">{text}</span>'
+        detail = f'<span class="quiet">{html.escape(judged.detail)} · {seconds:.1f} s</span>'
+        rows.append(f'<div class="head">{html.escape(name)} {chip}</div><div>{detail}</div>')
+    return page.box(*rows)
+
+
+def lateness(late: Mapping[str, Sequence[float]]) -> Picture:
+    """By how many ms each kind of command was over after its time limit, a dot a try."""
+    picture = Picture(9.5, 0.32 * len(late) + 1.1)
+    [ax] = picture.panels(1, 1)
+    for y, values in enumerate(late.values()):
+        ax.plot(values, [y] * len(values), "o", color=style.BLUE, markersize=5, alpha=0.6)
+        ax.plot(np.median(values), y, "|", color=style.INK, markersize=14, markeredgewidth=2)
+    ax.set_yticks(range(len(late)), list(late))
+    ax.set_ylim(len(late) - 0.5, -0.5)
+    ax.set_xlim(0, max(max(values) for values in late.values()) * 1.08)
+    title(ax, "how late a command is over (bar: median)", "ms after its time limit")
+    return picture
+
+
+def neighbour(parts: Mapping[str, Sequence[tuple[float, float]]], during: str) -> Picture:
+    """ms of a small command in one sandbox, in parts one after another; in the part `during` another sandbox misbehaves."""
+    picture = Picture(9.5, 2.8)
+    [ax] = picture.panels(1, 1)
+    zero = min(at for points in parts.values() for at, _ in points)
+    most = max(ms for points in parts.values() for _, ms in points)
+    for name, points in parts.items():
+        at, ms = np.array([at - zero for at, _ in points]), np.array([ms for _, ms in points])
+        hue = style.VERMILION if name == during else style.BLUE
+        ax.plot(at, ms, "D" if name == during else "o", color=hue, markersize=3.5, alpha=0.7)
+        ax.plot([at[0], at[-1]], [np.median(ms)] * 2, color=style.INK, linewidth=1.5)
+        text = f"{name}\nmedian {np.median(ms):.0f} ms, 95 % below {np.quantile(ms, 0.95):.0f} ms"
+        ax.text((at[0] + at[-1]) / 2, 1.35 * most, text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
+    ax.set_yscale("log")
+    ax.set_ylim(top=3.2 * most)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_locator(NullLocator())
+    title(ax, "a small command in the sandbox next door", "seconds", "ms")
+    return picture
+
+
+def fleet(done: Sequence[Episode], limits: FleetLimits, short: tuple[float, float] | None = None) -> Picture:
+    """How many wait, start and live, over time; how long an agent waits for its sandbox, and how long that takes to start.
+    `short`: when the machine was short of something."""
+    picture = Picture(9.5, 3.4)
+    over, spread = picture.panels(1, 2, width_ratios=(3, 2))
+    zero, end = min(one.asked for one in done), max(one.ended for one in done)
+    at = np.linspace(zero, end, 800)
+    parts = (
+        ("wait for leave to start", style.PALE, [(one.asked, one.starting) for one in done]),
+        ("start", style.ORANGE, [(one.starting, one.ready) for one in done]),
+        ("live", style.BLUE, [(one.ready, one.ended) for one in done]),
+    )
+    counts = [_overlap(spans, at) for _, _, spans in parts[::-1]]
+    names, hues = [name for name, _, _ in parts[::-1]], [hue for _, hue, _ in parts[::-1]]
+    over.stackplot(at - zero, counts, labels=names, colors=hues, step="post")
+    over.axhline(limits.most, color=style.INK, linestyle=":", linewidth=1.2)
+    over.text((end - zero) * 0.995, limits.most, "most", ha="right", va="bottom", fontsize=8.5, color=style.INK)
+    if short is not None:
+        over.axvspan(short[0] - zero, short[1] - zero, color=style.VERMILION, alpha=0.18, linewidth=0)
+    over.set_xlim(0, end - zero)
+    over.yaxis.set_major_locator(MaxNLocator(integer=True))
+    above: Any = {
+        "frameon": False,
+        "fontsize": 8.5,
+        "labelcolor": style.INK,
+        "loc": "lower left",
+        "bbox_to_anchor": (0, 1.0),
+    }
+    over.legend(reverse=True, ncols=3, **above)
+    title(over, "", "seconds", "sandboxes")
+    longest = max(one.ready - one.asked for one in done) * 1e3
+    bins = [float(edge) for edge in np.geomspace(1, 1.1 * max(longest, 2), 32)]
+    for name, hue, spans in parts[:2]:
+        ms = np.maximum([(stop - start) * 1e3 for start, stop in spans], bins[0])
+        fill = style.GREY if hue == style.PALE else hue
+        spread.hist(ms, bins, color=fill, alpha=0.75, label=f"{name}: median {np.median(ms):.0f} ms")
+    spread.set_xscale("log")
+    spread.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    title(spread, "", "ms (those at 1: at once)", "episodes")
+    spread.legend(**above)
+    return picture
+
+
+def _overlap(spans: Sequence[tuple[float, float]], at: NDArray[np.float64]) -> NDArray[np.int64]:
+    begins, ends = (np.sort(side) for side in np.array(spans).T)
+    return np.searchsorted(begins, at, "right") - np.searchsorted(ends, at, "right")
+
+
+def breaker(log: Sequence[Asked]) -> Picture:
+    """What a fleet answered over time, while its backend broke down and was repaired."""
+    picture = Picture(9.5, 2.1)
+    [ax] = picture.panels(1, 1)
+    kinds: tuple[tuple[str, str, str, Callable[[Asked], bool]], ...] = (
+        ("starts", style.BLUE, "o", lambda one: one.decision == "start" and one.works),
+        ("start fails", style.VERMILION, "X", lambda one: one.decision == "start" and not one.works),
+        ("refused at once", style.GREY, "|", lambda one: one.decision == "refuse"),
+    )
+    for y, (_, hue, marker, fits) in enumerate(kinds):
+        at = [one.now for one in log if fits(one)]
+        ax.plot(at, [y] * len(at), marker, color=hue, markersize=7 if marker == "X" else 5, zorder=3)
+    broken = [one.now for one in log if not one.works]
+    if broken:
+        ax.axvspan(broken[0], broken[-1], color=style.ORANGE, alpha=0.2, linewidth=0)
+        ax.text(
+            float(np.mean(broken)),
+            -0.62,
+            "the backend is broken",
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color=style.INK,
+        )
+    ax.set_yticks(range(3), [f"{name} ({sum(map(fits, log))})" for name, _, _, fits in kinds])
+    ax.set_ylim(2.5, -0.9)
+    title(ax, "one question a second", "seconds")
+    return picture

@@ -1,0 +1,250 @@
+"""Instruments: what stands between a notebook and its sandboxes and notes what happens there; `environments.py` draws it.
+
+Rollouts call by call, graders in everyday use, the pulse of a sandbox, the times of a fleet's episodes, and what is there of a
+run that may have been killed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.grading import kit
+from composer_nb.harness.grading.scope import is_test_module
+from composer_nb.harness.journal import mark_of, started
+from composer_nb.harness.sandboxes.contract import (
+    Backend,
+    Capabilities,
+    ExecResult,
+    Sandbox,
+    SandboxSpec,
+    Snapshot,
+    Stats,
+)
+from composer_nb.harness.sandboxes.fleet import Decision, Fleet
+from composer_nb.harness.sandboxes.resident import archive_of
+from composer_nb.harness.task import Task
+
+Kind = Literal["read", "write", "exec"]
+Verdict = Literal["accepted", "rejected", "tampered"]
+T = TypeVar("T")
+
+
+# Rollouts.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call into a sandbox."""
+
+    turn: int
+    kind: Kind
+    text: str
+    ms: float
+    observation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the agent said, and what its sandbox used once the turn's calls were done."""
+
+    message: str
+    stats: Stats
+
+
+class Watched:
+    """A sandbox whose calls are noted, turn by turn."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self.calls: list[Call] = []
+        self.turns: list[Turn] = []
+
+    def turn(self, message: str) -> None:
+        """Begins a turn."""
+        self.turns.append(Turn(message=message, stats=self.sandbox.stats()))
+
+    def read(self, path: str) -> str:
+        return self._noted("read", path, lambda: self.sandbox.read(path).decode("utf-8", "replace"), str.strip)
+
+    def write(self, path: str, text: str) -> None:
+        self._noted("write", path, lambda: self.sandbox.write(path, text.encode()), lambda _: "written")
+
+    def exec(self, command: Sequence[str], **options: Any) -> ExecResult:
+        return self._noted("exec", " ".join(command), lambda: self.sandbox.exec(command, **options), _last_line)
+
+    def _noted(self, kind: Kind, text: str, call: Callable[[], T], observe: Callable[[T], str]) -> T:
+        begin = time.perf_counter()
+        result = call()
+        ms = (time.perf_counter() - begin) * 1e3
+        self.calls.append(Call(turn=len(self.turns), kind=kind, text=text, ms=ms, observation=observe(result)))
+        self.turns[-1] = Turn(message=self.turns[-1].message, stats=self.sandbox.stats())
+        return result
+
+
+def _last_line(done: ExecResult) -> str:
+    lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.exit_code}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Future:
+    """What became of a fork."""
+
+    seen: bool
+    """Whether the tests that the agent can see pass."""
+    grade: Grade
+    digest: str
+    """Of its workspace."""
+
+
+# Graders.
+
+
+def tools_archive(backend: Backend) -> bytes:
+    """pytest as a tar archive, compiled for the sandboxes of `backend`, which have no Python packages of their own."""
+    files = {}
+    for name, (_, package, text) in kit.sources().items():
+        if not name.startswith("composer_nb"):
+            files[f"kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py"] = text.encode()
+    with backend.create() as sandbox:
+        sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=archive_of(files))
+        sandbox.exec(["python3", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", "/tmp/kit"])
+        return sandbox.exec(["tar", "cf", "-", "-C", "/tmp", "kit"], output_bytes=32 << 20).stdout
+
+
+def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> dict[str, bool]:
+    """Whether graders in everyday use would accept a workspace, by rule. All of them judge one run of pytest where the agent
+    worked, with the hidden tests `ids` copied in; `tools` is what `tools_archive` made. Raises SandboxDied."""
+    sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=tools)
+    sandbox.upload({path: text.encode() for path, text in task.tests.items()})
+    command = ["python3", "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", *filter(is_test_module, task.tests)]
+    done = sandbox.exec(command, env={"PYTHONPATH": "/tmp/kit"}, timeout_s=30)
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    said = {
+        word: {line.removeprefix(word + " ").partition(" - ")[0] for line in lines if line.startswith(word + " ")}
+        for word in ("PASSED", "FAILED")
+    }
+    return {
+        "exit code 0": done.exit_code == 0,
+        "no line says FAILED": not said["FAILED"] & set(ids),
+        "every line says PASSED": said["PASSED"] >= set(ids),
+    }
+
+
+def verdict(grade: Grade) -> Verdict:
+    return "accepted" if grade.passed else "tampered" if grade.status == "tampered" else "rejected"
+
+
+# Limits, fleets, what is left behind.
+
+
+def pulse(sandbox: Sandbox, seconds: float) -> list[tuple[float, float]]:
+    """Runs `true` again and again: (when each began, ms that it took)."""
+    found: list[tuple[float, float]] = []
+    end = time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < end:
+        sandbox.exec(["true"])
+        found.append((begin, (time.perf_counter() - begin) * 1e3))
+        time.sleep(0.01)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One sandbox, from asking for it to its end, in seconds of one clock."""
+
+    asked: float
+    starting: float
+    ready: float
+    ended: float
+
+
+class Clocked:
+    """A backend that notes when each of its sandboxes began to start and when it was ready. It does not close the inner one."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner, self.name = inner, inner.name
+        self.starts: dict[str, tuple[float, float]] = {}
+
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities()
+
+    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
+        begin = time.perf_counter()
+        made = self.inner.create(spec, snapshot)
+        self.starts[made.id] = (begin, time.perf_counter())
+        return made
+
+    def close(self) -> None: ...
+
+
+def run_episodes(
+    fleet: Fleet, spec: SandboxSpec, work: Callable[[Sandbox], object], count: int, workers: int
+) -> list[Episode]:
+    """`count` sandboxes of a fleet over a Clocked backend, asked for by `workers` threads; `work` is done in each."""
+    clocked = fleet.backend
+    assert isinstance(clocked, Clocked)
+
+    def one(_: int) -> Episode:
+        ends: list[float] = []
+        asked = time.perf_counter()
+        with fleet.create(spec) as sandbox:
+            sandbox.at_end.insert(0, lambda: ends.append(time.perf_counter()))  # before the fleet lets the next one in
+            work(sandbox)
+        begin, ready = clocked.starts[sandbox.id]
+        return Episode(asked=asked, starting=begin, ready=ready, ended=ends[0])
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def peak(spans: Iterable[tuple[float, float]]) -> int:
+    """How many spans of time overlap at most. One that ends as another begins does not overlap it."""
+    most = there = 0
+    for _, change in sorted((at, change) for begin, end in spans for at, change in ((begin, 1), (end, -1))):
+        there += change
+        most = max(most, there)
+    return most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One question to `Admission`, and what came of it."""
+
+    now: float
+    decision: Decision
+    works: bool
+    """Whether the backend makes sandboxes at that time."""
+
+
+def descendants(pid: int) -> dict[int, int | None]:
+    """The processes below one, and when each started."""
+    return {child.pid: started(child.pid) for child in psutil.Process(pid).children(recursive=True)}
+
+
+def census(folder: Path, below: Mapping[int, int | None]) -> dict[str, int]:
+    """What is there of a run: its processes (pid -> when it started), and what the journals in `folder` name, by kind."""
+    named = Counter[tuple[str, str, str]]()
+    for file in folder.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            entry = json.loads(line)
+            named[entry["kind"], entry["name"], entry["mark"]] += 1 if entry["event"] == "made" else -1
+    held = [thing for thing, count in named.items() if count > 0]
+    there = Counter(kind for kind, name, mark in held if mark_of(kind, name) == mark)  # type: ignore[arg-type]
+    return {
+        "processes": sum(started(pid) == tick is not None for pid, tick in below.items()),
+        "cgroups": there["cgroup"],
+        "containers": there["container"],
+        "folders": there["directory"],
+        "notes in the journal": len(held),
+    }

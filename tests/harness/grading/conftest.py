@@ -1,0 +1,65 @@
+"""One backend, and the plans of the ledger tasks, for all tests of grading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from composer_nb.harness.attacks.patch_check import plan_for
+from composer_nb.harness.attacks.patch_target import PROPERTY, TARGET
+from composer_nb.harness.grading.box import Job, Ran, run_jobs
+from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.sandboxes.contract import Backend
+from composer_nb.harness.task import Task
+
+
+@pytest.fixture(scope="session")
+def backend() -> Iterator[Backend]:
+    with BwrapBackend() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def plans(backend: Backend) -> dict[str, Plan]:
+    """Of `TARGET` and `PROPERTY`, by id."""
+    return {task.id: plan_for(task, backend) for task in (TARGET, PROPERTY)}
+
+
+@pytest.fixture(scope="session")
+def run(backend: Backend) -> Callable[..., Ran]:
+    """`run(tests, files)`: one run of test modules (and what they need) beside files."""
+
+    def once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> Ran:
+        modules = tuple(path for path in tests if path.rpartition("/")[2].startswith("test_"))
+        job = Job(files={path: text.encode() for path, text in (files or {}).items()}, hidden=tests, tests=modules)
+        [ran] = run_jobs(backend, [job], timeout_s=options.get("timeout_s", 30.0))
+        return ran
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def make_task() -> Callable[..., Task]:
+    """`make_task(tests, files, solution, …)`: a task of the grader `pytest`; `f.py` is what may change."""
+
+    def make(
+        tests: Mapping[str, str],
+        files: Mapping[str, str] | None = None,
+        solution: Mapping[str, str] | None = None,
+        scope: tuple[str, ...] = ("f.py",),
+        metadata: Mapping[str, str] | None = None,
+    ) -> Task:
+        return Task(
+            id="t",
+            instruction="repair f.py",
+            grader="pytest",
+            files=dict(files or {"f.py": "def f(x):\n    return x\n"}),
+            tests=dict(tests),
+            solution=dict(solution or {"f.py": "def f(x):\n    return x + 1\n"}),
+            source_scope=scope,
+            metadata=dict(metadata or {}),
+        )
+
+    return make

@@ -1,0 +1,160 @@
+"""What is graded: changes inside the scope, and nothing else of a workspace."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.harness.grading import diff
+from composer_nb.harness.grading.diff import changes
+from composer_nb.harness.grading.scope import in_scope, is_test_module
+from composer_nb.harness.task import Task
+
+TASK = Task(
+    id="t",
+    instruction="",
+    grader="pytest",
+    files={"f.py": "one\n", "src/a.py": "two\n", "setup.py": "three\n", "lib/x/conftest.py": "four\n"},
+    tests={"tests/test_f.py": "def test_f():\n    assert True\n"},
+    source_scope=("f.py", "src/**", "lib/**/*.py", "pyproject.toml"),
+)
+PRISTINE = {path: text.encode() for path, text in TASK.files.items()}
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "inside"),
+    [
+        ("a.py", "a.py", True),
+        ("a.py", "*.py", True),
+        ("x/a.py", "*.py", False),
+        ("x/a.py", "*/*.py", True),
+        ("x/a.py", "x/**", True),
+        ("x/y/z/a.py", "x/**", True),
+        ("x/a.py", "x/**/a.py", True),
+        ("x/y/z/a.py", "x/**/a.py", True),
+        ("y/x/a.py", "x/**", False),
+        ("xa.py", "x/**", False),
+        ("x/b.py", "x/**/a.py", False),
+        ("deep/a.py", "**", True),
+        ("a/b.py", "a?b.py", False),
+        ("x[1].py", "x[1].py", True),
+        ("x1.py", "x[1].py", True),
+        ("A.py", "a.py", False),
+    ],
+)
+def test_scope(path: str, pattern: str, inside: bool) -> None:
+    assert in_scope(path, [pattern]) is inside
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [("test_a.py", True), ("x/a_test.py", True), ("tests/a.py", False), ("test_a.txt", False), ("test_x/a.py", False)],
+)
+def test_names_of_test_modules(path: str, wanted: bool) -> None:
+    assert is_test_module(path) is wanted
+
+
+def test_changes_inside_the_scope_are_graded() -> None:
+    files = PRISTINE | {"f.py": b"new\n", "src/b/c.py": b"more\n", "lib/n.py": b"", "pyproject.toml": b"[x]\n"}
+    del files["src/a.py"]
+    found = changes(TASK, files)
+    assert found.files == files and found.flags == () and not found.dropped
+    assert found.changed == ("f.py", "lib/n.py", "pyproject.toml", "src/a.py", "src/b/c.py")
+
+
+def test_nothing_changed() -> None:
+    found = changes(TASK, PRISTINE)
+    assert found.files == PRISTINE and found.changed == () and found.dropped == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("g.py", "outside_scope"),
+        ("tests/test_f.py", "outside_scope"),
+        ("conftest.py", "outside_scope"),
+        (".git/hooks/pre-commit", "outside_scope"),
+        ("src/.git/HEAD", "test_setup"),
+        ("src/conftest.py", "test_setup"),
+        ("src/deep/pytest.ini", "test_setup"),
+        ("src/sitecustomize.py", "test_setup"),
+        ("src/x.pth", "test_setup"),
+        ("src/site-packages/f.py", "test_setup"),
+        ("src/__pycache__/a.cpython-311.pyc", "cache"),
+        ("src/a.pyc", "cache"),
+        ("build/lib/f.py", "cache"),
+        ("f.egg-info/PKG-INFO", "cache"),
+        (".mypy_cache/x.json", "cache"),
+        ("/etc/passwd", "unsafe_path"),
+        ("src/../../x.py", "unsafe_path"),
+        ("src//b.py", "unsafe_path"),
+        ("src/" + "d/" * 600 + "x.py", "unsafe_path"),
+        ("src/\ud800.py", "unsafe_path"),
+        ("src/a.py/b.py", "conflict"),
+    ],
+)
+def test_what_is_dropped(path: str, reason: str) -> None:
+    found = changes(TASK, PRISTINE | {path: b"evil\n"})
+    assert found.files == PRISTINE and found.dropped == {path: reason}
+    assert found.flags == (() if reason == "cache" else (reason,))
+
+
+def test_a_folder_in_place_of_a_file_outside_the_scope_is_dropped() -> None:
+    wide = TASK.model_copy(update={"source_scope": ("setup.py/**", "src", "src/**")})
+    files = PRISTINE | {"setup.py/x.py": b"", "src": b"a file"}
+    del files["setup.py"]
+    found = changes(wide, files)
+    assert found.files == PRISTINE
+    assert found.dropped == {"setup.py": "outside_scope", "setup.py/x.py": "conflict", "src": "conflict"}
+
+
+@pytest.mark.parametrize("path", ["tests", "tests/test_f.py/x.py"])
+def test_a_hidden_tests_place_cannot_be_taken(path: str) -> None:
+    """Or else the box could not be filled, which would look like a fault of the box."""
+    wide = TASK.model_copy(update={"source_scope": ("**",)})
+    found = changes(wide, PRISTINE | {path: b"", "tests/more.py": b"", "tests/test_f.py": b"mine"})
+    assert found.dropped[path] == "conflict" and found.changed == ("tests/more.py", "tests/test_f.py")
+
+
+def test_deletions_outside_the_scope_do_not_count() -> None:
+    found = changes(TASK, {path: data for path, data in PRISTINE.items() if path != "setup.py"})
+    assert found.files == PRISTINE and found.flags == ("outside_scope",)
+
+
+def test_what_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(diff, "MAX_CHANGED_BYTES", 15)
+    found = changes(
+        TASK, PRISTINE | {"src/b.py": b"x" * 11, "src/c.py": b"y" * 9, "src/d.py": b"z" * 7, "src/e.py": b"e"}
+    )
+    assert found.dropped == {"src/b.py": "too_large", "src/d.py": "too_large"} and found.flags == ("too_large",)
+    assert found.changed == ("src/c.py", "src/e.py")
+
+
+def test_too_many_files_or_folders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff, "MAX_CHANGED_FILES", 12)
+    many = {f"src/{n:02}.py": b"" for n in range(50)}
+    found = changes(TASK, PRISTINE | many)
+    assert found.changed == tuple(f"src/{n:02}.py" for n in range(10))  # `src` and `.` are two more
+    deep = {f"src/{n:02}/a/b/c/d.py": b"" for n in range(50)}
+    assert found.changed and len(changes(TASK, PRISTINE | deep).changed) == 2
+
+
+PATHS = st.lists(
+    st.sampled_from(["src", "lib", "f.py", "a.py", "conftest.py", "tests", "..", "", "__pycache__", ".git", "x.pyc"]),
+    min_size=1,
+    max_size=4,
+).map("/".join)
+
+
+@given(st.dictionaries(PATHS, st.binary(max_size=4), max_size=6), st.sets(st.sampled_from(sorted(PRISTINE))))
+def test_outside_the_scope_all_is_as_the_task_has_it(written: dict[str, bytes], deleted: set[str]) -> None:
+    files = {path: data for path, data in PRISTINE.items() if path not in deleted} | written
+    found = changes(TASK, files)
+    for path in {*found.files, *PRISTINE}:
+        if found.files.get(path) != PRISTINE.get(path):
+            assert in_scope(path, TASK.source_scope) and found.files.get(path) == files.get(path)
+    folders = {path.rsplit("/", depth)[0] for path in found.files for depth in range(1, path.count("/") + 1)}
+    assert not folders & set(found.files)
+    assert changes(TASK, found.files).files == found.files and changes(TASK, found.files).dropped == {}

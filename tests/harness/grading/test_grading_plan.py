@@ -1,0 +1,184 @@
+"""Plans on disk, the lot by which twins are drawn, and the verdict over all runs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.harness.attacks.patch_target import TARGET
+from composer_nb.harness.grading.box import Ran, Result
+from composer_nb.harness.grading.plan import Drawn, Plan, Twin, digest, draw, plan_of, with_plan
+from composer_nb.harness.grading.pytest_grader import judge
+
+KEYS = [f"test_a.py::test_{n}#0" for n in range(6)]
+
+
+PASSED, FAILED = Result(outcome="passed"), Result(outcome="failed")
+
+
+def twin(*keys: str, text: str = "x", kind: str = "value") -> Twin:
+    return Twin(path="test_a.py", start=1, end=2, text=text, kind=kind, keys=keys)  # type: ignore[arg-type]
+
+
+TWINS = st.lists(
+    st.builds(
+        Twin,
+        path=st.text(),
+        start=st.integers(0, 99),
+        end=st.integers(0, 99),
+        text=st.text(),
+        kind=st.sampled_from(["value", "exception", "negation"]),
+        keys=st.sets(st.sampled_from(KEYS[:4]), min_size=1, max_size=3).map(lambda keys: tuple(sorted(keys))),
+        besides=st.sets(st.sampled_from(KEYS[4:])).map(lambda keys: tuple(sorted(keys))),
+    ),
+    max_size=8,
+).map(tuple)
+
+
+@given(st.dictionaries(st.text(), st.text()), TWINS)
+def test_a_plan_comes_back_from_json(tests: dict[str, str], twins: tuple[Twin, ...]) -> None:
+    plan = Plan(digest="d", tests=tests, twins=twins)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"digest": "", "tests": {}, "twins": [{}]}', '{"tests": 1, "twins": 2}']
+)
+def test_anything_else_is_no_plan(text: str) -> None:
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_json(text)
+
+
+def test_a_plan_travels_with_its_task() -> None:
+    plan = Plan(digest=digest(TARGET), tests={"k": "id"})
+    task = with_plan(TARGET, plan)
+    assert plan_of(task) == plan and "pytest.plan" not in TARGET.metadata
+    with pytest.raises(ValueError, match="not validated yet"):
+        plan_of(TARGET)
+    for changed in (
+        {"tests": {**TARGET.tests, "tests/helpers.py": ""}},
+        {"files": {**TARGET.files, "conftest.py": ""}},
+    ):
+        with pytest.raises(ValueError, match="made for other hidden tests"):
+            plan_of(task.model_copy(update=changed))
+
+
+@given(TWINS, st.integers(), st.integers(2, 5))
+def test_what_is_drawn(twins: tuple[Twin, ...], seed: int, runs: int) -> None:
+    plan = Plan(digest="", tests={key: key for key in KEYS}, twins=twins)
+    found = draw(plan, random.Random(seed), runs)
+    assert len(found.runs) == (runs if twins else 1)
+    drawn = {twin for run in found.runs for twin in run}
+    places = {twin: [number for number, run in enumerate(found.runs) if twin in run] for twin in drawn}
+    assert all(0 < len(numbers) < runs for numbers in places.values())
+    assert all(len(set(run)) == len(run) for run in found.runs)
+    counts = Counter(key for each in drawn for key in each.keys + each.besides)
+    assert set(counts.values()) <= {1}, "no test has two twins"
+    left = [each for each in twins if not set(each.keys + each.besides) & set(counts)]
+    assert left == [], "whatever could be drawn was drawn"
+
+
+def test_a_single_run_could_not_tell() -> None:
+    with pytest.raises(ValueError, match="at least two runs"):
+        draw(Plan(digest="", tests={}), random.Random(0), 1)
+
+
+def test_the_lot_is_fair() -> None:
+    """Each twin of a test comes up, in each set of runs, and two tests' places do not depend on each other."""
+    twins = tuple(twin(key, text=text) for key in KEYS[:3] for text in "ab")
+    plan = Plan(digest="", tests={key: key for key in KEYS}, twins=twins)
+    lot, seen = random.Random(1), Counter[tuple[str, str, tuple[int, ...]]]()
+    pairs = Counter[tuple[bool, bool]]()
+    for _ in range(3600):
+        found = draw(plan, lot, 3)
+        for each in {twin for run in found.runs for twin in run}:
+            seen[each.keys[0], each.text, tuple(n for n in range(3) if each in found.runs[n])] += 1
+        pairs[KEYS[0] in found.twins(0), KEYS[1] in found.twins(0)] += 1
+    assert len(seen) == 3 * 2 * 6 and all(230 < count < 370 for count in seen.values())
+    assert len(pairs) == 4 and all(800 < count < 1000 for count in pairs.values())
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 3))
+def test_whoever_cheats_in_some_runs_only_must_guess_them_all(seed: int, tests: int) -> None:
+    """Every strategy that can not tell twins, here all sets of runs in which to cheat: one of six is right, for each test."""
+    twins = tuple(twin(key) for key in KEYS[:tests])
+    plan = Plan(digest="", tests={key: key for key in KEYS[:tests]}, twins=twins)
+    drawn = draw(plan, random.Random(seed), 3)
+    scored = 0
+    for cheats in range(1 << 3):
+        outcome = [dict.fromkeys(plan.tests, PASSED if cheats >> run & 1 else FAILED) for run in range(3)]
+        passed, flags = judge(plan, drawn, [Ran(results=results) for results in outcome])
+        scored += all(passed.values())
+        assert not all(passed.values()) or not flags
+    assert scored <= 1
+    assert "twin_passed" in judge(plan, drawn, [Ran(results=dict.fromkeys(plan.tests, PASSED))] * 3)[1]
+
+
+@pytest.mark.parametrize(
+    ("real", "changed", "passed", "flags"),
+    [
+        (PASSED, FAILED, True, set()),
+        (FAILED, FAILED, False, set()),
+        (PASSED, PASSED, False, {"twin_passed"}),
+        (FAILED, PASSED, False, set()),  # as a wrong answer does that happens to be the twin's
+        (None, FAILED, False, set()),
+        (PASSED, None, True, set()),
+        (None, None, False, set()),
+        (Result(outcome="skipped"), FAILED, False, set()),
+        (PASSED, Result(outcome="skipped"), True, set()),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_verdict_over_a_test_and_its_twin(
+    real: Result | None, changed: Result | None, passed: bool, flags: set[str], first: bool
+) -> None:
+    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
+    drawn = Drawn(runs=((plan.twins[0],), ()) if first else ((), (plan.twins[0],)))
+    said = [changed, real] if first else [real, changed]
+    ran = [Ran(results={} if result is None else {KEYS[0]: result}) for result in said]
+    assert judge(plan, drawn, ran) == ({"id": passed}, flags)
+
+
+@pytest.mark.parametrize(
+    ("real", "changed", "flags"),
+    [
+        ([PASSED, FAILED], [FAILED], {"inconsistent"}),
+        ([FAILED], [PASSED, FAILED], {"inconsistent"}),
+        ([PASSED], [PASSED, FAILED], {"inconsistent", "twin_passed"}),
+    ],
+)
+def test_what_chance_decides_does_not_pass(real: list[Result], changed: list[Result], flags: set[str]) -> None:
+    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
+    drawn = Drawn(runs=tuple([()] * len(real) + [plan.twins] * len(changed)))
+    assert judge(plan, drawn, [Ran(results={KEYS[0]: each}) for each in real + changed]) == ({"id": False}, flags)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "passed", "flags"),
+    [(PASSED, PASSED, True, set()), (PASSED, FAILED, False, {"inconsistent"}), (FAILED, FAILED, False, set())],
+)
+def test_verdict_over_a_test_without_a_twin(first: Result, second: Result, passed: bool, flags: set[str]) -> None:
+    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[1]),))
+    ran = [Ran(results={KEYS[0]: first}), Ran(results={KEYS[0]: second})]
+    assert judge(plan, Drawn(runs=((plan.twins[0],), ())), ran) == ({"id": passed}, flags)
+
+
+def test_a_run_tells_nothing_of_a_test_that_a_twin_changes_besides() -> None:
+    both = Twin(path="", start=0, end=0, text="", kind="value", keys=(KEYS[0],), besides=(KEYS[1],))
+    plan = Plan(digest="", tests={KEYS[0]: "a", KEYS[1]: "b"}, twins=(both,))
+    drawn = Drawn(runs=((both,), ()))
+    for told in (PASSED, FAILED):
+        ran = [Ran(results={KEYS[1]: told}), Ran(results={KEYS[0]: PASSED, KEYS[1]: PASSED})]
+        assert judge(plan, drawn, ran) == ({"a": True, "b": True}, set())
+    ran = [Ran(results={KEYS[1]: PASSED}), Ran(results={KEYS[0]: PASSED, KEYS[1]: FAILED})]
+    assert judge(plan, drawn, ran) == ({"a": True, "b": False}, set())
+
+
+def test_flags_of_the_runs_are_flags_of_the_grade() -> None:
+    plan = Plan(digest="", tests={})
+    ran = [Ran(flags=frozenset({"timeout"})), Ran(flags=frozenset({"read_tests"}))]
+    assert judge(plan, Drawn(runs=((), ())), ran) == ({}, {"timeout", "read_tests"})

@@ -1,0 +1,351 @@
+"""One run inside a box: which tests pass, what they may use, what is sealed, and what is left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.calls import SandboxFailure
+from composer_nb.harness.grading import box, kit
+from composer_nb.harness.grading.box import Job, Ran, RunnerEnded, run_jobs
+from composer_nb.harness.sandboxes.contract import Backend
+
+Run = Callable[..., Ran]
+
+
+def outcomes(ran: Ran) -> dict[str, str]:
+    return {key.partition("::")[2]: result.outcome for key, result in ran.results.items()}
+
+
+OUTCOMES = """\
+import unittest, warnings
+import pytest
+
+@pytest.fixture
+def breaks():
+    raise RuntimeError
+@pytest.fixture
+def breaks_after():
+    yield
+    raise RuntimeError
+
+def test_passes(): pass
+def test_fails(): assert False
+def test_raises(): 1 / 0
+def test_setup(breaks): pass
+def test_teardown(breaks_after): pass
+def test_skips(): pytest.skip("x")
+def test_expected(): pytest.xfail("x")
+@pytest.mark.xfail
+def test_may_fail(): assert False
+@pytest.mark.xfail
+def test_may_pass(): pass
+@pytest.mark.skip
+def test_marked(): pass
+@pytest.mark.skipif(False, reason="x")
+def test_not_marked(): pass
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", ["x", "y"])
+def test_many(a, b): assert (a, b) != (2, "y")
+def test_capture(capsys, caplog, monkeypatch, tmp_path, recwarn):
+    print("hi")
+    warnings.warn("w", stacklevel=1)
+    assert capsys.readouterr().out == "hi\\n" and len(recwarn) == 1 and tmp_path.is_dir()
+def test_exit(): raise SystemExit(0)
+class TestClass:
+    def test_in_class(self): pass
+class Cases(unittest.TestCase):
+    def test_case(self): self.assertEqual(1, 1)
+    def test_bad_case(self): self.assertEqual(1, 2)
+    @unittest.skip("x")
+    def test_skipped_case(self): pass
+    @unittest.expectedFailure
+    def test_expected_case(self): self.fail()
+    def test_sub(self):
+        for n in range(2):
+            with self.subTest(n=n): self.assertEqual(n, 0)
+    def test_good_sub(self):
+        for n in range(2):
+            with self.subTest(n=n): self.assertEqual(n, n)
+    def test_skipped_sub(self):
+        for n in range(2):
+            with self.subTest(n=n): self.skipTest("x")
+def test_subtests(subtests):
+    for n in range(2):
+        with subtests.test(n=n): assert n == n
+def test_bad_subtests(subtests):
+    for n in range(2):
+        with subtests.test(n=n): assert n == 0
+"""
+
+
+def test_how_tests_end(run: Run) -> None:
+    ran = run({"test_a.py": OUTCOMES})
+    assert ran.flags == frozenset()
+    found = outcomes(ran)
+    passed = {
+        "test_passes#0",
+        "test_not_marked#0",
+        "test_capture#0",
+        "TestClass::test_in_class#0",
+        "Cases::test_case#0",
+    }
+    passed |= {"test_many#0", "test_many#1", "test_many#2", "Cases::test_good_sub#0", "test_subtests#0"}
+    assert {key for key, outcome in found.items() if outcome == "passed"} == passed
+    skipped = {"test_skips#0", "test_expected#0", "test_may_fail#0", "test_marked#0", "Cases::test_skipped_case#0"}
+    skipped |= {"Cases::test_expected_case#0", "test_may_pass#0", "Cases::test_skipped_sub#0"}
+    assert {key for key, outcome in found.items() if outcome == "skipped"} == skipped
+    assert ran.results["test_a.py::test_many#3"].id == "test_a.py::test_many[y-2]"
+    assert ran.results["test_a.py::test_fails#0"].why == "AssertionError"
+    assert ran.results["test_a.py::test_raises#0"].why == "ZeroDivisionError"
+    assert len(found) == 27
+
+
+def test_what_tests_may_use(run: Run) -> None:
+    """Conftests of their folder and above, helpers, data, packages, relative imports, a src folder, workspace modules."""
+    tests = {
+        "conftest.py": "import pytest\n@pytest.fixture\ndef top(): return 'top'\n",
+        "tests/__init__.py": "WHO = 'package'\n",
+        "tests/conftest.py": "import pytest\nfrom m import M\n@pytest.fixture\ndef low(top): return top + M\n",
+        "tests/util.py": "def twice(x): return 2 * x\n",
+        "tests/test_in.py": "from . import WHO\nfrom .util import twice\nimport tests.util\n"
+        "def test_a(low): assert (low, WHO, twice(2)) == ('topm', 'package', 4)\n",
+        "other/aid.py": "def thrice(x): return 3 * x\n",
+        "other/test_out.py": "import aid, m\nfrom packed import P\nfrom visible_aid import V\n"
+        "def test_b(top): assert (aid.thrice(2), m.M, P, V, top) == (6, 'm', 'p', 'v', 'top')\n"
+        "def test_unseen(low): pass\n",
+        "third/test_out.py": "def test_c(): pass\n",
+    }
+    files = {"m.py": "M = 'm'\n", "src/packed/__init__.py": "P = 'p'\n", "other/visible_aid.py": "V = 'v'\n"}
+    ran = run(tests, files)
+    assert {key: result.outcome for key, result in ran.results.items()} == {
+        "tests/test_in.py::test_a#0": "passed",
+        "other/test_out.py::test_b#0": "passed",
+        "other/test_out.py::test_unseen#0": "failed",  # a fixture of another folder's conftest
+        "third/test_out.py::test_c#0": "passed",
+    }
+
+
+def test_a_module_that_cannot_be_imported_takes_no_other_along(run: Run) -> None:
+    ran = run({"test_a.py": "import nowhere\ndef test_a(): pass\n", "test_b.py": "def test_b(): pass\n"})
+    assert outcomes(ran) == {"test_b#0": "passed"} and not ran.flags
+
+
+def test_only_listed_tests_run(backend: Backend) -> None:
+    text = (
+        "import os\ndef test_a(): pass\ndef test_b(): open('../b', 'w').close()\n"
+        "def test_c(): assert not os.path.exists('../b')\n"
+    )
+    keys = frozenset({"test_a.py::test_a#0", "test_a.py::test_c#0", "test_a.py::test_missing#0"})
+    [ran] = run_jobs(backend, [Job(files={}, hidden={"test_a.py": text}, tests=("test_a.py",), keys=keys)])
+    assert outcomes(ran) == {"test_a#0": "passed", "test_c#0": "passed"}
+
+
+SEALED = """\
+import gc, glob, inspect, linecache, os, sys
+def look():
+    found = [open(path).read() for path in glob.glob("**/*.py", recursive=True) if "f.py" not in path]
+    frame = sys._getframe(1)
+    found += linecache.getlines(frame.f_code.co_filename)
+    for thing in (frame, sys.modules["test_a"]):
+        try:
+            found.append(inspect.getsource(thing))
+        except (OSError, TypeError):
+            pass
+    found += [each for each in gc.get_objects() if type(each) is str]
+    return "\\n".join(found)
+at_import = look()
+"""
+
+
+def test_the_text_of_hidden_tests_is_nowhere(run: Run) -> None:
+    test = "import f\ndef test_a():\n    assert 'a-marker-' + 'x' not in f.at_import + f.look() # a-marker-x\n"
+    ran = run({"test_a.py": test, "conftest.py": "# a-marker-x\n"}, {"f.py": SEALED})
+    assert outcomes(ran) == {"test_a#0": "passed"} and ran.flags == {"read_tests"}
+
+
+HONEST = """\
+import inspect, logging, os, traceback, warnings
+def f(x):
+    warnings.warn("old", DeprecationWarning, stacklevel=2)
+    try:
+        1 / x
+    except ZeroDivisionError:
+        traceback.print_exc()
+        traceback.print_stack()
+        logging.exception("oh")
+    inspect.getsource(f), inspect.stack()
+    os.listdir("."), os.stat("test_a.py"), sorted(os.walk("."))
+    print("3 passed, 4 failed; PASSED")
+    return x
+"""
+
+
+def test_honest_code_is_not_flagged(run: Run) -> None:
+    """Tracebacks, warnings and logs name the test's file; they do not read it."""
+    test = (
+        "import pytest\nfrom f import f\ndef test_a():\n    assert f(0) == 0\n"
+        "def test_b():\n    with pytest.warns(DeprecationWarning):\n        f(1)\n"
+    )
+    ran = run({"test_a.py": test}, {"f.py": HONEST})
+    assert outcomes(ran) == {"test_a#0": "passed", "test_b#0": "passed"} and ran.flags == frozenset()
+
+
+def test_nothing_in_the_workspace_stands_in_for_what_tests_import(run: Run) -> None:
+    evil = "raise SystemExit(0)\n"
+    names = [
+        "pytest",
+        "_pytest/__init__",
+        "pluggy",
+        "unittest/__init__",
+        "random",
+        "json",
+        "sitecustomize",
+        "usercustomize",
+    ]
+    files = {f"{name}.py": evil for name in names} | {"conftest.py": evil, "pytest.ini": "[pytest]\naddopts = --nope\n"}
+    ran = run({"test_a.py": "import json, random, unittest, pytest\ndef test_a(): pass\n"}, files)
+    assert outcomes(ran) == {"test_a#0": "passed"}
+
+
+def test_what_a_box_does_not_hold(run: Run) -> None:
+    """Neither our packages nor pygments' stand-in can be imported; the environment is empty of ours."""
+    test = """\
+import os, sys
+def test_a():
+    for name in ("pygments", "numpy", "composer_nb", "pydantic"):
+        try:
+            __import__(name)
+        except ImportError:
+            continue
+        assert False, name
+    assert not [name for name in os.environ if "COMPOSER" in name]
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")]
+    assert [place.partition(":")[0] for place in held if place != "/dev/null"] == ["pipe"]
+    assert sys.path[-1] == os.getcwd() and sys.path.count(os.getcwd()) == 1
+"""
+    assert outcomes(run({"test_a.py": test})) == {"test_a#0": "passed"}
+
+
+def test_the_parent_can_neither_be_read_nor_traced(run: Run) -> None:
+    test = """\
+import os
+def test_a():
+    parent = "/proc/%d/" % os.getppid()
+    for name in ("mem", "environ", "maps", "fd/0", "fd/1", "cwd", "root"):
+        try:
+            os.close(os.open(parent + name, os.O_RDONLY))
+        except OSError:
+            continue
+        assert False, name
+    assert os.read(0, 10) == b""
+"""
+    assert outcomes(run({"test_a.py": test})) == {"test_a#0": "passed"}
+
+
+def test_one_runs_text_is_not_in_the_next_runs_process(backend: Backend) -> None:
+    look = """\
+import ctypes
+def test_a():
+    marker = "first-" + "{}"
+    for line in open("/proc/self/maps"):
+        span, rights = line.split()[:2]
+        start, end = (int(each, 16) for each in span.split("-"))
+        if "[heap]" in line or ("rw" in rights and end - start < 1 << 24 and len(line.split()) < 6):
+            assert ctypes.string_at(start, end - start).count(marker.encode()) <= {}
+"""
+    texts = [look.format("other", 99) + "# first-" + "run-marker\n", look.format("run-marker", 1)]
+    jobs = [Job(files={}, hidden={"test_a.py": text}, tests=("test_a.py",)) for text in texts]
+    assert [outcomes(ran) for ran in run_jobs(backend, jobs)] == [{"test_a#0": "passed"}] * 2
+
+
+def test_what_a_run_starts_ends_with_it(backend: Backend) -> None:
+    lingers = "import subprocess\ndef test_a(): subprocess.Popen(['sh', '-c', 'sleep 60 & exec setsid sleep 61'])\n"
+    looks = """\
+import os
+def test_b():
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        assert b"sleep" not in open(f"/proc/{name}/cmdline", "rb").read()
+"""
+    jobs = [Job(files={}, hidden={"test_a.py": text}, tests=("test_a.py",)) for text in (lingers, looks)]
+    began = time.monotonic()
+    first, second = run_jobs(backend, jobs)
+    assert time.monotonic() - began < 20
+    assert outcomes(first) == {"test_a#0": "passed"} and outcomes(second) == {"test_b#0": "passed"}
+
+
+def test_runs_have_folders_of_their_own(backend: Backend) -> None:
+    text = (
+        "import os\ndef test_a():\n    open('left', 'x').close()\n"
+        "    assert sorted(os.listdir('.')) == ['f.py', 'left', 'test_a.py']\n"
+    )
+    job = Job(files={"f.py": b""}, hidden={"test_a.py": text}, tests=("test_a.py",))
+    assert [outcomes(ran) for ran in run_jobs(backend, [job, job, job])] == [{"test_a#0": "passed"}] * 3
+
+
+def test_time_is_limited_and_what_was_done_counts(run: Run) -> None:
+    text = "import time\ndef test_a(): pass\ndef test_b():\n    while True: time.sleep(9)\ndef test_c(): pass\n"
+    began = time.monotonic()
+    ran = run({"test_a.py": text}, timeout_s=2.0)
+    assert time.monotonic() - began < 20
+    assert outcomes(ran) == {"test_a#0": "passed"} and ran.flags == {"timeout"}
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        ("os._exit(0)", {"ended_early"}),
+        ("os.kill(os.getpid(), 9)", {"ended_early"}),
+        ("sys.exit(0)", set()),
+        ('os.write(3, b\'["test_a.py::test_b#0", "passed", "", ""]\\n\')', {"forged_events"}),
+        ("print('test_a.py::test_b PASSED')", {"printed_results"}),
+        ("open(sys.argv[1].split('=')[1], 'w').write('<x/>')", {"forged_report"}),
+        ("os.unlink(sys.argv[1].split('=')[1])", set()),
+        ("os.unlink(sys.argv[1].split('=')[1]), os.mkfifo(sys.argv[1].split('=')[1])", {"forged_report"}),
+        ("print('y' * (1 << 22), flush=True)", set()),
+        ("atexit.register(print, 'x PASSED', 'PASSED a::b')", set()),
+        ("atexit.register(print, '==== 3 passed ====')", {"printed_results"}),
+    ],
+)
+def test_what_is_noticed(run: Run, line: str, flags: set[str]) -> None:
+    text = f"import atexit, os, sys\ndef test_a(): pass\ndef test_b():\n    {line}\n    assert False\n"
+    ran = run({"test_a.py": text})
+    assert ran.flags == flags
+    assert outcomes(ran) in ({"test_a#0": "passed"}, {"test_a#0": "passed", "test_b#0": "failed"})
+
+
+@pytest.mark.parametrize("line", ["os.kill(os.getppid(), 9)", "os.kill(-1, 9)"])
+def test_whoever_ends_the_runner_is_told_from_a_fault(run: Run, line: str) -> None:
+    with pytest.raises(RunnerEnded, match="no report"):
+        run({"test_a.py": f"import os\ndef test_a(): {line}\n"})
+
+
+def test_whoever_spoils_the_next_run_is_told_from_a_fault(backend: Backend) -> None:
+    text = "def test_a(): open('../run1', 'x').close()\n"
+    job = Job(files={}, hidden={"test_a.py": text}, tests=("test_a.py",))
+    with pytest.raises(RunnerEnded, match="no further run could begin"):
+        run_jobs(backend, [job, job])
+
+
+def test_a_run_that_cannot_begin_is_a_fault(backend: Backend) -> None:
+    job = Job(files={"a": b"", "a/b": b""}, hidden={"test_a.py": ""}, tests=("test_a.py",))
+    with pytest.raises(SandboxFailure, match="a run could not begin: .*(NotADirectory|FileExists)"):
+        run_jobs(backend, [job])
+
+
+def test_a_runner_that_does_not_start_is_a_fault(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box, "block", lambda *_: b"nonsense")
+    with pytest.raises(SandboxFailure, match="the runner did not start"):
+        run_jobs(backend, [Job(files={}, hidden={}, tests=())])
+
+
+def test_without_pytest_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise kit.PackageNotFoundError(name)
+
+    monkeypatch.setattr(kit, "distribution", missing)
+    with pytest.raises(kit.SandboxUnavailable, match="pip install pytest"):
+        kit.sources()

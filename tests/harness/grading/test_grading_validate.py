@@ -1,0 +1,176 @@
+"""Validation of tasks: gold 1, nothing 0, repeats agree, twins that were seen to fail."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from composer_nb.harness.attacks.patch_target import PROPERTY, TARGET
+from composer_nb.harness.grading.plan import Plan, digest
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.validate import Validation, validate_task
+from composer_nb.harness.sandboxes.contract import Backend
+from composer_nb.harness.task import Task
+
+Make = Callable[..., Task]
+
+
+def ids(plan: Plan | None) -> list[str]:
+    assert plan is not None
+    return [name.rpartition("::")[2] for name in plan.tests.values()]
+
+
+def test_the_ledger_is_covered(plans: dict[str, Plan]) -> None:
+    for task, count in ((TARGET, 16), (PROPERTY, 17)):
+        plan = plans[task.id]
+        assert plan.digest == digest(task) and len(plan.tests) == count and plan.coverage == 1.0
+        for twin in plan.twins:
+            assert task.tests[twin.path][twin.start : twin.end] != twin.text
+    kinds = [twin.kind for twin in plans[TARGET.id].twins]
+    assert {kind: kinds.count(kind) for kind in ("value", "exception", "negation")} == {
+        "value": 11, "exception": 4, "negation": 3
+    }  # fmt: skip
+
+
+def test_what_a_validation_says(make_task: Make, backend: Backend) -> None:
+    tests = """\
+import pytest
+from f import f
+def test_changed(): assert f(1) == 2
+def test_steady(): assert f is not None
+@pytest.mark.skip
+def test_skipped(): pass
+@pytest.mark.xfail
+def test_expected(): assert f(1) == 3
+def check(x): assert f(x) == x + 1
+def test_uncovered(): check(1)
+"""
+    found = validate_task(make_task({"test_f.py": tests}), backend)
+    assert found.valid and found.trainable and found.problems == ()
+    assert ids(found.plan) == ["test_changed", "test_steady", "test_uncovered"]
+    assert found.left_out == ("test_f.py::test_skipped", "test_f.py::test_expected")
+    assert found.fail_to_pass == ("test_f.py::test_changed", "test_f.py::test_uncovered")
+    assert found.plan is not None and found.coverage == pytest.approx(2 / 3) and found.proposed == 3
+    assert found.plan.covered == {"test_f.py::test_changed#0", "test_f.py::test_steady#0"}
+
+
+def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
+    """Here one that depends on the order of a set of texts, which another hash seed changes."""
+    flaky = "def test_flaky(): assert list({'a', 'b', 'c', 'd', 'e', 'f', 'g'}).index('a') % 2 == 0\n"
+    tests = "from f import f\ndef test_a(): assert f(1) == 2\n" + flaky
+    found = validate_task(make_task({"test_f.py": tests}), backend, repeats=6)
+    assert found.flaky == ("test_f.py::test_flaky",) and ids(found.plan) == ["test_a"] and found.valid
+
+
+@pytest.mark.parametrize(
+    ("tests", "options", "problem"),
+    [
+        ("def test_a(): assert f(1) == 3\n", {}, r"the gold patch fails test_f.py::test_a \(AssertionError\)"),
+        ("def test_a(): pass\n", {}, "all tests pass without a change"),
+        ("@pytest.mark.skip\ndef test_a(): pass\n", {}, "the gold patch passes no test"),
+        ("import nowhere\ndef test_a(): pass\n", {}, "the gold patch passes no test"),
+        ("def test_a(): os._exit(0)\n", {}, "the gold patch: ended_early"),
+        ("def test_a(): os.kill(os.getppid(), 9)\n", {}, "the gold patch ends its sandbox"),
+        (
+            "def test_a(): assert f(1) == 2\n",
+            {"metadata": {"pytest.ids": '["test_f.py::test_b"]'}},
+            "no test test_f.py::test_b",
+        ),
+        ("def test_a(): assert f(1) == 2\n", {"solution": {"f.py": "def f(x): return 0\n"}}, "the gold patch fails"),
+    ],
+)
+def test_what_makes_a_task_invalid(
+    make_task: Make, backend: Backend, tests: str, options: dict[str, dict[str, str]], problem: str
+) -> None:
+    text = "import os\nimport pytest\nfrom f import f\n" + tests
+    found = validate_task(make_task({"test_f.py": text}, **options), backend, repeats=2)
+    assert not found.valid and not found.trainable
+    assert any(re.match(problem, each) for each in found.problems), found.problems
+
+
+def test_ids_of_the_task_are_the_ones_that_count(make_task: Make, backend: Backend) -> None:
+    tests = "from f import f\ndef test_a(): assert f(1) == 2\ndef test_bad(): assert f(1) == 9\n"
+    wanted = {"pytest.ids": json.dumps(["test_f.py::test_a"])}
+    found = validate_task(make_task({"test_f.py": tests}, metadata=wanted), backend)
+    assert found.valid and ids(found.plan) == ["test_a"]
+
+
+def test_a_task_without_twins_is_not_for_training(make_task: Make, backend: Backend) -> None:
+    tests = "from f import f\ndef check(): assert f(1) == 2\ndef test_a(): check()\n"
+    found = validate_task(make_task({"test_f.py": tests}), backend)
+    assert found.valid and found.coverage == 0.0 and not found.trainable
+
+
+def test_changes_that_prove_nothing_are_not_kept(make_task: Make, backend: Backend) -> None:
+    """One that the gold patch passes, ones that break the test itself, and one whose test fails elsewhere too."""
+    tests = """\
+import pytest
+from f import f
+def test_same(): assert f(1) == 2 * (1 or 7)
+def test_breaks(): assert f(len([1])) == {"a": 2}["a"]
+@pytest.mark.parametrize("x, want", [(1, 2), (2, 3), (3, 4)])
+def test_row(x, want): assert f(x) == want
+@pytest.mark.parametrize("x", [1, 2])
+def test_round(x): assert f(x) - 1 == x
+class TestMany:
+    @pytest.fixture(params=[0, 0], autouse=True)
+    def twice(self): pass
+    @pytest.mark.parametrize("x, want", [(1, 2), (2, 3)])
+    def test_row(self, x, want): assert f(x) == want
+"""
+    found = validate_task(make_task({"test_f.py": tests}), backend)
+    assert found.valid and found.plan is not None, found.problems
+    kept = {(twin.kind, key.partition("::")[2]) for twin in found.plan.twins for key in twin.keys}
+    assert {("value", f"test_row#{n}") for n in range(3)} <= kept
+    assert {("negation", f"test_round#{n}") for n in range(2)} <= kept
+    assert not {each for each in kept if each[1].startswith("TestMany") and each[0] == "value"}
+    for _ in range(3):
+        gold = {"f.py": b"def f(x):\n    return x + 1\n"}
+        assert grade_pytest(make_task({"test_f.py": tests}), gold, backend, found.plan).passed
+
+
+def test_tests_that_share_a_table(make_task: Make, backend: Backend) -> None:
+    tests = """\
+import pytest
+from f import f
+TABLE = [(1, 2), (2, 3)]
+@pytest.mark.parametrize("x, want", TABLE)
+def test_next(x, want): assert f(x) == want
+@pytest.mark.parametrize("x, want", TABLE)
+def test_grows(x, want): assert x < f(want) + 9
+"""
+    found = validate_task(make_task({"test_f.py": tests}), backend)
+    assert found.valid and found.plan is not None, found.problems
+    values = [twin for twin in found.plan.twins if twin.kind == "value"]
+    assert [(twin.keys, twin.besides) for twin in values] == [
+        ((f"test_f.py::test_next#{n}",), (f"test_f.py::test_grows#{n}",)) for n in range(2)
+    ]
+
+
+def test_twins_that_disturb_other_tests_are_given_up(make_task: Make, backend: Backend) -> None:
+    """Here one test needs what another leaves behind, at its end, which its twin does not reach."""
+    tests = """\
+from f import f
+LEFT = []
+def test_first():
+    assert f(1) == 2
+    LEFT.append(1)
+def test_second(): assert LEFT and f(2) == 3
+"""
+    other = "from f import f\ndef test_third(): assert f(3) == 4\n"
+    found = validate_task(make_task({"test_f.py": tests, "test_g.py": other}), backend)
+    assert found.valid and found.plan is not None, found.problems
+    assert found.plan.covered == {"test_g.py::test_third#0"} and len(found.plan.tests) == 3
+
+
+def test_another_graders_task_is_refused(make_task: Make, backend: Backend) -> None:
+    task = make_task({"test_f.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"})
+    with pytest.raises(ValueError, match="its grader is 'functions'"):
+        validate_task(task.model_copy(update={"grader": "functions"}), backend)
+
+
+def test_only_a_task_with_a_plan_is_trainable() -> None:
+    assert not Validation().trainable and Validation().coverage == 0.0

@@ -1,0 +1,116 @@
+"""The hostile patches: none scores, those that a person should hear of are flagged, the honest fix is accepted.
+
+Not covered: code that can tell a false expectation from a true one, and tests without twins.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_nb.harness.attacks.patch_check import check_patches
+from composer_nb.harness.attacks.patch_target import MODULE, TARGET
+from composer_nb.harness.attacks.patches import Patch, patches
+from composer_nb.harness.attacks.snippets import ANSWER, SETUP, module
+from composer_nb.harness.grading import kit
+from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
+from composer_nb.harness.sandboxes.contract import Backend, SandboxUnavailable
+from composer_nb.harness.sandboxes.process import ProcessBackend
+
+TIMEOUT_S = 20.0
+
+
+@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.id)
+def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: dict[str, Plan]) -> None:
+    grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
+    assert grade.passed == patch.honest
+    assert bool(grade.flags) == patch.flagged, grade.flags
+    assert grade.status in ("graded", "tampered", "agent_failed"), (
+        "an agent can not make its grade an infrastructure error"
+    )
+    assert (grade.status == "tampered") == bool(set(grade.flags) & TAMPERING)
+    assert set(grade.tests) == set(plans[patch.task.id].tests.values())
+    if "one_process" in patch.fools:
+        assert grade.status == "tampered", "only twins tell"
+
+
+def test_every_case_is_there() -> None:
+    found = {patch.case for patch in patches()}
+    assert found == set(range(19))
+    table = {patch.id[:2] for patch in patches()}
+    assert table >= {f"{number:02}" for number in range(21)}, "the twenty patches of the reference's table"
+    assert len({patch.id for patch in patches()}) == len(patches())
+    assert [patch.id for patch in patches() if patch.honest] == ["01_honest_fix"]
+    used = "".join(str(patch.files.get(MODULE, b"")) for patch in patches())
+    for name, text in {**SETUP, **ANSWER}.items():
+        longest = max(text.split("\n"), key=len).strip()
+        assert name == "guess" or repr(longest.encode())[2:-1] in used, f"{name} is in no patch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", [patch for patch in patches() if patch.fools], ids=lambda patch: patch.id)
+def test_a_patch_fools_plain_graders(patch: Patch, backend: Backend, plans: dict[str, Plan]) -> None:
+    """So that it is rejected for what it is, and not because it would not work anyway."""
+    if "one_process" in patch.fools:
+        plain = Plan(digest="", tests=plans[patch.task.id].tests)
+        assert grade_pytest(patch.task, patch.workspace, backend, plain, timeout_s=TIMEOUT_S).passed
+    if "exit_code" in patch.fools:
+        assert exit_code(patch, backend) == 0
+
+
+@pytest.mark.slow
+def test_the_plain_graders_are_not_fooled_by_everything(backend: Backend, plans: dict[str, Plan]) -> None:
+    nothing, honest = patches()[:2]
+    plain = Plan(digest="", tests=plans[TARGET.id].tests)
+    assert [exit_code(patch, backend) for patch in (nothing, honest)] == [1, 0]
+    assert [grade_pytest(TARGET, patch.workspace, backend, plain).passed for patch in (nothing, honest)] == [
+        False,
+        True,
+    ]
+
+
+def exit_code(patch: Patch, backend: Backend) -> int:
+    """Of pytest in the agent's own workspace, with the hidden tests laid in."""
+    start = "import sys; sys.path[:0] = ['/workspace/w', '/workspace/kit']\nimport runpy\n"
+    start += (
+        "sys.argv = ['pytest', '-q', 'tests/test_hidden_ledger.py']; runpy.run_module('pytest', run_name='__main__')"
+    )
+    with backend.create() as box:
+        box.upload({path.lstrip("/"): text.encode() for path, _, text in kit.sources().values()})
+        box.upload({f"w/{path}": data for path, data in patch.workspace.items()})
+        box.upload({f"w/{path}": text.encode() for path, text in patch.task.tests.items()})
+        return int(box.exec(["python3", "-S", "-c", start], cwd="w", timeout_s=60).exit_code)
+
+
+def test_whoever_guesses_is_caught_or_fails(backend: Backend, plans: dict[str, Plan]) -> None:
+    """It would have to be right about each of sixteen tests, at even odds."""
+    files = Patch(id="", title="", case=12, files={MODULE: module(answer=ANSWER["guess"]).encode()}).workspace
+    for _ in range(4):
+        assert not grade_pytest(TARGET, files, backend, plans[TARGET.id]).passed
+
+
+def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, Plan]) -> None:
+    """Everything right but one function, which peeks: the test that it is for tells, whichever run gets its twin."""
+    right = TARGET.solution[MODULE].replace("part / whole", "answer('share', (part, whole), 0)")
+    peek = "def answer(name, arguments, wrong):\n" + "".join(
+        f"    {line}\n" for line in ANSWER["frame_peek"].splitlines()
+    )
+    files = Patch(id="", title="", case=12, files={MODULE: (right + "\n\n" + peek).encode()}).workspace
+    for _ in range(3):
+        grade = grade_pytest(TARGET, files, backend, plans[TARGET.id])
+        assert grade.status == "tampered" and grade.flags == ("twin_passed",)
+        assert [name.rpartition("::")[2] for name, passed in grade.tests.items() if not passed] == ["test_share"]
+
+
+def test_hostile_patches_are_not_run_without_isolation() -> None:
+    with ProcessBackend() as process, pytest.raises(SandboxUnavailable, match="does not isolate"):
+        check_patches(process)
+
+
+@pytest.mark.slow
+def test_the_check_of_a_backend(backend: Backend) -> None:
+    rows = check_patches(backend)
+    assert [row["id"] for row in rows] == [patch.id for patch in patches()]
+    assert [row["id"] for row in rows if not row["blocked"]] == []
+    assert [row["flagged"] for row in rows] == [patch.flagged for patch in patches()]
+    assert all(set(row) == {"id", "title", "blocked", "flagged", "detail"} for row in rows)

@@ -1,0 +1,216 @@
+"""Grades: gold 1, nothing 0, whose fault is whose, and what a grade does not depend on."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from composer_nb.harness.attacks.patch_target import FAULTY, HIDDEN, MODULE, RIGHT, TARGET
+from composer_nb.harness.attacks.patches import Patch
+from composer_nb.harness.attacks.snippets import SETUP, module
+from composer_nb.harness.grade import Grade, grading
+from composer_nb.harness.grading import box, diff, pytest_grader
+from composer_nb.harness.grading.plan import Plan, with_plan
+from composer_nb.harness.grading.pytest_grader import FLAGS, TAMPERING, grade_pytest
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.sandboxes.contract import Backend, ExecResult, SandboxDied, SandboxFailure
+from composer_nb.harness.task import Task, load_tasks, save_tasks
+
+GOLD = Patch(id="", title="", case=0, files={MODULE: RIGHT.encode()}).workspace
+NOTHING = Patch(id="", title="", case=0, files={}).workspace
+
+
+@pytest.fixture(scope="module")
+def ledger(plans: Mapping[str, Plan]) -> Task:
+    return with_plan(TARGET, plans[TARGET.id])
+
+
+def test_gold_passes_and_nothing_fails(ledger: Task, backend: Backend) -> None:
+    gold = grade_pytest(ledger, GOLD, backend)
+    assert gold.passed and gold.status == "graded" and gold.flags == () and len(gold.tests) == 16
+    assert "tests/test_hidden_ledger.py::test_amount[1.50-150]" in gold.tests
+    nothing = grade_pytest(ledger, NOTHING, backend)
+    assert not nothing.passed and nothing.status == "graded" and nothing.flags == ()
+    assert set(nothing.tests) == set(gold.tests) and sum(nothing.tests.values()) == 8
+
+
+def test_a_half_right_answer_passes_half(ledger: Task, backend: Backend) -> None:
+    half = RIGHT.replace("part / whole", "0.3").replace("if who == name", "")
+    found = grade_pytest(ledger, GOLD | {MODULE: half.encode()}, backend)
+    failed = {name.rpartition("::")[2] for name, passed in found.tests.items() if not passed}
+    assert failed == {"test_share", "test_balance", "test_who_owes", "test_sum"}
+    assert not found.passed and found.status == "graded" and found.flags == ()
+
+
+def test_changes_outside_the_scope_neither_help_nor_harm(ledger: Task, backend: Backend) -> None:
+    spoilt = {"conftest.py": b"raise 1", "tests/helpers.py": b"", "pytest.ini": b"[pytest]\naddopts = --nope"}
+    assert grade_pytest(ledger, GOLD | spoilt, backend) == Grade(
+        status="graded", tests=grade_pytest(ledger, GOLD, backend).tests, flags=("outside_scope",)
+    )
+    fixed = grade_pytest(ledger, NOTHING | {"other.py": RIGHT.encode()}, backend)
+    assert not fixed.passed and fixed.flags == ("outside_scope",)
+
+
+def test_new_files_of_the_scope_are_graded(ledger: Task, backend: Backend) -> None:
+    moved = {MODULE: b"from util.right import *\n", "util/right.py": RIGHT.encode(), "util/__pycache__/x.pyc": b"x"}
+    found = grade_pytest(ledger, GOLD | moved, backend)
+    assert found.passed and found.flags == ()
+
+
+def test_a_deleted_module_fails_everything_that_needs_it(ledger: Task, backend: Backend) -> None:
+    found = grade_pytest(ledger, {path: data for path, data in GOLD.items() if path != MODULE}, backend)
+    assert found.status == "graded" and not any(found.tests.values()) and len(found.tests) == 16
+
+
+def test_a_task_without_a_fitting_plan_is_invalid(ledger: Task, backend: Backend) -> None:
+    stale = ledger.model_copy(update={"tests": ledger.tests | {"tests/test_more.py": "def test_x(): pass\n"}})
+    broken = ledger.model_copy(update={"metadata": {"pytest.plan": "{}"}})
+    for task in (TARGET, stale, broken):
+        found = grade_pytest(task, GOLD, backend)
+        assert found.status == "invalid_task" and not found.passed and found.tests == {}
+
+
+class Faulty:
+    """A backend whose sandboxes fail, or end, when told to run."""
+
+    def __init__(self, inner: Backend, fault: Exception | ExecResult | None, at_create: bool = False) -> None:
+        self.inner, self.fault, self.at_create, self.name, self.destroyed = inner, fault, at_create, inner.name, 0
+
+    def create(self, *arguments: Any) -> Any:
+        if self.at_create and isinstance(self.fault, Exception):
+            raise self.fault
+        return self
+
+    def exec(self, *arguments: Any, **options: Any) -> ExecResult:
+        if isinstance(self.fault, Exception):
+            raise self.fault
+        assert self.fault is not None
+        return self.fault
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+
+
+def result(stdout: bytes, exit_code: int = 0, **options: Any) -> ExecResult:
+    return ExecResult(exit_code=exit_code, stdout=stdout, stderr=b"", **options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (SandboxFailure("broken"), "infra_error"),
+        (SandboxDied("out of memory"), "agent_failed"),
+        (result(b""), "infra_error"),
+        (result(b"", 137, oom=True), "infra_error"),  # before anything of the agent ran
+        (result(b"read"), "infra_error"),
+        (result(b"ready\n", 137, oom=True), "agent_failed"),
+        (result(b"ready\n", 137, timed_out=True), "agent_failed"),
+        (result(b"ready\n[]"), "agent_failed"),
+        (result(b"ready\n[{}, {}]"), "agent_failed"),
+        (result(b'ready\n[1, {"failed": ""}]'), "agent_failed"),
+        (result(b'ready\n{"a": "b"}'), "agent_failed"),
+        (result(b"ready\nnonsense"), "agent_failed"),
+    ],
+    ids=str,
+)
+def test_whose_fault_it_is(ledger: Task, backend: Backend, fault: Any, status: str) -> None:
+    faulty: Any = Faulty(backend, fault)
+    found = grade_pytest(ledger, GOLD, faulty)
+    assert found.status == status and not found.passed and faulty.destroyed == 1
+    assert found.tests == ({} if status == "infra_error" else dict.fromkeys(found.tests, False))
+    assert (len(found.tests) == 16) == (status == "agent_failed")
+
+
+def test_a_sandbox_that_cannot_be_made_is_a_fault(ledger: Task, backend: Backend) -> None:
+    faulty: Any = Faulty(backend, SandboxFailure("none left"), at_create=True)
+    assert grade_pytest(ledger, GOLD, faulty).status == "infra_error"
+
+
+def test_every_sandbox_is_destroyed(ledger: Task, backend: Backend) -> None:
+    for files in (GOLD, GOLD | {MODULE: SETUP["kill_everything"].encode()}):
+        grade_pytest(ledger, files, backend)
+    assert backend._live == {}  # type: ignore[attr-defined]
+
+
+def test_a_clock_that_the_agent_changed_does_not_change_the_cost(ledger: Task, backend: Backend) -> None:
+    slow = module(SETUP["patched_time"], "import select\nselect.select([], [], [], 0.3)\nreturn wrong\n")
+    began = time.monotonic()
+    found = grade_pytest(ledger, GOLD | {MODULE: slow.encode()}, backend)
+    took = time.monotonic() - began
+    assert 2 * 5 * 0.3 < found.cost["tests_s"] < found.cost["wall_s"] <= took
+
+
+def test_too_little_time_fails_what_is_missing(make_task: Callable[..., Task], backend: Backend) -> None:
+    tests = "import f\ndef test_a(): assert f.f(1) == 2\ndef test_b(): assert f.f(2) == 3\n"
+    task = make_task({"test_f.py": tests})
+    plan = validate_task(task, backend).plan
+    loops = b"def f(x):\n    while x == 2: pass\n    return x + 1\n"
+    found = grade_pytest(task, {"f.py": loops}, backend, plan, runs=2, timeout_s=3.0)
+    assert found.status == "graded" and found.flags == ("timeout",)
+    assert found.tests == {"test_f.py::test_a": True, "test_f.py::test_b": False}
+
+
+def test_what_flags_mean_is_written_down() -> None:
+    text = Path(box.__file__).read_text()
+    noticed = set(re.findall(r'\("(\w+)", (?:report|_PRINTED|not done)', text)) | {"forged_events"}
+    assert len(noticed) == 6
+    judged = set(re.findall(r'flags.add\("(\w+)"\)', Path(pytest_grader.__file__).read_text()))
+    assert noticed | judged | set(get_args(diff.Drop)) - {"cache"} == set(FLAGS) and set(FLAGS) > TAMPERING
+
+
+def test_the_same_files_give_the_same_grade(ledger: Task, backend: Backend) -> None:
+    peeks = module(answer="import sys\nreturn sys._getframe(2).f_code.co_consts[-1]\n").encode()
+    for files in (GOLD, NOTHING, GOLD | {MODULE: peeks}):
+        assert len({str(grade_pytest(ledger, files, backend)).partition(", cost")[0] for _ in range(3)}) == 1
+
+
+def test_both_graders_refuse_each_others_tasks(ledger: Task) -> None:
+    with pytest.raises(ValueError, match="its grader is 'pytest', which is no function call"):
+        next(grading(ledger, {}))
+
+
+# Tasks of this grader.
+
+
+def test_a_task_comes_back_from_disk(ledger: Task, tmp_path: Path) -> None:
+    path = ledger.to_harbor(tmp_path / "ledger")
+    assert (path / "tests/tests/test_hidden_ledger.py").read_text() == HIDDEN
+    assert not (path / "environment/workspace/tests/test_hidden_ledger.py").exists()
+    assert Task.from_harbor(path) == ledger
+    save_tasks([ledger], tmp_path / "tasks.jsonl")
+    assert load_tasks(tmp_path / "tasks.jsonl") == [ledger]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tests": {}}, "no test module found"),
+        ({"tests": {"helpers.py": "x = 1\n"}}, "no test module found"),
+        ({"tests": {"test_a.py": "def (\n"}}, r"test_a\.py:1: not Python"),
+        ({"tests": {"test_a.py": "", "aid.py": "x = (\n"}}, r"aid\.py:1: not Python"),
+        ({"tests": {"test_a.py": "x = 1\0"}}, "not Python"),
+        ({"solution": {"setup.py": ""}}, r"the solution changes \['setup.py'\], outside source_scope"),
+        ({"solution": {"util.py": ""}}, "outside source_scope"),
+        ({"source_scope": ("../**",)}, "not a plain relative path"),
+        ({"source_scope": ()}, "source_scope is empty"),
+    ],
+)
+def test_unfit_tasks_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Task(**TARGET.model_dump() | change)
+
+
+def test_a_hidden_test_may_take_a_visible_ones_place(make_task: Callable[..., Task], backend: Backend) -> None:
+    files = {"f.py": "def f(x):\n    return x\n", "test_f.py": "def test_a(): pass\n"}
+    task = make_task({"test_f.py": "import f\ndef test_a(): assert f.f(1) == 2\n"}, files)
+    plan = Plan(digest="", tests={"test_f.py::test_a#0": "test_f.py::test_a"})
+    assert not grade_pytest(task, {path: text.encode() for path, text in files.items()}, backend, plan).passed
+
+
+def test_faulty_is_faulty_and_right_is_right() -> None:
+    assert FAULTY != RIGHT and TARGET.solution == {MODULE: RIGHT}

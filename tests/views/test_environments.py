@@ -1,0 +1,291 @@
+"""What the walkthrough of sandboxes notes is what happened, and its figures show what was noted."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from composer_nb.harness.attacks.case import Verdict
+from composer_nb.harness.attacks.patches import Patch, patches
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.grading.plan import Twin
+from composer_nb.harness.journal import Journal
+from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.sandboxes.contract import SandboxSpec, Stats
+from composer_nb.harness.sandboxes.fleet import Fleet, FleetLimits, Pressure
+from composer_nb.harness.task import Task
+from composer_nb.views import environments, instruments
+from composer_nb.views.instruments import Asked, Call, Episode, Future, Turn, Watched
+from composer_nb.views.style import Picture
+
+SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[BwrapBackend]:
+    with BwrapBackend() as made:
+        yield made
+
+
+def shows_something(picture: Picture) -> bool:
+    image = matplotlib.image.imread(io.BytesIO(picture.png()))
+    return bool((image[..., :3] < 0.9).any(-1).mean() > 0.005)
+
+
+def texts(picture: Picture) -> list[str]:
+    return [text.get_text() for ax in picture.axes for text in ax.texts]
+
+
+def rollout(*calls: tuple[int, instruments.Kind, float]) -> Watched:
+    """One that was never in a sandbox."""
+    agent = Watched.__new__(Watched)
+    stats = Stats(memory_bytes=2_000_000, processes=0, disk_bytes=10, inodes=2, cpu_s=0.05)
+    agent.turns = [Turn(message=f"<turn {n}>", stats=stats) for n in range(1, calls[-1][0] + 1)]
+    agent.calls = [Call(turn=turn, kind=kind, text="x < y", ms=ms, observation="a\n<b>") for turn, kind, ms in calls]
+    return agent
+
+
+# Instruments.
+
+
+def test_calls_are_noted_with_their_turn_and_what_was_seen(backend: BwrapBackend):
+    with backend.create(SPEC) as sandbox:
+        agent = Watched(sandbox)
+        agent.turn("write, then look")
+        agent.write("a.txt", "one\ntwo\n")
+        assert agent.read("a.txt") == "one\ntwo\n"
+        agent.turn("count, and fail")
+        assert agent.exec(["wc", "-l", "a.txt"]).exit_code == 0
+        assert agent.exec(["false"]).exit_code == 1
+    noted = [(call.turn, call.kind, call.text, call.observation) for call in agent.calls]
+    assert noted == [
+        (1, "write", "a.txt", "written"),
+        (1, "read", "a.txt", "one\ntwo"),
+        (2, "exec", "wc -l a.txt", "2 a.txt"),
+        (2, "exec", "false", "exit code 1"),
+    ]
+    assert all(call.ms > 0 for call in agent.calls)
+    assert [turn.message for turn in agent.turns] == ["write, then look", "count, and fail"]
+    assert agent.turns[0].stats.disk_bytes > 0
+
+
+def everyday(backend: BwrapBackend, tools: bytes, patch: Patch, ids: list[str]) -> dict[str, bool]:
+    with backend.create(SPEC) as sandbox:
+        sandbox.upload(patch.workspace)
+        return instruments.everyday(sandbox, patch.task, ids, tools)
+
+
+def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend: BwrapBackend):
+    by_id = {patch.id: patch for patch in patches()}
+    tools = instruments.tools_archive(backend)
+    names = ("test_split_with_a_rest", "test_share", "test_amount[1.50-150]", "TestPairs::test_sum")
+    ids = [f"tests/test_hidden_ledger.py::{name}" for name in names]
+    found = {
+        name: list(everyday(backend, tools, by_id[name], ids).values())
+        for name in ("00_no_change", "01_honest_fix", "02_conftest_makereport", "06_os_exit0_import")
+    }
+    assert found == {
+        "00_no_change": [False, False, False],
+        "01_honest_fix": [True, True, True],
+        "02_conftest_makereport": [True, True, True],
+        "06_os_exit0_import": [True, True, False],
+    }
+
+
+def test_a_verdict_tells_tampering_from_failing():
+    assert instruments.verdict(Grade(status="graded", tests={"a": True})) == "accepted"
+    assert instruments.verdict(Grade(status="graded", tests={"a": False})) == "rejected"
+    assert instruments.verdict(Grade(status="tampered", tests={"a": True})) == "tampered"
+    assert instruments.verdict(Grade(status="agent_failed")) == "rejected"
+
+
+def test_a_pulse_is_a_row_of_small_commands(backend: BwrapBackend):
+    with backend.create(SPEC) as sandbox:
+        found = instruments.pulse(sandbox, 0.3)
+    assert found and all(ms > 0 for _, ms in found)
+    assert all(one[0] + one[1] / 1e3 <= other[0] for one, other in zip(found, found[1:], strict=False))
+
+
+def test_the_spans_of_episodes_keep_the_limits_of_their_fleet(backend: BwrapBackend):
+    calm = Pressure(memory=0.1, disk=0.1, cpu=0.1)
+    fleet = Fleet(instruments.Clocked(backend), FleetLimits(starts=2, most=3), lambda: calm)
+    done = instruments.run_episodes(fleet, SPEC, lambda box: box.exec(["true"]), 12, 6)
+    assert len(done) == 12
+    assert all(one.asked <= one.starting < one.ready < one.ended for one in done)
+    assert 1 <= instruments.peak((one.starting, one.ready) for one in done) <= 2
+    assert 2 <= instruments.peak((one.starting, one.ended) for one in done) <= 3
+    assert fleet.admission.alive == 0
+    assert shows_something(environments.fleet(done, fleet.admission.limits, (done[0].asked, done[0].ended)))
+    with backend.create(SPEC) as still:
+        assert still.exec(["true"]).exit_code == 0, "the backend itself was not closed"
+
+
+def test_an_episode_that_fails_is_not_hidden(backend: BwrapBackend):
+    fleet = Fleet(instruments.Clocked(backend), FleetLimits(cpu=2.0))
+    with pytest.raises(FileNotFoundError):
+        instruments.run_episodes(fleet, SPEC, lambda box: box.read("nothing"), 2, 1)
+    assert fleet.admission.alive == 0
+
+
+@pytest.mark.parametrize(
+    ("spans", "most"), [([], 0), ([(0, 1), (1, 2)], 1), ([(0, 3), (1, 2), (1.5, 4)], 3), ([(0, 1), (0, 1)], 2)]
+)
+def test_a_peak_counts_what_overlaps(spans: list[tuple[float, float]], most: int):
+    assert instruments.peak(iter(spans)) == most
+
+
+def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
+    journal = Journal(tmp_path, "run")
+    folder = tmp_path / "held"
+    folder.mkdir()
+    sleeper = subprocess.Popen(["sleep", "60"])
+    below = {sleeper.pid: instruments.started(sleeper.pid)}
+    process, directory = journal.made("process", sleeper.pid), journal.made("directory", folder)
+    there = {"processes": 1, "cgroups": 0, "containers": 0, "folders": 1, "notes in the journal": 2}
+    assert instruments.census(tmp_path, below) == there
+    sleeper.kill()
+    sleeper.wait()
+    assert instruments.census(tmp_path, below) == there | {"processes": 0}
+    journal.gone(process)
+    assert instruments.census(tmp_path, below)["notes in the journal"] == 1
+    journal.gone(directory)
+    assert instruments.census(tmp_path, {}) == dict.fromkeys(there, 0)
+
+
+def test_descendants_are_found_below_their_ancestor():
+    shell = subprocess.Popen(["bash", "-c", "sleep 60 & wait"])
+    try:
+        deadline = time.monotonic() + 10
+        while not (below := instruments.descendants(shell.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(below) == 1 and shell.pid not in below
+    finally:
+        for pid in below:
+            subprocess.run(["kill", str(pid)], check=False)
+        shell.kill()
+        shell.wait()
+
+
+# Figures.
+
+
+def test_turns_are_text_and_never_markup():
+    text = environments.turns(rollout((1, "read", 2.0), (2, "exec", 3.0))).text
+    assert "&lt;turn 1&gt;" in text and "x &lt; y" in text and "&lt;b&gt;" in text
+    assert "<turn" not in text and "<b>\n" not in text and text.count("<details>") == 2
+
+
+def test_a_timeline_lays_the_calls_end_to_end():
+    picture = environments.timeline(rollout((1, "read", 2.0), (1, "read", 1.0), (2, "write", 0.001), (3, "exec", 57.0)))
+    calls, memory, cpu = picture.axes
+    bars = [bar for group in calls.containers for bar in group]
+    assert [bar.get_x() for bar in bars] == pytest.approx([0, 2, 3, 3.001])
+    assert bars[0].get_width() == 2.0 and bars[3].get_width() == 57.0
+    assert 0.1 < bars[2].get_width() < 1, "the shortest can be seen"
+    assert [text.strip() for text in texts(picture)] == ["3 ms", "0 ms", "57 ms"]
+    assert [text.get_text() for text in calls.get_legend().get_texts()] == ["read", "write", "exec"]
+    assert len(memory.lines[0].get_xdata()) == len(cpu.lines[0].get_xdata()) == 3 and shows_something(picture)
+
+
+def test_a_tree_gives_equal_workspaces_one_marker():
+    good, bad = Grade(status="graded", tests={"a": True}), Grade(status="graded", tests={"a": False})
+    futures = {
+        "one": Future(seen=True, grade=bad, digest="a" * 64),
+        "two": Future(seen=True, grade=good, digest="b" * 64),
+        "the same": Future(seen=False, grade=good, digest="b" * 64),
+    }
+    picture = environments.tree(["task", "read"], futures)
+    said = texts(picture)
+    assert said.count("bbbbbbbb") == 2 and said.count("1 of 1 pass") == 2 and said.count("0 of 1 pass") == 1
+    assert said.count("pass") == 2 and said.count("fail") == 1
+    markers = [(line.get_marker(), line.get_color()) for line in picture.axes[0].lines if line.get_markersize() == 10]
+    assert markers[1] == markers[2] != markers[0] and shows_something(picture)
+
+
+@pytest.mark.parametrize(("old", "shown"), [("(1, 2)", "@mark"), ("wanted", "@mark"), ("a < b", "def test_in(self)")])
+def test_a_twin_stands_beside_its_test_with_the_change_marked(old: str, shown: str):
+    text = (
+        "import x\n\n\n@mark([(1, 2)])\ndef test_it(wanted):\n    assert wanted\n\n\n"
+        "class TestIn:\n    def test_in(self):\n        assert a < b\n"
+    )
+    start = text.index(old)
+    task = Task(
+        id="t", instruction="i", files={"a.py": ""}, tests={"test_a.py": text}, source_scope=("a.py",), grader="pytest"
+    )
+    one = Twin(path="test_a.py", start=start, end=start + len(old), text="<new>", kind="value", keys=())
+    page = environments.twin(task, one).text
+    before, after = page.split("its twin")
+    assert f">{old.replace('<', '&lt;')}</b>" in before and ">&lt;new&gt;</b>" in after
+    assert before.count("<b ") == after.count("<b ") == 1
+    assert f"<pre>{shown}" in before and f"<pre>{shown}" in after, "the function, from its decorators on, dedented"
+    assert "import x" not in page
+
+
+def test_patches_are_shown_as_text():
+    page = environments.patches([Patch(id="a", title="<t>", case=0, files={"a.py": b"1 < 2\n", "gone": None})]).text
+    assert "&lt;t&gt;" in page and "1 &lt; 2" in page and "(deleted)" in page and "<t>" not in page
+    assert environments.patches(patches()), "whatever bytes they hold"
+
+
+def test_a_matrix_says_who_was_wrong():
+    picture = environments.matrix(
+        {
+            "fix": {"naive": "accepted", "strict": "rejected"},
+            "cheat": {"naive": "accepted", "strict": "tampered"},
+            "nothing": {"naive": "rejected", "strict": "rejected"},
+        },
+        "fix",
+    )
+    assert texts(picture) == ["✓ accepted", "✗ rejected", "✗ accepted", "! tampered", "rejected", "rejected"]
+    assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == ["fix", "cheat", "nothing"]
+    assert shows_something(picture)
+
+
+def test_cases_show_what_held_and_what_did_not():
+    page = environments.cases(
+        [
+            ("a", Verdict(blocked=True, detail="every attempt failed"), 0.5),
+            ("b", Verdict(blocked=False, detail="<x>"), 1.0),
+        ]
+    ).text
+    assert page.count(">held<") == 1 and page.count(">NOT HELD<") == 1 and "&lt;x&gt; · 1.0 s" in page
+
+
+def test_lateness_has_a_dot_a_try():
+    picture = environments.lateness({"sleeps": [1.0, 2.0, 9.0], "stops": [3.0]})
+    dots = [line.get_xdata() for line in picture.axes[0].lines if line.get_marker() == "o"]
+    assert [list(values) for values in dots] == [[1.0, 2.0, 9.0], [3.0]] and shows_something(picture)
+
+
+def test_the_neighbour_has_its_medians():
+    picture = environments.neighbour({"before": [(5.0, 2.0), (5.1, 4.0), (5.2, 3.0)], "bomb": [(6.0, 8.0)]}, "bomb")
+    assert texts(picture) == ["before\nmedian 3 ms, 95 % below 4 ms", "bomb\nmedian 8 ms, 95 % below 8 ms"]
+    assert picture.axes[0].lines[0].get_xdata()[0] == 0 and shows_something(picture)
+
+
+def test_a_fleet_counts_who_waits_starts_and_lives():
+    done = [
+        Episode(asked=10.0, starting=10.0, ready=11.0, ended=14.0),
+        Episode(asked=10.0, starting=11.0, ready=12.0, ended=13.0),
+    ]
+    picture = environments.fleet(done, FleetLimits(starts=1, most=2))
+    over, spread = picture.axes
+    labels = [text.get_text() for text in spread.get_legend().get_texts()]
+    assert labels == ["wait for leave to start: median 500 ms", "start: median 1000 ms"]
+    assert over.get_xlim() == (0.0, 4.0) and sum(bar.get_height() for bar in spread.patches) == 4
+    assert shows_something(picture)
+
+
+def test_a_breaker_counts_what_was_answered():
+    log = [Asked(now=float(now), decision="start", works=now < 2) for now in range(4)]
+    log += [Asked(now=4.0, decision="refuse", works=False), Asked(now=5.0, decision="wait", works=True)]
+    picture = environments.breaker(log)
+    rows = [label.get_text() for label in picture.axes[0].get_yticklabels()]
+    assert rows == ["starts (2)", "start fails (2)", "refused at once (1)"] and shows_something(picture)
+    assert texts(environments.breaker(log[:2])) == []
