@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 from composer_nb.harness.attacks.case import Verdict
 from composer_nb.harness.attacks.site import REFUSED, SPEC, SandboxCase, Site, alive, register
-from composer_nb.harness.journal import FOLDER, OWN, mounts, started
+from composer_nb.harness.journal import FOLDER, OWN, Kind, mark_of, mounts, started
 from composer_nb.harness.reap import reap
 from composer_nb.harness.sandboxes.contract import Sandbox
 
@@ -42,7 +43,6 @@ time.sleep(300)
 
 @register(CASES, 28, "kill the harness in the middle of everything, then reap")
 def killed_harness(site: Site) -> Verdict:
-    before = machine_state()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", HARNESS, site.backend.name, folder]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/")
@@ -55,15 +55,22 @@ def killed_harness(site: Site) -> Verdict:
         if ready != b"ready\n":
             return Verdict(blocked=False, detail="no evidence: the harness did not start")
         time.sleep(0.5)
+        noted = _noted(Path(folder) / FOLDER)
         done = reap(Path(folder))
         left = [pid for pid, tick in below if started(pid) == tick]
         again = reap(Path(folder))
         (Path(folder) / FOLDER).rmdir()  # empty: nothing is held any more
-        found = left_behind(before)
+        found = [f"{kind} {name}" for kind, name, mark in noted if mark_of(kind, name) == mark]
     problems = [*(f"process {pid}" for pid in left), *found, *done.failed, *again.failed]
     ended = ", ".join(f"{len(getattr(done, kind))} {kind}" for kind in ("processes", "cgroups", "containers"))
     detail = f"{len(below)} processes were running; reap ended {ended}"
     return Verdict(blocked=not problems, detail=f"left: {problems}" if problems else detail)
+
+
+def _noted(folder: Path) -> set[tuple[Kind, str, str]]:
+    """All that was ever held by what wrote journals there, and has not been struck with its journal: (kind, name, mark)."""
+    entries = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().split("\n")[:-1]]
+    return {(entry["kind"], entry["name"], entry["mark"]) for entry in entries}
 
 
 def _below(root: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import random
 import socket
@@ -275,6 +276,9 @@ def test_memory_that_ends_the_sandbox_is_told(backend: DockerBackend, monkeypatc
     done = box.exec(["python3", "-c", "bytearray(400 << 20)"])
     assert done.exit_code == 137
     backend._client.api.kill(box.id)
+    assert backend.kills(box.id, True) == 1
+    told = itertools.count()  # as if it had ended within the request
+    monkeypatch.setattr(type(backend), "kills", lambda *_: next(told))
     with pytest.raises(SandboxDied, match="its memory of 134217728 bytes was used up"):
         box.exec(["true"])
 
