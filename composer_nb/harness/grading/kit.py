@@ -95,14 +95,17 @@ def _compiled(backend: Backend, spec: SandboxSpec | None) -> bytes:
     try:
         stdin = framed(marshal.dumps(sources(), 4))
         done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
+        if done.exit_code == 0 and not done.truncated:
+            tried = box.exec(command(0, 1.0), stdin=framed(done.stdout))
+            if tried.stdout.startswith(b"ready\n"):
+                return done.stdout
+            done = tried
     finally:
         box.destroy()
-    told = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-    if b"SyntaxError" in done.stderr:
-        raise SandboxUnavailable(f"the installed pytest is not for the Python of the sandbox ({''.join(told)})")
-    if done.exit_code or done.truncated:
-        raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {done.exit_code}, {told}")
-    return done.stdout
+    told = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+    if b"SyntaxError" in done.stderr or b"ModuleNotFoundError" in done.stderr:
+        raise SandboxUnavailable(f"the pytest installed here is not for the Python of the sandbox: {told}")
+    raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {done.exit_code}, {told}")
 
 
 def sources() -> dict[str, tuple[str, bool, str]]:

@@ -73,7 +73,8 @@ def grade_pytest(
 
     `plan` is the one in the task's metadata unless given. `lot` draws the twins; it must be one that agent code can not foresee,
     and is the system's own by default: what is graded must not depend on it. Raises nothing for what the sandbox or the agent
-    did: the grade's status says it; a task without a valid plan gets `invalid_task`.
+    did: the grade's status says it; a task without a valid plan gets `invalid_task`. Raises SandboxUnavailable where there is no
+    pytest, or one that is not for the sandboxes' Python.
     """
     began = time.monotonic()
     found = changes(task, files)

@@ -342,6 +342,24 @@ def test_a_runner_that_does_not_start_is_a_fault(backend: Backend, monkeypatch: 
         run_jobs(backend, [Job(files={}, hidden={}, tests=())])
 
 
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("import exceptiongroup_\n", kit.SandboxUnavailable, "not for the Python of the sandbox: .*exceptiongroup_"),
+        ("print 'x'\n", kit.SandboxUnavailable, "not for the Python of the sandbox: .*SyntaxError"),
+        ("1 / 0\n", SandboxFailure, "could not be prepared .*ZeroDivisionError"),
+    ],
+)
+def test_a_pytest_that_does_not_fit_is_told(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], message: str
+) -> None:
+    found = kit.sources() | {"pytest": ("/kit/pytest/__init__.py", True, text)}
+    monkeypatch.setattr(kit, "sources", lambda: found)
+    monkeypatch.setattr(kit, "_blocks", {})
+    with pytest.raises(error, match=message):
+        kit.block(backend)
+
+
 def test_without_pytest_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise kit.PackageNotFoundError(name)
