@@ -44,8 +44,8 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt], seed: int =
     bootstrap over tasks of pass_at_1 (2,000 resamples), ci95_greedy likewise. Attempts lost to the infrastructure count
     neither as solved nor as tried. Raises ValueError when no other is left.
     """
-    graded = [done for done in sampled if done.grade.status == "graded"]
-    singles = np.array([float(done.grade.passed) for done in greedy if done.grade.status == "graded"])
+    graded = [done for done in sampled if done.grade.known]
+    singles = np.array([float(done.grade.passed) for done in greedy if done.grade.known])
     if not graded or not len(singles):
         raise ValueError("no attempt has a grade, so there is nothing to sum up; run `composer-nb doctor`")
     by_task = _scores(graded, lambda done: done.task.id)
@@ -59,7 +59,7 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt], seed: int =
         "best_of_k": float(np.mean([max(scores) for scores in by_task.values()])),
         "k": max(len(scores) for scores in by_task.values()),
         "n_tasks": len(by_task),
-        "infra_errors": sum(done.grade.status != "graded" for done in (*sampled, *greedy)),
+        "infra_errors": sum(not done.grade.known for done in (*sampled, *greedy)),
         **behaviour(graded),
         "by_family": {family: float(np.mean(by_family[family])) for family in sorted(by_family)},
     }

@@ -39,6 +39,11 @@ class Grade:
     are equal."""
 
     @property
+    def known(self) -> bool:
+        """Whether it says something of the agent's work."""
+        return self.status not in ("infra_error", "invalid_task")
+
+    @property
     def passed(self) -> bool:
         return self.status == "graded" and bool(self.tests) and all(self.tests.values())
 

@@ -103,8 +103,8 @@ class RewardSettings:
 
 
 def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
-    """Scores a rollout."""
-    if grade.status == "infra_error":
+    """Scores a rollout; its total is None where nothing is known of the agent's work."""
+    if not grade.known:
         return Reward(total=None)
     terms = {name: weight * TERMS[name](rollout, grade) for name, weight in settings.weights.items() if weight}
     if settings.effort.weight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,12 @@ def test_figures_are_those_computed_by_hand() -> None:
     assert found["pass_greedy"] == 0.5
     assert (found["k"], found["n_tasks"], found["infra_errors"]) == (4, 3, 0)
     assert found["by_family"] == {"comp": 1 / 8, "loop": 0.5}
+
+
+def test_a_grade_that_was_tampered_with_counts_as_tried() -> None:
+    cheated = replace(made("a", True), grade=Grade(status="tampered", tests={"t.py::test_0": True}))
+    found = summarise([cheated, made("b", True)], [made("a", True), made("b", True)])
+    assert (found["pass_at_1"], found["n_tasks"], found["infra_errors"]) == (0.5, 2, 0)
 
 
 def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -129,10 +129,19 @@ def test_a_rollout_without_turns_has_a_reward() -> None:
     assert reward(rollout(turns=0, stop="tokens"), FAILED, settings).total == -1.0
 
 
-def test_an_infrastructure_error_has_no_reward() -> None:
+@pytest.mark.parametrize("status", ["infra_error", "invalid_task"])
+def test_what_says_nothing_of_the_agent_has_no_reward(status: Literal["infra_error", "invalid_task"]) -> None:
     settings = RewardSettings(weights=dict.fromkeys(TERMS, 1.0), effort=Effort(weight=1.0))
-    scored = reward(rollout(), Grade(status="infra_error"), settings)
+    scored = reward(rollout(), Grade(status=status), settings)
     assert scored.total is None and scored.terms == {}
+
+
+@pytest.mark.parametrize("status", ["tampered", "agent_failed"])
+def test_what_the_agent_did_to_its_grade_is_no_fault_of_the_infrastructure(
+    status: Literal["tampered", "agent_failed"],
+) -> None:
+    grade = Grade(status=status, tests={"t.py::test_0": True})
+    assert reward(rollout(), grade, RewardSettings(weights={"solved": 1.0})).total == 0.0
 
 
 def test_an_unknown_term_is_named_before_anything_is_scored() -> None:
