@@ -215,15 +215,19 @@ class BwrapBackend:
         except OSError as error:
             raise SandboxFailure(f"no sandbox can be asked for: {error}") from error
         made = _Machine(uuid.uuid4().hex, channel, None, None, self)
-        with there, self._lock:
-            if self._closed:
-                raise SandboxFailure("this backend is closed")
-            if self._mode == "single":
-                made.process = self._popen("single", there, spec)
-                channel.send(resident_program(told), END_S)
-                made.noted.append(self._note("process", made.process.pid))
-            else:
-                made.lifeline = self._request(told, there)
+        try:
+            with there, self._lock:
+                if self._closed:
+                    raise SandboxFailure("this backend is closed")
+                if self._mode == "single":
+                    made.process = self._popen("single", there, spec)
+                    made.noted.append(self._note("process", made.process.pid))
+                    channel.send(resident_program(told), END_S)
+                else:
+                    made.lifeline = self._request(told, there)
+        except BaseException:
+            made.end()
+            raise
         return made
 
     def _request(self, told: str, there: socket.socket) -> socket.socket:
@@ -424,6 +428,8 @@ class BwrapBackend:
                 complaints.append(f"{mode}: `true` ended with {done.exit_code}: {done.stderr!r}")
             except SandboxFailure as error:
                 complaints.append(f"{mode}: {error}")
+            with self._lock:
+                self._stop_zygote()  # of a mode that does not work here
         who = "this user" if self._uid is None else f"user {self._uid}"
         raise SandboxUnavailable(
             "bubblewrap cannot make a sandbox here (are unprivileged user namespaces allowed, and can "
