@@ -108,7 +108,8 @@ class RlSettings:
     minibatches: Some = 1
     """Optimiser steps a batch."""
     lr: NotNegative = 5e-4
-    """Rises over `warmup` steps, then falls linearly to a twentieth at the last step."""
+    """Rises over `warmup` steps, then falls linearly to a twentieth at the last step; or, if that is less, over the second half
+    of `max_seconds`."""
     warmup: Count = 6
     clip: NotNegative = 1.0
     checkpoint_every: Some = 20
@@ -122,11 +123,16 @@ class RlSettings:
     shuffle_rewards: bool = False
     """Control: rewards are dealt out at random within the batch, so nothing should be learnt."""
     max_seconds: NotNegative = 345.0
-    """RL ends before a step that would begin later; the report says when that happened. Not reproducible then."""
+    """RL ends before a step that would begin later; the report says when that happened. Not reproducible then: on a slow machine
+    the learning rate falls with time, because a policy that is cut off at a high rate scores less than it could."""
 
-    def rate(self, step: int) -> float:
-        """The learning rate of a step."""
-        return self.lr * trapezoid(step, self.steps, self.warmup / self.steps, self.warmup / self.steps, 0.05)
+    def rate(self, step: int, seconds: float = 0.0) -> float:
+        """The learning rate of a step that begins when RL has taken so many seconds."""
+        share = self.warmup / self.steps
+        factor = trapezoid(step, self.steps, share, share, 0.05)
+        if self.max_seconds:
+            factor = min(factor, trapezoid(min(seconds, self.max_seconds) - 1, self.max_seconds, 0.0, 0.5, 0.05))
+        return self.lr * factor
 
     def denominator(self, loss: LossSettings) -> float:
         """What a batch's summed loss is divided by."""

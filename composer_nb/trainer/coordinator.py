@@ -386,7 +386,7 @@ class Coordinator:
                     self.journal.forget(train.slots)
             for command in commands:
                 if isinstance(command, Train):
-                    self.journal.log_batch(command)
+                    self.journal.log_batch(command, self.settings.rl.rate(command.step, self.seconds))
             if any(not isinstance(event, Tick | Alive) for event in events):
                 self.journal.save(self.orchestrator.snapshot())
         self.notes.clear()
@@ -447,7 +447,8 @@ class Coordinator:
             "in_flight": sum(len(p) for pair in self.pairs.values() for p in pair.assigned.values()),
         }
         self.asked[train.step] = (metrics, dict(ledger(groups, self.settings.loss)))
-        self._ask(self.trainer.call("learn", train.step, streams, self.running, self.saved), "learn", train.step)
+        batch = (train.step, self.journal.rate(train.step), streams)
+        self._ask(self.trainer.call("learn", *batch, self.running, self.saved), "learn", train.step)
         self.running = []
 
     def streams(self, groups: Sequence[Sequence[Scored]]) -> list[Stream]:

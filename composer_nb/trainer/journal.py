@@ -93,8 +93,16 @@ class Journal:
 
     # The log
 
-    def log_batch(self, train: Train) -> None:
-        self._db.execute("INSERT OR REPLACE INTO batch VALUES (?, ?)", (train.step, json.dumps(asdict(train))))
+    def log_batch(self, train: Train, lr: float) -> None:
+        """A batch and its learning rate. What is logged already keeps its rate: it is trained again as it was."""
+        if train not in self.batches(train.step, train.step + 1):
+            text = json.dumps(asdict(train) | {"lr": lr})
+            self._db.execute("INSERT OR REPLACE INTO batch VALUES (?, ?)", (train.step, text))
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a logged batch."""
+        [(text,)] = self._db.execute("SELECT train FROM batch WHERE step = ?", (step,))
+        return float(json.loads(text)["lr"])
 
     def batches(self, since: int, until: int) -> tuple[Train, ...]:
         """The logged batches of steps since … until − 1."""

@@ -79,7 +79,7 @@ class FlatAdamW:
             self.weights.copy_(self.master.to(self.published))
 
 
-def trapezoid(step: int, steps: int, warmup: float, constant: float, floor: float = 0.03) -> float:
+def trapezoid(step: float, steps: float, warmup: float, constant: float, floor: float = 0.03) -> float:
     """Factor of the learning rate: up linearly over `warmup`, 1 until `constant` (shares of `steps`), down to `floor`."""
     place = (step + 1) / steps
     if place < warmup:

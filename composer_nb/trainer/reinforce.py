@@ -78,11 +78,12 @@ class RlLoop:
         """Steps until the last one, or until the time is up. Every rank decides the same."""
         rl = self.s.settings.rl
         while self.step < rl.steps:
-            if rl.max_seconds and max(self.s.ranks.gather(self.seconds)) > rl.max_seconds:
+            seconds = max(self.s.ranks.gather(self.seconds))
+            if rl.max_seconds and seconds > rl.max_seconds:
                 self.stopped_early = True
                 break
             self.s.publish(self.learner.model, "before_final")
-            self.one_step()
+            self.one_step(rl.rate(self.step, seconds))
             last = self.step == rl.steps
             if rl.evaluate_every and self.step % rl.evaluate_every == 0 and not last:
                 self._look()
@@ -92,7 +93,7 @@ class RlLoop:
                 self._save()
         self._save()
 
-    def one_step(self) -> None:
+    def one_step(self, lr: float) -> None:
         """Sample, grade, score, learn."""
         s, rl = self.s, self.s.settings.rl
         clock: dict[str, float] = {}
@@ -110,14 +111,14 @@ class RlLoop:
         mine = [to_stream(scored) for group in groups for scored in group if trains(scored, s.settings.loss)]
         streams = [stream for part in s.ranks.gather(mine) for stream in part]
         at = clocked(clock, "wait_s", at)
-        metrics = self._learn(streams)
+        metrics = self._learn(streams, lr)
         at = clocked(clock, "train_s", at)
         sums = s.ranks.sums({**batch_metrics(groups), "infra_errors": float(lost), **clock})
         counts = s.ranks.gather(ledger(groups, s.settings.loss))
         self.step += 1
         self._note(metrics, sums, sum(counts, Counter()), time.perf_counter() - begin)
 
-    def _learn(self, streams: list[Any]) -> dict[str, float]:
+    def _learn(self, streams: list[Any], lr: float) -> dict[str, float]:
         rl = self.s.settings.rl
         if not streams:
             return {}
@@ -127,7 +128,7 @@ class RlLoop:
             Random(f"minibatches {self.s.settings.rl_seed} {self.step}"),
             minibatches=rl.minibatches,
             denominator=rl.denominator(self.s.settings.loss),
-            lr=rl.rate(self.step),
+            lr=lr,
             clip=rl.clip,
             budget=rl.microbatch_tokens,
         )

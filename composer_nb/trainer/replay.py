@@ -43,6 +43,7 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
     journal = Journal(run)
     try:
         batches = journal.batches(0, until)
+        rates = [journal.rate(train.step) for train in batches]
         made = {version: journal.hash_of(version) for version, *_ in run.query("SELECT version FROM version")}
     finally:
         journal.close()
@@ -59,9 +60,9 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
         # From the start: the checkpoint that is kept is of the last steps, and the store is the run's own.
         elsewhere = replace(settings, services=replace(settings.services, store=store))
         trainer = stack.enter_context(closing(TrainerService(run.path, elsewhere, from_start=True)))
-        for train in batches:
+        for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), by_id)
             streams = [to_stream(s) for group in groups for s in group if trains(s, settings.loss)]
-            found = trainer.learn(train.step, streams, [])
+            found = trainer.learn(train.step, lr, streams, [])
             version = found["version"]
             yield Replayed(step=train.step + 1, version=version, was=made.get(version) or "", now=found["hash"])

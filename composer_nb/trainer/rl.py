@@ -185,7 +185,7 @@ class Learner:
         sums = ranks.sums({name: totals[name] for name in names})
         count, rows, agreed, chosen = (sums.pop(name) for name in ("tokens", "rows", "agreed", "chosen"))
         found = {name: value / max(1.0, count) for name, value in sums.items()}
-        found["grad_norm"] = float(np.mean(norms)) if norms else 0.0
+        found |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": lr}
         if self.replay:
             assert rows == sum(len(stream.token_ids) - 1 for stream in streams), (
                 "each row of routes is used exactly once"

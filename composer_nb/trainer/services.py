@@ -268,7 +268,9 @@ class TrainerService:
         """Batches that it has learnt from."""
         return self.step
 
-    def learn(self, step: int, streams: Sequence[Stream], running: Sequence[Running], saved: int = 0) -> dict[str, Any]:
+    def learn(
+        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[Running], saved: int = 0
+    ) -> dict[str, Any]:
         """Learns from a batch in optimiser steps that are published one by one, and returns metrics with the version reached
         and its hash. `running` are the engines' reports since the last call; a trainer that dies goes back to step `saved`,
         so the versions since then stay in the store.
@@ -291,7 +293,7 @@ class TrainerService:
             Random(f"minibatches {s.rl_seed} {step}"),
             minibatches=rl.minibatches,
             denominator=rl.denominator(s.loss),
-            lr=rl.rate(step),
+            lr=lr,
             clip=rl.clip,
             budget=rl.microbatch_tokens,
             after=self._publish,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,18 @@ def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
     info = go(run, settings)
     assert info["stopped_early"] and len(run.steps("rl")) == 1
     assert (run.path / "weights" / "final" / "config.json").is_file()
+
+
+def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained_again(
+    begun, monkeypatch: pytest.MonkeyPatch
+):
+    clock = count(8000)
+    monkeypatch.setattr(Coordinator, "seconds", property(lambda self: min(next(clock) / 1e4, 0.99)))
+    run, settings = begun("late", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.max_seconds": 1.0})
+    go(run, settings, Flaky(learn={3, 5}))
+    rates = [step["lr"] for step in run.steps("rl")]
+    assert any(rate < settings.rl.rate(step) for step, rate in enumerate(rates)), "time was short"
+    assert all(r.same for r in replay(run, settings, len(rates)))
 
 
 def test_an_engine_that_runs_other_weights_than_were_published_stops_the_run(begun, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.config import MidtrainSettings
+from composer_nb.config import MidtrainSettings, RlSettings
 from composer_nb.trainer.data import CODE_ROW, Row, deal, mixture, mixture_code
 from composer_nb.trainer.model import Model, ModelConfig, balance_loss
 from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
@@ -194,6 +195,15 @@ def test_the_schedule_is_between_nothing_and_one_and_never_turns_back(
     assert factors[:top] == sorted(factors[:top]) and factors[top:] == sorted(factors[top:], reverse=True)
     if constant < 1:
         assert factors[-1] == pytest.approx(floor)
+
+
+def test_a_slow_run_of_rl_is_not_cut_off_at_a_high_learning_rate():
+    rl = RlSettings(steps=100, warmup=10, lr=1.0, max_seconds=300.0)
+    fast = [rl.rate(step, 2.0 * step) for step in range(100)]
+    assert fast == [replace(rl, max_seconds=0.0).rate(step, 2.0 * step) for step in range(100)]
+    slow = [rl.rate(step, 6.0 * step) for step in range(50)]
+    assert slow[:26] == fast[:26] and slow[9:] == sorted(slow[9:], reverse=True)
+    assert slow[-1] < 0.1 < fast[49] and rl.rate(50, 900.0) == pytest.approx(0.05)
 
 
 # Dealing
