@@ -33,6 +33,9 @@ FOLDER = "journal"
 """Where a run directory keeps its journals."""
 LABEL = ".composer_nb-journal"
 """The file that marks a directory."""
+WRITER = "COMPOSER_NB_DIRECTORY"
+"""Environment variable of processes that live for a directory alone, and may write there to their end: its mark. They and all
+that they start are ended before it is removed."""
 OWN = "composer_nb-"
 """How names begin that hold a random number and so are never used again: those of a sandbox's cgroups."""
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from composer_nb.harness.journal import (
     FOLDER,
     LABEL,
+    WRITER,
     Kind,
     Owner,
     Resource,
@@ -239,10 +240,18 @@ def _end_directory(resource: Resource) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory of a journal. What is about to end may write there for a moment more, so this is tried for PATIENCE_S;
-    then it raises OSError, and the directory still has its label, by which it is known the next time."""
+    """Removes a directory of a journal, and ends its writers (`journal.WRITER`), which could make it anew. Others may write there
+    for a moment more, so this is tried for PATIENCE_S; then it raises OSError, and the directory still has its label, by which
+    it is known the next time."""
     label = path / LABEL
     text, deadline = label.read_text() if label.is_file() else "", time.monotonic() + PATIENCE_S
+    while text and (writers := _writers(text)):
+        for pid in writers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise OSError(errno.EBUSY, f"process {writers[0]}, which may write into it, does not end")
+        time.sleep(0.01)
     while path.is_dir():
         with suppress(OSError):
             for entry in list(os.scandir(path)):
@@ -255,6 +264,16 @@ def remove_directory(path: Path) -> None:
             label.write_text(text)
             raise OSError(errno.ENOTEMPTY, "it can not be emptied; something may still write into it")
         time.sleep(0.02)
+
+
+def _writers(mark: str) -> list[int]:
+    """Living processes that were started for the directory with this mark."""
+    word, found = f"{WRITER}={mark}".encode(), []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and word in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return [pid for pid in found if pid != os.getpid() and started(pid) is not None]
 
 
 _ENDS: dict[Kind, Callable[[Resource], None]] = {

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from composer_nb.harness.journal import Journal, Resource, started
+from composer_nb.harness.journal import WRITER, Journal, Resource, started
 from composer_nb.harness.reap import remove_directory
 
 START_S = 180.0
@@ -100,18 +100,22 @@ class Cluster:
     def _start(self) -> str:
         """Starts a cluster and returns its address."""
         self._folder = Path(tempfile.mkdtemp(prefix="cnb-"))
-        self._note("directory", self._folder)
+        if (folder := self._note("directory", self._folder)) is not None:
+            os.environ[WRITER] = folder.mark
         before = _below()
         try:
             self._node = _node(self._folder)
         finally:
+            os.environ.pop(WRITER, None)
             for pid in _below() - before:
                 self._note("process", pid)
         return str(self._node.gcs_address)
 
-    def _note(self, kind: Any, name: int | Path) -> None:
-        if self._journal is not None and (resource := self._journal.made(kind, name)) is not None:
+    def _note(self, kind: Any, name: int | Path) -> Resource | None:
+        resource = None if self._journal is None else self._journal.made(kind, name)
+        if resource is not None:
             self._noted.append(resource)
+        return resource
 
     def _remove(self) -> None:
         """Ray's agents write into the folder until they end: they come first."""

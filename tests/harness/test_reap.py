@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -355,6 +356,30 @@ def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
         found = reap(tmp_path / "runs")
     assert not found.directories and "can not be emptied" in found.failed[0] and folder.is_dir()
     assert reap(tmp_path / "runs").directories == (str(folder),) and not folder.exists()
+
+
+def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(
+    owner: Callable[..., Owner], tmp_path: Path
+) -> None:
+    """Orphans of a killed parent, as Ray's workers are while they start."""
+    left = owner("directory")
+    [folder] = map(Path, left.names)
+    mark = (folder / journals.LABEL).read_text()
+    anew = f"sleep 300 & echo $!; while :; do mkdir -p {folder}/logs; sleep 0.01; done"
+    writer, other = (
+        subprocess.Popen(["sh", "-c", text], env=os.environ | {journals.WRITER: word}, stdout=subprocess.PIPE, text=True)
+        for text, word in ((anew, mark), ("echo; exec sleep 300", mark[::-1]))
+    )
+    with writer, other:
+        assert writer.stdout is not None and other.stdout is not None
+        below = int(writer.stdout.readline())
+        other.stdout.readline()
+        left.kill()
+        assert reap(tmp_path / "runs").directories == (str(folder),)
+        time.sleep(0.2)
+        assert not folder.exists() and started(writer.pid) is None and started(below) is None
+        assert other.poll() is None
+        other.kill()
 
 
 def test_a_container_stays_in_the_journal_while_no_engine_answers(
