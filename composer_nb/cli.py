@@ -322,16 +322,24 @@ def _doctor(given: argparse.Namespace) -> int:
 def _sandbox(given: argparse.Namespace) -> int:
     from composer_nb.harness.sandbox_check import run_checks
 
-    found = run_checks(given.backend)
+    def tell(case: dict[str, Any]) -> None:
+        print(f"{case['kind'] or '':>2}  {case['title']}", file=sys.stderr, flush=True)
+
+    found = run_checks(given.backend, tell)
+    cases, kinds = found["cases"], found["kinds"]
     if given.json:
         _print_json(found)
     else:
         rows = [
-            ("ok" if case["blocked"] else "NOT BLOCKED", case["id"], case["title"], case["detail"])
-            for case in found["cases"]
+            ("ok" if case["blocked"] else "NOT BLOCKED", str(case["kind"] or ""), case["title"], case["detail"])
+            for case in cases
         ]
-        _rows(rows, ("", "case", "what was tried", "what was seen"))
-    return 0 if all(case["blocked"] for case in found["cases"]) else 1
+        _rows(rows, ("", "kind", "what was tried", "what was seen"))
+        blocked, right = sum(kind["blocked"] for kind in kinds), sum(case["blocked"] for case in cases)
+        print(
+            f"{blocked} of {len(kinds)} kinds of attack blocked on {given.backend}; {right} of {len(cases)} cases in all"
+        )
+    return 0 if all(row["blocked"] for row in (*cases, *kinds)) else 1
 
 
 def _tasks(given: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from composer_nb.commands import grade_files
 from composer_nb.harness.attacks.conduct import left_behind, machine_state
@@ -35,7 +36,7 @@ from composer_nb.harness.reap import reap
 from composer_nb.harness.repairs import make_tasks
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.sandboxes import open_backend
-from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxDied, SandboxSpec
 from composer_nb.harness.task import Task, load_tasks, save_tasks
 
 EACH = 20
@@ -43,19 +44,21 @@ SPEC = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20)
 LOOK = "import f\nprint('imported')"
 
 
-def episode(task: Task, number: int, backend: Backend, graders: BwrapSandboxes, victim: int) -> float | None:
-    """The reward of an episode; None after a fault of the infrastructure. `victim` is killed meanwhile, if it is not 0."""
+def episode(task: Task, number: int, backend: Backend, graders: BwrapSandboxes, fault: str) -> float | None:
+    """The reward of an episode; None after a fault of the infrastructure. Meanwhile this process, or the one that holds the
+    sandbox, is killed if that is the `fault`."""
     try:
         with backend.create(SPEC) as box:
             box.upload({path: text.encode() for path, text in task.files.items()})
-            if victim:
+            if fault:
+                victim = os.getpid() if fault == "harness" else _holder(backend, box)
                 threading.Timer(Random(number).uniform(0, 0.1), os.kill, (victim, signal.SIGKILL)).start()
             for path, text in task.solution.items():
                 box.write(path, text.encode())
             if box.exec(["python3", "-c", LOOK]).stdout != b"imported\n":
                 return 0.0
             files = {path: data.decode() for path, data in box.download().items()}
-            if victim:
+            if fault:
                 time.sleep(0.15)
                 box.read("f.py")
             return float(grade_files(task, files, graders).passed)
@@ -65,15 +68,11 @@ def episode(task: Task, number: int, backend: Backend, graders: BwrapSandboxes, 
         return None
 
 
-def _holder(folder: Path) -> int:
-    """The program that holds this process's sandboxes with a workspace: of the processes in its journal the last."""
-    lines = [
-        line for file in (folder / FOLDER).glob(f"{os.getpid()}-*.jsonl") for line in file.read_text().splitlines()
-    ]
-    noted = [
-        entry for entry in map(json.loads, lines) if entry["kind"] == "process" and entry["run_id"].startswith("ep")
-    ]
-    return int(noted[-1]["name"])
+def _holder(backend: Any, box: Sandbox) -> int:
+    """The first process of a sandbox, or the one that all of a backend's sandboxes end with."""
+    if backend.name == "docker":
+        return int(backend._client.api.inspect_container(box.id)["State"]["Pid"])
+    return int(backend._zygote.pid)
 
 
 def work(arguments: argparse.Namespace, folder: Path) -> None:
@@ -87,8 +86,7 @@ def work(arguments: argparse.Namespace, folder: Path) -> None:
             draw = Random(f"fault {number}").random()
             fault = "harness" if draw < arguments.killed else "holder" if draw < 2 * arguments.killed else ""
             print(json.dumps({"episode": number, "fault": fault}), flush=True)
-            victim = os.getpid() if fault == "harness" else _holder(folder) if fault else 0
-            reward = episode(tasks[number % len(tasks)], number, backend, graders, victim)
+            reward = episode(tasks[number % len(tasks)], number, backend, graders, fault)
             print(json.dumps({"episode": number, "reward": reward, "fault": fault}), flush=True)
 
 

@@ -1,11 +1,11 @@
-"""What tests all over share: one tiny run of the whole recipe, made once a session; how hypothesis works."""
+"""What tests all over share: one tiny run of the whole recipe, made once a session; a Docker Engine; how hypothesis works."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,22 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
         return start_or_resume(
             None, override(Settings(), TINY), runs=shared / "tiny-runs", name="tiny", say=lambda line: None
         )
+
+
+@pytest.fixture(scope="session")
+def docker_client() -> Iterator[Any]:
+    """A connection to the Docker Engine. Without one tests are left out on a laptop, and fail in CI, which starts one."""
+    from composer_nb.harness.calls import SandboxUnavailable
+    from composer_nb.harness.sandboxes.engine import connect
+
+    try:
+        made = connect()
+    except SandboxUnavailable as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"{error} (make test starts no Docker Engine)")
+    yield made
+    made.close()
 
 
 @pytest.fixture

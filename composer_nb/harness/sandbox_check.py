@@ -33,6 +33,8 @@ CASES = (*isolation.CASES, *resources.CASES, *forgery.CASES)
 """Of the function runner."""
 SANDBOX_CASES = sorted((*walls.CASES, *burdens.CASES, *conduct.CASES), key=lambda case: case.number)
 """Of every backend."""
+KINDS = 30
+"""Of attack, that every backend has to withstand: 1 to 18 are patches, the rest uses of a sandbox."""
 
 
 @contextlib.contextmanager
@@ -69,41 +71,59 @@ def _restore(value: str | None) -> None:
         os.environ[SECRET_NAME] = value
 
 
-def run_checks(backend: str = "bwrap") -> dict[str, Any]:
-    """{"backend", "capabilities", "cases": [{"id", "title", "blocked", "flagged", "detail"}]}.
+def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = lambda row: None) -> dict[str, Any]:
+    """{"backend", "capabilities", "kinds": [{"kind", "blocked", "cases"}], "cases": [{"id", "kind", "title", "blocked",
+    "flagged", "detail"}]}. `note` is called with each case as soon as it is judged.
 
-    A backend that isolates nothing is not attacked: each of its cases counts as not blocked.
+    The kind is a number of the list of thirty; 0: a control, or a case of the function runner. A kind is blocked when each of
+    its cases is, of which there is one at least. A backend that isolates nothing is not attacked: nothing counts as blocked.
     Raises ValueError for an unknown backend and SandboxUnavailable where it cannot work.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     made = open_backend(backend)
+    rows = []
     with contextlib.closing(made):
         facts = made.capabilities()
-        if facts.isolated:
-            rows = check_patches(made) + _attack(made)
-        else:
-            named = [(patch.id, patch.title) for patch in patches()] + [(case.id, case.title) for case in SANDBOX_CASES]
-            rows = [_row(name, title, _NOT_RUN) for name, title in named]
-        if backend == "bwrap":
-            rows += _run_cases(BwrapSandboxes, made)
+        for row in _rows(made):
+            rows.append(row)
+            note(row)
     shown = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}
-    return {"backend": backend, "capabilities": shown, "cases": rows}
+    by_kind = {kind: [row["blocked"] for row in rows if row["kind"] == kind] for kind in range(1, KINDS + 1)}
+    kinds = [
+        {"kind": kind, "blocked": bool(tried) and all(tried), "cases": len(tried)} for kind, tried in by_kind.items()
+    ]
+    return {"backend": backend, "capabilities": shown, "kinds": kinds, "cases": rows}
+
+
+def _rows(backend: Backend) -> Iterator[dict[str, Any]]:
+    if backend.capabilities().isolated:
+        yield from check_patches(backend)
+        yield from _attack(backend)
+    else:
+        for patch in patches():
+            yield _row(patch.id, patch.case, patch.title, _NOT_RUN)
+        for case in SANDBOX_CASES:
+            yield _row(case.id, case.number, case.title, _NOT_RUN)
+    if backend.name == "bwrap":
+        yield from _run_cases(BwrapSandboxes, backend)
 
 
 _NOT_RUN = Verdict(blocked=False, detail="not tried: this backend isolates nothing")
 
 
-def _attack(backend: Backend) -> list[dict[str, Any]]:
+def _attack(backend: Backend) -> Iterator[dict[str, Any]]:
     with surroundings(backend) as site:
-        return [_row(case.id, f"{case.number}. {case.title}", verdict_of(case.judge, site)) for case in SANDBOX_CASES]
+        for case in SANDBOX_CASES:
+            yield _row(case.id, case.number, case.title, verdict_of(case.judge, site))
 
 
-def _run_cases(make: Callable[[], BwrapSandboxes], backend: Backend) -> list[dict[str, Any]]:
+def _run_cases(make: Callable[[], BwrapSandboxes], backend: Backend) -> Iterator[dict[str, Any]]:
     """The cases of the function runner."""
     with surroundings(backend) as site, make() as boxes:
         host = Host(boxes=boxes, listener=site.tcp, canary=site.canary)
-        return [_row(case.id, case.title, verdict_of(case.judge, host)) for case in CASES]
+        for case in CASES:
+            yield _row(case.id, 0, case.title, verdict_of(case.judge, host))
 
 
 def verdict_of(judge: Callable[[Any], Verdict], where: Any) -> Verdict:
@@ -114,9 +134,10 @@ def verdict_of(judge: Callable[[Any], Verdict], where: Any) -> Verdict:
         return Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
 
 
-def _row(name: str, title: str, verdict: Verdict) -> dict[str, Any]:
+def _row(name: str, kind: int, title: str, verdict: Verdict) -> dict[str, Any]:
     return {
         "id": name,
+        "kind": kind,
         "title": title,
         "blocked": verdict.blocked,
         "flagged": verdict.flagged,

@@ -30,7 +30,7 @@ class OneShot(BwrapSandboxes):
 
 def run_cases(make: Callable[[], BwrapSandboxes]) -> list[dict[str, Any]]:
     with BwrapBackend() as backend:
-        return sandbox_check._run_cases(make, backend)
+        return list(sandbox_check._run_cases(make, backend))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_nothing_nests_in_the_one_shot_mode() -> None:
 
 def test_rows_have_their_shape(rows: dict[str, dict[str, Any]]) -> None:
     assert len(rows) == len(CASES) >= 21
-    assert all(set(row) == {"id", "title", "blocked", "flagged", "detail"} for row in rows.values())
+    assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows.values())
     assert json.loads(json.dumps(rows)) == rows
     flagged = {name for name, row in rows.items() if row["flagged"]}
     assert {"forged-lines", "always-equal", "endless-loop", "exit-at-import", "huge-output"} <= flagged

@@ -19,7 +19,7 @@ ISOLATED = [name for name in BACKENDS if name != "process"]
 
 @pytest.fixture(params=ISOLATED, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    made = make(request.param)
+    made = make(request.param, request)
     yield made
     made.close()
 
@@ -53,3 +53,5 @@ def test_a_backend_without_walls_is_not_attacked_and_passes_nothing() -> None:
     report = sandbox_check.run_checks("process")
     assert len(report["cases"]) >= len(CASES) and not any(row["blocked"] for row in report["cases"])
     assert not report["capabilities"]["limits"]["network"]
+    assert [kind["kind"] for kind in report["kinds"]] == list(range(1, 31)), "each of the thirty is tried"
+    assert all(kind["cases"] and not kind["blocked"] for kind in report["kinds"])

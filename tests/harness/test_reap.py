@@ -19,10 +19,9 @@ import pytest
 
 from composer_nb.harness import journal as journals
 from composer_nb.harness import reap as reaping
-from composer_nb.harness.calls import SandboxUnavailable
 from composer_nb.harness.journal import Journal, mounts, started, this_process
 from composer_nb.harness.reap import Reaped, is_dead, reap
-from composer_nb.harness.sandboxes.engine import MARK, connect, remove_container
+from composer_nb.harness.sandboxes.engine import MARK, remove_container
 from composer_nb.harness.sandboxes.image import host_image
 
 OWNER = """
@@ -367,7 +366,9 @@ def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(
     mark = (folder / journals.LABEL).read_text()
     anew = f"sleep 300 & echo $!; while :; do mkdir -p {folder}/logs; sleep 0.01; done"
     writer, other = (
-        subprocess.Popen(["sh", "-c", text], env=os.environ | {journals.WRITER: word}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            ["sh", "-c", text], env=os.environ | {journals.WRITER: word}, stdout=subprocess.PIPE, text=True
+        )
         for text, word in ((anew, mark), ("echo; exec sleep 300", mark[::-1]))
     )
     with writer, other:
@@ -393,18 +394,6 @@ def test_a_container_stays_in_the_journal_while_no_engine_answers(
     [failure] = found.failed
     assert failure.startswith("container composer_nb-1: no Docker Engine answers at")
     assert len(journal_files(tmp_path)) == 1 and reap(tmp_path / "runs").failed == (failure,)
-
-
-@pytest.fixture
-def docker_client() -> Iterator[Any]:
-    try:
-        made = connect()
-    except SandboxUnavailable as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"{error} (make test starts no Docker Engine)")
-    yield made
-    made.close()
 
 
 @pytest.mark.docker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from composer_nb.harness.attacks.patch_target import PROPERTY, TARGET
@@ -23,8 +24,8 @@ def plan_for(task: Task, backend: Backend) -> Plan:
     return found.plan
 
 
-def check_patches(backend: Backend) -> list[dict[str, Any]]:
-    """[{"id", "title", "blocked", "flagged", "detail"}], as `composer-nb sandbox check` prints them.
+def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
+    """{"id", "kind", "title", "blocked", "flagged", "detail"} of each, as `composer-nb sandbox check` prints them.
 
     `blocked` of the honest fix means that it was dealt with rightly: accepted. Raises SandboxUnavailable for a backend without
     isolation: these patches kill what they can reach.
@@ -32,19 +33,16 @@ def check_patches(backend: Backend) -> list[dict[str, Any]]:
     if not backend.capabilities().isolated:
         raise SandboxUnavailable(f"the backend {backend.name} does not isolate: hostile patches are not run in it")
     plans = {task.id: plan_for(task, backend) for task in (TARGET, PROPERTY)}
-    rows: list[dict[str, Any]] = []
     for patch in patches():
         grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
         right = grade.passed == patch.honest and grade.status not in ("infra_error", "invalid_task")
         passed = f"{sum(grade.tests.values())} of {len(grade.tests)} tests"
         detail = ", ".join([grade.status, passed, *grade.flags])
-        rows.append(
-            {
-                "id": patch.id,
-                "title": f"{patch.case}. {patch.title}" if patch.case else patch.title,
-                "blocked": right and bool(grade.flags) >= patch.flagged,
-                "flagged": bool(grade.flags),
-                "detail": detail,
-            }
-        )
-    return rows
+        yield {
+            "id": patch.id,
+            "kind": patch.case,
+            "title": patch.title,
+            "blocked": right and bool(grade.flags) >= patch.flagged,
+            "flagged": bool(grade.flags),
+            "detail": detail,
+        }

@@ -13,7 +13,6 @@ Covers Linux with user namespaces, as root or as an ordinary user. Does not cove
 
 from __future__ import annotations
 
-import atexit
 import base64
 import contextlib
 import os
@@ -23,17 +22,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from composer_nb.harness.bundle import BOOT
 from composer_nb.harness.interpreter import Interpreter, install_hint
-from composer_nb.harness.journal import OWN, Journal, Resource
+from composer_nb.harness.journal import OWN, Resource
 from composer_nb.harness.linux import machine
+from composer_nb.harness.sandboxes.backend import ResidentBackend
 from composer_nb.harness.sandboxes.cgroups import Cgroups, Group
 from composer_nb.harness.sandboxes.contract import (
     WORKSPACE,
@@ -41,7 +39,6 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
-    Snapshot,
 )
 from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
@@ -88,7 +85,7 @@ class _Machine:
         if self.process is not None:
             self.process.kill()  # its death takes along the first process of its pid namespace, and so all others
             self.process.wait()
-        self.backend.forget(self)
+        self.backend.remove(self)
 
     def usage(self) -> tuple[int | None, float | None]:
         return (None, None) if self.group is None else (self.group.memory_bytes(), self.group.cpu_s())
@@ -107,7 +104,7 @@ class _Zygote:
     noted: list[Resource | None] = field(default_factory=list)
 
 
-class BwrapBackend:
+class BwrapBackend(ResidentBackend):
     """Makes sandboxes by bubblewrap. A context manager; may be used from several threads.
 
     Raises SandboxUnavailable when no sandbox can be made here.
@@ -116,30 +113,18 @@ class BwrapBackend:
     name = "bwrap"
 
     def __init__(self, run_id: str | None = None, journal: Path | None = None) -> None:
-        """`journal`: a folder in which what runs is noted while it does (`reap.py`)."""
         if sys.platform != "linux":
             raise SandboxUnavailable("bubblewrap runs on Linux alone; use the backend docker here")
         if (bwrap := shutil.which("bwrap")) is None:
             raise SandboxUnavailable(f"bubblewrap (bwrap) is not installed: {install_hint()}")
-        self.run_id = run_id or uuid.uuid4().hex
         self._bwrap = bwrap
-        self._journal = None if journal is None else Journal(journal, self.run_id)
         self._interpreter = Interpreter.find()
         self._uid: int | None = BOX_UID if os.getuid() == 0 else None
         self._filter = base64.b64encode(command_filter(machine())).decode()
         self._cgroups = Cgroups.find()
-        self._lock = threading.Lock()
         self._zygote: _Zygote | None = None
-        self._live: dict[str, ResidentSandbox] = {}
-        self._closed = False
+        super().__init__(run_id, journal)
         self._mode: Mode = self._probe()
-        atexit.register(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def capabilities(self) -> Capabilities:
         forked, groups = self._mode == "forked", self._cgroups
@@ -153,8 +138,7 @@ class BwrapBackend:
         uid = os.getuid() if self._uid is None else self._uid
         return Capabilities(backend=self.name, mode=self._mode, uid=uid, isolated=True, enforced=enforced, why_not=why)
 
-    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> ResidentSandbox:
-        spec = spec or SandboxSpec()
+    def _begin(self, spec: SandboxSpec) -> ResidentSandbox:
         try:
             made = self._start(spec)
             sandbox = ResidentSandbox(self, spec, made)
@@ -165,30 +149,17 @@ class BwrapBackend:
             sandbox = ResidentSandbox(self, spec, made)
         try:
             self._confine(made, spec)
-            if snapshot is not None:
-                sandbox.restore(snapshot)
         except BaseException:
             sandbox.destroy()
             raise
-        with self._lock:
-            self._live[made.id] = sandbox
-            closed = self._closed
-        if closed:  # meanwhile, without this one
-            sandbox.destroy()
-            raise SandboxFailure("this backend is closed")
         return sandbox
 
     def close(self) -> None:
-        """Destroys what is left. May be called again; the end of the interpreter calls it too."""
-        with self._lock:
-            self._closed = True
-        for sandbox in list(self._live.values()):
-            sandbox.destroy()
+        super().close()
         with self._lock:
             self._stop_zygote()
-        atexit.unregister(self.close)
 
-    def forget(self, made: _Machine) -> None:
+    def remove(self, made: _Machine) -> None:
         """What is left to do when all processes of a sandbox have ended."""
         try:
             if made.group is not None:
@@ -196,11 +167,8 @@ class BwrapBackend:
         except OSError as error:
             raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be removed: {error.strerror}") from error
         finally:
-            with self._lock:
-                self._live.pop(made.id, None)
-                if made.group is None or not any(folder.is_dir() for folder in made.group.folders):
-                    for noted in made.noted:
-                        self._strike(noted)
+            gone = made.group is None or not any(folder.is_dir() for folder in made.group.folders)
+            self.forget(made.id, made.noted if gone else ())
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         limits = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
@@ -217,8 +185,7 @@ class BwrapBackend:
         made = _Machine(uuid.uuid4().hex, channel, None, None, self)
         try:
             with there, self._lock:
-                if self._closed:
-                    raise SandboxFailure("this backend is closed")
+                self._check_open()
                 if self._mode == "single":
                     made.process = self._popen("single", there, spec)
                     made.noted.append(self._note("process", made.process.pid))
@@ -406,13 +373,6 @@ class BwrapBackend:
             made.group.attach(made.channel.peer)
         except OSError as error:
             raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be made: {error}") from error
-
-    def _note(self, kind: Literal["process", "cgroup"], name: int | Path, mark: str | None = None) -> Resource | None:
-        return None if self._journal is None else self._journal.made(kind, name, mark)
-
-    def _strike(self, noted: Resource | None) -> None:
-        if self._journal is not None:
-            self._journal.gone(noted)
 
     def _probe(self) -> Mode:
         """Which mode works here, found by making a sandbox. Raises SandboxUnavailable when none does."""

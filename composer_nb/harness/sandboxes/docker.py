@@ -24,12 +24,12 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from composer_nb.harness.bundle import BOOT
-from composer_nb.harness.journal import Journal, Resource, this_process
+from composer_nb.harness.journal import Resource, this_process
 from composer_nb.harness.linux import MACHINES
+from composer_nb.harness.sandboxes.backend import ResidentBackend
 from composer_nb.harness.sandboxes.cgroups import Group
 from composer_nb.harness.sandboxes.contract import (
     LIMITS,
@@ -38,7 +38,6 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
-    Snapshot,
 )
 from composer_nb.harness.sandboxes.engine import MARK, connect, remove_container
 from composer_nb.harness.sandboxes.image import USER, host_image
@@ -149,7 +148,7 @@ class _Machine:
         return self.backend.kills(self.id, self.channel.ended)
 
 
-class DockerBackend:
+class DockerBackend(ResidentBackend):
     """Makes sandboxes that are containers. A context manager; may be used from several threads.
 
     Raises SandboxUnavailable when no engine answers.
@@ -160,17 +159,13 @@ class DockerBackend:
     def __init__(self, run_id: str | None = None, journal: Path | None = None, runtime: str | None = None) -> None:
         """`journal`: a folder in which containers are noted (`reap.py`). `runtime`: another one than the engine's usual one,
         such as `runsc`."""
-        self.run_id = run_id or uuid.uuid4().hex
-        self._journal = None if journal is None else Journal(journal, self.run_id)
         self._client = connect()
         self._facts: dict[str, Any] = self._client.info()
         self._runtime = runtime or str(self._facts["DefaultRuntime"])
         self._check_engine()
         self._filter = base64.b64encode(command_filter(MACHINES[self._facts["Architecture"]])).decode()
-        self._lock, self._image_lock = threading.Lock(), threading.Lock()
-        self._image = ""
-        self._live: dict[str, ResidentSandbox] = {}
-        self._closed = False
+        self._image, self._image_lock = "", threading.Lock()
+        super().__init__(run_id, journal)
 
     def _check_engine(self) -> None:
         kind, machine = self._facts["OSType"], self._facts["Architecture"]
@@ -180,12 +175,6 @@ class DockerBackend:
         advice = f"it has to run Linux containers on {' or '.join(MACHINES)}"
         raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def capabilities(self) -> Capabilities:
         enforced = dict.fromkeys(LIMITS, True) | {name: bool(self._facts.get(fact)) for name, fact in COUNTED.items()}
         warnings = "; ".join(self._facts.get("Warnings") or ()) or "the Docker Engine does not say why"
@@ -194,31 +183,11 @@ class DockerBackend:
             backend=self.name, mode=self._runtime, uid=USER[1], isolated=True, enforced=enforced, why_not=why
         )
 
-    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> ResidentSandbox:
-        """Raises SandboxUnavailable where the image is not there, SandboxFailure where no container can be made of it."""
-        spec = spec or SandboxSpec()
-        made = self._start(spec)
-        sandbox = ResidentSandbox(self, spec, made)
-        try:
-            if snapshot is not None:
-                sandbox.restore(snapshot)
-        except BaseException:
-            sandbox.destroy()
-            raise
-        with self._lock:
-            self._live[made.id] = sandbox
-            closed = self._closed
-        if closed:  # meanwhile, without this one
-            sandbox.destroy()
-            raise SandboxFailure("this backend is closed")
-        return sandbox
+    def _begin(self, spec: SandboxSpec) -> ResidentSandbox:
+        return ResidentSandbox(self, spec, self._start(spec))
 
     def close(self) -> None:
-        """Destroys what is left. May be called again."""
-        with self._lock:
-            self._closed = True
-        for sandbox in list(self._live.values()):
-            sandbox.destroy()
+        super().close()
         self._client.close()
 
     def remove(self, made: _Machine) -> None:
@@ -227,10 +196,7 @@ class DockerBackend:
             remove_container(self._client, made.id)
         except OSError as error:
             raise SandboxFailure(str(error)) from error
-        with self._lock:
-            self._live.pop(made.id, None)
-            if self._journal is not None:
-                self._journal.gone(made.noted)
+        self.forget(made.id, [made.noted])
 
     def usage(self, name: str) -> tuple[int | None, float | None]:
         """(bytes of memory, seconds of CPU) as the engine tells them."""
@@ -253,9 +219,8 @@ class DockerBackend:
         image = spec.image or self._host_image()
         name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
         with self._lock:
-            if self._closed:
-                raise SandboxFailure("this backend is closed")
-            noted = None if self._journal is None else self._journal.made("container", name, mark)
+            self._check_open()
+            noted = self._note("container", name, mark)
         made = _Machine(name, self, noted)
         try:
             if volumes := self._client.api.inspect_image(image)["Config"].get("Volumes"):

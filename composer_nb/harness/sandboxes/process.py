@@ -6,27 +6,23 @@ refused. What runs can read, change and reach whatever this user can.
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import subprocess
 import tempfile
-import threading
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from composer_nb.harness.bundle import BOOT
 from composer_nb.harness.interpreter import Interpreter
-from composer_nb.harness.journal import Journal, Resource
+from composer_nb.harness.journal import Resource
+from composer_nb.harness.sandboxes.backend import ResidentBackend
 from composer_nb.harness.sandboxes.contract import (
     Capabilities,
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
-    Snapshot,
 )
 from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
@@ -56,7 +52,7 @@ class _Machine:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.backend.forget(self)
+        self.backend.forget(self.id, self.noted)
 
     def usage(self) -> tuple[int | None, float | None]:
         return None, None
@@ -65,25 +61,14 @@ class _Machine:
         return 0
 
 
-class ProcessBackend:
+class ProcessBackend(ResidentBackend):
     """Runs commands without isolation. A context manager; may be used from several threads."""
 
     name = "process"
 
     def __init__(self, run_id: str | None = None, journal: Path | None = None) -> None:
-        self.run_id = run_id or uuid.uuid4().hex
-        self._journal = None if journal is None else Journal(journal, self.run_id)
         self._interpreter = Interpreter.find()
-        self._lock = threading.Lock()
-        self._live: dict[str, ResidentSandbox] = {}
-        self._closed = False
-        atexit.register(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        super().__init__(run_id, journal)
 
     def capabilities(self) -> Capabilities:
         enforced = dict.fromkeys(
@@ -94,43 +79,13 @@ class ProcessBackend:
             backend=self.name, mode="process", uid=os.getuid(), isolated=False, enforced=enforced, why_not=why
         )
 
-    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> ResidentSandbox:
-        """Raises SandboxUnavailable for a spec that is not trusted."""
-        spec = spec or SandboxSpec()
+    def _begin(self, spec: SandboxSpec) -> ResidentSandbox:
         if not spec.trusted:
             raise SandboxUnavailable(
                 "the backend process isolates nothing, and this is not trusted: use bwrap or docker, or say "
                 "SandboxSpec(trusted=True) where what runs is known to be harmless"
             )
-        sandbox = ResidentSandbox(self, spec, made := self._start(spec))
-        try:
-            if snapshot is not None:
-                sandbox.restore(snapshot)
-        except BaseException:
-            sandbox.destroy()
-            raise
-        with self._lock:
-            self._live[made.id] = sandbox
-            closed = self._closed
-        if closed:
-            sandbox.destroy()
-            raise SandboxFailure("this backend is closed")
-        return sandbox
-
-    def close(self) -> None:
-        """Destroys what is left. May be called again; the end of the interpreter calls it too."""
-        with self._lock:
-            self._closed = True
-        for sandbox in list(self._live.values()):
-            sandbox.destroy()
-        atexit.unregister(self.close)
-
-    def forget(self, made: _Machine) -> None:
-        with self._lock:
-            self._live.pop(made.id, None)
-            for noted in made.noted:
-                if self._journal is not None:
-                    self._journal.gone(noted)
+        return ResidentSandbox(self, spec, self._start(spec))
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         outer = Path(tempfile.mkdtemp(prefix="composer_nb-"))
@@ -154,7 +109,6 @@ class ProcessBackend:
             shutil.rmtree(outer, ignore_errors=True)
             raise SandboxFailure(f"cannot start {self._interpreter.path}: {error}") from error
         made = _Machine(uuid.uuid4().hex[:12], channel, process, outer, self)
-        if self._journal is not None:
-            with self._lock:
-                made.noted = [self._journal.made("process", process.pid), self._journal.made("directory", outer)]
+        with self._lock:
+            made.noted = [self._note("process", process.pid), self._note("directory", outer)]
         return made

@@ -104,13 +104,13 @@ def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, 
 
 def test_hostile_patches_are_not_run_without_isolation() -> None:
     with ProcessBackend() as process, pytest.raises(SandboxUnavailable, match="does not isolate"):
-        check_patches(process)
+        list(check_patches(process))
 
 
 @pytest.mark.slow
 def test_the_check_of_a_backend(backend: Backend) -> None:
-    rows = check_patches(backend)
+    rows = list(check_patches(backend))
     assert [row["id"] for row in rows] == [patch.id for patch in patches()]
     assert [row["id"] for row in rows if not row["blocked"]] == []
     assert [row["flagged"] for row in rows] == [patch.flagged for patch in patches()]
-    assert all(set(row) == {"id", "title", "blocked", "flagged", "detail"} for row in rows)
+    assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.sandboxes.bwrap import BwrapBackend
-from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec, SandboxUnavailable
-from composer_nb.harness.sandboxes.process import ProcessBackend
+from composer_nb.harness.sandboxes import open_backend
+from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec
 
 SMALL = SandboxSpec(
     memory_bytes=160 << 20, disk_bytes=16 << 20, inodes=1000, processes=40, open_files=256, trusted=True
 )
 
 
-def make(name: str) -> Backend:
+def make(name: str, request: pytest.FixtureRequest) -> Backend:
     if name == "docker":
-        from composer_nb.harness.sandboxes.docker import DockerBackend
-
-        try:
-            return DockerBackend()
-        except SandboxUnavailable as error:
-            if os.environ.get("CI"):
-                raise
-            pytest.skip(f"{error} (make test starts no Docker Engine)")
-    if name == "process":
-        return ProcessBackend()
-    made = BwrapBackend()
+        request.getfixturevalue("docker_client")
+        return open_backend(name)
+    made = open_backend(name.removesuffix("-single"))
     if name == "bwrap-single":
-        made._mode = "single"
+        made._mode = "single"  # type: ignore[attr-defined]
     return made
 
 
@@ -45,14 +35,14 @@ ISOLATED = [name for name in BACKENDS if name != "process"]
 
 @pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    made = make(request.param)
+    made = make(request.param, request)
     yield made
     made.close()
 
 
 @pytest.fixture(params=ISOLATED, scope="module")
 def isolated(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    made = make(request.param)
+    made = make(request.param, request)
     yield made
     made.close()
 

@@ -363,7 +363,7 @@ class TestLife:
     def test_a_closed_backend_makes_nothing_and_leaves_nothing(
         self, request: pytest.FixtureRequest, backend: Backend
     ) -> None:
-        own = make(request.node.callspec.params["backend"])
+        own = make(request.node.callspec.params["backend"], request)
         made: list[Sandbox] = []
         refused: list[Exception] = []
 

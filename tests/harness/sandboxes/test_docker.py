@@ -23,26 +23,13 @@ from composer_nb.harness.journal import this_process
 from composer_nb.harness.reap import Reaped, reap
 from composer_nb.harness.sandboxes.contract import LIMITS, SandboxDied, SandboxSpec
 from composer_nb.harness.sandboxes.docker import DockerBackend, DockerChannel
-from composer_nb.harness.sandboxes.engine import connect
 from composer_nb.harness.sandboxes.image import host_image
 
 SMALL = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20, inodes=500, processes=20, cpus=0.5, open_files=64)
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    try:
-        made = connect()
-    except SandboxUnavailable as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"{error} (make test starts no Docker Engine)")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def backend(client: Any) -> Iterator[DockerBackend]:
+def backend(docker_client: Any) -> Iterator[DockerBackend]:
     with DockerBackend(run_id="run-1") as made:
         yield made
 
@@ -172,12 +159,12 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.docker
-def test_images_that_will_not_do(client: Any, backend: DockerBackend) -> None:
-    host = host_image(client)
+def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> None:
+    host = host_image(docker_client)
     lines = {"no-python": "RUN rm /usr/bin/python3*", "volume": "VOLUME /data"}
     for name, line in lines.items():
         text = f"FROM {host}\nUSER 0\n{line}\n"
-        client.images.build(fileobj=io.BytesIO(text.encode()), tag=f"composer-nb-test:{name}", rm=True)
+        docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=f"composer-nb-test:{name}", rm=True)
     try:
         for image, told in (
             ("composer-nb-none/such:1", "has no image composer-nb-none/such:1: `docker pull"),
@@ -188,31 +175,31 @@ def test_images_that_will_not_do(client: Any, backend: DockerBackend) -> None:
                 backend.create(SandboxSpec(image=image))
     finally:
         for name in lines:
-            client.images.remove(f"composer-nb-test:{name}", force=True)
-    assert ours(client) == []
+            docker_client.images.remove(f"composer-nb-test:{name}", force=True)
+    assert ours(docker_client) == []
 
 
 @pytest.mark.docker
-def test_what_the_engine_refuses(client: Any) -> None:
+def test_what_the_engine_refuses(docker_client: Any) -> None:
     with DockerBackend(runtime="no-such-runtime") as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
         made.create()
     with pytest.raises(SandboxFailure, match="this backend is closed"):
         made.create()
-    assert ours(client) == []
+    assert ours(docker_client) == []
 
 
 # -- containers ----------------------------------------------------------------------------------------------
 
 
-def ours(client: Any, run_id: str = "run-1") -> list[str]:
-    found = client.containers.list(all=True, filters={"label": f"composer_nb.run={run_id}"})
+def ours(docker_client: Any, run_id: str = "run-1") -> list[str]:
+    found = docker_client.containers.list(all=True, filters={"label": f"composer_nb.run={run_id}"})
     return [container.name for container in found]
 
 
 @pytest.mark.docker
-def test_what_a_container_may(client: Any, backend: DockerBackend) -> None:
+def test_what_a_container_may(docker_client: Any, backend: DockerBackend) -> None:
     with backend.create(SMALL) as box:
-        facts = client.api.inspect_container(box.id)
+        facts = docker_client.api.inspect_container(box.id)
         done = box.exec(["bash", "-c", "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status; ls /sys/class/net"])
     host, config = facts["HostConfig"], facts["Config"]
     assert (
@@ -233,7 +220,7 @@ def test_what_a_container_may(client: Any, backend: DockerBackend) -> None:
     assert labels["composer_nb.run"] == "run-1"
     assert labels["composer_nb.owner"] == f"{owner.pid}:{owner.started}:{owner.boot}"
     assert time.time() < int(labels["composer_nb.lease"]) < time.time() + 48 * 3600
-    assert ours(client) == []
+    assert ours(docker_client) == []
 
 
 @pytest.mark.docker
@@ -244,11 +231,11 @@ def test_what_it_can_do_here(backend: DockerBackend) -> None:
 
 
 @pytest.mark.docker
-def test_closing_removes_what_is_left_and_keeps_no_connection(client: Any) -> None:
+def test_closing_removes_what_is_left_and_keeps_no_connection(docker_client: Any) -> None:
     with DockerBackend(run_id="run-2") as made:
         boxes = [made.create(SMALL) for _ in range(2)]
-        assert sorted(ours(client, "run-2")) == sorted(box.id for box in boxes)
-    assert ours(client, "run-2") == []
+        assert sorted(ours(docker_client, "run-2")) == sorted(box.id for box in boxes)
+    assert ours(docker_client, "run-2") == []
     with pytest.raises(SandboxFailure):
         boxes[0].exec(["true"])
 
@@ -259,12 +246,12 @@ def test_closing_removes_what_is_left_and_keeps_no_connection(client: Any) -> No
 
 
 @pytest.mark.docker
-def test_a_container_that_ends_from_outside(client: Any, backend: DockerBackend) -> None:
+def test_a_container_that_ends_from_outside(docker_client: Any, backend: DockerBackend) -> None:
     box = backend.create(SMALL)
-    threading.Timer(0.3, client.api.kill, [box.id]).start()
+    threading.Timer(0.3, docker_client.api.kill, [box.id]).start()
     with pytest.raises(SandboxFailure, match="ended unexpectedly"):
         box.exec(["sleep", "20"])
-    assert ours(client) == []
+    assert ours(docker_client) == []
 
 
 @pytest.mark.docker
@@ -303,15 +290,17 @@ def wait_until(done: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 @pytest.mark.docker
-def test_a_container_of_a_killed_owner_ends_and_is_reaped(client: Any, tmp_path: Path) -> None:
+def test_a_container_of_a_killed_owner_ends_and_is_reaped(docker_client: Any, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     command = [sys.executable, "-c", OWNER, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         name = owner.stdout.readline().strip()
         assert reap(tmp_path / "runs") == Reaped(kept=1)
-        assert client.containers.get(name).status == "running"
+        assert docker_client.containers.get(name).status == "running"
         owner.kill()
-    wait_until(lambda: client.containers.get(name).status == "exited")  # nothing runs on, even before it is reaped
+    wait_until(
+        lambda: docker_client.containers.get(name).status == "exited"
+    )  # nothing runs on, even before it is reaped
     assert reap(tmp_path / "runs") == Reaped(containers=(name,))
-    assert ours(client, "run-3") == [] and reap(tmp_path / "runs") == Reaped()
+    assert ours(docker_client, "run-3") == [] and reap(tmp_path / "runs") == Reaped()

@@ -7,7 +7,7 @@ import os
 import stat
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,12 @@ import pytest
 
 from composer_nb.harness.calls import SandboxUnavailable
 from composer_nb.harness.sandboxes import image
-from composer_nb.harness.sandboxes.engine import connect
 from composer_nb.harness.sandboxes.image import Files, build_image, host_files, host_image, write_archive
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    try:
-        made = connect()
-    except SandboxUnavailable as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"{error} (make test starts no Docker Engine)")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def host(client: Any) -> str:
-    return host_image(client)
+def host(docker_client: Any) -> str:
+    return host_image(docker_client)
 
 
 def archive(files: Files) -> bytes:
@@ -135,11 +122,11 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def run(client: Any, host: str) -> Run:
+def run(docker_client: Any, host: str) -> Run:
     """`run(*command)`: what a command prints in a container of the host image."""
 
     def run(*command: str) -> str:
-        done = client.containers.run(
+        done = docker_client.containers.run(
             host,
             list(command),
             network_mode="none",
@@ -154,13 +141,13 @@ def run(client: Any, host: str) -> Run:
 
 
 @pytest.mark.docker
-def test_the_host_image_is_made_once(client: Any, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_image_is_made_once(docker_client: Any, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(files: Files, target: object) -> None:
         raise AssertionError("made again")
 
     monkeypatch.setattr(image, "write_archive", never)
-    assert host_image(client) == host
-    facts = client.images.get(host).attrs
+    assert host_image(docker_client) == host
+    facts = docker_client.images.get(host).attrs
     assert facts["Size"] < 150e6 and facts["Config"]["Labels"] == {"composer_nb.image": "host"}
 
 
@@ -189,22 +176,22 @@ def test_modules_are_not_compiled_anew(run: Run) -> None:
 
 
 @pytest.mark.docker
-def test_an_image_from_a_dockerfile(client: Any, host: str, tmp_path: Path) -> None:
+def test_an_image_from_a_dockerfile(docker_client: Any, host: str, tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="has no Dockerfile"):
-        build_image(client, tmp_path)
+        build_image(docker_client, tmp_path)
     (tmp_path / "greeting").write_text("hello\n")
     dockerfile = tmp_path / "Dockerfile"
     dockerfile.write_text(f"FROM {host}\nCOPY greeting /greeting\n")
-    built = build_image(client, tmp_path)
-    assert client.containers.run(built, ["cat", "/greeting"], network_mode="none", remove=True) == b"hello\n"
-    assert build_image(client, tmp_path) == built
-    client.images.remove(built, force=True)
+    built = build_image(docker_client, tmp_path)
+    assert docker_client.containers.run(built, ["cat", "/greeting"], network_mode="none", remove=True) == b"hello\n"
+    assert build_image(docker_client, tmp_path) == built
+    docker_client.images.remove(built, force=True)
 
     dockerfile.write_text(f"FROM {host}\nRUN exit 3\n")
     with pytest.raises(SandboxUnavailable, match="cannot be built: .*non-zero code: 3") as failed:
-        build_image(client, tmp_path)
+        build_image(docker_client, tmp_path)
     assert "docker load" not in str(failed.value) and "\n" not in str(failed.value)
 
     dockerfile.write_text("FROM composer-nb-none/such:1\n")
     with pytest.raises(SandboxUnavailable, match="no registry can be reached, bring .* with `docker load`"):
-        build_image(client, tmp_path)
+        build_image(docker_client, tmp_path)
