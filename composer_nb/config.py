@@ -213,6 +213,11 @@ class Settings:
             raise ValueError(
                 f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}), or services.on be true"
             )
+        if self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
+            raise ValueError(
+                f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts ({needed}), as no task is "
+                "trained on twice"
+            )
         if self.limits.tokens > (most := self.model.max_position_embeddings):
             raise ValueError(
                 f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most})"

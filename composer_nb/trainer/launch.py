@@ -126,8 +126,10 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     start = time.perf_counter()
     _reap(run, say)
     run.clean()
-    _run_ranks(run, settings.ranks, say)
-    if settings.services.on and not settings.control_steps and run.finished("rl") is None:
+    last = "eval_control" if settings.control_steps else "numerics"
+    if run.finished(last) is None:
+        _run_ranks(run, settings.ranks, say)
+    if run.finished(last) is None:
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)

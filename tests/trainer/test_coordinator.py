@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from composer_nb import config
 from composer_nb.config import Settings, override
 from composer_nb.trainer.actors import ActorDied, ThreadRemote, Threads
 from composer_nb.trainer.checkpoint import empty_model, from_hugging_face
@@ -23,6 +24,7 @@ from composer_nb.trainer.rundir import RunDir
 from composer_nb.views.figures import pictures
 
 MICRO: dict[str, Any] = {
+    "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
     "ranks": 1,
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,

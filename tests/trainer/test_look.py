@@ -68,7 +68,7 @@ def train(run: RunDir, steps: int, after: int = 0) -> None:
             commands = orchestrator.handle(event)
             for command in commands:
                 if isinstance(command, Train):
-                    journal.log_batch(command)
+                    journal.log_batch(command, 1e-3)
             journal.save(orchestrator.snapshot())
         for command in commands:
             if isinstance(command, Dispatch):

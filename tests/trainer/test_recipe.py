@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from composer_nb.config import Settings, override, to_dict
+from composer_nb import config
+from composer_nb.config import Settings, from_dict, override, to_dict
 from composer_nb.trainer.launch import RunFailed, fork, start_or_resume
+from composer_nb.trainer.prepare import _drop_leaks
 from composer_nb.trainer.rundir import RunDir, create, write_json
 
 MICRO: dict[str, Any] = {
+    "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,
     "data.rl_tasks": 24,
@@ -41,6 +46,8 @@ MICRO: dict[str, Any] = {
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
 }
 
+WEIGHTS = ("midtrained", "start", "final")
+
 
 def quiet(line: str) -> None:
     """Says nothing."""
@@ -59,13 +66,15 @@ def sampled(run: RunDir) -> dict[str, list[Any]]:
     return {file.name: pq.read_table(file, columns=columns).to_pylist() for file in files}
 
 
+def weights(run: RunDir) -> dict[str, bytes]:
+    return {name: (run.path / "weights" / name / "model.safetensors").read_bytes() for name in WEIGHTS}
+
+
 def same(one: RunDir, other: RunDir) -> None:
     assert metrics(one) == metrics(other)
     assert sampled(one) == sampled(other)
     assert one.ledger() == other.ledger()
-    for name in ("midtrained", "start", "final"):
-        file = Path("weights") / name / "model.safetensors"
-        assert (one.path / file).read_bytes() == (other.path / file).read_bytes(), name
+    assert weights(one) == weights(other)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +82,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run on two ranks that nobody disturbed."""
     settings = override(Settings(), MICRO)
     return start_or_resume(None, settings, runs=tmp_path_factory.mktemp("whole"), say=quiet)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run on one rank."""
+    settings = override(Settings(), MICRO | {"ranks": 1})
+    return start_or_resume(None, settings, runs=tmp_path_factory.mktemp("alone"), say=quiet)
 
 
 def test_every_task_is_trained_on_once_and_every_token_is_accounted_for(whole: RunDir) -> None:
@@ -89,10 +105,8 @@ def test_a_complete_run_returns_at_once_and_changes_nothing(whole: RunDir) -> No
     assert before == {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
 
 
-def test_twice_with_one_seed_on_one_rank_is_the_same(tmp_path: Path) -> None:
-    settings = override(Settings(), MICRO | {"ranks": 1})
-    one, other = (start_or_resume(None, settings, runs=tmp_path / name, say=quiet) for name in ("a", "b"))
-    same(one, other)
+def test_twice_with_one_seed_on_one_rank_is_the_same(alone: RunDir, tmp_path: Path) -> None:
+    same(start_or_resume(None, from_dict(alone.settings()), runs=tmp_path, say=quiet), alone)
 
 
 def test_killed_at_five_random_points_it_is_the_same_run(whole: RunDir, tmp_path: Path) -> None:
@@ -104,7 +118,7 @@ def test_killed_at_five_random_points_it_is_the_same_run(whole: RunDir, tmp_path
     command = [sys.executable, "-c", program + "s(Path(sys.argv[1]))", str(run.path)]
     for _ in range(5):
         process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + rng.uniform(4.0, 14.0)
+        deadline = time.monotonic() + rng.uniform(3.0, 10.0)
         while time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
         family = process.children(recursive=True)
@@ -125,8 +139,17 @@ def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> Non
 
 
 def test_too_few_tasks_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"raise data\.rl_tasks or lower rl\.steps"):
-        start_or_resume(None, override(Settings(), MICRO | {"rl.steps": 40}), runs=tmp_path, say=quiet)
+    with pytest.raises(ValueError, match=r"data\.rl_tasks=24: must be at least rl\.steps × rl\.prompts \(80\)"):
+        override(Settings(), MICRO | {"rl.steps": 40})
+
+
+def test_too_few_tasks_that_differ_is_one_clear_line(whole: RunDir, tmp_path: Path) -> None:
+    for name in ("heldout", "tune", "rl"):
+        shutil.copy(whole.path / "data" / f"{name}.jsonl", tmp_path / f"{name}-000.jsonl")
+    shutil.copy(whole.path / "data" / "rl.jsonl", tmp_path / "rl-001.jsonl")
+    stages: Any = SimpleNamespace(settings=override(Settings(), MICRO | {"rl.steps": 14, "data.rl_tasks": 28}))
+    with pytest.raises(ValueError, match=r"only \d+ are there; raise data\.rl_tasks or lower rl\.steps"):
+        _drop_leaks(stages, tmp_path)
 
 
 def test_a_damaged_shard_is_one_clear_line(whole: RunDir, tmp_path: Path) -> None:
@@ -138,17 +161,21 @@ def test_a_damaged_shard_is_one_clear_line(whole: RunDir, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk that is small enough to fill")
-def test_a_full_disk_is_one_clear_line_and_the_run_goes_on_when_there_is_room(whole: RunDir, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_clear_line_and_the_run_goes_on_when_there_is_room(alone: RunDir, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
     try:
+        run = fork(alone, from_dict(alone.settings()), runs=disk, name="tour")
+        free = shutil.disk_usage(disk).free
+        (disk / "other").write_bytes(bytes(free - (1 << 20)))
         with pytest.raises(RunFailed, match="the disk is full: free some space"):
-            start_or_resume(None, override(Settings(), MICRO), runs=disk, say=quiet)
-        subprocess.run(["mount", "-o", "remount,size=512m", str(disk)], check=True)
-        same(start_or_resume(disk / "tour", say=quiet), whole)
+            start_or_resume(run.path, say=quiet)
+        (disk / "other").unlink()
+        start_or_resume(run.path, say=quiet)
+        assert run.ledger() == alone.ledger() and weights(run) == weights(alone)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

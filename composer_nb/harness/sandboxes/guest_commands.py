@@ -244,15 +244,15 @@ class Commands:
 
         Raises OSError when something is left after KILL_S.
         """
-        deadline, found = time.monotonic() + KILL_S, False
-        while doomed := self.members(root, since):
-            found = True
-            for pid in doomed:
-                try:
-                    os.kill(pid, signal.SIGSTOP)  # what is stopped forks no more
-                    os.kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass
+        deadline = time.monotonic() + KILL_S
+        killed: set[tuple[int, int]] = (
+            set()
+        )  # (pid, tick of start): what was below another may be an orphan before it is dead
+        while doomed := self.members(root, since, killed):
+            signal_all(doomed, signal.SIGSTOP)  # what is stopped forks no more
+            doomed |= self.members(root, since, killed)
+            signal_all(doomed, signal.SIGKILL)
+            killed |= doomed
             self.reap()
             if time.monotonic() > deadline:
                 if os.getpid() != 1:
@@ -260,43 +260,43 @@ class Commands:
                 os.kill(-1, signal.SIGKILL)  # everything else in this namespace, at once
                 deadline += KILL_S
             time.sleep(0.001)
-        return found
+        return bool(killed)
 
-    def members(self, root: int, since: int) -> list[int]:
-        """Living processes that belong to a command: below it, or below an orphan that began since."""
+    def members(self, root: int, since: int, killed: set[tuple[int, int]]) -> set[tuple[int, int]]:
+        """(pid, tick of start) of living processes that belong to a command: below it, below an orphan that began since, or
+        below what was killed already."""
         me, found = os.getpid(), []
-        children: dict[int, list[int]] = {}
+        children: dict[int, list[tuple[int, int]]] = {}
         for pid, parent, start in processes():
-            children.setdefault(parent, []).append(pid)
+            children.setdefault(parent, []).append((pid, start))
             orphan = parent == me and pid not in self.running and start >= since
-            if pid == root or orphan:
-                found.append(pid)
-        for pid in found:
+            if pid == root or orphan or (pid, start) in killed:
+                found.append((pid, start))
+        for pid, _ in found:
             found += [child for child in children.get(pid, []) if child not in found]
-        return found
+        return set(found)
 
     def end_all(self) -> None:
         """Kill everything; where this is the first process of a namespace the kernel would do it, elsewhere nobody."""
         deadline = time.monotonic() + KILL_S
         while (doomed := self.all()) and time.monotonic() < deadline:
-            for pid in doomed:
-                try:
-                    os.kill(pid, signal.SIGSTOP)
-                    os.kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass
+            signal_all(doomed, signal.SIGSTOP)
+            signal_all(doomed, signal.SIGKILL)
             self.reap()
             time.sleep(0.001)
 
-    def all(self) -> list[int]:
-        """Living processes below this one."""
-        children: dict[int, list[int]] = {}
-        for pid, parent, _ in processes():
-            children.setdefault(parent, []).append(pid)
-        found = list(children.get(os.getpid(), []))
-        for pid in found:
-            found += children.get(pid, [])
-        return found
+    def all(self) -> set[tuple[int, int]]:
+        """(pid, tick of start) of living processes below this one."""
+        me = os.getpid()
+        return {(pid, start) for pid, start in self.members(me, 1 << 62, set()) if pid != me}
+
+
+def signal_all(doomed: set[tuple[int, int]], what: int) -> None:
+    for pid, _ in doomed:
+        try:
+            os.kill(pid, what)
+        except (ProcessLookupError, PermissionError):
+            pass
 
 
 def processes() -> typing.Iterator[tuple[int, int, int]]:
