@@ -565,6 +565,9 @@ def main(arguments: list[str]) -> None:
         say(f"rl: done in {seconds:.0f} s")
     except (RunStopped, ValueError, FloatingPointError, OSError) as error:
         sys.exit(str(error) or repr(error))
+    except ActorDied as died:  # where nothing was in its place yet, or any more: the launcher starts us again
+        print(died, file=sys.stderr)
+        sys.exit(LOST)
     finally:
         actors.close()
 

@@ -13,6 +13,7 @@ import pytest
 
 from composer_nb import config
 from composer_nb.config import Settings, override
+from composer_nb.trainer import coordinator
 from composer_nb.trainer.actors import ActorDied, ThreadRemote, Threads
 from composer_nb.trainer.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.coordinator import Coordinator, RunStopped
@@ -323,6 +324,21 @@ def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
 
     with pytest.raises(RunStopped, match="services.deaths"):
         go(run, settings, Stillborn())
+
+
+@pytest.mark.parametrize("dies", [{"at": {1}}, {"finish": {1}}])
+def test_a_trainer_that_dies_at_birth_or_at_the_end_is_started_again_with_all_else(
+    begun, dies: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
+):
+    run, _ = begun("birth", {"rl.steps": 2})
+    monkeypatch.setattr(coordinator, "_end_when_lost", lambda actors: None)
+    monkeypatch.setattr(coordinator, "RayActors", lambda *place, **named: Flaky(**dies))
+    with pytest.raises(SystemExit) as ended:
+        coordinator.main([str(run.path)])
+    assert ended.value.code == coordinator.LOST and run.finished("rl") is None
+    monkeypatch.setattr(coordinator, "RayActors", lambda *place, **named: Threads())
+    coordinator.main([str(run.path)])
+    assert run.finished("rl") is not None and len(trained(run)) == 2
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
