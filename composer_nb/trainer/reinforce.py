@@ -120,8 +120,6 @@ class RlLoop:
 
     def _learn(self, streams: list[Any], lr: float) -> dict[str, float]:
         rl = self.s.settings.rl
-        if not streams:
-            return {}
         return self.learner.learn(
             streams,
             self.s.ranks,

@@ -228,8 +228,9 @@ class EngineService:
             applied.set()
 
     def stop(self) -> None:
-        """Ends decoding. A process of its own needs no such thing: it is ended."""
+        """Ends decoding, and who waits for it. A process of its own needs no such thing: it is ended."""
         self._stopped = True
+        self._failure = self._failure or RuntimeError("it was stopped")
 
     def status(self) -> dict[str, Any]:
         """What it did so far."""

@@ -26,6 +26,7 @@ from composer_nb.views.figures import pictures
 
 MICRO: dict[str, Any] = {
     "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
+    "model.num_hidden_layers": 2,
     "ranks": 1,
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,

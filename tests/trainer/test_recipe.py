@@ -25,6 +25,7 @@ from composer_nb.trainer.rundir import RunDir, create, write_json
 
 MICRO: dict[str, Any] = {
     "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
+    "model.num_hidden_layers": 2,
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,
     "data.rl_tasks": 24,
