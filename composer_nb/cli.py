@@ -47,7 +47,16 @@ def of_the_user(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, *PLACES):
         return True
     return bool(
-        names & {"ValueError", "FileNotFoundError", "SandboxUnavailable", "SandboxFailure", "RunFailed", "JobFailed"}
+        names
+        & {
+            "ValueError",
+            "FileNotFoundError",
+            "SandboxUnavailable",
+            "SandboxFailure",
+            "ProviderFailure",
+            "RunFailed",
+            "JobFailed",
+        }
     )
 
 
@@ -84,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _json_option(compared)
 
     scored = add("eval", _eval, "score a policy on tasks")
-    scored.add_argument("--policy", required=True, metavar="DIR|scripted:NAME", help="a checkpoint, or scripted:expert")
+    scored.add_argument("--policy", required=True, metavar="DIR|scripted:NAME|openai:URL[#MODEL]", help="what to score")
     scored.add_argument("--tasks", required=True, type=Path, metavar="PATH", help="a .jsonl file or task directories")
     scored.add_argument("--samples", type=int, default=4, metavar="K", help="rollouts a task at temperature 1 (4)")
     _settings_option(scored)
@@ -99,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
 
     tasks = add("tasks", _tasks, "whether tasks are fit: the solution scores 1, the start 0, twice the same")
     tasks.add_argument("action", choices=["check"])
-    tasks.add_argument("path", type=Path, metavar="PATH")
+    tasks.add_argument("path", type=Path, metavar="PATH", help="a .jsonl file or task directories")
+    tasks.add_argument("--backend", default="bwrap", help="where tests run; tasks with an image need docker (bwrap)")
     _json_option(tasks)
 
     _jobs_options(add("jobs", _jobs, "notebooks headless: a graph of them, here or on a Ray cluster"))
@@ -343,13 +353,10 @@ def _sandbox(given: argparse.Namespace) -> int:
 
 
 def _tasks(given: argparse.Namespace) -> int:
-    from composer_nb.commands import check_tasks
-    from composer_nb.harness.sandbox import BwrapSandboxes
+    from composer_nb.harness.grading.check import check_tasks
     from composer_nb.harness.task import load_tasks
 
-    tasks = load_tasks(given.path)
-    with BwrapSandboxes() as sandboxes:
-        found = check_tasks(tasks, sandboxes)
+    found = check_tasks(load_tasks(given.path), given.backend)
     unfit = [row for row in found if not row["ok"]]
     if given.json:
         _print_json({"tasks": found, "fit": len(found) - len(unfit), "unfit": len(unfit)})

@@ -1,4 +1,4 @@
-"""What `composer-nb eval` and `composer-nb tasks check` do, for programs that would rather call than parse."""
+"""What `composer-nb eval` does, for programs that would rather call than parse."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import run_eval, summarise
 from composer_nb.harness.execute import CachedExecutor, Executor
 from composer_nb.harness.expert import Script, ScriptedPolicy, expert
-from composer_nb.harness.functions import parse_test_files
-from composer_nb.harness.grade import Grade, grading
 from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.harness.task import Task, load_tasks
 
 SCRIPTS = ("expert",)
-LATER = ("openai", "vllm", "sglang")
+LATER = ("vllm", "sglang")
 
 
 def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores `DIR` (a Hugging Face checkpoint with its tokenizer.json) or `scripted:expert` on the tasks in `tasks`.
+    """Scores `DIR` (a Hugging Face checkpoint with its tokenizer.json), `scripted:expert` or `openai:URL[#MODEL]` on the tasks in
+    `tasks`.
 
     `settings` are dotted names: `limits.*`, `engine.slots` and `seed` matter here. Returns what `summarise` returns, with
     the policy's name and seed. Raises ValueError for other kinds of policy, FileNotFoundError where nothing is.
@@ -35,7 +34,9 @@ def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[st
 
     kind, colon, name = policy.partition(":")
     if colon and kind in LATER:
-        raise ValueError(f"--policy {policy}: not supported yet; give a checkpoint directory or scripted:expert")
+        raise ValueError(
+            f"--policy {policy}: not supported yet; give a checkpoint directory, scripted:expert or openai:URL"
+        )
     chosen = override(Settings(), settings)
     set_up_process(chosen.seed)
     loaded = load_tasks(tasks)
@@ -43,6 +44,8 @@ def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[st
         executor = CachedExecutor(sandboxes)
         if colon and kind == "scripted":
             sampled, greedy = _scripted(name, loaded, samples, chosen.seed, executor)
+        elif colon and kind == "openai":
+            sampled, greedy = _endpoint(name, loaded, samples, executor)
         else:
             sampled, greedy = _checkpoint(Path(policy), loaded, samples, chosen, executor)
     return {"policy": policy, "seed": chosen.seed, **summarise(sampled, greedy, chosen.seed)}
@@ -51,14 +54,9 @@ def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[st
 def _scripted(
     name: str, tasks: Sequence[Task], samples: int, seed: int, executor: Executor
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """A script has no tokenizer, so one is trained on the tasks at hand; nor does it run into limits on tokens."""
-    from composer_nb.trainer.tokenizer import train_tokenizer
-
     if name not in SCRIPTS:
         raise ValueError(f"--policy scripted:{name}: no such script; there is scripted:{', scripted:'.join(SCRIPTS)}")
-    texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
-    tokenizer: Tokenizer = train_tokenizer(texts, 1024)
-    agent = Agent(CompactRenderer(tokenizer), limits=Limits(turn_tokens=1 << 16, tokens=1 << 20))
+    agent = _textual(tasks)
 
     def attempts(each: int) -> list[Attempt]:
         def script(rollout: int) -> Script:
@@ -68,6 +66,35 @@ def _scripted(
         return list(run_eval(ScriptedPolicy(agent.renderer, script), agent, tasks, executor, each))
 
     return attempts(samples), attempts(1)
+
+
+def _textual(tasks: Sequence[Task]) -> Agent:
+    """For what has no tokenizer: one is trained on the tasks at hand. Its tokens are counted, but no limit is set on them."""
+    from composer_nb.trainer.tokenizer import train_tokenizer
+
+    texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
+    tokenizer: Tokenizer = train_tokenizer(texts, 1024)
+    return Agent(CompactRenderer(tokenizer), limits=Limits(turn_tokens=1 << 12, tokens=1 << 20))
+
+
+def _endpoint(
+    name: str, tasks: Sequence[Task], samples: int, executor: Executor
+) -> tuple[list[Attempt], list[Attempt]]:
+    from composer_nb.harness.openai_policy import Endpoint, OpenAIPolicy
+
+    url, _, model = name.partition("#")
+    listed = [model] if model else Endpoint(url=url).models()
+    if not listed:
+        raise ValueError(f"--policy openai:{url}: it lists no model; write openai:{url}#MODEL")
+    agent = _textual(tasks)
+    schemas = [tool.schema for tool in agent.tools.tools.values()]
+
+    def attempts(each: int, temperature: float) -> list[Attempt]:
+        endpoint = Endpoint(url=url, model=listed[0], temperature=temperature)
+        with OpenAIPolicy(endpoint, agent.renderer, schemas) as policy:
+            return list(run_eval(policy, agent, tasks, executor, each))
+
+    return attempts(samples, 1.0), attempts(1, 0.0)
 
 
 def _checkpoint(
@@ -94,50 +121,3 @@ def _checkpoint(
         return list(run_eval(engine, agent, tasks, executor, each))
 
     return attempts(samples, 1.0), attempts(1, 0.0)
-
-
-def check_tasks(tasks: Sequence[Task], sandboxes: Executor) -> list[dict[str, Any]]:
-    """A row a task: what its solution and its start score, in two runs each of a fresh sandbox.
-
-    `ok` when the solution scores 1, the start 0, and both tests' results were the same twice; `problem` says what is not.
-    """
-    rows = []
-    for task in tasks:
-        gold = [grade_files(task, task.files | task.solution, sandboxes) for _ in range(2)]
-        none = [grade_files(task, task.files, sandboxes) for _ in range(2)]
-        problem = _problem(task, gold, none)
-        rows.append(
-            {
-                "id": task.id,
-                "tests": len(parse_test_files(task.tests)),
-                "gold": gold[0].passed,
-                "none": none[0].passed,
-                "repeatable": gold[0].tests == gold[1].tests and none[0].tests == none[1].tests,
-                "ok": not problem,
-                "problem": problem,
-            }
-        )
-    return rows
-
-
-def grade_files(task: Task, files: Mapping[str, str], sandboxes: Executor) -> Grade:
-    """What the hidden tests say of `files`, in a fresh sandbox."""
-    steps = grading(task, files)
-    [outcomes] = sandboxes.run([next(steps)])
-    try:
-        steps.send(outcomes)
-    except StopIteration as stop:
-        grade: Grade = stop.value
-        return grade
-    raise AssertionError("grading asks for one execution")
-
-
-def _problem(task: Task, gold: Sequence[Grade], none: Sequence[Grade]) -> str:
-    if gold[0].tests != gold[1].tests or none[0].tests != none[1].tests:
-        return "two runs gave different results"
-    if not task.solution:
-        return "has no solution"
-    if not gold[0].passed:
-        failed = [name for name, passed in gold[0].tests.items() if not passed]
-        return f"the solution fails {len(failed)} tests, first {failed[0]}"
-    return "passes before anything is changed" if none[0].passed else ""

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_nb.commands import grade_files
 from composer_nb.config import Settings
 from composer_nb.harness.agent import Agent
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.execute import CachedExecutor, Executor
 from composer_nb.harness.expert import ScriptedPolicy, expert
 from composer_nb.harness.functions import parse_test_files
+from composer_nb.harness.grading.check import grade_files
 from composer_nb.harness.policy import Request
 from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.repairs import make_tasks

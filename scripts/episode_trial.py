@@ -27,10 +27,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from composer_nb.commands import grade_files
 from composer_nb.harness.attacks.conduct import left_behind, machine_state
 from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.execute import CachedExecutor
+from composer_nb.harness.grading.check import grade_files
 from composer_nb.harness.journal import FOLDER
 from composer_nb.harness.reap import reap
 from composer_nb.harness.repairs import make_tasks

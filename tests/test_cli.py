@@ -51,7 +51,11 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["tour", "--set", "rl.steps=many"], "rl.steps='many': must be of type int"),
         (["tour", "--resume"], "no run here"),
         (["tour", "--resume", "--set", "seed=1"], "leave out --set"),
-        (["eval", "--policy", "openai:http://x", "--tasks", "TASKS"], "not supported yet"),
+        (["eval", "--policy", "vllm:http://x", "--tasks", "TASKS"], "not supported yet"),
+        (
+            ["eval", "--policy", "openai:x", "--tasks", "TASKS"],
+            "give an address such as openai:http://127.0.0.1:8000/v1",
+        ),
         (["eval", "--policy", "scripted:genius", "--tasks", "TASKS"], "there is scripted:expert"),
         (["eval", "--policy", "gone", "--tasks", "TASKS"], "gone: no such checkpoint directory"),
         (["eval", "--policy", "scripted:expert", "--tasks", "gone"], "gone: no task file or folder here"),
@@ -202,7 +206,7 @@ def test_unfit_tasks_are_found(tmp_path: Path, capsys: Any):
 
 
 def test_a_task_that_answers_by_chance_is_unfit():
-    from composer_nb.commands import check_tasks
+    from composer_nb.harness.grading.check import check_functions
     from composer_nb.harness.sandbox import CallOutcome
 
     class Moody:
@@ -212,8 +216,8 @@ def test_a_task_that_answers_by_chance_is_unfit():
             self.asked += 1
             return [(CallOutcome(status="returned", text="7" if self.asked == 1 else "0"),) for _ in requests]
 
-    [row] = check_tasks([TASK], Moody())
-    assert not row["ok"] and not row["repeatable"] and row["problem"] == "two runs gave different results"
+    row = check_functions(TASK, Moody())
+    assert not row["repeatable"] and row["problem"] == "two runs gave different results"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from composer_nb.harness.execute import Executor
-from composer_nb.harness.policy import Completion, Policy, Request, Trace
+from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
 from composer_nb.harness.render import CompactRenderer, call_json
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
@@ -23,7 +23,7 @@ from composer_nb.harness.task import Task
 from composer_nb.harness.tools import ToolError, ToolSet, Workspace
 
 Result = TypeVar("Result")
-Answer = Completion | tuple[CallOutcome, ...] | SandboxFailure
+Answer = Completion | tuple[CallOutcome, ...] | SandboxFailure | ProviderFailure
 Steps = Generator[Request | CallRequest, "Completion | tuple[CallOutcome, ...]", Result]
 
 
@@ -102,7 +102,11 @@ class Agent:
         try:
             while len(turns) < self.limits.turns:
                 room = min(self.limits.turn_tokens, self.limits.tokens - len(transcript.token_ids))
-                completion = yield Request(rollout=rollout, token_ids=news, max_tokens=room)
+                try:
+                    completion = yield Request(rollout=rollout, token_ids=news, max_tokens=room)
+                except ProviderFailure:
+                    stop = "infrastructure"
+                    break
                 assert isinstance(completion, Completion) and len(completion.token_ids) <= room
                 transcript.wrote(completion, Kind.TOOL_CALL)
                 try:
@@ -207,7 +211,7 @@ class Driver(Generic[Result]):
     def _advance(self, position: int, answer: Answer | None) -> None:
         agent = self._alive[position]
         try:
-            if isinstance(answer, SandboxFailure):
+            if isinstance(answer, SandboxFailure | ProviderFailure):
                 request = agent.throw(answer)
             else:
                 request = next(agent) if answer is None else agent.send(answer)

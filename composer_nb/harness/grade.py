@@ -5,7 +5,7 @@ the workspace, which runs in a fresh sandbox. A test that gives no result is a f
 all: it raises SandboxFailure, and the grade says `infra_error`.
 
 Here is what a grade is, and the grader `functions`, whose expected values stay outside the sandbox (`functions.py`). The grader
-`pytest` is `grading/pytest_grader.py`.
+`pytest` is `grading/pytest_grader.py`, `script` `grading/script_grader.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class Grade:
     status: Status
     tests: Mapping[str, bool] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    """Things a person should look at: `outside_scope` (a change that was dropped); of the grader `pytest`, also what
-    `pytest_grader.py` lists."""
+    """Things a person should look at: `outside_scope` (a change that was dropped); of the other graders, also what
+    `pytest_grader.py` and `script_grader.py` list."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Of the grader `script`: the numbers that its script wrote."""
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
     """What the grade took: `wall_s` and `tests_s`, by the host's clock and the runner's. Two grades that differ in nothing else
     are equal."""

@@ -39,6 +39,13 @@ class Completion:
     """Of each token; -1 where no policy acted (a script)."""
 
 
+class ProviderFailure(RuntimeError):
+    """Whoever provides a policy failed for good in a turn (the taxonomy's ProviderError): it says nothing about the agent."""
+
+    rollout: int = -1
+    """Whose turn it was."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """What a policy recorded while it read and wrote a rollout of T tokens. Empty arrays where it has no experts."""
@@ -85,7 +92,7 @@ class Policy(Protocol):
 
     def submit(self, request: Request) -> None: ...
 
-    def step(self) -> list[Completion]:
+    def step(self) -> Sequence[Completion | ProviderFailure]:
         """Works on everything submitted and returns the turns that ended in this step, in order of rollout."""
 
     def release(self, rollout: int) -> Trace:

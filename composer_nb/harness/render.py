@@ -85,6 +85,12 @@ class CompactRenderer:
                 return ToolCall(name="run_tests" if head == "test" else "finish", arguments={})
         raise ToolError("InvalidArguments", "bad call")
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt or an observation."""
+        return self.tokenizer.decode(
+            [token for token in token_ids if token not in self.stop], skip_special_tokens=False
+        )
+
     def _text(self, token_ids: Sequence[int]) -> str:
         if any(token in self.stop or token == self.to for token in token_ids):
             raise ToolError("InvalidArguments", "bad call")

@@ -1,7 +1,7 @@
 """Task: what is asked, where, and how it is graded.
 
-On disk a task is a Harbor task directory (schema 1.4): `instruction.md`, `task.toml`, `environment/`, `tests/`,
-`solution/`; what Harbor has no word for sits in `[metadata.composer_nb]`. Many small tasks travel as one JSON Lines file.
+On disk a task is a Harbor task directory (`harbor.py`); what Harbor has no word for sits in `[metadata.composer_nb]`. Many small
+tasks travel as one JSON Lines file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -17,12 +16,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from composer_nb.harness import harbor
 from composer_nb.harness.functions import is_test, parse_test_files
 from composer_nb.harness.grading.scope import in_scope, is_test_module
 
-WORKSPACE = "environment/workspace"
-RUNTIME = "host-python"
-_OWN_KEYS = {"id", "grader", "runtime", "source_scope", "facts"}
+ENTRY, SOLVE = "test.sh", "solve.sh"
+"""Of the grader `script`: what runs the tests, and what writes a solution."""
 
 
 class Task(BaseModel):
@@ -37,13 +36,16 @@ class Task(BaseModel):
     tests: dict[str, str]
     """Hidden tests: never in a workspace. For the grader `pytest` also what they need besides: helpers, conftests, data."""
     solution: dict[str, str] = {}
-    """Files that a right answer changes, as they should be."""
+    """Files that a right answer changes, as they should be. For the grader `script`: `solve.sh` and its files."""
     source_scope: tuple[str, ...]
     """Paths whose changes are graded; changes elsewhere are dropped. For the grader `pytest` also globs (`src/**`)."""
-    grader: Literal["functions", "pytest"] = "functions"
+    grader: Literal["functions", "pytest", "script"] = "functions"
     """functions: `functions.py`, whose tests have one plain form. pytest: any pytest modules, `grading/pytest_grader.py`; which
-    of their tests count, and how they are made to tell, is found out by `grading.validate` and kept in `metadata`."""
+    of their tests count, and how they are made to tell, is found out by `grading.validate` and kept in `metadata`. script:
+    `tests/test.sh` says what it likes, `grading/script_grader.py`: weak, for evaluation."""
     metadata: dict[str, str] = {}
+    kept: harbor.Kept | None = None
+    """What else its directory held, where somebody else wrote that."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Task:
@@ -63,12 +65,15 @@ class Task(BaseModel):
             raise ValueError(f"task {self.id}: source_scope is empty, so no change could be graded")
         if hidden := set(self.tests) & set(self.files) if self.grader == "functions" else set():
             raise ValueError(f"task {self.id}: hidden tests {sorted(hidden)} also lie in the workspace")
-        scope = self.source_scope
-        inside = in_scope if self.grader == "pytest" else lambda path, scope: path in scope
-        if outside := {path for path in self.solution if not inside(path, scope)}:
+        inside = (lambda path, scope: path in scope) if self.grader == "functions" else in_scope
+        solution = () if self.grader == "script" else self.solution
+        if outside := {path for path in solution if not inside(path, self.source_scope)}:
             raise ValueError(f"task {self.id}: the solution changes {sorted(outside)}, outside source_scope")
         try:
-            if self.grader == "pytest":
+            if self.grader == "script":
+                if ENTRY not in self.tests:
+                    raise ValueError(f"tests/{ENTRY} is missing: a task without tests can not be graded")
+            elif self.grader == "pytest":
                 _check_modules(self.tests)
             else:
                 parse_test_files(self.tests)
@@ -83,45 +88,47 @@ class Task(BaseModel):
         """Test files in the workspace, as they were at the start: an agent's edits of them change nothing."""
         return {path: text for path, text in self.files.items() if is_test(path)}
 
+    @property
+    def image(self) -> bool:
+        """Whether it needs an image, of a name or of its Dockerfile; else the sandboxes' own Python does."""
+        if self.kept is None or self.grader != "script":
+            return False
+        told = harbor.settings(self.kept.toml)
+        if told.metadata.composer_nb is not None and told.metadata.composer_nb.runtime:
+            return False
+        files = {f"environment/{name}" for name in harbor.IMAGE_FILES}
+        return told.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
+
+    @property
+    def settings(self) -> harbor.Settings:
+        """What its task.toml says, of limits and the like."""
+        return harbor.settings(harbor.layout(self).files["task.toml"].decode())
+
     def to_harbor(self, path: Path) -> Path:
-        """Writes the task as a Harbor directory `path`, which must not exist yet."""
-        path.mkdir(parents=True)
-        for folder, files in ((WORKSPACE, self.files), ("tests", self.tests), ("solution", self.solution)):
-            for name, text in files.items():
-                target = path / folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(text.encode())  # bytes: line ends stay as they are
-        (path / "instruction.md").write_bytes(f"{self.instruction}\n".encode())
-        (path / "task.toml").write_bytes(_toml(self).encode())
-        return path
+        """Writes the task as a Harbor directory `path`, which must not exist yet: byte for byte what it was read from."""
+        return harbor.write(harbor.layout(self), path)
 
     @classmethod
     def from_harbor(cls, path: Path) -> Task:
         """Reads a Harbor directory. Raises ValueError that names what is missing or unfit."""
-        for entry in sorted(path.rglob("*")):
-            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
-                raise ValueError(f"{entry}: links and devices have no place in a task")
-        try:
-            settings = tomllib.loads(_read_text(path / "task.toml"))
-            instruction = _read_text(path / "instruction.md").removesuffix("\n")
-        except FileNotFoundError as error:
-            raise ValueError(f"{path}: not a task directory: {Path(error.filename).name} is missing") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path / 'task.toml'}: {error}") from None
-        own = _own_table(path / "task.toml", settings)
-        return _validated(
-            str(path),
-            {
-                "id": own.get("id", path.name),
-                "instruction": instruction,
-                "files": _read_tree(path / WORKSPACE),
-                "tests": _read_tree(path / "tests"),
-                "solution": _read_tree(path / "solution"),
-                "source_scope": own["source_scope"],
-                "grader": own.get("grader", "functions"),
-                "metadata": own.get("facts", {}),
-            },
-        )
+        held = harbor.read(path)
+        task = _validated(str(path), harbor.values(held, path))
+        plain = task.model_copy(update={"kept": None})
+        return plain if harbor.layout(plain) == held else task
+
+    @classmethod
+    def from_swebench(cls, row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
+        """See `swe.from_swebench`."""
+        from composer_nb.harness.swe import from_swebench
+
+        return from_swebench(row, files)
+
+    @classmethod
+    def from_swesmith(cls, row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
+        """See `swe.from_swesmith`."""
+        from composer_nb.harness.swe import from_swesmith
+
+        return from_swesmith(row, files)
 
 
 def _check_modules(tests: Mapping[str, str]) -> None:
@@ -138,34 +145,6 @@ def _check_modules(tests: Mapping[str, str]) -> None:
                 raise ValueError(f"{path}: not Python: {error or type(error).__name__}") from None
 
 
-def _own_table(where: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    metadata = settings.get("metadata")
-    own = metadata.get("composer_nb") if isinstance(metadata, dict) else None
-    if not isinstance(own, dict) or "source_scope" not in own:
-        raise ValueError(f"{where}: [metadata.composer_nb] must name source_scope and grader")
-    if unknown := set(own) - _OWN_KEYS:
-        raise ValueError(f"{where}: [metadata.composer_nb] has unknown keys {sorted(unknown)}")
-    if own.get("runtime", RUNTIME) != RUNTIME:
-        raise ValueError(f"{where}: runtime {own['runtime']!r} is not {RUNTIME!r}, the only one that can be built here")
-    return own
-
-
-def _toml(task: Task) -> str:
-    facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
-    return (
-        'schema_version = "1.4"\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
-        'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
-        f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"
-        f'runtime = "{RUNTIME}"\nsource_scope = [{", ".join(map(_quote, task.source_scope))}]\n'
-        f"\n[metadata.composer_nb.facts]\n{facts}"
-    )
-
-
-def _quote(text: str) -> str:
-    """A TOML basic string: a JSON string, but for surrogate pairs and DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()  # bytes: line ends stay as they are
@@ -173,17 +152,11 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
-def _read_tree(root: Path) -> dict[str, str]:
-    return {path.relative_to(root).as_posix(): _read_text(path) for path in sorted(root.rglob("*")) if path.is_file()}
-
-
 def _validated(where: str, values: Mapping[str, Any]) -> Task:
     try:
         return Task.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where}: {place + ': ' if place else ''}{first['msg']}") from None
+        raise ValueError(f"{where}: {harbor.first_problem(error)}") from None
 
 
 def save_tasks(tasks: Iterable[Task], path: Path) -> None:

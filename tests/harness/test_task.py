@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.functions import render_tests
-from composer_nb.harness.task import WORKSPACE, Task, load_tasks, save_tasks
+from composer_nb.harness.harbor import WORKSPACE
+from composer_nb.harness.task import Task, load_tasks, save_tasks
 
 TESTS = render_tests("f", "f", [((1,), 2)])
 MINIMAL: dict[str, Any] = {
@@ -166,15 +167,26 @@ def test_a_missing_file_is_named(harbor: Path, name: str) -> None:
     ("text", "message"),
     [
         ("a = \n", r"task\.toml: Invalid value"),
-        ("", "must name source_scope and grader"),
-        ("metadata = 1\n", "must name source_scope and grader"),
-        ("[metadata]\ncomposer_nb = 1\n", "must name source_scope and grader"),
-        ("[metadata.composer_nb]\ngrader = 'functions'\n", "must name source_scope and grader"),
-        ("[metadata.composer_nb]\nsource_scope = ['f.py']\ngrder = 'functions'\n", r"unknown keys \['grder'\]"),
-        ("[metadata.composer_nb]\nsource_scope = 'f.py'\n", "source_scope: .*valid tuple"),
-        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nruntime = 'docker'\n", "runtime 'docker'"),
-        ("[metadata.composer_nb]\nsource_scope = ['f.py']\ngrader = 'script'\n", "grader: "),
-        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nfacts = {a = 1}\n", r"metadata\.a: "),
+        ("metadata = 1\n", "metadata: .*valid dictionary"),
+        ("[metadata]\ncomposer_nb = 1\n", r"metadata\.composer_nb: .*valid dictionary"),
+        ("[metadata.composer_nb]\ngrader = 'functions'\n", "must name source_scope"),
+        ("[metadata.composer_nb]\nsource_scope = ['f.py']\ngrder = 'functions'\n", r"composer_nb\.grder: Extra inputs"),
+        ("[metadata.composer_nb]\nsource_scope = 'f.py'\n", "source_scope: .*valid list"),
+        ("[metadata.composer_nb]\nsource_scope = ['../f.py']\n", "is not a plain relative path"),
+        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nruntime = 'docker'\n", "runtime: .*'host-python'"),
+        (
+            "[metadata.composer_nb]\nsource_scope = ['f.py']\ngrader = 'judge'\n",
+            "grader: .*'functions', 'pytest' or 'script'",
+        ),
+        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nfacts = {a = 1}\n", r"facts\.a: "),
+        ("verifier.timeout_sec = -1\n", r"verifier\.timeout_sec: .*greater than 0"),
+        ("agent.timeout_sec = inf\n", r"agent\.timeout_sec: .*finite"),
+        ("environment.memory_mb = 0\n", r"environment\.memory_mb: "),
+        ("environment.workdir = '/a/../b'\n", r"environment\.workdir: .*leads out"),
+        ("environment.env = {A = 1}\n", r"environment\.env\.A: "),
+        ("artifacts = [{source = '/a/../../b'}]\n", r"artifacts\.0.*leads out"),
+        ("environment.network_mode = 'some'\n", r"environment\.network_mode: "),
+        ("[[steps]]\nname = 'one'\n", "several steps are not supported"),
     ],
 )
 def test_an_unfit_toml_is_named(harbor: Path, text: str, message: str) -> None:

@@ -53,9 +53,13 @@ class Changes:
         return tuple(sorted(set(self.dropped.values()) - {"cache"}))
 
 
-def changes(task: Task, files: Mapping[str, bytes]) -> Changes:
-    """What of `files`, a whole workspace, is graded. The same input gives the same result, in order of paths."""
-    pristine = {path: text.encode() for path, text in task.files.items()}
+def changes(task: Task, files: Mapping[str, bytes], pristine: Mapping[str, bytes] | None = None) -> Changes:
+    """What of `files`, a whole workspace, is graded. The same input gives the same result, in order of paths.
+
+    `pristine` is the workspace at the start, where an image adds to the task's own files.
+    """
+    if pristine is None:
+        pristine = {path: text.encode() for path, text in task.files.items()}
     graded = dict(pristine)
     changed: list[str] = []
     dropped: dict[str, Drop] = {}
@@ -97,6 +101,8 @@ def _unwanted(task: Task, path: str) -> Drop | None:
         return "cache"
     if not in_scope(path, task.source_scope):
         return "outside_scope"
+    if task.grader == "script":  # its tests are set up by what is beside them
+        return None
     if pure.name in SETUP_NAMES or pure.name.endswith(SETUP_ENDINGS) or folders & SETUP_FOLDERS:
         return "test_setup"
     return None

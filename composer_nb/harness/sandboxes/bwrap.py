@@ -34,6 +34,7 @@ from composer_nb.harness.linux import machine
 from composer_nb.harness.sandboxes.backend import ResidentBackend
 from composer_nb.harness.sandboxes.cgroups import Cgroups, Group
 from composer_nb.harness.sandboxes.contract import (
+    PLACES,
     WORKSPACE,
     Capabilities,
     SandboxFailure,
@@ -326,6 +327,8 @@ class BwrapBackend(ResidentBackend):
     def _command(self, mode: Mode, accounts: tuple[int, int], spec: SandboxSpec) -> list[str]:
         command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
         command += ["--hostname", "sandbox"]
+        for place, target in PLACES.items():
+            command += ["--symlink", target, place]
         for path in LINKS:
             if os.path.islink(path):
                 command += ["--symlink", os.readlink(path), path]

@@ -23,6 +23,9 @@ __all__ += ["SandboxUnavailable", "Snapshot", "Stats"]
 WORKSPACE = "/workspace"
 """Where the workspace is in every sandbox but those of the backend `process`."""
 
+PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
+"""Links in every isolated sandbox, by which scripts of Harbor tasks find their things: its root is read-only."""
+
 LIMITS = ("memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls")
 """What `Capabilities.enforced` speaks of."""
 
@@ -157,6 +160,10 @@ class Sandbox(Protocol):
 
     def end(self, pid: int) -> None:
         """Ends a background command and its descendants. Orphans of it stay, as they can not be told from others."""
+        ...
+
+    def end_all(self) -> None:
+        """Ends everything that runs in it, orphans too. Raises OSError where something is still there after seconds."""
         ...
 
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:

@@ -52,7 +52,7 @@ from composer_nb.harness.linux import (
     write_ids,
 )
 from composer_nb.harness.sandboxes.guest_commands import Commands
-from composer_nb.harness.sandboxes.guest_files import Files, Header, open_beneath
+from composer_nb.harness.sandboxes.guest_files import Files, Header, open_beneath, refuse
 
 PR_SET_CHILD_SUBREAPER = 36
 START_S = 10.0  # how long a background command may take to be executed
@@ -139,6 +139,12 @@ class Resident:
         if pid in self.commands.running:
             # What a background command left as orphans is told from other orphans by nothing: they stay.
             self.commands.end(pid, self.commands.now() + (1 << 40))
+        return {}, b""
+
+    def do_end_all(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:
+        self.commands.end_all()
+        if self.commands.all():
+            raise refuse(errno.EBUSY, "processes that were killed are still there")
         return {}, b""
 
     def do_read(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.interpreter import Interpreter, install_hint
+from composer_nb.harness.sandboxes.contract import PLACES
 
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"
@@ -132,7 +133,7 @@ def _is_elf(path: str) -> bool:
 
 def host_files() -> Files:
     """What the host image is made of, but for shared libraries. Raises SandboxUnavailable."""
-    files, python = Files(), Interpreter.find().path
+    files, python = Files(links=dict(PLACES)), Interpreter.find().path
     files.add(python)
     if os.path.realpath("/usr/bin/python3") == python:
         files.add("/usr/bin/python3")

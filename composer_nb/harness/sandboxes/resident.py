@@ -198,6 +198,9 @@ class ResidentSandbox:
     def end(self, pid: int) -> None:
         self._ask("end", {"pid": pid})
 
+    def end_all(self) -> None:
+        self._ask("end_all", {})
+
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
         return self._ask("read", {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
 

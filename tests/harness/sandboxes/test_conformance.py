@@ -598,3 +598,14 @@ def test_a_spec_that_does_not_fit_is_refused() -> None:
     for name in ("memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files"):
         with pytest.raises(ValueError, match=name):
             SandboxSpec(**{name: 0})  # type: ignore[arg-type]
+
+
+def test_everything_that_runs_can_be_ended(box: Sandbox) -> None:
+    """Background commands, orphans, what ignores signals and what has stopped."""
+    box.exec_background(["sh", "-c", "trap '' TERM HUP; while :; do sleep 0.05; done"], log="log")
+    box.exec(["sh", "-c", "(setsid sh -c 'trap \"\" TERM; sleep 100 & kill -STOP $$') >/dev/null 2>&1 & sleep 0.2"])
+    assert box.stats().processes >= 2
+    box.end_all()
+    assert box.stats().processes == 0
+    box.end_all()
+    assert box.exec(["echo", "still here"]).stdout == b"still here\n"

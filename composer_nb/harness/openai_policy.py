@@ -1,0 +1,218 @@
+"""Any OpenAI-compatible endpoint as a Policy: text in, calls out. For evaluation: it tells no log-probabilities to train on, no
+versions and no routes.
+
+A rollout becomes a conversation: the prompt is the user's message, each observation the answer to the call before it. The reply's
+call is written in the agent's own format, so that the loop reads it like any other; a reply that is no single, well-formed call
+becomes a turn that can not be read, and counts as invalid.
+
+Requests are tried again (connection, timeout, 408, 409, 429, 5xx) after a growing wait with jitter, or when the server says,
+within a minute. What fails for good is a ProviderFailure of that rollout alone. The key is OPENAI_API_KEY's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import urllib3
+from urllib3.util.retry import Retry
+
+from composer_nb.harness.chat import read_json
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.render import CompactRenderer
+from composer_nb.harness.tools import ToolCall, ToolError
+
+MAX_REPLY_BYTES = 16 << 20
+AGAIN = (408, 409, 429, 500, 502, 503, 504)
+LONGEST_WAIT_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where chat completions are asked for. Raises ValueError for what is no such address."""
+
+    url: str
+    """Up to and without `/chat/completions`, such as http://127.0.0.1:8000/v1."""
+    model: str = ""
+    """Empty: the first that the server lists."""
+    timeout_s: float = 300.0
+    """Of one try, between two pieces of its answer."""
+    retries: int = 5
+    wait_s: float = 0.5
+    """Before the second try, doubled before each further one; up to as much again is added by chance."""
+    temperature: float = 1.0
+    _pool: urllib3.PoolManager = field(
+        default_factory=lambda: urllib3.PoolManager(maxsize=64), repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError(f"openai:{self.url}: give an address such as openai:http://127.0.0.1:8000/v1")
+
+    def models(self) -> list[str]:
+        """Names of the models there. Raises ProviderFailure."""
+        try:
+            return [str(entry["id"]) for entry in self._ask("GET", "models")["data"]]
+        except (KeyError, TypeError) as error:
+            raise ProviderFailure(f"{self.url}/models: no list of models: {error!r}") from None
+
+    def complete(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int) -> dict[str, Any]:
+        """The message that answers a conversation. Raises ProviderFailure."""
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": self.temperature,
+        }
+        if tools:
+            body |= {"tools": list(tools), "parallel_tool_calls": False}
+        told = self._ask("POST", "chat/completions", body)
+        try:
+            message = told["choices"][0]["message"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ProviderFailure(f"{self.url}: an answer without a message: {error!r}") from None
+        if not isinstance(message, dict):
+            raise ProviderFailure(f"{self.url}: an answer whose message is {type(message).__name__}")
+        return message
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        again = Retry(
+            total=self.retries,
+            redirect=False,
+            allowed_methods=None,
+            status_forcelist=AGAIN,
+            backoff_factor=self.wait_s,
+            backoff_jitter=self.wait_s,
+            backoff_max=LONGEST_WAIT_S,
+            retry_after_max=LONGEST_WAIT_S,
+            raise_on_status=False,
+        )
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        where = f"{self.url.rstrip('/')}/{path}"
+        try:
+            answer = self._pool.request(
+                method,
+                where,
+                body=None if body is None else json.dumps(body).encode(),
+                headers=headers,
+                retries=again,
+                timeout=urllib3.Timeout(connect=min(10.0, self.timeout_s), read=self.timeout_s),
+                preload_content=False,
+            )
+            with answer:
+                data = answer.read(MAX_REPLY_BYTES + 1, decode_content=True)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ProviderFailure(f"{where}: {type(error).__name__}: {str(error)[:300]}") from None
+        if answer.status != 200:
+            raise ProviderFailure(f"{where}: status {answer.status}: {data[:300].decode('utf-8', 'replace')}")
+        try:
+            if len(data) > MAX_REPLY_BYTES:
+                raise ValueError(f"longer than {MAX_REPLY_BYTES} bytes")
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ProviderFailure(f"{where}: no JSON: {str(error)[:200]}") from None
+
+
+class OpenAIPolicy:
+    """A Policy that asks an endpoint, one request a rollout at a time. A context manager, which waits for what is under way."""
+
+    def __init__(self, endpoint: Endpoint, renderer: CompactRenderer, tools: Sequence[Any], capacity: int = 8) -> None:
+        """`tools`: schemas in OpenAI's form."""
+        self.endpoint, self.renderer, self.tools = endpoint, renderer, list(tools)
+        self.capacity = capacity
+        self._threads = ThreadPoolExecutor(max_workers=capacity, thread_name_prefix="openai")
+        self._talks: dict[int, list[dict[str, Any]]] = {}
+        self._asked: dict[Future[dict[str, Any]], Request] = {}
+
+    def __enter__(self) -> OpenAIPolicy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def submit(self, request: Request) -> None:
+        talk = self._talks.setdefault(request.rollout, [])
+        text = self.renderer.text(request.token_ids)
+        calls = talk[-1].get("tool_calls") if talk else None
+        talk += [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls or ()]
+        talk += [] if calls else [{"role": "user", "content": text}]
+        asked = self._threads.submit(self.endpoint.complete, list(talk), self.tools, request.max_tokens)
+        self._asked[asked] = request
+
+    def step(self) -> list[Completion | ProviderFailure]:
+        if not self._asked:
+            return []
+        done, _ = wait(self._asked, return_when=FIRST_COMPLETED)
+        return [self._completed(asked) for asked in sorted(done, key=lambda asked: self._asked[asked].rollout)]
+
+    def release(self, rollout: int) -> Trace:
+        self._talks.pop(rollout, None)
+        for asked in [asked for asked, request in self._asked.items() if request.rollout == rollout]:
+            asked.cancel()
+            del self._asked[asked]
+        return Trace()
+
+    def _completed(self, asked: Future[dict[str, Any]]) -> Completion | ProviderFailure:
+        request = self._asked.pop(asked)
+        try:
+            message = asked.result()
+        except ProviderFailure as failure:
+            failure.rollout = request.rollout
+            return failure
+        said, calls = spoken(message)
+        self._talks[request.rollout].append(said)
+        token_ids = self._written(said, calls)[: request.max_tokens]
+        return Completion(
+            rollout=request.rollout,
+            token_ids=token_ids,
+            logprobs=[0.0] * len(token_ids),
+            policy_versions=[-1] * len(token_ids),
+        )
+
+    def _written(self, said: Mapping[str, Any], calls: Sequence[ToolCall | ToolError]) -> list[int]:
+        """The turn in the agent's format; what that can not say is written so that it reads as invalid."""
+        if len(calls) == 1 and isinstance(calls[0], ToolCall):
+            try:
+                token_ids = self.renderer.render_call(calls[0])
+                if self.renderer.parse_call(token_ids) == calls[0]:
+                    return token_ids
+            except (KeyError, ToolError, ValueError):
+                pass
+        text = json.dumps(said.get("tool_calls") or said["content"])  # in quotes: never a call of the format
+        return [*self.renderer.encode(text), self.renderer.end]
+
+
+def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | ToolError]]:
+    """A reply as it is sent back with the next request, and its calls; of each that is malformed, why."""
+    content = message.get("content")
+    said: dict[str, Any] = {"role": "assistant", "content": content if isinstance(content, str) else ""}
+    calls: list[ToolCall | ToolError] = []
+    kept: list[dict[str, Any]] = []
+    listed = message.get("tool_calls") or []
+    for number, call in enumerate(listed if isinstance(listed, list) else [listed]):
+        function = call.get("function") if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        name, arguments = str(function.get("name", "")), function.get("arguments", "")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        name_of_call = str(call.get("id") or f"call_{number}") if isinstance(call, dict) else f"call_{number}"
+        kept.append({"id": name_of_call, "type": "function", "function": {"name": name, "arguments": text}})
+        calls.append(_call(name, text))
+    return said | ({"tool_calls": kept} if kept else {}), calls
+
+
+def _call(name: str, arguments: str) -> ToolCall | ToolError:
+    try:
+        held = read_json(arguments or "{}")
+    except ToolError as error:
+        return error
+    if not name or not isinstance(held, dict):
+        return ToolError("InvalidArguments", "a call has a name, and one JSON object of arguments")
+    return ToolCall(name=name, arguments=held)

@@ -1,0 +1,275 @@
+"""The grader `script`: foreign tasks load, run and are graded; what it believes, and what it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.harness.grading.check import _check_script, _left, check_tasks
+from composer_nb.harness.grading.script_grader import MAX_REWARD_BYTES, grade_script, parse_rewards, refuse_weak
+from composer_nb.harness.runtime import obstacles, spec_of, start, variables
+from composer_nb.harness.sandboxes import open_backend
+from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandboxes.process import ProcessBackend
+from composer_nb.harness.task import Task
+from tests.harness.foreign import FOREIGN, HELLO, lay
+
+
+def task_of(test: str, **change: Any) -> Task:
+    return Task(
+        **{
+            "id": "t",
+            "instruction": "say hello",
+            "files": {},
+            "tests": {"test.sh": test},
+            "source_scope": ("**",),
+            "grader": "script",
+        }
+        | change
+    )
+
+
+QUICK = ("plain", "variables", "json_reward", "helpers", "deleting", "windows_lines_and_more")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FOREIGN if name not in QUICK)]
+)
+def test_foreign_tasks_run_and_are_graded(name: str, tmp_path: Path, backend: Backend) -> None:
+    task = Task.from_harbor(lay(name, tmp_path))
+    assert obstacles(task) == [] and not task.image
+    solved = grade_script(task, _left(task, backend, solve=True), backend)
+    assert solved.passed and solved.status == "graded" and solved.flags == ("weak",)
+    start_ = {path: text.encode() for path, text in task.files.items()}
+    nothing = grade_script(task, start_, backend)
+    assert nothing.status == "graded" and not nothing.passed and "weak" in nothing.flags
+
+
+def test_the_reward_is_kept_as_numbers(tmp_path: Path, backend: Backend) -> None:
+    task = Task.from_harbor(lay("json_reward", tmp_path))
+    found = grade_script(task, {}, backend)
+    assert found.rewards == {"correct": 0.0, "style": 1.0}
+    assert found.tests == {"test.sh::correct": False, "test.sh::style": True}
+
+
+def test_changes_outside_the_scope_are_dropped(tmp_path: Path, backend: Backend) -> None:
+    task = Task.from_harbor(lay("scoped", tmp_path))
+    found = grade_script(task, {"hello.txt": b"hello\n", "guard.py": b"x = 2\n", "new.py": b""}, backend)
+    assert found.passed and found.flags == ("outside_scope", "weak")
+
+
+def test_the_tests_are_not_there_while_an_answer_is_written(backend: Backend) -> None:
+    with start(task_of("#!/bin/sh\n"), backend) as box:
+        assert box.exec(["ls", "/tests/", "/solution/", "/logs/"]).exit_code != 0
+
+
+LOOP = "trap '' TERM; mkdir -p /tmp/logs/verifier; while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done"
+
+
+def test_nothing_writes_when_the_reward_is_read(backend: Backend) -> None:
+    """What a script leaves behind is ended before the reward is read, by what it can not end."""
+    with start(task_of("#!/bin/sh\n"), backend) as box:
+        box.exec(["bash", "-c", f"setsid bash -c {shlex.quote(LOOP)} & sleep 0.3"])
+        assert box.stats().processes > 0
+        box.end_all()
+        assert box.stats().processes == 0
+        box.exec(["sh", "-c", "echo 0 > /logs/verifier/reward.txt"])
+        assert box.exec(["sh", "-c", "sleep 0.2; cat /logs/verifier/reward.txt"]).stdout == b"0\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        ("true", "no_reward"),
+        ("echo nan > /logs/verifier/reward.txt", "no_reward"),
+        ("echo yes > /logs/verifier/reward.txt", "no_reward"),
+        ("mkfifo /logs/verifier/reward.txt", "no_reward"),
+        ("ln -s /etc/passwd /logs/verifier/reward.txt", "no_reward"),
+        ("echo 1 > /tmp/one; ln -s /tmp/one /logs/verifier/reward.txt", "no_reward"),
+        ("mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", "no_reward"),
+        ("yes 1 | head -c 100000 > /logs/verifier/reward.txt", "no_reward"),
+        ("echo '[1]' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", "no_reward"),
+        ("rm -r /logs/verifier", "no_reward"),
+        ("sleep 60", "timeout"),
+    ],
+)
+def test_what_is_no_reward_is_none(script: str, flag: str, tmp_path: Path, backend: Backend) -> None:
+    path = lay("timeouts", tmp_path)
+    (path / "task.toml").write_text("[verifier]\ntimeout_sec = 1.5\n")
+    (path / "tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
+    found = grade_script(Task.from_harbor(path), {}, backend)
+    assert found.status == "graded" and not found.passed and found.tests == {"test.sh::reward": False}
+    assert flag in found.flags and "weak" in found.flags
+
+
+@given(
+    said=st.binary(max_size=60)
+    | st.builds(lambda a, b: a + b"\n" + b, st.sampled_from([b"reward.json", b"reward.txt"]), st.binary())
+)
+def test_whatever_is_said_is_numbers_or_nothing(said: bytes) -> None:
+    for name, value in parse_rewards(said).items():
+        assert isinstance(name, str) and type(value) is float and abs(value) < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("1", {"reward": 1.0}),
+        (" 0.5\n", {"reward": 0.5}),
+        ("1e999", {}),
+        ("-inf", {}),
+        ("", {}),
+        ("1\n1", {}),
+        ("9" * (MAX_REWARD_BYTES + 1), {}),
+    ],
+)
+def test_text_is_one_finite_number(content: str, wanted: dict[str, float]) -> None:
+    assert parse_rewards(b"reward.txt\n" + content.encode()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        ({"a": 1, "b": 0.5}, {"a": 1.0, "b": 0.5}),
+        ({"a": True}, {}),
+        ({"a": "1"}, {}),
+        ({"a": 10**400}, {}),
+        ({"a": float("nan")}, {}),
+        ({"a\n": 1}, {}),
+        ({"a" * 300: 1}, {}),
+        ({str(n): 1 for n in range(2000)}, {}),
+        (1, {}),
+        ({}, {}),
+    ],
+)
+def test_json_is_finite_numbers_by_name(held: Any, wanted: dict[str, float]) -> None:
+    assert parse_rewards(b"reward.json\n" + json.dumps(held).encode()) == wanted
+
+
+def test_training_on_it_has_to_be_allowed() -> None:
+    tasks = [task_of("#!/bin/sh\n")]
+    with pytest.raises(ValueError, match=r"task t: its grader `script` is for evaluation"):
+        refuse_weak(tasks)
+    refuse_weak(tasks, allow=True)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("environment.network_mode = 'public'", r"environment\.network_mode = 'public': sandboxes have no network"),
+        ("agent.network_mode = 'allowlist'", r"agent\.network_mode = 'allowlist'"),
+        ("environment.gpus = 1", r"environment\.gpus"),
+        ("environment.os = 'windows'", r"environment\.os = 'windows'"),
+        ("environment.healthcheck = {command = 'true'}", r"environment\.healthcheck"),
+        ("environment.mcp_servers = [{name = 'x', url = 'http://x'}]", r"environment\.mcp_servers"),
+        ("verifier.environment = {docker_image = 'x'}", r"verifier\.environment"),
+        ("verifier.collect = [{command = 'true'}]", r"verifier\.collect"),
+        ("verifier.user = 'root'", r"verifier\.user = 'root'"),
+        ("environment.workdir = '/app'", r"environment\.workdir = '/app'"),
+        ("environment.env = {TOKEN = '${TOKEN}'}", r"environment\.env\.TOKEN"),
+        ("environment.docker_image = 'x'", "needs an image"),
+    ],
+)
+def test_what_can_not_be_had_is_refused_by_name(toml: str, message: str, tmp_path: Path, backend: Backend) -> None:
+    path = lay("plain", tmp_path)
+    (path / "task.toml").write_text(toml)
+    task = Task.from_harbor(path)
+    with pytest.raises(ValueError, match=message):
+        grade_script(task, {}, backend)
+
+
+def test_a_dockerfile_is_refused_by_bwrap_and_every_script_by_process(tmp_path: Path, backend: Backend) -> None:
+    path = lay("plain", tmp_path)
+    with ProcessBackend() as process, pytest.raises(ValueError, match="isolates nothing"):
+        grade_script(Task.from_harbor(path), {}, process)
+    (path / "environment/Dockerfile").write_text("FROM scratch\n")
+    with pytest.raises(ValueError, match=r"environment/Dockerfile .* which bwrap can not build: use docker"):
+        spec_of(Task.from_harbor(path), backend)
+    (path / "environment/docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(ValueError, match=r"docker-compose\.yaml: a sandbox is one container"):
+        spec_of(Task.from_harbor(path), backend)
+
+
+def test_limits_become_a_sandboxes_limits(tmp_path: Path, backend: Backend) -> None:
+    task = Task.from_harbor(lay("limits", tmp_path))
+    assert spec_of(task, backend) == SandboxSpec(memory_bytes=256 << 20, disk_bytes=64 << 20, cpus=1.0)
+    task = Task.from_harbor(lay("huge_storage", tmp_path))
+    assert spec_of(task, backend) == SandboxSpec(memory_bytes=512 << 20, disk_bytes=224 << 20)
+    assert spec_of(task_of("#!/bin/sh\n"), backend) == SandboxSpec()
+
+
+def test_this_machines_variables_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s")
+    assert variables({"A": "${SECRET:-none}", "B": "${SECRET:-}", "C": "$SECRET"}) == {
+        "A": "none",
+        "B": "",
+        "C": "$SECRET",
+    }
+
+
+@pytest.mark.slow
+def test_check_asks_every_grader(tmp_path: Path, backend: Backend) -> None:
+    right = Task.from_harbor(lay("plain", tmp_path))
+    row = _check_script(right, backend)
+    assert row == {"tests": 1, "gold": True, "none": False, "repeatable": True, "problem": ""}
+    done = right.model_copy(update={"id": "done", "files": {"hello.txt": "hello"}})
+    assert _check_script(done, backend)["problem"] == "passes before anything is changed"
+    bare = right.model_copy(update={"id": "bare", "solution": {}})
+    assert _check_script(bare, backend)["problem"] == "has no solution"
+    fails = right.model_copy(update={"id": "fails", "solution": {"solve.sh": "#!/bin/sh\necho why >&2\nexit 3\n"}})
+    wide = Task.from_harbor(lay("workdir", tmp_path)).model_copy(update={"id": "w"})
+    rows = {row["id"]: row for row in check_tasks([fails, wide])}
+    assert rows["fails"]["problem"] == "solution/solve.sh ends with 3: why" and not rows["fails"]["ok"]
+    assert rows["w"]["ok"] and rows["w"]["grader"] == "script"
+
+
+@pytest.fixture(scope="module")
+def docker() -> Iterator[Backend]:
+    try:
+        made = open_backend("docker")
+    except SandboxUnavailable as error:
+        pytest.skip(f"{error} (make test starts no Docker Engine)")
+    yield made
+    made.close()
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_an_image_is_built_on_docker_and_graded_in(tmp_path: Path, docker: Backend) -> None:
+    from composer_nb.harness.sandboxes.engine import connect
+    from composer_nb.harness.sandboxes.image import host_image
+
+    with contextlib.closing(connect()) as client:
+        base = host_image(client)
+    path = lay("plain", tmp_path)
+    (path / "environment/app").mkdir()
+    (path / "environment/app/given.txt").write_text("given")
+    (path / "environment/app/gone.txt").write_text("gone")
+    (path / "environment/Dockerfile").write_text(f"FROM {base}\nUSER root\nWORKDIR /srv/app\nCOPY app/ ./\n")
+    (path / "tests/test.sh").write_text(
+        "#!/bin/bash\ncd /srv/app && [ $(cat hello.txt) = hello ] && [ -f given.txt ] && [ ! -e gone.txt ] && x=1\n"
+        "echo ${x:-0} > /logs/verifier/reward.txt\n"
+    )
+    (path / "solution/solve.sh").write_text("#!/bin/bash\ncd /srv/app; echo hello > hello.txt; rm gone.txt\n")
+    task = Task.from_harbor(path)
+    assert task.image
+    row = _check_script(task, docker)
+    assert row["problem"] == "" and row["gold"] and not row["none"]
+    host = Task.from_harbor(lay("helpers", tmp_path))
+    assert _check_script(host, docker)["problem"] == ""
+
+
+def test_the_tests_have_twenty_foreign_tasks() -> None:
+    assert (
+        len(FOREIGN) == 20
+        and len({toml for toml, _ in FOREIGN.values()} | {str(files) for _, files in FOREIGN.values()}) > 20
+    )
+    assert HELLO
