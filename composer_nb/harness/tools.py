@@ -1,4 +1,4 @@
-"""The general tool contract and `ToolSet.tiny`, the four tools of tiny models.
+"""The general tool contract, `ToolSet.tiny`, the four tools of tiny models, and `ToolSet.cursor`, the tools of a product.
 
 A tool is a schema (OpenAI's form) and a generator that maps a workspace and arguments to an observation. A tool that needs
 to execute code yields a CallRequest and is sent the outcomes; everything else is pure, so one driver can serve hundreds of
@@ -8,31 +8,21 @@ rollouts in batches.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.calls import CallOutcome, CallRequest
 from composer_nb.harness.functions import FunctionTest, is_test, parse_test_files
+from composer_nb.harness.tool_call import ErrorKind, ToolCall, ToolError
 
-ErrorKind = Literal["InvalidArguments", "UnexpectedEnvironment", "ProviderError", "UserAborted", "Timeout"]
+if TYPE_CHECKING:
+    from composer_nb.harness.cursor.search import Search
+    from composer_nb.harness.cursor.toolset import CursorTools
+
+__all__ = ["ErrorKind", "Observation", "Tool", "ToolCall", "ToolError", "ToolSet", "Workspace"]
+
 Execution = Generator[CallRequest, tuple[CallOutcome, ...], "Observation"]
-
-
-class ToolError(Exception):
-    """A call that failed. `kind` is of the fixed taxonomy: anything else that goes wrong in a tool is a bug of ours."""
-
-    def __init__(self, kind: ErrorKind, message: str) -> None:
-        super().__init__(message)
-        self.kind: ErrorKind = kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """One call, in canonical form."""
-
-    name: str
-    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +121,21 @@ class ToolSet:
             ),
         ]
         return cls({tool.name: tool for tool in tools})
+
+    @staticmethod
+    def cursor(
+        *,
+        strict: bool = True,
+        search: Search | None = None,
+        offer: Collection[str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> CursorTools:
+        """The tools of a product, which work in a sandbox. `strict`: take only what a schema says (`cursor/arguments.py`).
+        `search`: looks for code by meaning; without it that tool is not offered. `offer`: only these tools. `names`: what a
+        model was trained to call some of them. Raises ValueError for a tool that there is not."""
+        from composer_nb.harness.cursor.toolset import NAMES, make
+
+        return make(strict=strict, search=search, offer=NAMES if offer is None else offer, names=names or {})
 
 
 def _read_file(workspace: Workspace, arguments: Mapping[str, Any]) -> Execution:

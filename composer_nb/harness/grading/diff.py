@@ -27,7 +27,9 @@ MAX_CHANGED_FILES = 2000
 """Files and the folders that they need."""
 MAX_PATH_BYTES = 1024
 """What can not be written in a box would look like a fault of the box, which an agent must not be able to cause."""
-CACHE_FOLDERS = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", "build"}
+CACHE_FOLDERS = {
+    "__pycache__", ".composer_nb", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", "build",
+}  # fmt: skip
 CACHE_ENDINGS = (".pyc", ".pyo")
 SETUP_NAMES = {
     "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml",

@@ -6,7 +6,8 @@ program, slower. Nothing ever runs with less isolation: what is missing is an er
 named in `capabilities`.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
-but what the loader needs, no home, no /sys, no other sandbox. Its workspace and its temporary files are in memory.
+but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `programs.py`. Its workspace
+and its temporary files are in memory.
 
 Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
 """
@@ -41,6 +42,7 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxSpec,
     SandboxUnavailable,
 )
+from composer_nb.harness.sandboxes.programs import PLACE, host_programs, open_to_all
 from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
     SocketChannel,
@@ -342,6 +344,9 @@ class BwrapBackend(ResidentBackend):
                 command += ["--ro-bind", path, path]
         if not self._interpreter.path.startswith(PROGRAMS):
             command += ["--ro-bind", self._interpreter.path, self._interpreter.path]
+        for name, path in host_programs().items():
+            if not path.startswith(PROGRAMS) and (self._uid is None or open_to_all(path)):
+                command += ["--ro-bind", path, f"{PLACE}/{name}"]
         for packages in self._packages():
             command += ["--tmpfs", packages, "--remount-ro", packages]
         for fd, path in zip(accounts, ("/etc/passwd", "/etc/group"), strict=True):

@@ -10,14 +10,15 @@ under what ran in it; SandboxFailure that the machinery failed, so that nothing 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
 
-__all__ = ["Backend", "Capabilities", "ExecResult", "Sandbox", "SandboxDied", "SandboxFailure", "SandboxSpec"]
+__all__ = ["Backend", "Capabilities", "Entry", "ExecResult", "Sandbox", "SandboxDied", "SandboxFailure", "SandboxSpec"]
 __all__ += ["SandboxUnavailable", "Snapshot", "Stats"]
 
 WORKSPACE = "/workspace"
@@ -77,9 +78,24 @@ class ExecResult:
     """Whether the middle of a stream was left out; a line in it says how much."""
     timed_out: bool = False
     """Whether it, and all that it had started, was ended at its time limit."""
+    stopped: bool = False
+    """Whether it, and all that it had started, was ended because whoever waited for it wanted that."""
     oom: bool = False
     """Whether something in the sandbox was killed for memory meanwhile."""
     duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a folder holds under one name."""
+
+    name: str
+    """Bytes that are not UTF-8 are lone surrogates, as from `os.fsdecode`."""
+    kind: Literal["file", "folder", "link", "other"]
+    size: int
+    """Bytes."""
+    mode: int
+    """Permissions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +156,11 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         output_bytes: int = 1 << 20,
+        stop: threading.Event | None = None,
     ) -> ExecResult:
         """Runs a command to its end or its time limit, then ends everything that it started if that was reached.
+
+        `stop`: set by another thread, it ends the command and everything that it started, as the time limit would.
 
         Of each stream at most `output_bytes` are kept, its head and its tail. Processes that the command left behind go on
         after a normal end.
@@ -170,8 +189,19 @@ class Sandbox(Protocol):
         """A part of a regular file. Raises OSError (FileNotFoundError, …); links that lead out of the workspace are refused."""
         ...
 
-    def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Writes a whole file, in a moment, and makes its folders. Raises OSError, as for a full disk."""
+    def write(self, path: str, data: bytes, *, mode: int | None = None) -> None:
+        """Writes a whole file, in a moment, and makes its folders. Raises OSError, as for a full disk.
+
+        `mode`: its permissions; None keeps those of a file that is there, and is 0o644 for a new one.
+        """
+        ...
+
+    def entries(self, path: str = ".") -> list[Entry]:
+        """What is in a folder, by name. Raises OSError (NotADirectoryError, …) like `read`."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Removes a file or a link, not what it leads to. Raises OSError (FileNotFoundError, IsADirectoryError, …)."""
         ...
 
     def upload(self, files: Mapping[str, bytes]) -> None:

@@ -9,7 +9,8 @@ inside the sandbox; they use the standard library alone and never import the res
   never runs what an agent wrote. A sandbox costs a fork then, where a new interpreter would cost twenty times as much.
 
 Frames in both directions: 4 bytes of length (big-endian), a JSON header in one line, a newline, a payload. One request is
-answered at a time, in order. Headers of answers have "error": [errno, text] where a request failed.
+answered at a time, in order; only that a command shall stop is said while it runs, and has no answer of its own. Headers of
+answers have "error": [errno, text] where a request failed.
 
 Commands run as the same user, without capabilities or new privileges, under a system call filter. They are ended as a tree:
 the descendants of a command and all orphans that began after it.
@@ -72,7 +73,7 @@ class Resident:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(note, warn_on_full_buffer=False)
         self.files = Files(settings["workspace"], settings["disk_bytes"])
-        self.commands = Commands(self.files, self.wake, settings["nice"])
+        self.commands = Commands(self.files, self.wake, settings["nice"], settings["programs"])
 
     def serve(self) -> None:
         send({"ready": True, "pid": os.getpid(), "uid": os.getuid(), "python": sys.version.split()[0]})
@@ -91,7 +92,9 @@ class Resident:
                     self.commands.end_all()
                     return
                 cut = bytes(body).index(b"\n")
-                self.answer(json.loads(bytes(body[:cut])), body[cut + 1 :])
+                header = json.loads(bytes(body[:cut]))
+                if header["do"] != "stop":  # of a command that has ended meanwhile: it was answered
+                    self.answer(header, body[cut + 1 :])
 
     def answer(self, header: Header, payload: memoryview) -> None:
         try:
@@ -152,6 +155,13 @@ class Resident:
 
     def do_write(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:
         self.files.write(header["path"], payload, header["mode"])
+        return {}, b""
+
+    def do_entries(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:
+        return {"entries": self.files.entries(header["path"])}, b""
+
+    def do_remove(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:
+        self.files.remove(header["path"])
         return {}, b""
 
     def do_pack(self, header: Header, payload: memoryview) -> tuple[Header, bytes]:

@@ -13,11 +13,13 @@ import signal
 import time
 import typing
 
+from composer_nb.harness.linux import read_exactly
 from composer_nb.harness.sandboxes.guest_files import Files, Header, open_beneath, refuse
 
 DRAIN_S = 0.1  # how long output is awaited from processes that a command left behind
 KILL_S = 2.0  # how long a tree may take to end
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+HOST = 0  # the descriptor on which the host asks
 KEPT_DEAD = 1000  # exit codes of background commands that are remembered
 
 
@@ -53,15 +55,17 @@ class Kept:
 
 def _ended(code: int, out: bytes, err: bytes, **facts: typing.Any) -> tuple[Header, bytes]:
     """The answer to a command that has ended."""
-    usual = {"truncated": False, "timed_out": False, "duration_s": 0.0}
+    usual = {"truncated": False, "timed_out": False, "stopped": False, "duration_s": 0.0}
     return {"exit_code": code, "sizes": [len(out), len(err)], **usual, **facts}, out + err
 
 
 class Commands:
     """Everything that runs in the sandbox besides this program."""
 
-    def __init__(self, files: Files, wake: int, nice: int) -> None:
+    def __init__(self, files: Files, wake: int, nice: int, programs: str) -> None:
+        """`programs`: a folder of more programs, or nothing."""
         self.files, self.wake, self.nice = files, wake, nice
+        self.path = PATH + ":" + programs if programs else PATH
         self.ended: dict[int, int] = {}  # pid -> exit code, of what was started here
         self.running: set[int] = set()
         self.ticks = os.sysconf("SC_CLK_TCK")
@@ -141,7 +145,12 @@ class Commands:
             os.dup2(high[3], 3, inheritable=False)
             os.closerange(4, 4096)
             tell = 3
-            environment = {"PATH": PATH, "HOME": self.files.root, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+            environment = {
+                "PATH": self.path,
+                "HOME": self.files.root,
+                "LANG": "C.UTF-8",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            }
             environment.update(env)
             os.execvpe(command[0], list(command), environment)
         except BaseException as error:  # the other side of a fork: the parent gets the reason
@@ -172,15 +181,16 @@ class Commands:
             for fd in (feed[0], out[1], err[1]):
                 os.close(fd)
         kept = {fd: Kept(header["output_bytes"]) for fd in (out[0], err[0])}
-        timed_out = self._follow(pid, kept, feed[1], stdin, deadline)
-        if timed_out:
+        cut = self._follow(pid, kept, feed[1], stdin, deadline)
+        if cut:
             self.end(pid, since)
         code = self.ended.pop(pid, -9)
         texts = [stream.text() for stream in kept.values()]
         return _ended(
             code if code >= 0 else 128 - code,
             *texts,
-            timed_out=timed_out,
+            timed_out=cut == "timed_out",
+            stopped=cut == "stopped",
             truncated=any(stream.truncated for stream in kept.values()),
             duration_s=time.monotonic() - begin,
         )
@@ -192,24 +202,27 @@ class Commands:
         feed: int | None,
         data: memoryview,
         deadline: float,
-    ) -> bool:
-        """Move a command's streams until it ends. True when its time was up."""
+    ) -> str:
+        """Move a command's streams until it ends: "", or before that when its time was up ("timed_out") or when the host
+        wanted it so ("stopped")."""
         poller = select.poll()
         left = set(kept)
-        for fd in (*left, self.wake):
+        for fd in (*left, self.wake, HOST):
             poller.register(fd, select.POLLIN)
         if feed is not None:
             os.set_blocking(feed, False)
             poller.register(feed, select.POLLOUT)
-        timed_out = False
-        while pid in self.running or left:
+        cut = ""
+        while (pid in self.running or left) and not cut:
             now = time.monotonic()
             if now >= deadline:
-                timed_out = pid in self.running
+                cut = "timed_out" if pid in self.running else ""
                 break
             for fd, what in poller.poll(1 + 1000 * (deadline - now)):
                 if fd == self.wake:
                     self.reap()
+                elif fd == HOST:
+                    cut = self._told_to_stop()
                 elif fd == feed:
                     written = 0
                     try:
@@ -230,10 +243,19 @@ class Commands:
                         poller.unregister(fd)
                         left.discard(fd)
             if pid not in self.running and left:
-                deadline = min(deadline, time.monotonic() + DRAIN_S) if not timed_out else deadline
+                deadline = min(deadline, time.monotonic() + DRAIN_S)
         for fd in (*kept, *(() if feed is None else (feed,))):
             os.close(fd)
-        return timed_out
+        return cut
+
+    def _told_to_stop(self) -> str:
+        """Takes a frame that came while a command runs: the host sends no other then. Without a host all ends."""
+        try:
+            read_exactly(HOST, int.from_bytes(read_exactly(HOST, 4), "big"))
+        except EOFError:
+            self.end_all()
+            os._exit(0)
+        return "stopped"
 
     def now(self) -> int:
         """The clock tick since boot; processes note in which they began."""

@@ -18,6 +18,7 @@ import typing
 from composer_nb.harness.linux import check, libc, write_all
 
 MAX_DEPTH = 64  # folders below one another that are walked
+KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
 RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, OPENAT2 = 0x08, 0x02, 0x04, 437
 
 Header = typing.Dict[str, typing.Any]  # noqa: UP006  (runs on Python 3.9 too)
@@ -89,14 +90,44 @@ class Files:
             fd = below
         return fd
 
-    def write(self, path: str, data: bytes | memoryview, mode: int, mtime: int = 0) -> None:
+    def entries(self, path: str) -> list[list[typing.Any]]:
+        """[name, kind, size, permissions] of what is in a folder, by name."""
+        folder, found = open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_DIRECTORY), []
+        try:
+            for name in sorted(os.listdir(folder)):
+                try:
+                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # gone meanwhile
+                kind = KINDS.get(stat.S_IFMT(status.st_mode), "other")
+                found.append([name, kind, status.st_size, stat.S_IMODE(status.st_mode)])
+        finally:
+            os.close(folder)
+        return found
+
+    def remove(self, path: str) -> None:
+        head, _, name = self.inner(path).rpartition("/")
+        if name in ("", ".", ".."):
+            raise refuse(errno.EISDIR, path + ": names no file")
+        folder = open_beneath(self.fd, head or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.unlink(name, dir_fd=folder)
+        except OSError as error:
+            raise refuse(error.errno or errno.EIO, path + ": " + os.strerror(error.errno or errno.EIO)) from None
+        finally:
+            os.close(folder)
+
+    def write(self, path: str, data: bytes | memoryview, mode: int | None, mtime: int = 0) -> None:
         head, _, name = self.inner(path).rpartition("/")
         if name in ("", ".", ".."):
             raise refuse(errno.EISDIR, path + ": names no file")
         folder = self.folder(head)
         try:
-            if stat.S_ISDIR(kind_of(name, folder)):
+            before = kind_of(name, folder)
+            if stat.S_ISDIR(before):
                 raise refuse(errno.EISDIR, path + ": a folder")
+            if mode is None:
+                mode = stat.S_IMODE(before) if stat.S_ISREG(before) else 0o644
             part = ".composer_nb-" + os.urandom(6).hex()
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
             try:

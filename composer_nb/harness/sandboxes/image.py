@@ -1,10 +1,11 @@
 """Images for the backend `docker`: one made of this machine's own files, or one from a Dockerfile.
 
 The *host image* is for where no registry can be reached: this machine's python3 with its standard library, a shell, the usual
-small tools and git, with the shared libraries that those name. It holds nothing that was installed for Python, nothing of
-anybody's home, and of `/etc` only what is written here, what links in it lead to, and where libraries are. The same files make
-the same archive, byte for byte. It is imported once: its tag is a digest of what the files are called, how long and how old
-they are. Images of older files stay until `docker image prune --all --filter label=composer_nb.image`.
+small tools and git, and the programs of `programs.py`, with the shared libraries that those name. It holds nothing else that was
+installed for Python, nothing of anybody's home, and of `/etc` only what is written here, what links in it lead to, and where
+libraries are. The same files make the same archive, byte for byte. It is imported once: its tag is a digest of what the files are
+called, how long and how old they are. Images of older files stay until
+`docker image prune --all --filter label=composer_nb.image`.
 
 Covers Linux with glibc. Does not cover libraries that a program opens by name while it runs, but for the ones in BY_NAME.
 """
@@ -28,6 +29,7 @@ from typing import IO, Any
 from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.interpreter import Interpreter, install_hint
 from composer_nb.harness.sandboxes.contract import PLACES
+from composer_nb.harness.sandboxes.programs import PLACE, host_programs, is_elf
 
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"
@@ -112,7 +114,7 @@ class Files:
 
     def add_libraries(self) -> None:
         """Adds the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""
-        programs = sorted(path for path in self.regular if _is_elf(path))
+        programs = sorted(path for path in self.regular if is_elf(path))
         try:
             done = subprocess.run(["ldd", *programs], capture_output=True, text=True, env={"LC_ALL": "C"}, check=False)
         except OSError as error:
@@ -124,11 +126,6 @@ class Files:
             self.add(path)
         if os.path.exists(CACHE):
             self.add(CACHE)
-
-
-def _is_elf(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"\x7fELF"
 
 
 def host_files() -> Files:
@@ -158,6 +155,11 @@ def host_files() -> Files:
             files.add(program)
         elif name in NEEDED:
             raise SandboxUnavailable(f"no {name} in {WHERE} to make an image of: {install_hint(name)}")
+    for name, program in host_programs().items():
+        files.add(program)
+        if os.path.dirname(program) not in WHERE.split(":"):
+            files.folders.add(PLACE)
+            files.links[f"{PLACE}/{name}"] = program
     for folder in ("/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8"):  # where the C library has it not built in
         if os.path.isdir(folder):
             files.add_tree(folder)

@@ -24,6 +24,7 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxSpec,
     SandboxUnavailable,
 )
+from composer_nb.harness.sandboxes.programs import host_programs
 from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
     SocketChannel,
@@ -89,9 +90,20 @@ class ProcessBackend(ResidentBackend):
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         outer = Path(tempfile.mkdtemp(prefix="composer_nb-"))
-        (outer / "workspace").mkdir()
+        for name in ("workspace", "programs"):
+            (outer / name).mkdir()
+        for name, path in host_programs().items():
+            (outer / "programs" / name).symlink_to(path)
         channel, there = socket_pair()
-        told = resident_settings(spec, workspace=str(outer / "workspace"), drop=False, filter="", limits={}, nice=0)
+        told = resident_settings(
+            spec,
+            workspace=str(outer / "workspace"),
+            drop=False,
+            filter="",
+            limits={},
+            nice=0,
+            programs=str(outer / "programs"),
+        )
         command = [self._interpreter.path, "-I", "-S", "-c", BOOT]
         try:
             with there:

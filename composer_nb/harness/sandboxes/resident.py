@@ -23,6 +23,7 @@ from composer_nb.harness.bundle import bundle, packet
 from composer_nb.harness.sandboxes import guest, guest_commands, guest_files
 from composer_nb.harness.sandboxes.contract import (
     Backend,
+    Entry,
     ExecResult,
     Sandbox,
     SandboxDied,
@@ -38,6 +39,8 @@ START_S = 20.0
 """How long a sandbox may take to be ready."""
 SPARE = 64 << 20
 """Bytes that an answer may have beyond the data that were asked for: headers, of an archive with very many files too."""
+STOP_S = 0.02
+"""How soon it is noticed that a command shall stop."""
 LONGEST_S = 1e6
 """Of a time limit."""
 
@@ -166,6 +169,7 @@ class ResidentSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         output_bytes: int = 1 << 20,
+        stop: threading.Event | None = None,
     ) -> ExecResult:
         if not 0 < timeout_s <= LONGEST_S:
             raise ValueError(f"timeout_s={timeout_s!r}: must be above 0 and at most {LONGEST_S:g}")
@@ -173,7 +177,7 @@ class ResidentSandbox:
             raise ValueError(f"output_bytes={output_bytes!r}: must be at least 2, a head and a tail")
         asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes}
         kills = self._kills()
-        facts, output = self._ask("exec", asked, stdin, within_s=timeout_s, most=2 * output_bytes)
+        facts, output = self._ask("exec", asked, stdin, timeout_s, 2 * output_bytes, stop)
         first, second = facts["sizes"]
         return ExecResult(
             exit_code=facts["exit_code"],
@@ -181,6 +185,7 @@ class ResidentSandbox:
             stderr=output[first : first + second],
             truncated=facts["truncated"],
             timed_out=facts["timed_out"],
+            stopped=facts["stopped"],
             oom=self._kills() > kills,
             duration_s=facts["duration_s"],
         )
@@ -204,8 +209,15 @@ class ResidentSandbox:
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
         return self._ask("read", {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
 
-    def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    def write(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         self._ask("write", {"path": path, "mode": mode}, data)
+
+    def entries(self, path: str = ".") -> list[Entry]:
+        found = self._ask("entries", {"path": path})[0]["entries"]
+        return [Entry(name=name, kind=kind, size=size, mode=mode) for name, kind, size, mode in found]
+
+    def remove(self, path: str) -> None:
+        self._ask("remove", {"path": path})
 
     def upload(self, files: Mapping[str, bytes]) -> None:
         self._ask("unpack", {}, archive_of(files))
@@ -251,17 +263,24 @@ class ResidentSandbox:
         return self._gone
 
     def _ask(
-        self, do: str, header: Mapping[str, Any], payload: bytes = b"", within_s: float = 60.0, most: int = 0
+        self,
+        do: str,
+        header: Mapping[str, Any],
+        payload: bytes = b"",
+        within_s: float = 60.0,
+        most: int = 0,
+        stop: threading.Event | None = None,
     ) -> tuple[dict[str, Any], bytes]:
-        """The answer to a request, of at most `most` bytes of data."""
-        head = json.dumps({"do": do, **header}).encode() + b"\n"
-        frame = (len(head) + len(payload)).to_bytes(4, "big") + head
+        """The answer to a request, of at most `most` bytes of data. `stop`: whoever sets it wants the command to end."""
+        frame = _frame({"do": do, **header}, payload)
         with self._lock:
             if self._gone is not None:
                 raise self._gone
             kills, deadline = self._kills(), time.monotonic() + within_s + GRACE_S
             try:
-                self._machine.channel.send(frame + payload, deadline - time.monotonic())
+                self._machine.channel.send(frame, deadline - time.monotonic())
+                if stop is not None:
+                    self._await(deadline, stop)
                 facts, data = self._answer(deadline, most + SPARE)
                 if "failed" in facts:
                     raise ValueError(str(facts["failed"])[:300])
@@ -308,6 +327,24 @@ class ResidentSandbox:
             raise ValueError("an answer without a header")
         return facts, data
 
+    def _await(self, deadline: float, stop: threading.Event) -> None:
+        """Waits until an answer begins; once `stop` is set, says so to the resident program."""
+        told = False
+        while not self._pending:
+            if stop.is_set() and not told:
+                self._machine.channel.send(_frame({"do": "stop"}), deadline - time.monotonic())
+                told = True
+            left = deadline - time.monotonic()
+            try:
+                chunk = self._machine.channel.receive(left if told else min(left, STOP_S))
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+                continue
+            if not chunk:
+                raise ConnectionResetError("its resident program is gone")
+            self._pending += chunk
+
     def _take(self, size: int, deadline: float) -> bytes:
         while len(self._pending) < size:
             chunk = self._machine.channel.receive(deadline - time.monotonic())
@@ -317,6 +354,11 @@ class ResidentSandbox:
         data = bytes(self._pending[:size])
         del self._pending[:size]
         return data
+
+
+def _frame(header: Mapping[str, Any], payload: bytes = b"") -> bytes:
+    head = json.dumps(header).encode() + b"\n"
+    return (len(head) + len(payload)).to_bytes(4, "big") + head + payload
 
 
 def _command(command: Sequence[str], cwd: str, env: Mapping[str, str] | None) -> dict[str, Any]:
@@ -352,12 +394,19 @@ def socket_pair() -> tuple[SocketChannel, socket.socket]:
 
 
 def resident_settings(
-    spec: SandboxSpec, *, workspace: str, drop: bool, filter: str, limits: Mapping[str, int], nice: int
+    spec: SandboxSpec,
+    *,
+    workspace: str,
+    drop: bool,
+    filter: str,
+    limits: Mapping[str, int],
+    nice: int,
+    programs: str = "",
 ) -> str:
     """What a resident program is told, as JSON: the argument of `guest.main`, and what a zygote is sent.
 
     `limits` come on top of those that every backend sets. `nice`: by how much commands stand back behind the resident program;
-    0 where they have no CPU group of their own, in which it counts.
+    0 where they have no CPU group of their own, in which it counts. `programs`: a folder of more programs for commands to find.
     """
     common = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0, "RLIMIT_FSIZE": spec.disk_bytes}
     return json.dumps(
@@ -369,6 +418,7 @@ def resident_settings(
             "drop": drop,
             "filter": filter,
             "nice": nice,
+            "programs": programs,
             "rlimits": common | dict(limits),
         }
     )

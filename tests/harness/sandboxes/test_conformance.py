@@ -318,6 +318,89 @@ class TestFilesUnderAttack:
         assert time.monotonic() - begin < 20 and shell(box, "echo on") == "on"
 
 
+class TestStop:
+    def test_the_whole_tree_ends_at_once(self, box: Sandbox) -> None:
+        stop = threading.Event()
+        threading.Timer(0.3, stop.set).start()
+        began = time.monotonic()
+        done = box.exec(["bash", "-c", "echo begun; (sleep 77 &) ; sleep 77"], timeout_s=60, stop=stop)
+        assert (done.stopped, done.timed_out, done.stdout) == (True, False, b"begun\n")
+        assert time.monotonic() - began < 10
+        assert "sleep 77" not in python(
+            box, "import glob; [print(open(p).read().replace('\\0', ' ')) for p in glob.glob('/proc/*/cmdline')]"
+        )
+
+    def test_set_too_late_or_long_before(self, box: Sandbox) -> None:
+        stop = threading.Event()
+        assert not box.exec(["true"], stop=stop).stopped
+        stop.set()
+        for _ in range(20):  # a command may end before it is told: its answer stands, and the next is its own
+            done = box.exec(["echo", "x"], stop=stop)
+            assert done.stopped or done.stdout == b"x\n"
+            assert box.exec(["echo", "y"]).stdout == b"y\n"
+
+    def test_the_background_goes_on(self, box: Sandbox) -> None:
+        pid, stop = box.exec_background(["sleep", "55"], log="log"), threading.Event()
+        stop.set()
+        assert box.exec(["sleep", "44"], stop=stop).stopped
+        assert box.poll(pid) is None
+        box.end(pid)
+
+
+class TestFolders:
+    def test_what_is_in_one(self, box: Sandbox) -> None:
+        box.upload({"d/a": b"123", "d/e/f": b""})
+        box.write("d/run", b"#!", mode=0o755)
+        shell(box, r"ln -s /etc d/out; mkfifo d/pipe; touch d/$'\xff'")
+        found = {entry.name: (entry.kind, entry.size, entry.mode) for entry in box.entries("d")}
+        assert found["a"] == ("file", 3, 0o644) and found["run"] == ("file", 2, 0o755)
+        kinds = {name: kind for name, (kind, _, _) in found.items()}
+        assert kinds == {"a": "file", "e": "folder", "out": "link", "pipe": "other", "run": "file", "\udcff": "file"}
+        assert [entry.name for entry in box.entries("d")] == sorted(found)
+        assert box.entries("d/e") == box.entries(shell(box, "pwd").strip() + "/d/e")
+
+    @pytest.mark.parametrize(
+        ("path", "error"),
+        [
+            ("d/a", NotADirectoryError),
+            ("no", FileNotFoundError),
+            ("d/out", OSError),
+            ("..", OSError),
+            ("/etc", OSError),
+        ],
+    )
+    def test_what_can_not_be_listed(self, box: Sandbox, path: str, error: type[OSError]) -> None:
+        box.write("d/a", b"")
+        shell(box, "ln -s /etc d/out")
+        with pytest.raises(error):
+            box.entries(path)
+
+    def test_removal_is_of_a_file_or_a_link(self, box: Sandbox) -> None:
+        box.upload({"a": b"", "d/b": b""})
+        shell(box, "ln -s a link; ln -s /etc out")
+        box.remove("link")
+        assert box.read("a") == b""
+        box.remove("d/b")
+        for path, error in (("d", IsADirectoryError), ("d/b", FileNotFoundError), (".", IsADirectoryError)):
+            with pytest.raises(error):
+                box.remove(path)
+        for path in ("out/passwd", "../a", "/etc/passwd", "a/..", ".."):
+            with pytest.raises(OSError):
+                box.remove(path)
+        assert [entry.name for entry in box.entries()] == ["a", "d", "out"]
+
+    def test_a_write_keeps_permissions_unless_told(self, box: Sandbox) -> None:
+        box.write("run", b"1", mode=0o750)
+        box.write("run", b"2")
+        box.write("new", b"")
+        assert [(entry.name, entry.mode) for entry in box.entries()] == [("new", 0o644), ("run", 0o750)]
+
+
+def test_the_programs_of_tools_are_there(box: Sandbox) -> None:
+    assert shell(box, "rg --version").startswith("ripgrep")
+    assert shell(box, "ruff --version").startswith("ruff")
+
+
 class TestSnapshots:
     def test_what_nobody_may_open_or_what_has_an_odd_time(self, box: Sandbox) -> None:
         shell(box, "mkdir closed; touch closed/f; echo 1 > secret; echo 2 > odd; echo 3 > plain")
