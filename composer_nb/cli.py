@@ -11,6 +11,7 @@ import errno
 import json
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     sandbox.add_argument("--backend", default="bwrap")
     _json_option(sandbox)
 
-    tasks = add("tasks", _tasks, "whether tasks are fit: the solution scores 1, the start 0, twice the same")
-    tasks.add_argument("action", choices=["check"])
-    tasks.add_argument("path", type=Path, metavar="PATH", help="a .jsonl file or task directories")
+    tasks = add("tasks", _tasks, "make: tasks from a repository with tests; check: solution 1, start 0, twice the same")
+    tasks.add_argument("action", choices=["check", "make"])
+    tasks.add_argument("path", type=Path, metavar="PATH", help="tasks; for make a folder, checkout or source archive")
+    tasks.add_argument("--out", type=Path, metavar="DIR", help="make: where tasks are kept; the same goes on with it")
+    tasks.add_argument("--limit", type=int, default=60, metavar="N", help="make: how many tasks at most (60)")
+    tasks.add_argument("--seed", default="0", help="make: the same seed gives the same tasks (0)")
     tasks.add_argument("--backend", default="bwrap", help="where tests run; tasks with an image need docker (bwrap)")
     _json_option(tasks)
 
@@ -356,6 +360,8 @@ def _tasks(given: argparse.Namespace) -> int:
     from composer_nb.harness.grading.check import check_tasks
     from composer_nb.harness.task import load_tasks
 
+    if given.action == "make":
+        return _make(given)
     found = check_tasks(load_tasks(given.path), given.backend)
     unfit = [row for row in found if not row["ok"]]
     if given.json:
@@ -365,6 +371,24 @@ def _tasks(given: argparse.Namespace) -> int:
             _rows([(row["id"], row["problem"]) for row in unfit], ("task", "what is wrong"))
         print(f"{len(found) - len(unfit)} of {len(found)} tasks are fit")
     return 1 if unfit else 0
+
+
+def _make(given: argparse.Namespace) -> int:
+    if given.out is None:
+        raise ValueError("tasks make: --out DIR is needed, where the tasks are kept")
+    if find_spec("libcst") is None:
+        raise ValueError("tasks make needs libcst: pip install 'composer_nb[tasks]'")
+    from composer_nb.harness.making.make import make
+    from composer_nb.harness.making.show import progress, table
+    from composer_nb.harness.sandboxes import open_backend
+
+    with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
+        made = make(given.path, given.out, backend, limit=given.limit, seed=given.seed, told=told)
+    if given.json:
+        print(made.to_json())
+    else:
+        _console().print(table(made))
+    return 0 if made.tasks else 1
 
 
 def _jobs(given: argparse.Namespace) -> int:

@@ -42,6 +42,10 @@ class Job:
     """Those of `hidden` that are test modules."""
     keys: frozenset[str] | None = None
     """Which tests to run (see `plugin.py`); None: all."""
+    reach: bool = False
+    """Whether to note which functions of the workspace each test calls, which takes longer."""
+    explain: bool = False
+    """Whether to note where and with which words tests failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,30 @@ class Result:
         return self.outcome == "passed"
 
 
+Place = tuple[str, int]
+"""A function: its module's path, and its first line, which is that of its first decorator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What a test called, as its process said."""
+
+    seconds: float
+    """While calls were noted: more than it takes otherwise."""
+    depths: Mapping[Place, int]
+    """Functions of the workspace -> how many of them were under way at the first call; 1: the test called it itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a test failed, as its process said."""
+
+    line: int
+    """Of the test's own module; 0 if it failed elsewhere."""
+    message: str
+    """The exception's first line, cut off."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
     """What came of one job."""
@@ -71,6 +99,9 @@ class Ran:
     output: str = ""
     """What was printed, for people; agents must never see it, for it may quote hidden tests."""
     seconds: float = 0.0
+    reached: Mapping[str, Reach] = field(default_factory=dict)
+    """By key, where it was asked for; the same for `failures`, of tests that failed."""
+    failures: Mapping[str, Failure] = field(default_factory=dict)
 
 
 def run_jobs(
@@ -127,12 +158,17 @@ def _frame(number: int, job: Job, nonce: str) -> bytes:
         "hidden": dict(job.hidden),
         "tests": list(job.tests),
         "keys": None if job.keys is None else sorted(job.keys),
+        "reach": job.reach,
+        "explain": job.explain,
     }
     return marshal.dumps(frame, 4)
 
 
 def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
     results: dict[str, Result] = {}
+    reached: dict[str, Reach] = {}
+    failures: dict[str, Failure] = {}
+    places: list[Place] = []
     flags, done = set(), False
     for line in report["events"].split("\n")[:-1]:
         event = _event(line, nonce)
@@ -143,6 +179,14 @@ def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
                 not done and key not in results and (job.keys is None or key in job.keys)
             ):
                 results[key] = Result(outcome=outcome, why=why, id=name)
+            case ["place", str(path), int(line)] if job.reach and not done:
+                places.append((path, line))
+            case ["reached", str(key), int() | float() as seconds, list(called)] if (
+                job.reach and not done and key not in reached and (depths := _depths(called, places)) is not None
+            ):
+                reached[key] = Reach(seconds=seconds, depths=depths)
+            case ["at", str(key), int(line), str(message)] if job.explain and not done and key not in failures:
+                failures[key] = Failure(line=line, message=message)
             case _:
                 flags.add("forged_events")
     for flag, seen in (
@@ -154,7 +198,26 @@ def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
     ):
         if seen:
             flags.add(flag)
-    return Ran(results=results, flags=frozenset(flags), output=report["output"], seconds=report["seconds"])
+    return Ran(
+        results=results,
+        flags=frozenset(flags),
+        output=report["output"],
+        seconds=report["seconds"],
+        reached=reached,
+        failures=failures,
+    )
+
+
+def _depths(called: list[Any], places: Sequence[Place]) -> dict[Place, int] | None:
+    """None for what the plugin does not write."""
+    depths = {}
+    for each in called:
+        match each:
+            case [int(number), int(depth)] if 0 <= number < len(places):
+                depths[places[number]] = depth
+            case _:
+                return None
+    return depths
 
 
 def _event(line: str, nonce: str) -> Any:

@@ -1,8 +1,8 @@
 """What `composer-nb tasks check` does: whether tasks are fit, found out by running them.
 
 A task is fit if a right answer scores 1, no answer scores less, and the same is said twice. How is the grader's affair:
-`functions` calls the solution's functions, `pytest` validates (`validate.py`), and `script` lets `solution/solve.sh` write an
-answer in one sandbox and grades what it left in another.
+`functions` calls the solution's functions, `pytest` grades by the plan that a task has, or makes one (`validate.py`), and
+`script` lets `solution/solve.sh` write an answer in one sandbox and grades what it left in another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.execute import Executor
 from composer_nb.harness.grade import Grade, grading
+from composer_nb.harness.grading.plan import PLAN
+from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script, run_script
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.runtime import start
@@ -72,6 +74,11 @@ def grade_files(task: Task, files: Mapping[str, str], sandboxes: Executor) -> Gr
 
 
 def _check_pytest(task: Task, backend: Backend) -> dict[str, Any]:
+    if PLAN in task.metadata:
+        gold, none = (
+            [grade_pytest(task, files, backend) for _ in range(2)] for files in (_solved(task), _started(task))
+        )
+        return _compared(gold, none, bool(task.solution))
     found = validate_task(task, backend)
     tests = len(found.plan.tests) if found.plan else 0
     valid = found.valid and bool(task.solution)
@@ -83,6 +90,14 @@ def _check_pytest(task: Task, backend: Backend) -> dict[str, Any]:
         "twins": round(found.coverage, 3),
         "problem": "" if valid else (found.problems or ("has no solution",))[0],
     }
+
+
+def _started(task: Task) -> dict[str, bytes]:
+    return {path: text.encode() for path, text in task.files.items()}
+
+
+def _solved(task: Task) -> dict[str, bytes]:
+    return _started(task) | {path: text.encode() for path, text in task.solution.items()}
 
 
 def _check_script(task: Task, backend: Backend) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
+import types
 import typing
 from pathlib import Path
 
@@ -58,6 +60,8 @@ class Plugin:
         self.counts: dict[str, int] = {}
         self.keys: dict[pytest.Item, str] = {}
         self.phases: dict[pytest.Item, list[tuple[str, str, str]]] = {}
+        self.failures: dict[pytest.Item, tuple[int, str]] = {}
+        self.calls = Calls(prepared) if prepared.reach else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
@@ -90,6 +94,22 @@ class Plugin:
             items[:] = [item for item in items if self.keys[item] in wanted]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> typing.Generator[None, object, object]:
+        if self.calls is None:
+            return (yield)
+        began, self.calls.depths = time.monotonic(), {}
+        sys.settrace(self.calls.note)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            seconds = round(time.monotonic() - began, 3)
+            for path, line in self.calls.fresh():
+                self.say(["place", path, line])
+            depths = [[self.calls.numbers[code], depth] for code, depth in self.calls.depths.items()]
+            self.say(["reached", self.keys[item], seconds, depths])
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> typing.Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -97,9 +117,46 @@ class Plugin:
         outcome = "skipped" if report.skipped or hasattr(report, "wasxfail") else report.outcome
         phases = self.phases.setdefault(item, [])  # of a test with subtests there are several calls
         phases.append((str(report.when), outcome, call.excinfo.typename if call.excinfo else ""))
+        if self.prepared.explain and call.excinfo and item not in self.failures:
+            lines = [entry.lineno + 1 for entry in call.excinfo.traceback if entry.path == item.path]
+            told = str(call.excinfo.value).strip().split("\n")[0][:200]
+            self.failures[item] = (lines[-1] if lines else 0, told)
         if report.when == "teardown":
             complete = {"setup", "call", "teardown"} == {when for when, _, _ in phases}
             bad = [(said, why) for _, said, why in phases if said != "passed"] or [("failed", "")] * (not complete)
             said, why = min(bad, default=("passed", ""))  # "failed" before "skipped"
+            if said == "failed" and self.prepared.explain:
+                self.say(["at", self.keys[item], *self.failures.get(item, (0, ""))])
             self.say([self.keys[item], said, why, item.nodeid])
         return report
+
+
+class Calls:
+    """Which functions of the workspace are called, tests aside. Those of other threads are not seen."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.inside = prepared.root + os.sep
+        self.sealed = {os.path.join(prepared.root, path) for path in prepared.names}
+        self.depths: dict[types.CodeType, int] = {}
+        self.numbers: dict[types.CodeType, int] = {}
+        self.told = 0
+
+    def covers(self, code: types.CodeType) -> bool:
+        return code.co_filename.startswith(self.inside) and code.co_filename not in self.sealed
+
+    def note(self, frame: types.FrameType, event: str, argument: object) -> None:
+        """A trace function that is asked at calls alone."""
+        code = frame.f_code
+        if code not in self.depths and self.covers(code):
+            self.numbers.setdefault(code, len(self.numbers))
+            depth, at = 0, typing.cast("types.FrameType | None", frame)
+            while at is not None:
+                depth += self.covers(at.f_code)
+                at = at.f_back
+            self.depths[code] = depth
+
+    def fresh(self) -> list[tuple[str, int]]:
+        """Places of the functions that have got a number since this was last asked for, in the order of the numbers."""
+        codes = list(self.numbers)[self.told :]
+        self.told = len(self.numbers)
+        return [(code.co_filename[len(self.inside) :], code.co_firstlineno) for code in codes]

@@ -7,7 +7,7 @@ the runs that have the change tell nothing.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from composer_nb.harness.grading.scope import is_test_module
@@ -18,7 +18,7 @@ def all_candidates(tests: Mapping[str, str]) -> list[Candidate]:
     """All changes proposed for a task's test modules, with all tests that they touch."""
     modules = {path: ast.parse(text) for path, text in sorted(tests.items()) if path.endswith(".py")}
     callers = {path: _callers(tree) for path, tree in modules.items()}
-    classes = [(path, node) for path, tree in modules.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = Classes(modules)
     found = [each for path in modules if is_test_module(path) for each in candidates(path, tests[path])]
     return [replace(each, bases=_touched(each, callers, classes)) for each in found]
 
@@ -36,13 +36,11 @@ def _callers(tree: ast.Module) -> dict[str, set[str]]:
     return found
 
 
-def _touched(
-    candidate: Candidate, callers: Mapping[str, Mapping[str, set[str]]], classes: Sequence[tuple[str, ast.ClassDef]]
-) -> tuple[str, ...]:
+def _touched(candidate: Candidate, callers: Mapping[str, Mapping[str, set[str]]], classes: Classes) -> tuple[str, ...]:
     bases, row = list(candidate.bases), candidate.row
     for base in bases:  # grows
         path, *place = base.split("::")
-        new = _heirs(place[0], place[1], classes) if len(place) == 2 else []
+        new = classes.heirs(place[0], place[1]) if len(place) == 2 else []
         if row is None:
             for other in callers if len(place) == 1 else (path,):
                 imported = other == path or place[-1] in callers[other]
@@ -51,13 +49,23 @@ def _touched(
     return tuple(bases)
 
 
-def _heirs(name: str, method: str, classes: Sequence[tuple[str, ast.ClassDef]]) -> list[str]:
-    """The same method in the classes below its own."""
-    names = {name}
-    for _ in classes:  # a class may stand before its base, in another module
-        names |= {node.name for _, node in classes if names & {ast.unparse(b).rpartition(".")[2] for b in node.bases}}
-    return [
-        f"{path}::{node.name}::{method}"
-        for path, node in classes
-        if node.name in names and not any(isinstance(each, Function) and each.name == method for each in node.body)
-    ]
+class Classes:
+    """The test modules' classes, and who inherits from whom."""
+
+    def __init__(self, modules: Mapping[str, ast.Module]) -> None:
+        self.methods: list[tuple[str, str, set[str]]] = []
+        self.below: dict[str, set[str]] = {}
+        for path, tree in modules.items():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    own = {each.name for each in node.body if isinstance(each, Function)}
+                    self.methods.append((path, node.name, own))
+                    for base in node.bases:
+                        self.below.setdefault(ast.unparse(base).rpartition(".")[2], set()).add(node.name)
+
+    def heirs(self, name: str, method: str) -> list[str]:
+        """The same method in the classes below its own, wherever they stand."""
+        names = [name]
+        for each in names:  # grows
+            names += sorted(self.below.get(each, set()) - set(names))
+        return [f"{path}::{each}::{method}" for path, each, own in self.methods if each in names and method not in own]

@@ -336,6 +336,8 @@ class Prepared:
         aside = tempfile.mkdtemp(prefix="pytest-")
         self.decoy, self.ini = os.path.join(aside, "junit.xml"), os.path.join(aside, "trusted.ini")
         self.keys: set[str] | None = None if job["keys"] is None else set(job["keys"])
+        self.reach: bool = job["reach"]
+        self.explain: bool = job["explain"]
         put(self.decoy, DECOY)
         put(self.ini, b"[pytest]\n")
         for path, data in job["files"].items():

@@ -78,25 +78,8 @@ def validate_task(
     found = _agreed(task, trials)
     if found.problems or found.plan is None:
         return found
-    proposed = all_candidates(task.tests)
-    twins = _seen_to_fail(task, gold, found.plan, proposed, backend, timeout_s, spec)
-    plan = replace(found.plan, twins=tuple(twins))
-    problems: list[str] = []
-    for _ in range(2):
-        grades = [
-            grade_pytest(task, gold, backend, plan, timeout_s=timeout_s, spec=spec, lot=random.Random(seed))
-            for seed in range(repeats)
-        ]
-        bad = {name for grade in grades for name, passed in grade.tests.items() if not passed}
-        if not bad:
-            break
-        # Tests that depend on others in a way that their texts do not show. Theirs are twins no longer.
-        places = {name.partition("::")[0] for name in bad}
-        plan = replace(plan, twins=tuple(twin for twin in plan.twins if twin.path not in places))
-    for grade in grades:
-        if not grade.passed or grade.flags:
-            failed = [name for name, passed in grade.tests.items() if not passed]
-            problems.append(f"the gold patch with twins is {grade.status} {list(grade.flags)}, failing {failed}")
+    plan, told, proposed = with_twins(task, gold, found.plan, backend, repeats=repeats, timeout_s=timeout_s, spec=spec)
+    problems = list(told)
     pristine = {path: text.encode() for path, text in task.files.items()}
     nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s, spec=spec)
     if nothing.status not in ("graded", "agent_failed"):
@@ -109,8 +92,41 @@ def validate_task(
         flaky=found.flaky,
         left_out=found.left_out,
         fail_to_pass=tuple(name for name, passed in nothing.tests.items() if not passed),
-        proposed=len(proposed),
+        proposed=proposed,
     )
+
+
+def with_twins(
+    task: Task,
+    gold: Mapping[str, bytes],
+    plan: Plan,
+    backend: Backend,
+    *,
+    repeats: int = 3,
+    timeout_s: float = 60.0,
+    spec: SandboxSpec | None = None,
+) -> tuple[Plan, tuple[str, ...], int]:
+    """The plan with the twins that were seen to fail on the gold patch, what is wrong with it even so, and how many changes were
+    tried. Raises SandboxFailure."""
+    proposed = all_candidates(task.tests)
+    plan = replace(plan, twins=tuple(_seen_to_fail(task, gold, plan, proposed, backend, timeout_s, spec)))
+    for _ in range(2):
+        grades = [
+            grade_pytest(task, gold, backend, plan, timeout_s=timeout_s, spec=spec, lot=random.Random(seed))
+            for seed in range(repeats)
+        ]
+        bad = {name for grade in grades for name, passed in grade.tests.items() if not passed}
+        if not bad:
+            break
+        # Tests that depend on others in a way that their texts do not show. Theirs are twins no longer.
+        places = {name.partition("::")[0] for name in bad}
+        plan = replace(plan, twins=tuple(twin for twin in plan.twins if twin.path not in places))
+    problems = []
+    for grade in grades:
+        if not grade.passed or grade.flags:
+            failed = [name for name, passed in grade.tests.items() if not passed]
+            problems.append(f"the gold patch with twins is {grade.status} {list(grade.flags)}, failing {failed}")
+    return plan, tuple(problems), len(proposed)
 
 
 def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:

@@ -1,0 +1,207 @@
+"""What a repository's suite says before anything is changed: which tests count, what each of them calls, and their twins.
+
+All tasks of a repository have the same right answer, the repository itself. So what holds of the right answer is found out once:
+tests that pass in every run whatever the hash seed, in reasonable time and without reading their own source, and the changes of
+them that a right answer must fail.
+
+An environment is kept if more than 80 % of the tests pass (SWE-smith, arXiv 2504.21798).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from composer_nb.harness.grading.box import Place, Ran, Reach, RunnerEnded, run_jobs
+from composer_nb.harness.grading.plan import Plan, digest
+from composer_nb.harness.grading.pytest_grader import job
+from composer_nb.harness.grading.validate import with_twins
+from composer_nb.harness.making.repository import Repository
+from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.task import Task
+
+KEPT_SHARE = 0.8
+REPEATS = 3
+"""Of the whole suite; what is left is run REPEATS_AGAIN times more."""
+REPEATS_AGAIN = 2
+SUITE_S = 400.0
+"""Time limit of one run of a whole suite."""
+RUNS_AT_ONCE = 6
+"""In one sandbox."""
+SLOW_S = 1.0
+"""A test that takes longer, while calls are noted, counts in no task: a grade runs it three times."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """Of one state of a repository."""
+
+    plan: Plan
+    """The tests that count, with their twins."""
+    reach: Mapping[str, Reach]
+    """By the keys of these."""
+    left_out: Mapping[str, str]
+    """Node id -> why a test does not count: failing, skipped, flaky, slow, reads its source."""
+    suite_s: float
+    """What one run of the tests that count takes."""
+
+    def count(self, why: str) -> int:
+        return sum(each == why for each in self.left_out.values())
+
+    def nearest(self, places: Iterable[Place]) -> list[str]:
+        """Keys of the tests that reach one of these functions, those first that call it most directly."""
+        wanted = set(places)
+        depths = {
+            key: min(depth for place, depth in reach.depths.items() if place in wanted)
+            for key, reach in self.reach.items()
+            if not wanted.isdisjoint(reach.depths)
+        }
+        return sorted(depths, key=lambda key: (depths[key], len(self.reach[key].depths), key))
+
+    def to_json(self) -> str:
+        places = sorted({place for reach in self.reach.values() for place in reach.depths})
+        numbers = {place: number for number, place in enumerate(places)}
+        reach = {
+            key: [each.seconds, [[numbers[place], depth] for place, depth in each.depths.items()]]
+            for key, each in self.reach.items()
+        }
+        held = {"plan": self.plan.to_json(), "places": places, "reach": reach, "left_out": dict(self.left_out)}
+        return json.dumps(held | {"suite_s": self.suite_s})
+
+    @classmethod
+    def from_json(cls, text: str) -> Baseline:
+        held = json.loads(text)
+        places = [(path, line) for path, line in held["places"]]
+        reach = {
+            key: Reach(seconds=seconds, depths={places[number]: depth for number, depth in depths})
+            for key, (seconds, depths) in held["reach"].items()
+        }
+        return cls(plan=Plan.from_json(held["plan"]), reach=reach, left_out=held["left_out"], suite_s=held["suite_s"])
+
+
+def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """The test modules that these tests are in."""
+    return tuple(sorted({key.partition("::")[0] for key in keys}))
+
+
+def whole(repository: Repository) -> Task:
+    """The repository as a task that has nothing to do, for the grader's machinery."""
+    return Task(
+        id=repository.name,
+        instruction="-",
+        files=repository.files,
+        tests=repository.hidden,
+        source_scope=repository.scope,
+        grader="pytest",
+    )
+
+
+def measure(repository: Repository, backend: Backend, spec: SandboxSpec, say: Say) -> Baseline:
+    """Raises ValueError for a suite of which nothing can be made, SandboxFailure, of which nothing follows."""
+    task = whole(repository)
+    gold = {path: text.encode() for path, text in repository.files.items()}
+    _refuse_copies(repository, backend, spec)
+
+    def run(keys: Sequence[frozenset[str] | None], seed: int = 0, reach: bool = False) -> list[Ran]:
+        jobs = [replace(job(task, gold, (), each), reach=reach) for each in keys]
+        jobs = [each if each.keys is None else replace(each, tests=modules_of(each.keys)) for each in jobs]
+        ran: list[Ran] = []
+        try:
+            for start in range(0, len(jobs), RUNS_AT_ONCE):
+                part = jobs[start : start + RUNS_AT_ONCE]
+                ran += run_jobs(backend, part, timeout_s=SUITE_S, spec=spec, hash_seed=seed)
+        except (SandboxDied, RunnerEnded) as error:
+            raise ValueError(f"{repository.name}: its tests end the sandbox: {error}") from None
+        return ran
+
+    say("running the suite as it is")
+    names, left_out, stable = _agreeing(repository, [run([None], seed)[0] for seed in range(REPEATS)])
+    say("finding out what each test calls")
+    reach: dict[str, Reach] = {}
+    groups = [frozenset(key for key in stable if key.partition("::")[0] == module) for module in modules_of(stable)]
+    while groups:
+        following = []
+        for keys, ran in zip(groups, run(groups, reach=True), strict=True):
+            if "read_tests" in ran.flags and len(keys) > 1:  # one of them is to blame: which?
+                ordered = sorted(keys)
+                following += [frozenset(ordered[: len(keys) // 2]), frozenset(ordered[len(keys) // 2 :])]
+                continue
+            for key in keys:
+                alone = key in ran.results and ran.results[key].passed and key in ran.reached
+                why = "reads its source" if "read_tests" in ran.flags else "" if alone else "flaky"
+                if why or ran.reached[key].seconds > SLOW_S:
+                    left_out[names[key]] = why or "slow"
+                else:
+                    reach[key] = ran.reached[key]
+        groups = following
+    again = [run([frozenset(reach)], REPEATS + number)[0] for number in range(REPEATS_AGAIN)]
+    for key in list(reach):
+        if not all(key in ran.results and ran.results[key].passed for ran in again):
+            left_out[names[key]] = "flaky"
+            del reach[key]
+    if not reach:
+        raise ValueError(f"{repository.name}: no test is left that passes every time, quickly enough")
+    say(f"looking for twins of {len(reach)} tests")
+    plan = Plan(digest=digest(task), tests={key: names[key] for key in sorted(reach)})
+    plan, problems, _ = with_twins(task, gold, plan, backend, timeout_s=SUITE_S, spec=spec)
+    if problems:
+        raise ValueError(f"{repository.name}: its suite can not be graded: {problems[0][:300]}")
+    return Baseline(plan=plan, reach=reach, left_out=left_out, suite_s=min(ran.seconds for ran in again))
+
+
+def _agreeing(repository: Repository, trials: list[Ran]) -> tuple[dict[str, str], dict[str, str], set[str]]:
+    """Node ids by key; those that are left out, with the reason; keys of those that pass every time."""
+    names = {key: result.id for ran in trials for key, result in ran.results.items()}
+    outcomes = {key: {ran.results[key].outcome if key in ran.results else "missing" for ran in trials} for key in names}
+    why = {"failed": "failing", "skipped": "skipped", "missing": "flaky"}
+    left_out = {
+        names[key]: "flaky" if len(found) > 1 else why[next(iter(found))]
+        for key, found in outcomes.items()
+        if found != {"passed"}
+    }
+    stable = {key for key, found in outcomes.items() if found == {"passed"}}
+    asked = len(names) - sum(each == "skipped" for each in left_out.values())
+    if "timeout" in trials[0].flags:
+        raise ValueError(f"{repository.name}: its suite takes longer than {SUITE_S:.0f} s")
+    if not asked or len(stable) / asked <= KEPT_SHARE:
+        told = [line for line in trials[0].output.splitlines() if "Error" in line]
+        raise ValueError(
+            f"{repository.name}: only {len(stable)} of {asked} tests pass before anything is changed, and more than "
+            f"{KEPT_SHARE:.0%} must{': ' + told[-1][:200] if told else ''}"
+        )
+    return names, left_out, stable
+
+
+_LOOK = """\
+import os, sys, zipfile
+found = []
+for top in sys.path:
+    for at, folders, names in os.walk(top):
+        found += [os.path.join(at, name) for name in [*folders, *names] if name in sys.argv[1:]]
+        for name in names:
+            if name.endswith((".whl", ".zip", ".egg")):
+                try:
+                    inside = zipfile.ZipFile(os.path.join(at, name)).namelist()
+                except (OSError, zipfile.BadZipFile):
+                    continue
+                found += [os.path.join(at, name)] * any(set(each.split("/")) & set(sys.argv[1:]) for each in inside)
+print(found[0] if found else "")
+"""
+
+
+def _refuse_copies(repository: Repository, backend: Backend, spec: SandboxSpec) -> None:
+    """Raises ValueError where the sandbox's own Python holds the package: an answer to be looked up."""
+    tops = [top.removesuffix("/**").removeprefix("src/") for top in repository.scope]
+    if tops == ["src"]:
+        tops = sorted({path.split("/")[1] for path in repository.sources if path.count("/") > 1})
+    box = backend.create(spec)
+    try:
+        done = box.exec(["python3", "-S", "-c", _LOOK, *tops])
+    finally:
+        box.destroy()
+    if found := done.stdout.decode("utf-8", "replace").strip():
+        raise ValueError(
+            f"{repository.name}: a copy of it lies in the sandbox, at {found}, where an agent could look it up"
+        )
