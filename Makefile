@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-browser check bench lab render clean moved
+.PHONY: help setup demo test test-whole test-slow test-browser check bench lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -32,8 +32,11 @@ setup: .venv/.ready ## the environment alone
 demo: .venv/.ready ## train a small coding agent from nothing and show what each stage did
 	@$(BIN)/composer-nb tour $(ARGS)
 
-test: .venv/.ready ## all tests but the slow ones and those in a browser
-	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m 'not slow and not browser' $(ARGS)
+test: .venv/.ready ## all tests but whole runs, the slow ones and those in a browser
+	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m 'not whole and not slow and not browser' $(ARGS)
+
+test-whole: .venv/.ready ## whole runs of the recipe and of the notebooks; CI runs them with all the others
+	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m 'whole and not slow' $(ARGS)
 
 test-slow: .venv/.ready ## the slow tests
 	@$(BIN)/python -m pytest -q -rs -m slow $(ARGS)

@@ -30,6 +30,7 @@ TARGETS = {
     "setup": "pip install",
     "demo": "composer-nb tour",
     "test": "pytest -q",
+    "test-whole": "whole and not slow",
     "test-slow": "-m slow",
     "test-browser": "-m browser",
     "check": "ruff format --check",
@@ -281,7 +282,7 @@ def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
     assert (clone / "log").read_text().splitlines() == [
         "packages bwrap git make python3-venv",
         "engine",
-        "make check test CI=true",
+        "make check test ARGS=-m 'not slow and not browser' CI=true",
     ]
     stat = Path("/proc", (clone / "pid").read_text().strip(), "stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"

@@ -338,6 +338,7 @@ def pictures(book: nbformat.NotebookNode) -> int:
     return sum("image/png" in out.get("data", {}) for out in outputs)
 
 
+@pytest.mark.whole
 def test_it_runs_and_the_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From top to bottom at a small size; its own asserts say that the ratio is 1 and that the reward has risen."""
     for name in ("IPYTHONDIR", "MPLCONFIGDIR"):

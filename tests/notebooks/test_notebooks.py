@@ -109,6 +109,7 @@ def test_a_name_means_one_thing(book: nbformat.NotebookNode):
             assert seen.setdefault(name, number) == number, f"{name} is bound in two cells"
 
 
+@pytest.mark.whole
 def test_the_tour_runs_on_a_finished_run(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
     run = copy_of(tiny_run)
     said: list[str] = []
@@ -130,6 +131,7 @@ OF_THEIR_OWN = ("00_tour", "06_rl_run")
 """Notebooks about a whole run: on a finished one here and in `test_rl_run.py`."""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", [p for p in WALKTHROUGHS if p.stem not in OF_THEIR_OWN], ids=lambda path: path.stem)
 def test_it_runs_on_the_example(path: Path, tmp_path: Path):
     """With the parameters as they stand, and leaves nothing beside the notebook and in the example."""

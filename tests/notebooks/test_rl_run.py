@@ -13,6 +13,7 @@ from composer_nb.jobs import run_notebook
 from composer_nb.trainer.look import look
 from composer_nb.trainer.rundir import RunDir
 
+pytestmark = pytest.mark.whole
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "06_rl_run.ipynb"
 
 

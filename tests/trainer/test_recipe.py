@@ -47,6 +47,7 @@ MICRO: dict[str, Any] = {
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
 }
 
+pytestmark = pytest.mark.whole
 WEIGHTS = ("midtrained", "start", "final")
 
 
