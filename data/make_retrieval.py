@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Makes search's embedding: `data/make_retrieval.py [OUT] [--seed 0]`, from the standard library of the Python that runs it.
+
+A fifth of the library's packages and modules, by hash of their names, is held out, and the recall on it is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+import time
+from pathlib import Path
+from platform import python_version
+
+from composer_nb.harness.search.embedding import SHIPPED, save_embedding
+from composer_nb.harness.search.questions import Mined, is_test_file, mine, read_repository
+from composer_nb.trainer.retrieval import (
+    RetrievalSettings,
+    heldout,
+    make_vocabulary,
+    prepare,
+    provenance,
+    recall,
+    train,
+)
+
+NOT_OURS = {"site-packages", "ensurepip", "test", "tests", "idle_test", "pydoc_data", "encodings"}
+"""Folders of the library that hold no code of its own, or tests, or tables."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=SHIPPED)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    files = library(Path(sysconfig.get_paths()["stdlib"]))
+    parts = {False: {}, True: {}}
+    for path, data in files.items():
+        parts[heldout(path.split("/")[0].removesuffix(".py"))][path] = data
+    mined: dict[bool, Mined] = {out: mine(part) for out, part in parts.items()}
+    settings = RetrievalSettings(seed=arguments.seed)
+    vocabulary = make_vocabulary([mined[False].files], settings.vocabulary)
+    learnt, measured = (prepare("stdlib", mined[out].files, mined[out].questions, vocabulary) for out in (False, True))
+    print(f"{len(files)} files, {len(learnt.questions)} questions to train on, {len(vocabulary)} terms", flush=True)
+    vectors, losses = train([learnt], vocabulary, settings)
+    source = f"standard library of Python {python_version()}, {len(files)} files"
+    save_embedding(arguments.out, list(vocabulary), vectors, provenance(settings, files, source))
+    last = sum(losses[-50:]) / len(losses[-50:])
+    print(f"loss {losses[0]:.3f} -> {last:.3f}; recall@10 on {len(measured.questions)} held-out questions: "
+          f"{recall(measured, vectors):.3f}; {time.monotonic() - began:.0f} s; {arguments.out}")  # fmt: skip
+
+
+def library(root: Path) -> dict[str, bytes]:
+    """The library's Python files by path."""
+    found = read_repository(root, lambda path: path.suffix == ".py" and not NOT_OURS & set(path.parts))
+    return {path: data for path, data in found.items() if not is_test_file(path)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Files as chunks: what is one, and that nothing a file holds gets in the way."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.search import chunks
+from composer_nb.harness.search.chunks import chunk_file, cut, text_lines, unfit
+from composer_nb.harness.search.languages import SYNTAX, parser
+from composer_nb.harness.search.terms import split, term_id, texts, weigh
+
+PYTHON = '''"""About readers."""
+import os
+from sys import (
+    argv,
+)
+
+LIMIT = 3
+@cached
+def first(path):
+    def inner():
+        pass
+    return inner
+
+class Reader(Base):
+    """Reads."""
+    size = 4
+
+    # How it ends.
+    async def close(self):
+        pass
+
+    class Inner:
+        def deep(self): return 1
+
+if os.name == "nt":
+    def second(): return 2
+'''
+
+
+def spans(path: str, text: str) -> list[tuple[str, int, int]]:
+    data = text.encode()
+    return [(span.name, span.first, span.last) for span in cut(path, data, text_lines(data))[0]]
+
+
+def test_python_is_cut_at_its_definitions() -> None:
+    assert spans("a.py", PYTHON) == [
+        ("", 1, 7),
+        ("first", 8, 12),
+        ("Reader", 14, 16),
+        ("Reader.close", 18, 20),
+        ("Reader.Inner", 22, 22),
+        ("Reader.Inner.deep", 23, 23),
+        ("second", 25, 26),
+    ]
+
+
+def test_a_lone_constant_belongs_to_the_definition_after_it() -> None:
+    source = "from os import (\n    path,\n)\n\nLIMIT = 3\n\n\ndef f():\n    pass\n\n\nLAST = 4\n"
+    assert spans("a.py", source) == [("f", 5, 9)]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "names"),
+    [
+        ("a.js", "export class A {\n  run() {}\n  end() {}\n}\nconst f = () => 1;\n", ["A", "A.run", "A.end", "f"]),
+        ("a.ts", "interface I { a: number }\nexport function g(x: I): number { return x.a }\n", ["I", "g"]),
+        ("a.go", "package a\n\nfunc (s *Box) Put(x int) {}\n\ntype Box struct{}\n", ["Put", "Box"]),
+        ("a.rs", "impl<T> Heap<T> {\n  fn push(&self) {}\n}\nfn main() {}\n", ["Heap.push", "main"]),
+        ("a.java", "class A {\n  int size;\n  void run() {}\n}\n", ["A", "A.run"]),
+        ("a.c", "#include <x.h>\nstatic int *find(int x)\n{\n  return 0;\n}\n", ["find"]),
+        ("a.cpp", "namespace n {\nclass A {\n public:\n  int run() { return 1; }\n};\n}\n", ["n.A.run"]),
+    ],
+)  # fmt: skip
+def test_other_languages_are_cut_at_theirs(path: str, text: str, names: list[str]) -> None:
+    found = [name for name, *_ in spans(path, text)]
+    assert [name for name in found if name in names] == names, found
+
+
+def test_every_grammar_of_the_table_is_there() -> None:
+    assert [language for language in SYNTAX if parser(language) is None] == []
+
+
+def test_a_language_without_its_grammar_is_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "parser", lambda language: None)
+    assert chunk_file("a.py", PYTHON.encode()).how == "no_grammar"
+    assert spans("a.py", PYTHON) == [("", 1, 26)]
+
+
+def test_imports_alone_are_no_chunk() -> None:
+    assert spans("a.py", "import os\nfrom sys import argv\n\ndef f():\n    pass\n") == [("f", 4, 5)]
+
+
+def test_a_module_of_constants_is_one_chunk() -> None:
+    assert spans("a.py", "A = 1\nB = 2\n") == [("", 1, 2)]
+
+
+def test_a_long_function_is_windows_that_bear_its_name() -> None:
+    found = spans("a.py", "def long():\n" + "    x = 1\n" * 150)
+    assert {name for name, *_ in found} == {"long"}
+    assert [first for _, first, _ in found] == [1, 41, 81, 121] and found[-1][2] == 151
+
+
+def test_definitions_of_the_library_are_found() -> None:
+    """Against `ast`: every function at the top of a module or of a class begins a chunk, or is inside one with its name."""
+    for module in (ast, chunks):
+        path = Path(module.__file__ or "")
+        found = spans("m.py", path.read_text(encoding="utf-8"))
+        for node in ast.parse(path.read_bytes()).body:
+            if isinstance(node, ast.FunctionDef):
+                assert any(name == node.name and first <= node.lineno <= last for name, first, last in found), node.name
+
+
+lines = st.lists(
+    st.sampled_from(["def f(", "):", "class A:", "    x = 1", "  ", '"""', "import a", "{", "}", "é\x0c\r", "#", "\tif y:"]),
+    max_size=40,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(lines, st.sampled_from(["a.py", "a.c", "a.cpp", "a.rs", "a.ts", "a.txt", "a.go", "a.java"]))
+def test_chunks_never_overlap_and_lie_in_the_file(some: list[str], path: str) -> None:
+    text = "\n".join(some)
+    found = spans(path, text)
+    count = len(text.split("\n"))
+    assert all(1 <= first <= last <= count for _, first, last in found)
+    assert all(one[2] < other[1] for one, other in zip(found, found[1:], strict=False))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.binary(max_size=300), st.sampled_from(["a.py", "a.js", "a.md", "é/x.rs"]))
+def test_any_bytes_are_chunks_or_unfit(data: bytes, path: str) -> None:
+    if unfit(data) is None:
+        found = chunk_file(path, data)
+        assert found.counts.sum() == len(found.terms) == len(found.weights)
+        assert len(found.counts) == len(found.spans)
+        assert (found.weights > 0).all()
+
+
+@pytest.mark.parametrize("data", [b"(" * 300_000, b"[(\n" * 100_000, b"def f():\n" * 30_000, b"x=1\n" * 50_000])
+def test_hostile_sources_are_cut_all_the_same(data: bytes) -> None:
+    data = data[: chunks.LONGEST_FILE]
+    found, _ = cut("a.py", data, text_lines(data))
+    assert found and found[-1].last <= data.count(b"\n") + 1
+
+
+def test_what_is_unfit() -> None:
+    assert unfit(b"") == "empty" and unfit(b"a\0b") == "binary"
+    assert unfit(b"x" * 30_000) == "minified" and unfit(b"x\n" * (1 << 20)) == "too_large"
+    assert unfit(b"def f(): pass\n") is None
+
+
+def test_identifiers_are_their_parts_and_themselves() -> None:
+    assert split("parseHTTPHeader") == ("pars", "http", "head", "parsehttpheader")
+    assert split("parse_http_header") == ("pars", "http", "head", "parsehttpheader")
+    assert split("the") == () and texts("Splitting lists, and parsers") == ["split", "list", "pars"]
+
+
+def test_names_and_docstrings_weigh_more_than_text() -> None:
+    found = chunk_file("tools/io.py", b'def rotate(x):\n    """Turns."""\n    return x @ matrix\n')
+    weight = dict(zip(found.terms.tolist(), found.weights.tolist(), strict=True))
+    assert weight[term_id("rotat")] > weight[term_id("turn")] > weight[term_id("matrix")] > 0
+    assert weight[term_id("tool")] > 0  # of the path
+
+
+@given(st.text(max_size=60))
+def test_terms_of_any_text_have_weights(text: str) -> None:
+    found = weigh([(text, 1.0), (text, 2.0)])
+    assert set(found) == {term_id(term) for term in texts(text)}
+    assert np.isclose(sum(found.values()), 3 * len(texts(text)))

@@ -1,0 +1,83 @@
+"""Ignore files, held against git itself."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.search.ignore import read_ignore
+
+NAMES = ["a", "b", "ab", "a.c", "b.c", ".x", "[a]"]
+segment = st.sampled_from(["a", "b", "*", "a*", "*.c", "?", "**", "[ab]", "[!a]", "*b*", "\\a", ".x", "[^b].c", "a**b"])
+pattern = st.builds(
+    lambda no, root, parts, folder: no + root + "/".join(parts) + folder,
+    st.sampled_from(["", "", "!"]),
+    st.sampled_from(["", "/"]),
+    st.lists(segment, min_size=1, max_size=3),
+    st.sampled_from(["", "/"]),
+)
+names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map("/".join)
+path = st.builds(str.__add__, st.sampled_from(["", "sub/"]), names)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("repository")
+    subprocess.run(["git", "init", "-q", root], check=True)
+    return root
+
+
+def git_ignores(root: Path, rules: dict[str, str], paths: list[str]) -> set[str]:
+    for folder in ("", "sub"):
+        place = root / folder / ".gitignore"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(rules.get(folder, ""), encoding="utf-8")
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "-c",
+        "core.excludesFile=/dev/null",
+        "check-ignore",
+        "--no-index",
+        "-z",
+        "--stdin",
+    ]
+    done = subprocess.run(command, input="\0".join(paths).encode(), capture_output=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return set(done.stdout.decode().split("\0")) - {""}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(pattern, max_size=5), st.lists(pattern, max_size=2), st.lists(path, min_size=1, max_size=12, unique=True)
+)
+def test_as_git_does(repository: Path, top: list[str], nested: list[str], paths: list[str]) -> None:
+    rules = {"": "\n".join(top), "sub": "\n".join(nested)}
+    files = {".gitignore": rules[""].encode(), "sub/.gitignore": rules["sub"].encode()}
+    found = read_ignore(files)
+    assert {each for each in paths if found.ignored(each)} == git_ignores(repository, rules, paths)
+
+
+def test_defaults_and_their_exception() -> None:
+    assert read_ignore({}).ignored("web/node_modules/x/index.js")
+    assert not read_ignore({".gitignore": b"!*.lock\n"}).ignored("deps/poetry.lock")
+    assert read_ignore({}).ignored("poetry.lock") and not read_ignore({}).ignored("src/lock.py")
+
+
+def test_no_pattern_takes_long() -> None:
+    hostile = b"*a*a*a*a*a*a*a*a*a*a*a*b\n" + b"**/" * 60 + b"x\n"
+    found = read_ignore({".gitignore": hostile})
+    began = time.process_time()
+    assert not found.ignored("/".join(["a" * 120] * 40))
+    assert time.process_time() - began < 2
+
+
+def test_rules_beyond_the_bounds_are_counted() -> None:
+    found = read_ignore({".gitignore": b"a\n" * 3000 + b"b" * 300})
+    assert found.left_out > 1000 and found.ignored("a") and not found.ignored("b" * 300)
