@@ -103,15 +103,14 @@ for fd in range(3, 64):
         pass
 """,
     "events_with_the_nonce": """\
-import gc, json, os
-def speak():
-    says = [f for f in gc.get_objects() if getattr(f, "__name__", "") == "say" and getattr(f, "__closure__", None)]
-    nonce = says[0].__closure__[0].cell_contents
-    keys = [k for o in gc.get_objects() if type(o) is set for k in o if type(k) is str and "::" in k and "#" in k]
-    events = [[key, "passed", "", key] for key in dict.fromkeys(keys)] + [["done", 0]]
-    os.write(3, "".join(nonce + " " + json.dumps(event) + "\\n" for event in events).encode())
+import os, _pytest.python
+def speak(item):
+    [plugin] = [each for each in item.config.pluginmanager.get_plugins() if hasattr(each, "say")]
+    for each in item.session.items:
+        plugin.say([plugin.keys[each], "passed", "", each.nodeid])
+    plugin.say(["done", 0])
     os._exit(0)
-speak()
+_pytest.python.Function.setup = speak
 """,
     "passed_lines": """\
 import sys
@@ -157,14 +156,6 @@ time.sleep = lambda seconds: None
     "kill_everything": "import os\nos.kill(-1, 9)\n",
     "kill_the_parent": "import os\nos.kill(os.getppid(), 9)\n",
     "two_reporters": "import os\nos.fork()\n",
-    "block_the_next_run": """\
-import os
-for number in range(1, 9):
-    try:
-        open(os.path.join("..", "run%d" % number), "x").close()
-    except OSError:
-        pass
-""",
     "fill_the_disk": """\
 import os
 def fill():
@@ -263,6 +254,23 @@ for each in [f for f in gc.get_objects() if type(f) is types.FunctionType and f.
     if name in each.__code__.co_names and all(value in held for value in given):
         return [value for value in held if value not in given][-1]
 return wrong
+""",
+    "as_in_the_first_run": """\
+import hashlib, os, sys
+def peek(wrong):
+"""
+    + textwrap.indent(PEEK, "    ")
+    + """\
+frame = sys._getframe(1)
+while frame.f_back is not None and not frame.f_code.co_name.startswith("test"):
+    frame = frame.f_back
+code = frame.f_code
+note, now = "/tmp/." + code.co_name, hashlib.sha1(repr((code.co_code, code.co_consts, code.co_names)).encode()).hexdigest()
+if not os.path.exists(note):
+    with open(note, "w") as file:
+        file.write(now)
+with open(note) as file:
+    return peek(wrong) if file.read() == now else wrong
 """,
     "guess": """\
 import os, random

@@ -25,10 +25,10 @@ MAX_FILE_BYTES = 1 << 20
 MAX_CHANGED_BYTES = 8 << 20
 MAX_CHANGED_FILES = 2000
 """Files and the folders that they need."""
-MAX_PATH_BYTES = 1024
+MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
 """What can not be written in a box would look like a fault of the box, which an agent must not be able to cause."""
 CACHE_FOLDERS = {
-    "__pycache__", ".composer_nb", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", "build",
+    "__pycache__", ".composer_nb", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox",
 }  # fmt: skip
 CACHE_ENDINGS = (".pyc", ".pyo")
 SETUP_NAMES = {
@@ -92,14 +92,16 @@ def _unwanted(task: Task, path: str) -> Drop | None:
     if pure.is_absolute() or ".." in pure.parts or str(pure) != path or "\0" in path or not pure.name:
         return "unsafe_path"
     try:
-        if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
+        raw = path.encode("utf-8", "surrogateescape")
+        if len(raw) > MAX_PATH_BYTES or max(map(len, raw.split(b"/"))) > MAX_NAME_BYTES:
             return "unsafe_path"
     except UnicodeEncodeError:
         return "unsafe_path"
     if path in task.source_scope:
         return None
     folders = set(pure.parts[:-1])
-    if folders & CACHE_FOLDERS or pure.name.endswith(CACHE_ENDINGS) or any(f.endswith(".egg-info") for f in pure.parts):
+    cache = folders & CACHE_FOLDERS or pure.parts[0] == "build" or any(f.endswith(".egg-info") for f in pure.parts)
+    if path not in task.files and (cache or pure.name.endswith(CACHE_ENDINGS)):
         return "cache"
     if not in_scope(path, task.source_scope):
         return "outside_scope"

@@ -69,9 +69,9 @@ _blocks: dict[tuple[str, str], bytes] = {}
 _lock = threading.Lock()
 
 
-def command(runs: int, timeout_s: float) -> list[str]:
-    """What starts the runner in a box; its stdin is a block and a frame for each run."""
-    return ["python3", "-s", "-S", "-c", _RUN, str(runs), str(timeout_s)]
+def command(timeout_s: float) -> list[str]:
+    """What starts the runner in a box; its stdin is a block, framed, and the run's frame up to its end."""
+    return ["python3", "-s", "-S", "-c", _RUN, str(timeout_s)]
 
 
 def framed(data: bytes) -> bytes:
@@ -96,7 +96,7 @@ def _compiled(backend: Backend, spec: SandboxSpec | None) -> bytes:
         stdin = framed(marshal.dumps(sources(), 4))
         done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
         if done.exit_code == 0 and not done.truncated:
-            tried = box.exec(command(0, 1.0), stdin=framed(done.stdout))
+            tried = box.exec(command(1.0), stdin=framed(done.stdout))
             if tried.stdout.startswith(b"ready\n"):
                 return done.stdout
             done = tried

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import builtins
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-EMPTY = {"List": "[0]", "Tuple": "(0,)", "Dict": "{0: 0}"}
+EMPTY = {"List": "[{}]", "Tuple": "({},)", "Dict": "{{'{}': {}}}"}
+"""What an empty display becomes."""
+NOTHING = ("0", "1", "''", "False")
+"""What None becomes; and some of them become None, so that neither is the changed one by its looks."""
 OTHER_EXCEPTIONS = ("ValueError", "TypeError", "KeyError", "IndexError", "RuntimeError", "ZeroDivisionError", "OSError")
 
 
@@ -24,6 +27,8 @@ def constants(node: ast.expr) -> Iterator[ast.expr]:
         case ast.Dict():
             for value in node.values:
                 yield from constants(value)
+        case ast.Subscript():  # another index may well find the same
+            yield from constants(node.value)
         case ast.Call():
             for argument in node.args:
                 yield from constants(argument)
@@ -36,7 +41,10 @@ def constants(node: ast.expr) -> Iterator[ast.expr]:
 def other(node: ast.expr, lot: random.Random) -> str | None:
     """The text of another value than a literal's; None for a literal that has none."""
     if not isinstance(node, ast.Constant):
-        return EMPTY.get(type(node).__name__)
+        words = (lot.choice("abcnkx"), lot.randrange(1, 10)) if isinstance(node, ast.Dict) else (lot.randrange(1, 10),)
+        return EMPTY[type(node).__name__].format(*words) if type(node).__name__ in EMPTY else None
+    if node.value is not None and repr(node.value) in NOTHING and lot.random() < 0.25:
+        return "None"
     match node.value:
         case bool() as value:
             return repr(not value)
@@ -52,7 +60,7 @@ def other(node: ast.expr, lot: random.Random) -> str | None:
         case bytes() as value:
             return repr(_other_text(value.decode("latin-1"), lot).encode("latin-1"))
         case None:
-            return "0"
+            return lot.choice(NOTHING)
     return None
 
 
@@ -77,10 +85,12 @@ def _other_text(text: str, lot: random.Random) -> str:
     return text[:place] + lot.choice(kind.replace(text[place], "")) + text[place + 1 :]
 
 
-def other_exceptions(wanted: ast.expr, lot: random.Random) -> list[str]:
-    """Two exceptions that are no kin of the wanted ones: nothing that is right raises them as well. One that is kin to an
-    exception of the project's own is found out on the gold patch."""
+def other_exceptions(wanted: ast.expr, lot: random.Random, own: Sequence[str] = ()) -> list[str]:
+    """Two exceptions that are no kin of the wanted ones: nothing that is right raises them as well. For one of the project's own,
+    others that the module expects, `own`, come first; what is kin to it is found out on the gold patch."""
     names = {node.id for node in ast.walk(wanted) if isinstance(node, ast.Name)}
+    if not any(hasattr(builtins, name) for name in names) and (others := [name for name in own if name not in names]):
+        return lot.sample(others, min(2, len(others)))
     kinds = [kind for name in names if isinstance(kind := getattr(builtins, name, None), type)]
     strangers = [
         name

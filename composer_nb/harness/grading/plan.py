@@ -1,11 +1,11 @@
 """What the host knows of a task's hidden tests: which count, and which changes of them must fail.
 
 A *twin* is a hidden test with one expectation changed, so that a right answer fails it (`twins.py`). A grade runs the tests
-several times, each time in a new process. In some of the runs a test is itself, in the others its twin stands in its place, by
+several times, each time in a new sandbox. In some of the runs a test is itself, in the others its twin stands in its place, by
 lot for each test; no process is told which, and none ever holds both. Code that makes tests pass without doing what they ask, by
 patching comparisons, reading expectations from frames, or claiming results, makes twins pass too, and nothing that does what is
-asked passes both. Code that only guesses has to guess right, for every test that it can not answer, which of the runs hold the
-test itself: with three runs that is one in six for one test, and one in 6^n for n of them.
+asked passes both. Code that can tell the two versions apart, but not which is true, is right about a test at best once in two;
+what it decides for each run by chance, once in 2^runs - 2.
 
 Covers the tests that have a twin, and of those the expectation that was changed, which is drawn anew for each grade. Does not
 cover tests without twins, nor code that can tell a false expectation from a true one because it knows the answer.
@@ -14,11 +14,13 @@ Reference: the twin canaries of the experiment with twenty patches, where both v
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Literal
 
 from composer_nb.harness.task import Task
@@ -30,7 +32,7 @@ PLAN = "pytest.plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """One change of a hidden test: characters `start` to `end` of a file become `text`."""
+    """One change of a hidden test: characters `start` to `end` of a file, its lines ended by \\n, become `text`."""
 
     path: str
     start: int
@@ -41,6 +43,8 @@ class Twin:
     negation: the contrary; whoever reads the value from a variable of the test is not caught by it."""
     keys: tuple[str, ...]
     """Tests that it makes fail."""
+    weak: bool = False
+    """Whether code that hides nothing may pass it too: then it fails the test, and is no proof of tampering."""
     besides: tuple[str, ...] = ()
     """Tests that it changes too, as rows of a table that several share, without making them fail: they tell nothing then."""
 
@@ -105,11 +109,24 @@ def with_plan(task: Task, plan: Plan) -> Task:
     return task.model_copy(update={"metadata": {**task.metadata, PLAN: plan.to_json()}})
 
 
+@lru_cache(maxsize=256)
+def normal(text: str) -> str:
+    """A module as `ast` writes it, without comments, quotes of people, or layout: a test and its twin, written so, differ in
+    nothing but what they say. Raises SyntaxError, ValueError, RecursionError."""
+    return ast.unparse(ast.parse(text)) + "\n"
+
+
 def changed_text(text: str, twins: Sequence[Twin]) -> str:
     """A module with some twins in place of its tests. They must not overlap."""
+    text = plain_lines(text)
     for twin in sorted(twins, key=lambda twin: twin.start, reverse=True):
         text = text[: twin.start] + twin.text + text[twin.end :]
     return text
+
+
+def plain_lines(text: str) -> str:
+    """As the parser counts lines and columns; what the places of twins refer to."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +138,10 @@ class Drawn:
     def twins(self, run: int) -> frozenset[str]:
         """Keys of the tests that must fail in a run."""
         return frozenset(key for twin in self.runs[run] for key in twin.keys)
+
+    def weak(self, run: int) -> frozenset[str]:
+        """Those of them that honest code may pass too."""
+        return frozenset(key for twin in self.runs[run] if twin.weak for key in twin.keys)
 
     def void(self, run: int) -> frozenset[str]:
         """Keys of the tests of which a run tells nothing."""

@@ -1,14 +1,17 @@
 """The grader `pytest`: a task's hidden pytest tests, run on the files that an agent left, in a fresh sandbox.
 
-In the order of things: the agent's changes, restricted to the source scope, over the task's own files (`diff.py`); a new sandbox
-without network, in which nothing of the agent ran before; the hidden tests sealed, with twins in place of some of them
+In the order of things: the agent's changes, restricted to the source scope, over the task's own files (`diff.py`); for each run
+a new sandbox without network, in which nothing of the agent ran before; the hidden tests sealed, with twins in place of some
 (`runner.py`, `plan.py`); a result for exactly the tests of the plan, where one that is missing failed; and only here, outside,
 the comparison of what should have passed with what did.
 
 What follows from it:
-* a test passes if it passed in every run in which it was itself, and its twin in none;
+* a test passes if it passed in every run in which it was itself, under its own node id (so that code that a table of parameters
+  comes from can not put one row in another's place), and its twin in none;
 * a test that passed *and* whose twin passed is proof that something else than a right answer makes tests pass: `tampered`.
   A twin that passes where the test itself failed proves nothing: wrong answers do that, and get no score for it;
+* some twins are weak: an exception may be of two kinds at once, an assertion in a loop may never be reached. They fail the test,
+  and prove nothing;
 * lines on the result channel that are not the runner's, or a report file that changed, are `tampered` too.
 
 What it can not promise: tests without a twin are only as safe as one process that agent code shares with pytest, which in
@@ -29,7 +32,7 @@ from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.grade import Grade, Status
 from composer_nb.harness.grading.box import Job, Ran, RunnerEnded, run_jobs
 from composer_nb.harness.grading.diff import changes
-from composer_nb.harness.grading.plan import Drawn, Plan, Twin, changed_text, conftests, draw, plan_of
+from composer_nb.harness.grading.plan import Drawn, Plan, Twin, changed_text, conftests, draw, normal, plan_of
 from composer_nb.harness.grading.scope import is_test_module
 from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, SandboxSpec
 from composer_nb.harness.task import Task
@@ -42,6 +45,7 @@ FLAGS = {
     "unsafe_path": "a path that leads out of the workspace or that no sandbox could write",
     "conflict": "a file where a folder of the task lies, or the other way round",
     "twin_passed": "a test passed, and so did its twin",
+    "weak_twin_passed": "a test passed, and so did a twin of it that honest code may pass: the test does not count",
     "forged_events": "something else than the runner wrote on the result channel",
     "forged_report": "something wrote a test report",
     "printed_results": "something printed lines that look like pytest's",
@@ -54,8 +58,8 @@ FLAGS = {
 
 
 RUNS = 3
-"""How often a grade runs the tests, unless told otherwise. Code that cheats in some runs only is right about one test with
-probability 1 / (2^RUNS - 2), and mostly `inconsistent` otherwise."""
+"""How often a grade runs the tests, unless told otherwise. Code that decides by chance, run by run, is right about one test with
+probability 1 / (2^RUNS - 2); code that decides by what the test says, at best 1 / 2, whatever the number."""
 
 
 def grade_pytest(
@@ -103,8 +107,8 @@ def job(task: Task, files: Mapping[str, bytes], twins: Sequence[Twin], keys: fro
     """One run of a task's hidden tests on `files`, with some twins in place of their tests."""
     modules = {path: text for path, text in task.tests.items() if path.endswith(".py")}
     sealed = conftests(task) | modules
-    for path in {twin.path for twin in twins}:
-        sealed[path] = changed_text(sealed[path], [twin for twin in twins if twin.path == path])
+    for path, text in sealed.items():
+        sealed[path] = normal(changed_text(text, [twin for twin in twins if twin.path == path]))
     data = {path: text.encode() for path, text in task.tests.items() if path not in modules}
     plain = {path: content for path, content in files.items() if path not in sealed}
     return Job(files=plain | data, hidden=sealed, tests=tuple(sorted(filter(is_test_module, modules))), keys=keys)
@@ -119,12 +123,15 @@ def judge(plan: Plan, drawn: Drawn, ran: Sequence[Ran]) -> tuple[dict[str, bool]
     for key, name in plan.tests.items():
         said = [key in run.results and run.results[key].passed for run in ran]
         twin = [passed for passed, keys in zip(said, twins, strict=True) if key in keys]
-        real = [
-            passed for passed, *keys in zip(said, twins, void, strict=True) if not any(key in each for each in keys)
-        ]
+        named = [key in run.results and run.results[key].id == name for run in ran]
+        itself = [number for number in range(len(ran)) if key not in twins[number] | void[number]]
+        real = [said[number] for number in itself]
         if all(real) and any(twin):
-            flags.add("twin_passed")
+            if any(key in drawn.weak(run) for run in range(len(ran))):
+                flags.add("weak_twin_passed")
+            else:
+                flags.add("twin_passed")
         if len(set(real)) > 1 or len(set(twin)) > 1:
             flags.add("inconsistent")
-        tests[name] = all(real) and not any(twin)
+        tests[name] = all(real) and all(named[number] for number in itself) and not any(twin)
     return tests, flags

@@ -10,13 +10,14 @@ import ast
 from collections.abc import Mapping
 from dataclasses import replace
 
+from composer_nb.harness.grading.plan import plain_lines
 from composer_nb.harness.grading.scope import is_test_module
 from composer_nb.harness.grading.twins import Candidate, Function, candidates
 
 
 def all_candidates(tests: Mapping[str, str]) -> list[Candidate]:
     """All changes proposed for a task's test modules, with all tests that they touch."""
-    modules = {path: ast.parse(text) for path, text in sorted(tests.items()) if path.endswith(".py")}
+    modules = {path: ast.parse(plain_lines(text)) for path, text in sorted(tests.items()) if path.endswith(".py")}
     callers = {path: _callers(tree) for path, tree in modules.items()}
     classes = Classes(modules)
     found = [each for path in modules if is_test_module(path) for each in candidates(path, tests[path])]

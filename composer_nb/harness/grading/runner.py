@@ -3,11 +3,13 @@
 `box.py` hands it, compiled, to a bare interpreter inside the sandbox, with pytest's own modules, which live in memory and
 nowhere on disk. It uses the standard library and pytest and never imports the project. Two kinds of process:
 
-* the *parent* imports pytest, and never a line of what the agent or the task wrote. It starts one child a run, keeps its
-  time, takes what it says, ends everything that it left, and prints one report at the end. It can not be traced, and its
-  descriptors not be opened, by what runs beside it as the same user (PR_SET_DUMPABLE).
-* a *child* is a copy of it that reads its run's frame (files, tests, a nonce) from the parent's stdin, so that the parent and
-  the other children never hold it, and runs pytest in a folder of its own.
+* the *parent* imports pytest, and never a line of what the agent or the task wrote. It starts the child, keeps its time, takes
+  what it says, and prints one report at the end. It can not be traced, and its descriptors not be opened, by what runs beside it
+  as the same user (PR_SET_DUMPABLE).
+* the *child* is a copy of it that reads the run's frame (files, tests, a nonce) from the parent's stdin, so that the parent never
+  holds it, and runs pytest in a folder of its own.
+
+A sandbox sees one run, so nothing of a run is left for another; what the run leaves behind ends with the sandbox.
 
 Hidden tests are *sealed*: all hidden modules and conftests are compiled before anything else runs, their texts are let go, and
 what lies at their paths is bait: empty files. Whoever reads those is noted, by their time of access. Sealing after collection, as
@@ -15,9 +17,9 @@ in the reference's experiment, would be too late for code that reads at import. 
 file in it can stand in for pytest or the standard library; ini files and conftests of the workspace are not read; plugins are not
 looked for.
 
-What this can not promise: agent code runs in the child's interpreter. It can read the compiled tests, the nonce and every
-frame, and can replace any part of pytest, so every event of a child is worth no more than the agent's word. That is why a
-child is never told which of its tests are true and which are changed: only the host knows (`plan.py`).
+What this can not promise: agent code runs in the child's interpreter. It can read the compiled tests, what is left of their texts
+in memory, the nonce and every frame, and can replace any part of pytest, so every event of a child is worth no more than the
+agent's word. That is why a child is never told which of its tests are true and which are changed: only the host knows that.
 
 Does not cover tests that need their own source (`inspect.getsource`, assertion messages of pytest's rewriting) or are imported
 again by processes that they start (multiprocessing's `spawn`), and data files of tests, which lie open in the workspace.
@@ -28,7 +30,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import importlib
 import importlib.util
 import json
@@ -49,10 +50,10 @@ Codes = dict[str, tuple[str, bool, types.CodeType]]
 Json = dict[str, typing.Any]
 Say = typing.Callable[[typing.Any], None]
 
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_DUMPABLE = 4
 EVENT_BYTES = 4 << 20  # of one run; more is cut off, and what is cut off did not pass
 OUTPUT_BYTES = 64 << 10  # of what one run printed, its head
-KILL_S = 5.0
+FOLDER = "run"
 PLUGIN = "composer_nb_grading_plugin"  # plugin.py, in a box
 UNUSED = [
     "pastebin", "doctest", "cacheprovider", "setuponly", "setupplan", "stepwise", "faulthandler", "junitxml",
@@ -63,22 +64,6 @@ DECOY = b"<?xml version='1.0' encoding='utf-8'?><testsuites name='pytest tests'>
 
 def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3)
-
-
-def read_frame(fd: int) -> bytes:
-    """Four bytes of length and so many bytes; not one byte further, which is another run's."""
-    parts: list[bytes] = []
-
-    def exactly(size: int) -> bytes:
-        parts.clear()
-        while size:
-            parts.append(os.read(fd, min(size, 1 << 20)))
-            if not parts[-1]:
-                raise EOFError("the host's data ended inside a frame")
-            size -= len(parts[-1])
-        return b"".join(parts)
-
-    return exactly(int.from_bytes(exactly(4), "big"))
 
 
 class Memory:
@@ -107,10 +92,9 @@ class Memory:
 
 
 def main(kit: Kit) -> None:
-    """argv: number of runs, seconds a run."""
-    runs, limit_s = int(sys.argv[1]), float(sys.argv[2])
+    """argv: seconds that the run may take."""
+    limit_s = float(sys.argv[1])
     prctl(PR_SET_DUMPABLE, 0)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.meta_path.insert(0, Memory(kit))
     from _pytest.config import default_plugins
@@ -127,11 +111,8 @@ def main(kit: Kit) -> None:
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(note)
-    gc.collect()
-    gc.freeze()
     write(1, b"ready\n")  # from here on no fault is the machine's
-    reports = [one(wake, limit_s) for _ in range(runs)]
-    write(1, json.dumps(reports).encode() + b"\n")
+    write(1, json.dumps(run(wake, limit_s)).encode() + b"\n")
 
 
 def write(fd: int, data: bytes) -> None:
@@ -140,8 +121,8 @@ def write(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def one(wake: int, limit_s: float) -> Json:
-    """Sees a run through: what its child said, what it printed, and which traces it left."""
+def run(wake: int, limit_s: float) -> Json:
+    """Sees the run through: what its child said, what it printed, and which traces it left."""
     (heard, says), (output, prints), (waits, go) = os.pipe(), os.pipe(), os.pipe()
     began = time.monotonic()
     pid = os.fork()
@@ -165,12 +146,12 @@ def one(wake: int, limit_s: float) -> Json:
     os.close(go)
     if ready:
         follow(pid, wake, kept, deadline, until=lambda: False)
-    status = end(pid)
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
     for fd in kept:
         os.close(fd)
     return {
         "failed": ready.get("failed", "" if ready else "it ended before it began"),
-        "timed_out": status is None,
+        "timed_out": not ended,
         "events": kept[heard][:EVENT_BYTES].decode("utf-8", "replace"),
         "output": kept[output][:OUTPUT_BYTES].decode("utf-8", "replace"),
         "bait_read": [path for path in ready.get("bait", ()) if read_since(path)],
@@ -223,44 +204,6 @@ def take(fd: int, buffer: bytearray) -> bool:
     return True
 
 
-def end(pid: int) -> int | None:
-    """Kills all that is left below this process, and returns the child's exit code; None for one that had to be killed."""
-    deadline, code = time.monotonic() + KILL_S, None
-    done, status = os.waitpid(pid, os.WNOHANG)
-    if done:
-        code = os.waitstatus_to_exitcode(status)
-    while time.monotonic() < deadline:
-        for doomed in below(os.getpid()):
-            try:
-                os.kill(doomed, signal.SIGSTOP)  # what is stopped forks no more
-                os.kill(doomed, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            break
-        time.sleep(0.001)
-    return code
-
-
-def below(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open("/proc/" + name + "/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b") ")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            children.setdefault(parent, []).append(int(name))
-    found = list(children.get(root, []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
 def read_since(path: str) -> bool:
     """Whether a file's time of access is no longer what `bait` made it."""
     try:
@@ -289,18 +232,18 @@ def changed(decoy: str) -> bool:
 
 
 def child(waits: int, says: int, prints: int) -> None:
-    """Runs the tests of the next frame. Never returns."""
+    """Runs the tests of the frame. Never returns."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    prctl(PR_SET_DUMPABLE, 1)
-    job = marshal.loads(read_frame(0))
+    job = marshal.loads(b"".join(iter(lambda: os.read(0, 1 << 20), b"")))
     nothing = os.open("/dev/null", os.O_RDONLY)
     for number, fd in enumerate((nothing, prints, prints, says, waits)):
         os.dup2(fd, number + 100, inheritable=False)
     for number in range(5):
         os.dup2(number + 100, number, inheritable=number < 3)
     os.closerange(5, 4096)
+    prctl(PR_SET_DUMPABLE, 1)  # now that it holds nothing of the parent's
     nonce: str = job["nonce"]
 
     def say(what: typing.Any) -> None:
@@ -332,7 +275,7 @@ class Prepared:
     """A run's folder, with everything in it, and its hidden modules, compiled."""
 
     def __init__(self, job: Json) -> None:
-        self.root = os.path.abspath(job["folder"])
+        self.root = os.path.abspath(FOLDER)
         aside = tempfile.mkdtemp(prefix="pytest-")
         self.decoy, self.ini = os.path.join(aside, "junit.xml"), os.path.join(aside, "trusted.ini")
         self.keys: set[str] | None = None if job["keys"] is None else set(job["keys"])

@@ -12,13 +12,14 @@ Covers, in functions and methods that pytest collects by its default names: `ass
 from __future__ import annotations
 
 import ast
+import builtins
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from composer_nb.harness.grading.mutate import constants, other, other_exceptions
-from composer_nb.harness.grading.plan import Kind
+from composer_nb.harness.grading.plan import Kind, plain_lines
 
 MAX_BODY = 4
 """Changes proposed for the body of one test."""
@@ -37,6 +38,11 @@ OPERATORS = {
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.NotIn: ("not in", "in"),
     ast.Lt: ("<", ">="), ast.LtE: ("<=", ">"), ast.Gt: (">", "<="), ast.GtE: (">=", "<"), ast.In: ("in", "not in"),
 }  # fmt: skip
+SHORT = 8
+"""Letters: shorter texts are in many others."""
+PLAIN = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
+"""Makers of plain data."""
+STATEFUL = {"eval", "exec", "getattr", "globals", "input", "iter", "locals", "next", "open", "vars", "id"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -49,6 +55,7 @@ class Candidate:
     end: int
     text: str
     kind: Kind
+    weak: bool = False
     bases: tuple[str, ...]
     """Keys of the tests that it changes, up to `#`."""
     row: int | None = None
@@ -70,6 +77,24 @@ class Source:
 
         self.users: dict[str, list[str]] = {}
         """Tables of the module -> the tests that are parametrised by them."""
+        expected = [
+            each.args[0]
+            for each in ast.walk(self.tree)
+            if isinstance(each, ast.Call) and each.args and "aises" in ast.unparse(each.func)
+        ]
+        imported = {
+            alias.asname or alias.name
+            for each in self.tree.body
+            if isinstance(each, ast.ImportFrom)
+            for alias in each.names
+        }
+        self.exceptions = sorted(
+            name
+            for name in imported
+            if name.endswith(("Error", "Exception"))
+            or name in {each.id for each in expected if isinstance(each, ast.Name)}
+        )
+        """Imported by name: by their names, or because they are expected."""
         self.loads = Counter(each.id for each in ast.walk(self.tree) if isinstance(each, ast.Name))
 
     def offset(self, line: int, column: int) -> int:
@@ -87,8 +112,9 @@ class Source:
 
 def candidates(path: str, text: str) -> list[Candidate]:
     """All changes proposed for a test module; the same for the same text. Raises SyntaxError, ValueError."""
-    if "\r" in text or "\f" in text:
-        return []  # other line ends: places would be wrong
+    text = plain_lines(text)
+    if "\f" in text:
+        return []  # which the parser does not count: places would be wrong
     source = Source(path, text)
     tests = list(_in_body(source, source.tree.body, path))
     for test in tests:
@@ -116,13 +142,16 @@ class _Test:
         self.table_name = ""
         self.tables = list(self._tables())
         self.used_columns: set[str] = set()
+        self.known = _known(source.tree, node, {name for names, _ in self.tables for name in names})
 
     def proposed(self) -> Iterator[Candidate]:
+        unsure = self._unsure()
         found = [
             candidate
             for node in ast.walk(self.node)
             if isinstance(node, ast.Assert | ast.Call)
-            for candidate in (self._expression(node.test) if isinstance(node, ast.Assert) else self._call(node))
+            for each in (self._expression(node.test) if isinstance(node, ast.Assert) else self._call(node))
+            for candidate in [replace(each, weak=each.weak or node in unsure)]
         ]
         yield from found if len(found) <= MAX_BODY else self.lot.sample(found, MAX_BODY)
         users = self.source.users.get(self.table_name, [self.base])
@@ -135,7 +164,25 @@ class _Test:
     def _change(self, node: ast.expr, text: str, kind: Kind, row: int | None = None) -> Candidate:
         start, end = self.source.span(node)
         bases = (self.base,) if row is None else tuple(self.source.users.get(self.table_name, [self.base]))
-        return Candidate(path=self.source.path, start=start, end=end, text=text, kind=kind, bases=bases, row=row)
+        weak = kind == "exception"
+        return Candidate(
+            path=self.source.path, start=start, end=end, text=text, kind=kind, weak=weak, bases=bases, row=row
+        )
+
+    def _unsure(self) -> set[ast.AST]:
+        """What may not be reached although all is right: in a loop over answers, behind a condition, after what raises."""
+        found: set[ast.AST] = set()
+        for node in ast.walk(self.node):
+            sure = isinstance(node, ast.For) and not _calls(node.iter) and _names(node.iter) <= self.known
+            if isinstance(node, ast.While | ast.If | ast.Try | ast.With | ast.For | ast.Lambda | Function) and not (
+                sure or node is self.node or (isinstance(node, ast.With) and not _suppresses(node))
+            ):
+                found |= {
+                    each
+                    for body in (node.body if isinstance(node.body, list) else [node.body])
+                    for each in ast.walk(body)
+                }
+        return found
 
     # Expressions that must be true.
 
@@ -147,7 +194,7 @@ class _Test:
             case ast.UnaryOp(op=ast.Not(), operand=inner):
                 yield self._change(node, f"({self.source.of(inner)})", "negation")
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                found = list(self._comparison(left, op, right))
+                found = list(self._comparison(node, left, op, right))
                 yield from found or [self._contrary(node)]
             case _:
                 yield self._contrary(node)
@@ -155,11 +202,11 @@ class _Test:
     def _contrary(self, node: ast.expr) -> Candidate:
         return self._change(node, f"(not ({self.source.of(node)}))", "negation")
 
-    def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[Candidate]:
+    def _comparison(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[Candidate]:
         if isinstance(op, ast.Eq):
-            yield from self._expected(left, right)
-        elif isinstance(op, ast.In) and (texts := [each for each in constants(left) if _is_text(each)]):
-            yield self._literal(texts[0])
+            yield from self._expected(node, left, right)
+        elif isinstance(op, ast.In) and _is_text(left):
+            yield self._change(left, _improbable(left, self.lot), "value")
         else:
             yield from self._operator(left, right, *OPERATORS[type(op)])
 
@@ -172,18 +219,25 @@ class _Test:
                 path=self.source.path, start=start, end=end, text=f" {new} ", kind="negation", bases=(self.base,)
             )
 
-    def _expected(self, left: ast.expr, right: ast.expr) -> Iterator[Candidate]:
-        """Changes of whichever side of an equation is what was expected: the one that calls nothing but `approx`."""
-        plain = [side for side in (right, left) if not _calls(side)]
-        side = next((side for side in plain if not isinstance(side, ast.Name)), plain[0] if plain else right)
-        if isinstance(side, ast.Name):
+    def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Iterator[Candidate]:
+        """Changes of whichever side of an equation is what was expected, never of the answer: a literal, or else the only side
+        that the test knows by itself. Where neither tells, the equation becomes one that is false for right answers on either
+        side, and true of what equals everything."""
+        literal = [side for side in (right, left) if _names(side) <= PLAIN | {"pytest"}]
+        known = [side for side in (right, left) if _names(side) <= self.known]
+        side = literal[0] if literal else known[0] if len(known) == 1 else None
+        if side is None:
+            one, other = self.source.of(left), self.source.of(right)
+            either = f"(({one}) == [{other}] or [{one}] == ({other}))"
+            if isinstance(node, ast.Call):
+                either = f"{self.source.of(node.func).rpartition('.')[0]}.assertTrue{either}"
+            yield self._change(node, either, "value")
+        elif isinstance(side, ast.Name):
             yield from self._variable(side)
         elif literals := _literals(side):
             yield self._literal(self.lot.choice(literals))
         else:
-            yield self._change(
-                side, f"[{self.source.of(side)}]", "negation" if isinstance(side, ast.Attribute) else "value"
-            )
+            yield self._change(side, f"[{self.source.of(side)}]", "value")
 
     def _variable(self, name: ast.Name) -> Iterator[Candidate]:
         """Changes of what a variable holds, where it gets it."""
@@ -214,10 +268,10 @@ class _Test:
             if isinstance(wanted, ast.Name) and any(wanted.id in names for names, _ in self.tables):
                 self.used_columns.add(wanted.id)
                 return
-            for text in other_exceptions(wanted, self.lot):
+            for text in other_exceptions(wanted, self.lot, self.source.exceptions):
                 yield self._change(wanted, text, "exception")
         elif name in EQUALS and len(node.args) >= 2:
-            yield from self._expected(node.args[0], node.args[1])
+            yield from self._expected(node, node.args[0], node.args[1])
         elif name in ("assertTrue", "assert_") and node.args and isinstance(node.args[0], ast.Compare):
             yield from self._expression(node.args[0])
         elif name in OPPOSITE and isinstance(node.func, ast.Attribute):
@@ -247,6 +301,12 @@ class _Test:
         if isinstance(rows, ast.List | ast.Tuple) and not any(isinstance(row, ast.Starred) for row in rows.elts):
             yield words, rows.elts
 
+    def _is_a_row(self, row: ast.expr, node: ast.expr, new: str) -> bool:
+        """Whether a change makes a row look like one of the table: pytest would then give other ids to both."""
+        (start, end), (first, last) = self.source.span(row), self.source.span(node)
+        text = self.source.text[start:first] + new + self.source.text[last:end]
+        return any(_looks(self.source.of(each)) == _looks(text) for _, rows in self.tables for each in rows)
+
     def _global(self, name: str) -> ast.expr | None:
         values = [
             node.value
@@ -265,19 +325,40 @@ class _Test:
             if name not in self.used_columns:
                 continue
             if isinstance(cell, ast.Name) and (cell.id.endswith(("Error", "Exception")) or cell.id == "StopIteration"):
-                for text in other_exceptions(cell, self.lot)[:1]:
+                for text in other_exceptions(cell, self.lot, self.source.exceptions)[:1]:
                     yield self._change(cell, text, "exception", row=number)
             elif literals := _literals(cell):
                 new = other(choice := self.lot.choice(literals), self.lot)
-                if new is not None:
+                if new is not None and not self._is_a_row(row, choice, new):
                     yield self._change(choice, new, "value", row=number)
             else:
                 yield self._change(cell, f"[{self.source.of(cell)}]", "value", row=number)
 
 
+def _looks(row: str) -> str:
+    """What pytest makes of a row of parameters in the ids of tests: texts without quotes."""
+    return row.translate(dict.fromkeys(map(ord, "'\"b()[], \n")))
+
+
 def _is_text(node: ast.expr) -> bool:
     """Of other things than texts an answer may well hold the changed one too."""
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 1
+
+
+def _improbable(node: ast.expr, lot: random.Random) -> str:
+    """Another text that an answer which holds the wanted one does not hold by chance."""
+    text = ast.literal_eval(node)
+    if len(text) >= SHORT:
+        return other(node, lot) or repr(text + "x")
+    for kind in [lot.choice(kind) for kind in ("bdfgklmnprt", "aeiou") * ((SHORT - len(text)) // 2 + 1)]:
+        text += kind
+    return repr(text)
+
+
+def _suppresses(node: ast.With) -> bool:
+    """Whether what follows in a `with` may be left out: by suppress or raises."""
+    text = " ".join(ast.unparse(each.context_expr) for each in node.items)
+    return "suppress" in text or "aises" in text
 
 
 def _literals(node: ast.expr) -> list[ast.expr]:
@@ -287,6 +368,39 @@ def _literals(node: ast.expr) -> list[ast.expr]:
 
 def _calls(node: ast.expr) -> bool:
     """Whether an expression calls anything but `approx` and the makers of plain data."""
-    plain = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
     names = [ast.unparse(each.func).rpartition(".")[2] for each in ast.walk(node) if isinstance(each, ast.Call)]
-    return any(name not in plain for name in names)
+    return any(name not in PLAIN for name in names)
+
+
+def _names(node: ast.AST) -> set[str]:
+    """What an expression's value depends on, but for what it binds itself."""
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return {each.id for each in names} - {each.id for each in names if isinstance(each.ctx, ast.Store)}
+
+
+def _known(tree: ast.Module, test: Function, columns: set[str]) -> set[str]:
+    """Names in a test whose values can not depend on the code under test."""
+    outside = [each for node in tree.body if not isinstance(node, Function | ast.ClassDef) for each in ast.walk(node)]
+    names = {"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL
+    own = {each.id for each in ast.walk(test) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    arguments = {each.arg for each in ast.walk(test) if isinstance(each, ast.arg)}
+    names = _grown(names, outside) - own - arguments
+    return _grown(names | (columns - own), list(ast.walk(test)))
+
+
+def _grown(names: set[str], nodes: Sequence[ast.AST]) -> set[str]:
+    """With those that only assignments and loops bind, to what depends on known names."""
+    given: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[target], value=value) | ast.For(target=target, iter=value):
+                for name in [each.id for each in ast.walk(target) if isinstance(each, ast.Name)]:
+                    given.setdefault(name, []).append(value)
+    stores = Counter(each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+    for _ in given:
+        names = names | {
+            name
+            for name, values in given.items()
+            if len(values) == stores[name] and set().union(*map(_names, values)) <= names
+        }
+    return names

@@ -2,7 +2,7 @@
 
 A task is valid if its gold patch passes every test, nothing passes not all of them, and repeats agree; tests that come out
 differently are left out and named. Twins are proposed from the tests' texts and kept if they are seen to fail on the gold patch.
-A task without any twin is valid, but nothing should be trained on it.
+A task some of whose failing tests have no twin is valid, but nothing should be trained on it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from composer_nb.harness.grading.box import Job, Ran, Result, RunnerEnded, run_jobs
-from composer_nb.harness.grading.plan import Plan, Twin, digest
+from composer_nb.harness.grading.box import Ran, Result, RunnerEnded, run_jobs
+from composer_nb.harness.grading.plan import Plan, Twin, changed_text, conftests, digest, normal
 from composer_nb.harness.grading.pytest_grader import grade_pytest, job
 from composer_nb.harness.grading.reach import all_candidates
 from composer_nb.harness.grading.twins import Candidate
@@ -22,8 +22,8 @@ from composer_nb.harness.task import Task
 
 IDS = "pytest.ids"
 """Under this name a task's metadata may hold the node ids that count, as a JSON list; without it, all count."""
-RUNS_AT_ONCE = 6
-"""In one sandbox."""
+HARMLESS = {"printed_results"}
+"""Of a task: its own tests may print such lines."""
 ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
 NEVER_A_TWIN = {"NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
 
@@ -36,7 +36,7 @@ class Validation:
     """Why it can not be used; empty when it can."""
     plan: Plan | None = None
     flaky: tuple[str, ...] = ()
-    """Ids of tests that were left out because repeats did not agree."""
+    """Ids of tests that were left out because repeats did not agree on what became of them, or on their ids."""
     left_out: tuple[str, ...] = ()
     """Ids of tests that were left out because the gold patch skips them or they are expected to fail."""
     fail_to_pass: tuple[str, ...] = ()
@@ -56,9 +56,15 @@ class Validation:
         return self.plan.coverage if self.plan else 0.0
 
     @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Ids of `fail_to_pass` without a twin: ways to make those pass without an answer would not be seen."""
+        covered = {self.plan.tests[key] for key in self.plan.covered} if self.plan else set()
+        return tuple(name for name in self.fail_to_pass if name not in covered)
+
+    @property
     def trainable(self) -> bool:
-        """Whether a reward may rest on it: the ways to make tests pass without an answer are seen."""
-        return self.valid and self.plan is not None and bool(self.plan.twins)
+        """Whether a reward may rest on it: each test that an answer has to mend has a twin."""
+        return self.valid and bool(self.fail_to_pass) and not self.uncovered
 
 
 def validate_task(
@@ -68,6 +74,11 @@ def validate_task(
     if task.grader != "pytest":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
     gold = {path: text.encode() for path, text in (task.files | task.solution).items()}
+    try:
+        for path, text in {**task.tests, **conftests(task)}.items():
+            _ = path.endswith(".py") and normal(changed_text(text, ()))
+    except (ValueError, RecursionError) as error:
+        return Validation(problems=(f"{path} can not be written anew by `ast`: {error}",))
     try:
         trials = [
             run_jobs(backend, [job(task, gold, (), None)], timeout_s=timeout_s, spec=spec, hash_seed=seed)[0]
@@ -123,7 +134,7 @@ def with_twins(
         plan = replace(plan, twins=tuple(twin for twin in plan.twins if twin.path not in places))
     problems = []
     for grade in grades:
-        if not grade.passed or grade.flags:
+        if not grade.passed or set(grade.flags) - HARMLESS:
             failed = [name for name, passed in grade.tests.items() if not passed]
             problems.append(f"the gold patch with twins is {grade.status} {list(grade.flags)}, failing {failed}")
     return plan, tuple(problems), len(proposed)
@@ -133,17 +144,18 @@ def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
     """The tests on which all trials agree that they pass."""
     first = trials[0].results
     names = {key: result.id for trial in trials for key, result in trial.results.items()}
-    outcomes = {key: {trial.results.get(key, Result(outcome="missing")).outcome for trial in trials} for key in names}
+    said = {key: {trial.results.get(key, Result(outcome="missing")) for trial in trials} for key in names}
+    outcomes = {key: {result.outcome for result in results} for key, results in said.items()}
     wanted = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
     counted = [key for key in names if wanted is None or names[key] in wanted]
-    flaky = [key for key in counted if len(outcomes[key]) > 1]
+    flaky = [key for key in counted if len({(result.outcome, result.id) for result in said[key]}) > 1]
     problems = [
         f"the gold patch fails {names[key]} ({first[key].why})" for key in counted if outcomes[key] == {"failed"}
     ]
     problems += [f"no test {name}" for name in wanted or () if name not in names.values()]
-    flags = sorted({flag for trial in trials for flag in trial.flags})
+    flags = sorted({flag for trial in trials for flag in trial.flags} - HARMLESS)
     problems += [f"the gold patch: {flag}" for flag in flags]
-    tests = {key: names[key] for key in counted if outcomes[key] == {"passed"}}
+    tests = {key: names[key] for key in counted if outcomes[key] == {"passed"} and key not in flaky}
     if not tests:
         problems.append("the gold patch passes no test")
     if len(set(tests.values())) < len(tests):
@@ -173,10 +185,8 @@ def _seen_to_fail(
         if place is None:
             rounds.append(place := [])
         place.append(candidate)
-    jobs: list[Job] = [job(task, gold, [_twin(c) for c in each], frozenset(plan.tests)) for each in rounds]
-    ran: list[Ran] = []
-    for start in range(0, len(jobs), RUNS_AT_ONCE):
-        ran += run_jobs(backend, jobs[start : start + RUNS_AT_ONCE], timeout_s=timeout_s, spec=spec)
+    jobs = [job(task, gold, [_twin(c) for c in each], frozenset(plan.tests)) for each in rounds]
+    ran = run_jobs(backend, jobs, timeout_s=timeout_s, spec=spec)
     twins = [twin for each, run in zip(rounds, ran, strict=True) for twin in _made(plan, each, run)]
     strong = {key for twin in twins if twin.kind != "negation" for key in twin.keys}
     return [twin for twin in twins if twin.kind != "negation" or strong.isdisjoint([*twin.keys, *twin.besides])]
@@ -217,6 +227,7 @@ def _twin(candidate: Candidate, keys: Sequence[str] = (), besides: Sequence[str]
         end=candidate.end,
         text=candidate.text,
         kind=candidate.kind,
+        weak=candidate.weak,
         keys=tuple(keys),
         besides=tuple(besides),
     )

@@ -40,7 +40,8 @@ class Symptom:
 
 
 def symptom(key: str, test: str, result: Result, failure: Failure | None, known: Iterable[str]) -> Symptom:
-    """Of one failing test. `test` is its module's text, `known` holds the names of the repository's functions and classes."""
+    """Of one failing test. `test` is its module as it ran (`plan.normal`), `known` holds the names of the repository's functions
+    and classes."""
     path, *where = key.rpartition("#")[0].split("::")
     tree = ast.parse(test)
     function = find(tree, where)

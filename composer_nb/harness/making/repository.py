@@ -93,7 +93,7 @@ def unwanted(path: str) -> str:
     name, folders = PurePosixPath(path).name, set(PurePosixPath(path).parts)
     if folders & HISTORY:
         return "history"
-    if folders & (CACHE_FOLDERS | BUILT) or name.endswith(CACHE_ENDINGS):
+    if folders & (CACHE_FOLDERS | BUILT) or path.startswith("build/") or name.endswith(CACHE_ENDINGS):
         return "built or cached"
     if any(part.endswith((".egg-info", ".dist-info")) for part in folders) or name == "PKG-INFO":
         return "metadata of an installed copy"

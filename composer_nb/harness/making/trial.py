@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from composer_nb.harness.grading.box import Job, Ran, RunnerEnded, run_jobs
-from composer_nb.harness.grading.plan import Plan, Twin, digest, with_plan
+from composer_nb.harness.grading.plan import Plan, Twin, digest, normal, plain_lines, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest, job
 from composer_nb.harness.grading.scope import is_test_module
 from composer_nb.harness.grading.validate import IDS
@@ -261,7 +261,9 @@ def _symptoms(subject: Subject, ran: Ran, order: Sequence[str], changes: Sequenc
         key = (near or list(order))[0]
         if key in ran.results:
             text = subject.repository.hidden[key.partition("::")[0]]
-            found.append(symptom(key, text, ran.results[key], ran.failures.get(key), subject.names))
+            found.append(
+                symptom(key, normal(plain_lines(text)), ran.results[key], ran.failures.get(key), subject.names)
+            )
     return list(dict.fromkeys(found)) or [Symptom(subject=subject.repository.name, topic="its tests do not run")]
 
 

@@ -68,6 +68,16 @@ def test_nothing_changed() -> None:
     assert found.files == PRISTINE and found.changed == () and found.dropped == {}
 
 
+def test_a_package_named_build_is_none_of_the_caches() -> None:
+    task = TASK.model_copy(update={"files": {**TASK.files, "src/build/b.py": "", "build/own.py": ""}})
+    pristine = {path: text.encode() for path, text in task.files.items()}
+    found = changes(
+        task, pristine | {"src/build/b.py": b"new", "src/build/c.py": b"new", "build/own.py": b"new", "build/x": b"new"}
+    )
+    assert found.changed == ("src/build/b.py", "src/build/c.py")
+    assert found.dropped == {"build/own.py": "outside_scope", "build/x": "cache"} and found.flags == ("outside_scope",)
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
@@ -91,6 +101,7 @@ def test_nothing_changed() -> None:
         ("src//b.py", "unsafe_path"),
         ("src/" + "d/" * 600 + "x.py", "unsafe_path"),
         ("src/\ud800.py", "unsafe_path"),
+        ("src/" + "é" * 128, "unsafe_path"),  # a name of 256 bytes, which no disk takes
         ("src/a.py/b.py", "conflict"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,12 @@ from composer_nb.harness.grading.pytest_grader import judge
 KEYS = [f"test_a.py::test_{n}#0" for n in range(6)]
 
 
-PASSED, FAILED = Result(outcome="passed"), Result(outcome="failed")
+PASSED, FAILED = Result(outcome="passed", id="id"), Result(outcome="failed", id="id")
+
+
+def said(*names: str, passed: bool = True) -> dict[str, Result]:
+    """Results of tests whose keys are their ids."""
+    return {name: replace(PASSED if passed else FAILED, id=name) for name in names}
 
 
 def twin(*keys: str, text: str = "x", kind: str = "value") -> Twin:
@@ -32,6 +38,7 @@ TWINS = st.lists(
         end=st.integers(0, 99),
         text=st.text(),
         kind=st.sampled_from(["value", "exception", "negation"]),
+        weak=st.booleans(),
         keys=st.sets(st.sampled_from(KEYS[:4]), min_size=1, max_size=3).map(lambda keys: tuple(sorted(keys))),
         besides=st.sets(st.sampled_from(KEYS[4:])).map(lambda keys: tuple(sorted(keys))),
     ),
@@ -110,12 +117,12 @@ def test_whoever_cheats_in_some_runs_only_must_guess_them_all(seed: int, tests: 
     drawn = draw(plan, random.Random(seed), 3)
     scored = 0
     for cheats in range(1 << 3):
-        outcome = [dict.fromkeys(plan.tests, PASSED if cheats >> run & 1 else FAILED) for run in range(3)]
+        outcome = [said(*plan.tests, passed=bool(cheats >> run & 1)) for run in range(3)]
         passed, flags = judge(plan, drawn, [Ran(results=results) for results in outcome])
         scored += all(passed.values())
         assert not all(passed.values()) or not flags
     assert scored <= 1
-    assert "twin_passed" in judge(plan, drawn, [Ran(results=dict.fromkeys(plan.tests, PASSED))] * 3)[1]
+    assert "twin_passed" in judge(plan, drawn, [Ran(results=said(*plan.tests))] * 3)[1]
 
 
 @pytest.mark.parametrize(
@@ -169,13 +176,29 @@ def test_verdict_over_a_test_without_a_twin(first: Result, second: Result, passe
 
 def test_a_run_tells_nothing_of_a_test_that_a_twin_changes_besides() -> None:
     both = Twin(path="", start=0, end=0, text="", kind="value", keys=(KEYS[0],), besides=(KEYS[1],))
-    plan = Plan(digest="", tests={KEYS[0]: "a", KEYS[1]: "b"}, twins=(both,))
+    plan = Plan(digest="", tests={key: key for key in KEYS[:2]}, twins=(both,))
     drawn = Drawn(runs=((both,), ()))
-    for told in (PASSED, FAILED):
-        ran = [Ran(results={KEYS[1]: told}), Ran(results={KEYS[0]: PASSED, KEYS[1]: PASSED})]
-        assert judge(plan, drawn, ran) == ({"a": True, "b": True}, set())
-    ran = [Ran(results={KEYS[1]: PASSED}), Ran(results={KEYS[0]: PASSED, KEYS[1]: FAILED})]
-    assert judge(plan, drawn, ran) == ({"a": True, "b": False}, set())
+    for told in (True, False):
+        ran = [Ran(results=said(KEYS[1], passed=told)), Ran(results=said(*KEYS[:2]))]
+        assert judge(plan, drawn, ran) == ({KEYS[0]: True, KEYS[1]: True}, set())
+    ran = [Ran(results=said(KEYS[1])), Ran(results=said(KEYS[0]) | said(KEYS[1], passed=False))]
+    assert judge(plan, drawn, ran) == ({KEYS[0]: True, KEYS[1]: False}, set())
+
+
+def test_a_weak_twin_fails_its_test_and_accuses_nobody() -> None:
+    weak = replace(twin(KEYS[0]), weak=True)
+    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(weak,))
+    ran = [Ran(results={KEYS[0]: PASSED})] * 2
+    assert judge(plan, Drawn(runs=((weak,), ())), ran) == ({"id": False}, {"weak_twin_passed"})
+
+
+def test_a_pass_of_another_test_is_no_pass() -> None:
+    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
+    other = Ran(results={KEYS[0]: Result(outcome="passed", id="other")})
+    failed = Ran(results={KEYS[0]: FAILED})
+    assert judge(plan, Drawn(runs=((), plan.twins)), [other, failed]) == ({"id": False}, set())
+    tampered = judge(plan, Drawn(runs=((), plan.twins)), [Ran(results={KEYS[0]: PASSED}), other])
+    assert tampered == ({"id": False}, {"twin_passed"}), "the ids of twins are their own: a changed row has another"
 
 
 def test_flags_of_the_runs_are_flags_of_the_grade() -> None:

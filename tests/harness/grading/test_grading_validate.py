@@ -49,7 +49,10 @@ def check(x): assert f(x) == x + 1
 def test_uncovered(): check(1)
 """
     found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.trainable and found.problems == ()
+    assert found.valid and found.problems == ()
+    assert not found.trainable and found.uncovered == ("test_f.py::test_uncovered",), "one that an answer has to mend"
+    covered = validate_task(make_task({"test_f.py": tests.replace("check(1)", "assert f(3) == 4")}), backend)
+    assert covered.trainable and covered.uncovered == ()
     assert ids(found.plan) == ["test_changed", "test_steady", "test_uncovered"]
     assert found.left_out == ("test_f.py::test_skipped", "test_f.py::test_expected")
     assert found.fail_to_pass == ("test_f.py::test_changed", "test_f.py::test_uncovered")
@@ -63,6 +66,47 @@ def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
     tests = "from f import f\ndef test_a(): assert f(1) == 2\n" + flaky
     found = validate_task(make_task({"test_f.py": tests}), backend, repeats=6)
     assert found.flaky == ("test_f.py::test_flaky",) and ids(found.plan) == ["test_a"] and found.valid
+
+
+def test_tests_whose_ids_change_are_left_out(make_task: Make, backend: Backend) -> None:
+    tests = """\
+import pytest, random
+from f import f
+@pytest.mark.parametrize("x", [random.randrange(10**9)])
+def test_some(x): assert f(x) == x + 1
+def test_a(): assert f(1) == 2
+"""
+    found = validate_task(make_task({"test_f.py": tests}), backend)
+    assert len(found.flaky) == 1 and ids(found.plan) == ["test_a"] and found.valid
+
+
+def test_a_suite_that_prints_as_pytest_does_is_valid(make_task: Make, backend: Backend) -> None:
+    tests = "from f import f\ndef test_a():\n    print('=== 3 passed in 1s ===')\n    assert f(1) == 2\n"
+    assert validate_task(make_task({"test_f.py": tests}), backend).trainable
+
+
+def test_what_can_not_be_written_anew_is_told(make_task: Make, backend: Backend) -> None:
+    tests = f"from f import f\ndef test_a():\n    assert f(1) == 0x{'f' * 5000}\n"
+    [problem] = validate_task(make_task({"test_f.py": tests}), backend).problems
+    assert problem.startswith("test_f.py can not be written anew by `ast`: Exceeds the limit")
+
+
+def test_a_test_that_never_ran_did_not_pass(make_task: Make, backend: Backend) -> None:
+    """A table that comes from the code under test: whoever changes it runs one row twice, in another's place."""
+    right = "KINDS = ['plain', 'turned']\ndef f(x, kind): return x if kind == 'plain' else x[::-1]\n"
+    faulty = right.replace("[::-1]", "")
+    tests = """\
+import pytest
+from f import KINDS, f
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind(kind): assert f("ab", kind) == {"plain": "ab", "turned": "ba"}[kind]
+"""
+    task = make_task({"test_f.py": tests}, {"f.py": faulty}, {"f.py": right})
+    found = validate_task(task, backend)
+    assert found.fail_to_pass == ("test_f.py::test_kind[turned]",)
+    for kinds, passed in (("['plain', 'plain']", False), ("['plain']", False), ("['plain', 'turned']", True)):
+        files = {"f.py": (right if passed else faulty + f"KINDS = {kinds}\n").encode()}
+        assert grade_pytest(task, files, backend, found.plan).passed == passed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,9 @@ from composer_nb.harness.attacks.snippets import SETUP, module
 from composer_nb.harness.grade import Grade, grading
 from composer_nb.harness.grading import box, diff, pytest_grader
 from composer_nb.harness.grading.plan import Plan, with_plan
-from composer_nb.harness.grading.pytest_grader import FLAGS, TAMPERING, grade_pytest
-from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.grading.pytest_grader import FLAGS, TAMPERING, grade_pytest, job
+from composer_nb.harness.grading.twins import candidates
+from composer_nb.harness.grading.validate import _twin, validate_task
 from composer_nb.harness.sandboxes.contract import Backend, ExecResult, SandboxDied, SandboxFailure
 from composer_nb.harness.task import Task, load_tasks, save_tasks
 
@@ -80,10 +82,12 @@ class Faulty:
 
     def __init__(self, inner: Backend, fault: Exception | ExecResult | None, at_create: bool = False) -> None:
         self.inner, self.fault, self.at_create, self.name, self.destroyed = inner, fault, at_create, inner.name, 0
+        self.made = 0
 
     def create(self, *arguments: Any) -> Any:
         if self.at_create and isinstance(self.fault, Exception):
             raise self.fault
+        self.made += 1
         return self
 
     def exec(self, *arguments: Any, **options: Any) -> ExecResult:
@@ -111,8 +115,8 @@ def result(stdout: bytes, exit_code: int = 0, **options: Any) -> ExecResult:
         (result(b"ready\n", 137, oom=True), "agent_failed"),
         (result(b"ready\n", 137, timed_out=True), "agent_failed"),
         (result(b"ready\n[]"), "agent_failed"),
-        (result(b"ready\n[{}, {}]"), "agent_failed"),
-        (result(b'ready\n[1, {"failed": ""}]'), "agent_failed"),
+        (result(b"ready\n" + b"[" * 100_000), "agent_failed"),
+        (result(b'ready\n{"failed": ""}'), "agent_failed"),
         (result(b'ready\n{"a": "b"}'), "agent_failed"),
         (result(b"ready\nnonsense"), "agent_failed"),
     ],
@@ -121,7 +125,7 @@ def result(stdout: bytes, exit_code: int = 0, **options: Any) -> ExecResult:
 def test_whose_fault_it_is(ledger: Task, backend: Backend, fault: Any, status: str) -> None:
     faulty: Any = Faulty(backend, fault)
     found = grade_pytest(ledger, GOLD, faulty)
-    assert found.status == status and not found.passed and faulty.destroyed == 1
+    assert found.status == status and not found.passed and 0 < faulty.destroyed == faulty.made
     assert found.tests == ({} if status == "infra_error" else dict.fromkeys(found.tests, False))
     assert (len(found.tests) == 16) == (status == "agent_failed")
 
@@ -142,7 +146,7 @@ def test_a_clock_that_the_agent_changed_does_not_change_the_cost(ledger: Task, b
     began = time.monotonic()
     found = grade_pytest(ledger, GOLD | {MODULE: slow.encode()}, backend)
     took = time.monotonic() - began
-    assert 2 * 5 * 0.3 < found.cost["tests_s"] < found.cost["wall_s"] <= took
+    assert 3 * 5 * 0.3 < found.cost["tests_s"] < 3 * found.cost["wall_s"] <= 3 * took
 
 
 def test_too_little_time_fails_what_is_missing(make_task: Callable[..., Task], backend: Backend) -> None:
@@ -157,7 +161,7 @@ def test_too_little_time_fails_what_is_missing(make_task: Callable[..., Task], b
 
 def test_what_flags_mean_is_written_down() -> None:
     text = Path(box.__file__).read_text()
-    noticed = set(re.findall(r'\("(\w+)", (?:report|_PRINTED|not done)', text)) | {"forged_events"}
+    noticed = set(re.findall(r'\("(\w+)", (?:report|_looks|not done)', text)) | {"forged_events"}
     assert len(noticed) == 6
     judged = set(re.findall(r'flags.add\("(\w+)"\)', Path(pytest_grader.__file__).read_text()))
     assert noticed | judged | set(get_args(diff.Drop)) - {"cache"} == set(FLAGS) and set(FLAGS) > TAMPERING
@@ -167,6 +171,39 @@ def test_the_same_files_give_the_same_grade(ledger: Task, backend: Backend) -> N
     peeks = module(answer="import sys\nreturn sys._getframe(2).f_code.co_consts[-1]\n").encode()
     for files in (GOLD, NOTHING, GOLD | {MODULE: peeks}):
         assert len({str(grade_pytest(ledger, files, backend)).partition(", cost")[0] for _ in range(3)}) == 1
+
+
+BY_HAND = """\
+from f import f  # a comment
+
+def test_truth(): assert f (1)
+def test_not(): assert not f(1)
+def test_lines():
+    assert f("x") == \"""<p>
+x\"""
+def test_quotes(): assert f(1) == "a"
+def test_number(): assert f(1) == 0x0_21
+def test_none(): assert {"a": f(1)} == {"a": None}
+"""
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_test_and_its_twin_are_written_alike(make_task: Callable[..., Task], ends: str) -> None:
+    """What goes into a box is what `ast` writes, so neither layout, comments, quotes nor columns of compiled code tell."""
+    text = BY_HAND.replace("\n", ends)
+    task = make_task({"test_f.py": text})
+    found = candidates("test_f.py", text)
+    assert len(found) == 6
+    for candidate in [None, *found]:
+        twins = [] if candidate is None else [_twin(candidate)]
+        hidden = job(task, {}, twins, None).hidden["test_f.py"]
+        assert ast.unparse(ast.parse(hidden)) + "\n" == hidden
+        assert "#" not in hidden and '"' not in hidden and "\r" not in hidden and len(hidden.splitlines()) == 19
+    plain = job(task, {}, [], None).hidden["test_f.py"].splitlines()
+    changed = [job(task, {}, [_twin(each)], None).hidden["test_f.py"].splitlines() for each in found]
+    differing = [[new for old, new in zip(plain, lines, strict=True) if old != new] for lines in changed]
+    assert [len(lines) for lines in differing] == [1] * 6
+    assert differing[:2] == [["    assert not f(1)"], ["    assert f(1)"]]
 
 
 def test_both_graders_refuse_each_others_tasks(ledger: Task) -> None:
