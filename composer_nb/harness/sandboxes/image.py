@@ -66,11 +66,13 @@ FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o7
 
 @dataclass(slots=True)
 class Files:
-    """Files of this machine, under their own paths."""
+    """Files of this machine, under their own paths but for `copies`."""
 
     folders: set[str] = field(default_factory=set)
     links: dict[str, str] = field(default_factory=dict)
     regular: set[str] = field(default_factory=set)
+    copies: dict[str, str] = field(default_factory=dict)
+    """Path in the image -> file: of folders that a container may have something else in place of, as of /tmp."""
 
     def add(self, path: str) -> None:
         """Adds what is at a path, a folder without what is in it, with all links and folders on the way there.
@@ -106,7 +108,8 @@ class Files:
     def digest(self) -> str:
         """Of names, lengths and times, of what the loader knows, and of this file."""
         known = hashlib.sha256(Path(__file__).read_bytes())
-        for path in sorted({*self.links, *self.regular, CACHE}):
+        known.update(repr(sorted(self.copies.items())).encode())
+        for path in sorted({*self.links, *self.regular, *self.copies.values(), CACHE}):
             status = os.lstat(path) if os.path.lexists(path) else None
             facts = (path, self.links.get(path), status and (status.st_mode, status.st_size, status.st_mtime_ns))
             known.update(repr(facts).encode())
@@ -114,7 +117,7 @@ class Files:
 
     def add_libraries(self) -> None:
         """Adds the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""
-        programs = sorted(path for path in self.regular if is_elf(path))
+        programs = sorted(path for path in {*self.regular, *self.copies.values()} if is_elf(path))
         try:
             done = subprocess.run(["ldd", *programs], capture_output=True, text=True, env={"LC_ALL": "C"}, check=False)
         except OSError as error:
@@ -156,10 +159,11 @@ def host_files() -> Files:
         elif name in NEEDED:
             raise SandboxUnavailable(f"no {name} in {WHERE} to make an image of: {install_hint(name)}")
     for name, program in host_programs().items():
-        files.add(program)
-        if os.path.dirname(program) not in WHERE.split(":"):
+        if os.path.dirname(program) in WHERE.split(":"):
+            files.add(program)
+        else:
             files.folders.add(PLACE)
-            files.links[f"{PLACE}/{name}"] = program
+            files.copies[f"{PLACE}/{name}"] = program
     for folder in ("/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8"):  # where the C library has it not built in
         if os.path.isdir(folder):
             files.add_tree(folder)
@@ -183,7 +187,7 @@ def write_archive(files: Files, target: IO[bytes]) -> None:
     folders |= {str(parent) for path in folders for parent in Path(path).parents} - {"/"}
     seen: dict[tuple[int, int], str] = {}  # device and inode of files with several names
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as archive:
-        for path in sorted({*folders, *files.links, *files.regular, *written}):
+        for path in sorted({*folders, *files.links, *files.regular, *files.copies, *written}):
             info = tarfile.TarInfo(path.lstrip("/"))
             if path in written:
                 info.size = len(written[path])
@@ -197,7 +201,7 @@ def write_archive(files: Files, target: IO[bytes]) -> None:
                     info.uid = info.gid = number
                 archive.addfile(info)
             else:
-                _add_regular(archive, path, info, seen)
+                _add_regular(archive, files.copies.get(path, path), info, seen)
 
 
 def _add_regular(archive: tarfile.TarFile, path: str, info: tarfile.TarInfo, seen: dict[tuple[int, int], str]) -> None:

@@ -69,6 +69,16 @@ def test_a_tree_comes_without_what_was_installed(tmp_path: Path) -> None:
     assert files.regular == {f"{tmp_path}/{name}" for name in kept} and not files.links
 
 
+def test_a_program_from_a_folder_that_a_container_hides_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "tool").write_bytes(b"first")
+    files = Files(folders={"/usr/local/bin"}, copies={"/usr/local/bin/tool": str(tmp_path / "tool")})
+    found, before = members(files), files.digest()
+    assert found["usr/local/bin/tool"].isreg() and found["usr/local/bin/tool"].size == 5
+    assert not any(name.endswith(str(tmp_path).lstrip("/")) for name in found)
+    (tmp_path / "tool").write_bytes(b"another")
+    assert files.digest() != before
+
+
 def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     for name in ("b", "a.py", "c"):
         (tmp_path / name).write_text(name)
