@@ -126,10 +126,9 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     start = time.perf_counter()
     _reap(run, say)
     run.clean()
-    last = "eval_control" if settings.control_steps else "numerics"
-    if run.finished(last) is None:
+    if run.finished("eval_control" if settings.control_steps else "numerics") is None:
         _run_ranks(run, settings.ranks, say)
-    if run.finished(last) is None:
+    if settings.services.on and not settings.control_steps and run.finished("rl") is None:
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)
