@@ -5,7 +5,8 @@ tests, which come in only now; the script; the end of every process in the sandb
 the reward, of which nothing is believed but its form: finite numbers in a small regular file.
 
 Weak: the script runs what the agent wrote, as the same user, and whoever runs as that user can write the reward. There are no
-twins, no exact ids, nothing that would show it. Every grade is flagged `weak`; `refuse_weak` is what training asks first.
+twins, no exact ids, nothing that would show it. Every grade is flagged `weak`; `refuse_weak` is for who would train
+on them; the trainer's own tasks never get here, as `grade.grading` refuses this grader.
 
 References: Harbor's `Verifier` (paths, order of the two files, numbers only); Harbor #1779 for why this stays weak.
 """
