@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from composer_nb.harness.cursor.arguments import CodebaseSearch, GlobFileSearch, Grep
 from composer_nb.harness.cursor.session import Session, below, clean
 from composer_nb.harness.sandboxes.contract import ExecResult
+from composer_nb.harness.search.index import Hit
 from composer_nb.harness.tool_call import ToolError
 
 RIPGREP = ("rg", "--no-config", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
@@ -17,17 +17,6 @@ LINES = 200
 HITS = 10
 COLUMNS = 500
 """Shown of a line that matched."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hit:
-    """A piece of a file that a search by meaning found."""
-
-    path: str
-    first_line: int
-    """From 1."""
-    last_line: int
-    text: str
 
 
 class Search(Protocol):
