@@ -460,10 +460,12 @@ class TestLife:
         threads = [threading.Thread(target=create) for _ in range(3)]
         for thread in threads:
             thread.start()
-        time.sleep(1)
+        deadline = time.monotonic() + 60
+        while not made and time.monotonic() < deadline:
+            time.sleep(0.05)
         own.close()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=60)
         assert made and all(not thread.is_alive() for thread in threads)
         for box in made:
             with pytest.raises(SandboxFailure):
