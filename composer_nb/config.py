@@ -122,7 +122,7 @@ class RlSettings:
     """Train on the experts that sampling chose."""
     shuffle_rewards: bool = False
     """Control: rewards are dealt out at random within the batch, so nothing should be learnt."""
-    max_seconds: NotNegative = 320.0
+    max_seconds: NotNegative = 310.0
     """RL ends before a step that would begin later; the report says when that happened. Not reproducible then: on a slow machine
     the learning rate falls with time, because a policy that is cut off at a high rate scores less than it could."""
 

@@ -12,12 +12,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from composer_nb.harness.execute import Executor
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
 from composer_nb.harness.render import CompactRenderer, call_json
-from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
+from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
 from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import ToolError, ToolSet, Workspace
@@ -46,37 +44,6 @@ class Limits:
                 raise ValueError(f"limits.{name} must be above 0, not {value!r}")
 
 
-@dataclass(slots=True)
-class _Transcript:
-    """Token streams under construction."""
-
-    token_ids: list[int] = field(default_factory=list)
-    kind: list[int] = field(default_factory=list)
-    logprob: list[float] = field(default_factory=list)
-    version: list[int] = field(default_factory=list)
-
-    def read(self, token_ids: list[int], kind: Kind) -> None:
-        self._add(token_ids, kind, [0.0] * len(token_ids), [-1] * len(token_ids))
-
-    def wrote(self, completion: Completion, kind: Kind) -> None:
-        self._add(completion.token_ids, kind, completion.logprobs, completion.policy_versions)
-
-    def _add(self, token_ids: list[int], kind: Kind, logprob: list[float], version: list[int]) -> None:
-        self.token_ids += token_ids
-        self.kind += [int(kind)] * len(token_ids)
-        self.logprob += logprob
-        self.version += version
-
-    def segment(self, trace: Trace) -> Segment:
-        return Segment(
-            token_ids=np.array(self.token_ids, np.int32),
-            kind=np.array(self.kind, np.uint8),
-            logprob=np.array(self.logprob, np.float32),
-            policy_version=np.array(self.version, np.int32),
-            trace=trace,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Agent:
     """Runs a task with a tool set under limits."""
@@ -91,7 +58,7 @@ class Agent:
         is reached. An invalid call is answered with an error and stays in the rollout. Raises ValueError for a task whose
         prompt leaves no room to answer."""
         workspace = Workspace(files=dict(task.files), visible_tests=task.visible_tests)
-        transcript, start = _Transcript(), self.clock()
+        transcript, start = Transcript(), self.clock()
         turns: list[Turn] = []
         news, stop = self.renderer.prompt(task.instruction), "turns"
         if len(news) >= self.limits.tokens:
@@ -108,7 +75,7 @@ class Agent:
                     stop = "infrastructure"
                     break
                 assert isinstance(completion, Completion) and len(completion.token_ids) <= room
-                transcript.wrote(completion, Kind.TOOL_CALL)
+                transcript.wrote(completion, [Kind.TOOL_CALL] * len(completion.token_ids))
                 try:
                     turn, ends = yield from self._carry_out(completion, workspace)
                 except SandboxFailure:

@@ -76,7 +76,7 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, float]:
     """How a policy goes about it: means over attempts. retries_after_failed_test is, of those who edited and then failed
     the tests, the share that edited again (0 where there are none)."""
     rollouts = [done.rollout for done in attempts]
-    calls = sum(len(rollout.turns) for rollout in rollouts)
+    calls = sum(rollout.calls for rollout in rollouts)
     retried = [again for rollout in rollouts if (again := _retried(rollout.turns)) is not None]
     return {
         "tokens_per_task": float(np.mean([rollout.tokens for rollout in rollouts])),

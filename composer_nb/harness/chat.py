@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools import ToolCall, ToolError
 
 Schema = Mapping[str, Any]
@@ -150,6 +151,13 @@ class ChatRenderer(ABC):
                 Written(id=f"call_{len(calls)}", call=invalid("the turn was cut off, or ended by a wrong token"))
             )
         return Said(text=said.text, calls=tuple(calls))
+
+    def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
+        """What each token of a turn is: before its first call thinking, from there on of calls; all final message without one."""
+        calls = [place for place, token in enumerate(token_ids) if self.names.get(token) in self.allowed]
+        if not calls:
+            return [Kind.FINAL_MESSAGE] * len(token_ids)
+        return [Kind.THINKING] * calls[0] + [Kind.TOOL_CALL] * (len(token_ids) - calls[0])
 
     def encoded(self, pieces: Iterable[Piece]) -> list[int]:
         """Ids of pieces; texts beside one another are encoded as one."""

@@ -33,6 +33,16 @@ LONGEST_WAIT_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an endpoint answered a conversation."""
+
+    message: dict[str, Any]
+    read: int
+    """Tokens of the conversation until then, as it counts them; 0 where it does not."""
+    written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Where chat completions are asked for. Raises ValueError for what is no such address."""
 
@@ -62,8 +72,10 @@ class Endpoint:
         except (KeyError, TypeError) as error:
             raise ProviderFailure(f"{self.url}/models: no list of models: {error!r}") from None
 
-    def complete(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int) -> dict[str, Any]:
-        """The message that answers a conversation. Raises ProviderFailure."""
+    def complete(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int, parallel: bool = False
+    ) -> Answer:
+        """What answers a conversation; `parallel`: several calls may be in it. Raises ProviderFailure."""
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -71,7 +83,7 @@ class Endpoint:
             "temperature": self.temperature,
         }
         if tools:
-            body |= {"tools": list(tools), "parallel_tool_calls": False}
+            body |= {"tools": list(tools), "parallel_tool_calls": parallel}
         told = self._ask("POST", "chat/completions", body)
         try:
             message = told["choices"][0]["message"]
@@ -79,7 +91,10 @@ class Endpoint:
             raise ProviderFailure(f"{self.url}: an answer without a message: {error!r}") from None
         if not isinstance(message, dict):
             raise ProviderFailure(f"{self.url}: an answer whose message is {type(message).__name__}")
-        return message
+        usage = told.get("usage")
+        counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (count if isinstance(count, int) and count > 0 else 0 for count in counts)
+        return Answer(message=message, read=read, written=written)
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         again = Retry(
@@ -130,7 +145,7 @@ class OpenAIPolicy:
         self.capacity = capacity
         self._threads = ThreadPoolExecutor(max_workers=capacity, thread_name_prefix="openai")
         self._talks: dict[int, list[dict[str, Any]]] = {}
-        self._asked: dict[Future[dict[str, Any]], Request] = {}
+        self._asked: dict[Future[Answer], Request] = {}
 
     def __enter__(self) -> OpenAIPolicy:
         return self
@@ -160,10 +175,10 @@ class OpenAIPolicy:
             del self._asked[asked]
         return Trace()
 
-    def _completed(self, asked: Future[dict[str, Any]]) -> Completion | ProviderFailure:
+    def _completed(self, asked: Future[Answer]) -> Completion | ProviderFailure:
         request = self._asked.pop(asked)
         try:
-            message = asked.result()
+            message = asked.result().message
         except ProviderFailure as failure:
             failure.rollout = request.rollout
             return failure

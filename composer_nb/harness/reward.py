@@ -34,7 +34,7 @@ def solved(rollout: Rollout, grade: Grade) -> float:
 @term
 def invalid_calls(rollout: Rollout, grade: Grade) -> float:
     """Share of the calls that were invalid: negative examples, never dropped ones."""
-    return rollout.invalid_calls / max(1, len(rollout.turns))
+    return rollout.invalid_calls / max(1, rollout.calls)
 
 
 @term
@@ -71,7 +71,8 @@ class Effort:
             + self.tool_call_tokens * counts[Kind.TOOL_CALL]
             + self.tool_output_tokens * counts[Kind.OBSERVATION]
             + self.final_message_tokens * counts[Kind.FINAL_MESSAGE]
-            + (self.calls + self.turns) * len(rollout.turns)
+            + self.calls * rollout.calls
+            + self.turns * rollout.messages
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.policy import Trace
+from composer_nb.harness.policy import Completion, Trace
 
 
 class Kind(IntEnum):
@@ -45,16 +46,55 @@ class Segment:
         return (self.kind >= Kind.THINKING) & (self.kind <= Kind.SUMMARY)
 
 
+@dataclass(slots=True)
+class Transcript:
+    """Token streams under construction."""
+
+    token_ids: list[int] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+    logprob: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+
+    def read(self, token_ids: Sequence[int], kind: Kind) -> None:
+        self._add(token_ids, [kind] * len(token_ids), [0.0] * len(token_ids), [-1] * len(token_ids))
+
+    def wrote(self, completion: Completion, kinds: Sequence[Kind]) -> None:
+        self._add(completion.token_ids, kinds, completion.logprobs, completion.policy_versions)
+
+    def _add(
+        self, token_ids: Sequence[int], kinds: Sequence[Kind], logprob: Sequence[float], version: Sequence[int]
+    ) -> None:
+        self.token_ids += token_ids
+        self.kind += map(int, kinds)
+        self.logprob += logprob
+        self.version += version
+
+    def segment(self, trace: Trace) -> Segment:
+        return Segment(
+            token_ids=np.array(self.token_ids, np.int32),
+            kind=np.array(self.kind, np.uint8),
+            logprob=np.array(self.logprob, np.float32),
+            policy_version=np.array(self.version, np.int32),
+            trace=trace,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One model message and the observation that answered it."""
+    """One call and the observation that answered it, with what the model said before it."""
 
     call: str
-    """JSON of the call in OpenAI's form, or the text as written where it could not be parsed."""
+    """JSON of the call in OpenAI's form, or the text as written where it could not be parsed; empty where there is none."""
     observation: str
     error: str | None = None
     tests_passed: int | None = None
     tests_run: int | None = None
+    said: str = ""
+    """Text beside the calls of a message; stands with its first call."""
+    beside: bool = False
+    """Whether this call is of the same message as the one before."""
+    seconds: float = 0.0
+    """From the message to the answer, where it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +107,32 @@ class Rollout:
     files: dict[str, str]
     """The workspace at the end."""
     stop: str
-    """`finished`, the limit that ended it (`turns`, `tokens`, `time`), or `infrastructure`: no fault of the agent."""
+    """`finished`, the limit that ended it (`turns`, `tokens`, `time`), `interrupted` by its user, or `infrastructure`: no fault
+    of the agent."""
+    counted: tuple[int, int] = (0, 0)
+    """Tokens read and written as an endpoint counted them, which tells no streams."""
+    seconds: float = 0.0
+    """From its first message to its last, where it was measured."""
 
     @property
     def tokens(self) -> int:
         """All tokens, read and written."""
-        return sum(len(segment.token_ids) for segment in self.segments)
+        return sum(len(segment.token_ids) for segment in self.segments) or sum(self.counted)
 
     @property
     def sampled(self) -> int:
         """Tokens that the agent wrote."""
-        return sum(int(segment.acted.sum()) for segment in self.segments)
+        return sum(int(segment.acted.sum()) for segment in self.segments) or self.counted[1]
+
+    @property
+    def messages(self) -> int:
+        """Messages of the model."""
+        return sum(not turn.beside for turn in self.turns)
+
+    @property
+    def calls(self) -> int:
+        """Calls, invalid ones included."""
+        return sum(bool(turn.call) or turn.error is not None for turn in self.turns)
 
     @property
     def invalid_calls(self) -> int:

@@ -40,8 +40,12 @@ _COLUMNS = {
     "kind": pa.list_(pa.uint8()),
     "logprob": pa.list_(pa.float32()),
     "policy_version": pa.list_(pa.int32()),
+    "read_tokens": pa.int64(),
+    "written_tokens": pa.int64(),
+    "seconds": pa.float64(),
 }
-"""`tests`, `turns` and `files` are JSON."""
+"""`tests`, `turns` and `files` are JSON; `files` holds what differs from the task's, null for what is gone. `read_tokens` and
+`written_tokens` are an endpoint's counts."""
 
 
 def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
@@ -130,11 +134,22 @@ def _row(done: Attempt) -> dict[str, Any]:
         "tests": json.dumps(done.grade.tests),
         "flags": list(done.grade.flags),
         "turns": json.dumps([asdict(turn) for turn in done.rollout.turns]),
-        "files": json.dumps(done.rollout.files),
+        "files": json.dumps(_changed(done)),
         "token_ids": segment.token_ids,
         "kind": segment.kind,
         "logprob": segment.logprob,
         "policy_version": segment.policy_version,
+        "read_tokens": done.rollout.counted[0],
+        "written_tokens": done.rollout.counted[1],
+        "seconds": done.rollout.seconds,
+    }
+
+
+def _changed(done: Attempt) -> dict[str, str | None]:
+    """A workspace as it differs from the task's."""
+    before, after = done.task.files, done.rollout.files
+    return dict.fromkeys(sorted(before.keys() - after.keys())) | {
+        path: text for path, text in after.items() if before.get(path) != text
     }
 
 
@@ -146,12 +161,15 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         policy_version=np.array(row["policy_version"], np.int32),
         trace=trace,
     )
+    files: dict[str, str | None] = tasks[row["task_id"]].files | json.loads(row["files"])
     rollout = Rollout(
         task_id=row["task_id"],
         segments=(segment,),
         turns=tuple(Turn(**turn) for turn in json.loads(row["turns"])),
-        files=json.loads(row["files"]),
+        files={path: text for path, text in files.items() if text is not None},
         stop=row["stop"],
+        counted=(row["read_tokens"], row["written_tokens"]),
+        seconds=row["seconds"],
     )
     grade = Grade(status=row["status"], tests=json.loads(row["tests"]), flags=tuple(row["flags"]))
     return Attempt(task=tasks[row["task_id"]], rollout=rollout, grade=grade)

@@ -17,7 +17,7 @@ from composer_nb.harness.functions import FunctionTest, is_test, parse_test_file
 from composer_nb.harness.tool_call import ErrorKind, ToolCall, ToolError
 
 if TYPE_CHECKING:
-    from composer_nb.harness.cursor.search import Search
+    from composer_nb.harness.cursor.session import Search, Session
     from composer_nb.harness.cursor.toolset import CursorTools
 
 __all__ = ["ErrorKind", "Observation", "Tool", "ToolCall", "ToolError", "ToolSet", "Workspace"]
@@ -126,13 +126,14 @@ class ToolSet:
     def cursor(
         *,
         strict: bool = True,
-        search: Search | None = None,
+        search: Callable[[Session], Search] | None = None,
         offer: Collection[str] | None = None,
         names: Mapping[str, str] | None = None,
     ) -> CursorTools:
         """The tools of a product, which work in a sandbox. `strict`: take only what a schema says (`cursor/arguments.py`).
-        `search`: looks for code by meaning; without it that tool is not offered. `offer`: only these tools. `names`: what a
-        model was trained to call some of them. Raises ValueError for a tool that there is not."""
+        `search`: makes what looks for code by meaning in a session's workspace (`search/workspace.py`); without it that tool is
+        not offered. `offer`: only these tools. `names`: what a model was trained to call some of them. Raises ValueError for a
+        tool that there is not."""
         from composer_nb.harness.cursor.toolset import NAMES, make
 
         return make(strict=strict, search=search, offer=NAMES if offer is None else offer, names=names or {})

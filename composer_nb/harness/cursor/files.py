@@ -73,8 +73,7 @@ def write(session: Session, arguments: Write) -> str:
 
 def delete_file(session: Session, arguments: DeleteFile) -> str:
     path = session.path(arguments.target_file)
-    session.sandbox.remove(path)
-    session.seen.discard(path)
+    session.remove(path)
     return f"{path}: deleted"
 
 
@@ -115,8 +114,7 @@ def apply_patch(session: Session, arguments: ApplyPatch) -> str:
         told.append({"add": "made", "delete": "deleted", "update": "changed"}[change.kind] + f" {to}")
     for path, text in sorted(texts.items(), key=lambda item: item[1] is None):  # what goes, goes last
         if text is None:
-            session.sandbox.remove(path)
-            session.seen.discard(path)
+            session.remove(path)
         else:
             session.store(path, text)
     return "\n".join(told)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from composer_nb.harness.cursor.arguments import CodebaseSearch, GlobFileSearch, Grep
 from composer_nb.harness.cursor.session import Session, below, clean
 from composer_nb.harness.sandboxes.contract import ExecResult
-from composer_nb.harness.search.index import Hit
 from composer_nb.harness.tool_call import ToolError
 
 RIPGREP = ("rg", "--no-config", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
@@ -17,15 +15,6 @@ LINES = 200
 HITS = 10
 COLUMNS = 500
 """Shown of a line that matched."""
-
-
-class Search(Protocol):
-    """Looks in one workspace for what answers a question, best first, in these folders or (none given) everywhere.
-
-    Raises OSError when it does not work now.
-    """
-
-    def __call__(self, query: str, directories: Sequence[str], limit: int) -> Sequence[Hit]: ...
 
 
 def grep(session: Session, arguments: Grep) -> str:
@@ -82,10 +71,11 @@ def _head(lines: Sequence[str], limit: int, cut: bool) -> str:
     return "\n".join([*lines[:limit], f"(the first {min(limit, len(lines))} of {count} lines)"])
 
 
-def codebase_search(search: Search, session: Session, arguments: CodebaseSearch) -> str:
+def codebase_search(session: Session, arguments: CodebaseSearch) -> str:
+    assert session.search is not None  # the tool is offered where there is one
     folders = [session.place(folder) for folder in arguments.target_directories]
     try:
-        hits = search(arguments.query, folders, HITS)[:HITS]
+        hits = session.search(arguments.query, folders, HITS)[:HITS]
     except OSError as error:
         raise ToolError("ProviderError", f"the search does not work now: {error}") from error
     blocks = [f"{hit.path}:{hit.first_line}-{hit.last_line}\n{hit.text.rstrip()}" for hit in hits]

@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
 from composer_nb.harness.cursor.arguments import CONTROLS, Todo
 from composer_nb.harness.sandboxes.contract import ExecResult, Sandbox
+from composer_nb.harness.search.index import Hit
 from composer_nb.harness.tool_call import ToolError
 
 FOLDER = ".composer_nb"
@@ -26,6 +28,15 @@ QUICK_S = 30.0
 DOING = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
 """Errors of a file system that say that a call was wrong; others say that something is the matter where it ran."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+class Search(Protocol):
+    """Looks in one workspace for what answers a question, best first, in these folders or (none given) everywhere.
+
+    Raises OSError when it does not work now.
+    """
+
+    def __call__(self, query: str, directories: Sequence[str], limit: int) -> Sequence[Hit]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +56,13 @@ class Session:
     """Of the terminal."""
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(tool, "ok" or kind of error) -> calls."""
+    touched: set[str] = field(default_factory=set)
+    """Files that tools have changed since somebody looked (`search/workspace.py`), and cleared it."""
+    restless: bool = False
+    """Whether anything else may have changed since then, as a command may."""
+    background: bool = False
+    """Whether a background command was started, which may change files at any time."""
+    search: Search | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
     """Of files in FOLDER."""
@@ -89,6 +107,13 @@ class Session:
         """Writes what `text` gave, with changes."""
         self.sandbox.write(path, text.encode("utf-8", "surrogateescape"))
         self.seen.add(path)
+        self.touched.add(path)
+
+    def remove(self, path: str) -> None:
+        """Removes a file or link. Raises OSError."""
+        self.sandbox.remove(path)
+        self.seen.discard(path)
+        self.touched.add(path)
 
     def run(
         self,

@@ -50,7 +50,9 @@ def run_terminal_cmd(session: Session, arguments: RunTerminalCmd) -> str:
         path = session.place(arguments.working_directory)
         folder = posixpath.normpath(posixpath.join(session.root, path))
     environment = {**QUIET, **session.environment}
+    session.restless = True
     if arguments.is_background:
+        session.background = True
         log = f"{FOLDER}/terminals/{next(session.numbers)}.txt"
         session.keep(log, "")
         command = ["bash", "-c", BACKGROUND, "bash", folder, arguments.command]

@@ -17,13 +17,14 @@ from composer_nb.harness.calls import SandboxUnavailable
 from composer_nb.harness.cursor import arguments as models
 from composer_nb.harness.cursor import files, notes, terminal
 from composer_nb.harness.cursor.arguments import check, parameters, printable
-from composer_nb.harness.cursor.search import Search, codebase_search, glob_file_search, grep
-from composer_nb.harness.cursor.session import DOING, Session
+from composer_nb.harness.cursor.search import codebase_search, glob_file_search, grep
+from composer_nb.harness.cursor.session import DOING, Search, Session
 from composer_nb.harness.interpreter import install_hint
 from composer_nb.harness.sandboxes.contract import Sandbox, SandboxDied, SandboxFailure
 from composer_nb.harness.sandboxes.programs import PACKAGES
 from composer_nb.harness.tool_call import ErrorKind, ToolCall, ToolError
 
+SEARCH = "codebase_search"
 FAN_OUT = 16
 """Calls that are under way at a time."""
 
@@ -132,9 +133,14 @@ TOOLS = (
         run=files.apply_patch,
         mutates=True,
     ),
+    Tool(
+        name=SEARCH,
+        description="Find code by what it does or means: ask a question in plain words.",
+        arguments=models.CodebaseSearch,
+        run=codebase_search,
+    ),
 )
-SEARCH = "codebase_search"
-NAMES = (*(tool.name for tool in TOOLS), SEARCH)
+NAMES = tuple(tool.name for tool in TOOLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +150,7 @@ class CursorTools:
     tools: Mapping[str, Tool] = field(default_factory=dict)
     """By the name that the agent knows."""
     strict: bool = True
+    search: Callable[[Session], Search] | None = None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -174,7 +181,9 @@ class CursorTools:
                 else f"pip install 'composer_nb[agent]', or {install_hint(packages)}"
             )
             raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")
-        return Session(sandbox=sandbox, root=root, strict=self.strict, cwd=root)
+        session = Session(sandbox=sandbox, root=root, strict=self.strict, cwd=root)
+        session.search = self.search and self.search(session)
+        return session
 
     def run(self, session: Session, calls: Sequence[ToolCall]) -> list[Reply]:
         """Carries out the calls of one turn; a reply to each, in their order.
@@ -240,24 +249,17 @@ class CursorTools:
             raise ToolError(kind, printable(error.strerror or str(error))) from error
 
 
-def make(*, strict: bool, search: Search | None, offer: Collection[str], names: Mapping[str, str]) -> CursorTools:
+def make(
+    *, strict: bool, search: Callable[[Session], Search] | None, offer: Collection[str], names: Mapping[str, str]
+) -> CursorTools:
     """See `ToolSet.cursor`."""
     if strange := sorted({*offer, *names} - {*NAMES}):
         raise ValueError(f"there is no tool {', '.join(strange)}; there are {', '.join(NAMES)}")
-    tools = [tool for tool in TOOLS if tool.name in offer]
-    if search is not None and SEARCH in offer:
-        tools.append(
-            Tool(
-                name=SEARCH,
-                description="Find code by what it does or means: ask a question in plain words.",
-                arguments=models.CodebaseSearch,
-                run=functools.partial(codebase_search, search),
-            )
-        )
+    tools = [tool for tool in TOOLS if tool.name in offer and (tool.name != SEARCH or search is not None)]
     called = {names.get(tool.name, tool.name): tool for tool in tools}
     if len(called) < len(tools):
         raise ValueError(f"names={dict(names)}: two tools would have the same name")
-    return CursorTools(tools=called, strict=strict)
+    return CursorTools(tools=called, strict=strict, search=search)
 
 
 def rates(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, float]]:

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -127,6 +128,7 @@ class BwrapBackend(ResidentBackend):
         self._cgroups = Cgroups.find()
         self._zygote: _Zygote | None = None
         super().__init__(run_id, journal)
+        self._programs = {n: path for n, path in host_programs().items() if not path.startswith(PROGRAMS)}
         self._mode: Mode = self._probe()
 
     def capabilities(self) -> Capabilities:
@@ -282,14 +284,14 @@ class BwrapBackend(ResidentBackend):
         if self._uid is not None:
             who = {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
-        with self._accounts() as accounts:
+        with self._data() as data:
             try:
                 process = subprocess.Popen(
-                    self._command(mode, accounts, spec),
+                    self._command(mode, data, spec),
                     stdin=end.fileno(),
                     stdout=end.fileno(),
                     stderr=errors,
-                    pass_fds=accounts,
+                    pass_fds=[fd for fd, _ in data.values()],
                     cwd="/",
                     env={},
                     start_new_session=True,  # Ctrl-C is for this process
@@ -308,25 +310,37 @@ class BwrapBackend(ResidentBackend):
         return lines[-1] if lines else ""
 
     @contextlib.contextmanager
-    def _accounts(self) -> Any:
-        """Descriptors of a passwd and a group file that know two users."""
-        uid = os.getuid() if self._uid is None else self._uid
-        texts = (
-            f"root:x:0:0:root:/root:/bin/false\nagent:x:{uid}:{uid}::{WORKSPACE}:/bin/bash\n",
-            f"root:x:0:\nagent:x:{uid}:\n",
-        )
-        fds = []
-        try:
-            for text in texts:
-                fds.append(os.memfd_create("accounts"))
-                os.write(fds[-1], text.encode())
-                os.lseek(fds[-1], 0, os.SEEK_SET)
-            yield tuple(fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
+    def _data(self) -> Iterator[dict[str, tuple[int, str]]]:
+        """Files that are copied into the sandbox: place -> descriptor and permissions.
 
-    def _command(self, mode: Mode, accounts: tuple[int, int], spec: SandboxSpec) -> list[str]:
+        A passwd and a group file that know two users, and programs that the user of the sandbox could not read where they lie, as
+        in an environment below a private folder.
+        """
+        uid = os.getuid() if self._uid is None else self._uid
+        texts = {
+            "/etc/passwd": f"root:x:0:0:root:/root:/bin/false\nagent:x:{uid}:{uid}::{WORKSPACE}:/bin/bash\n",
+            "/etc/group": f"root:x:0:\nagent:x:{uid}:\n",
+        }
+        with contextlib.ExitStack() as stack:
+            data: dict[str, tuple[int, str]] = {}
+            for place, text in texts.items():
+                fd = os.memfd_create("accounts")
+                stack.callback(os.close, fd)
+                os.write(fd, text.encode())
+                os.lseek(fd, 0, os.SEEK_SET)
+                data[place] = fd, "0444"
+            for name, path in self._programs.items():
+                if not self._reaches(path):
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, fd)
+                    data[f"{PLACE}/{name}"] = fd, "0555"
+            yield data
+
+    def _reaches(self, path: str) -> bool:
+        """Whether the user that sandboxes run as may run a program where it lies."""
+        return self._uid is None or open_to_all(path)
+
+    def _command(self, mode: Mode, data: Mapping[str, tuple[int, str]], spec: SandboxSpec) -> list[str]:
         command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
         command += ["--hostname", "sandbox"]
         for place, target in PLACES.items():
@@ -344,13 +358,13 @@ class BwrapBackend(ResidentBackend):
                 command += ["--ro-bind", path, path]
         if not self._interpreter.path.startswith(PROGRAMS):
             command += ["--ro-bind", self._interpreter.path, self._interpreter.path]
-        for name, path in host_programs().items():
-            if not path.startswith(PROGRAMS) and (self._uid is None or open_to_all(path)):
+        for name, path in self._programs.items():
+            if self._reaches(path):
                 command += ["--ro-bind", path, f"{PLACE}/{name}"]
         for packages in self._packages():
             command += ["--tmpfs", packages, "--remount-ro", packages]
-        for fd, path in zip(accounts, ("/etc/passwd", "/etc/group"), strict=True):
-            command += ["--perms", "0444", "--ro-bind-data", str(fd), path]
+        for place, (fd, permissions) in data.items():
+            command += ["--perms", permissions, "--ro-bind-data", str(fd), place]
         command += ["--dev", "/dev", "--remount-ro", "/dev"]
         if mode == "forked":  # each sandbox mounts its own of these
             command += ["--bind", "/proc", "/proc", "--dir", WORKSPACE, "--dir", "/tmp"]

@@ -38,7 +38,10 @@ def nothing(query: str, directories: object, limit: int) -> list[object]:
 
 
 def test_names_and_parameters_are_those_that_agents_know() -> None:
-    schemas = {s["function"]["name"]: s["function"]["parameters"] for s in ToolSet.cursor(search=nothing).schemas}
+    schemas = {
+        s["function"]["name"]: s["function"]["parameters"]
+        for s in ToolSet.cursor(search=lambda session: nothing).schemas
+    }
     assert schemas.keys() == REFERENCE.keys()
     for name, (required, optional) in REFERENCE.items():
         assert set(schemas[name].get("required", ())) == required, name

@@ -56,7 +56,7 @@ def test_readers_meet_and_a_writer_is_alone(box: Sandbox) -> None:
         under_way[0] -= 1
         return []
 
-    tools = ToolSet.cursor(search=search)  # type: ignore[arg-type]
+    tools = ToolSet.cursor(search=lambda session: search)
     session = tools.open(box)
     ask = ToolCall(name="codebase_search", arguments={"query": "meet", "target_directories": []})
     alone = ToolCall(name="codebase_search", arguments={"query": "x", "target_directories": []})
@@ -89,7 +89,7 @@ def test_a_fault_of_ours_is_told_as_one(box: Sandbox) -> None:
             raise ConnectionError("no route")
         raise KeyError("a bug")
 
-    tools = ToolSet.cursor(search=broken)  # type: ignore[arg-type]
+    tools = ToolSet.cursor(search=lambda session: broken)
     asked = [
         ToolCall(name="codebase_search", arguments={"query": q, "target_directories": []}) for q in ("down", "bug")
     ]
@@ -125,7 +125,7 @@ def test_what_an_environment_offers(box: Sandbox) -> None:
     assert set(session.counts) == {("read_file", "ok"), ("unknown", "InvalidArguments")}
     for wrong in ({"offer": ["read"]}, {"names": {"x": "y"}}, {"names": {"grep": "write"}}):
         with pytest.raises(ValueError):
-            ToolSet.cursor(**wrong)  # type: ignore[arg-type]
+            ToolSet.cursor(**wrong)
 
 
 def test_programs_of_a_private_folder_are_not_open_to_all(tmp_path: Path) -> None:

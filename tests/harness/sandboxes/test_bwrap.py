@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,17 @@ def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
     assert mode == "forked" and who == "65534" and bomb_ended and memory_code == 1
     assert enforced["processes"] and enforced["inodes"] and enforced["disk_bytes"] and enforced["network"]
     assert set(why_not) == {name for name, held in enforced.items() if not held} <= {"memory_bytes", "cpus"}
+
+
+def test_programs_in_a_private_folder_are_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment below a home that nobody else may enter."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    shutil.copy("/bin/true", private / "rg")
+    monkeypatch.setattr("composer_nb.harness.sandboxes.bwrap.host_programs", lambda: {"rg": str(private / "rg")})
+    with BwrapBackend() as backend, backend.create() as box:
+        done = box.exec(["sh", "-c", "command -v rg && rg"])
+        assert (done.exit_code, done.stdout) == (0, b"/usr/local/bin/rg\n"), done.stderr
 
 
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

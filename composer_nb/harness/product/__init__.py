@@ -1,0 +1,1 @@
+"""The product: an agent that works with `ToolSet.cursor` in a sandbox, on tasks and on a user's own repository, with one loop."""

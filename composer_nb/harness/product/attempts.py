@@ -1,0 +1,124 @@
+"""Attempts at tasks with the product's tools: a sandbox, a conversation in it, a grade of what was left in another."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_nb.harness.agent import Limits
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.calls import SandboxFailure
+from composer_nb.harness.cursor.session import FOLDER
+from composer_nb.harness.cursor.toolset import CursorTools
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.grading.plan import PLAN
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.script_grader import grade_script
+from composer_nb.harness.product.loop import LIMITS, Conversation, Told, converse
+from composer_nb.harness.product.speaker import Speaker
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.runtime import start
+from composer_nb.harness.sandboxes.contract import Backend, SandboxDied
+from composer_nb.harness.store import pack_attempt, unpack_attempt
+from composer_nb.harness.task import Task
+
+Cast = Callable[[Task, int], Speaker]
+"""Who attempts a task, by the number of the rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where tasks are attempted, and with what."""
+
+    backend: Backend
+    tools: CursorTools
+    limits: Limits = LIMITS
+
+
+def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambda event: None) -> Attempt:
+    """One rollout and its grade.
+
+    What the machinery did is a grade of `infra_error`, a sandbox that the agent broke or a workspace that it made too large to
+    carry away one of `agent_failed`. Raises ValueError for a task that can not run here."""
+    done = Conversation(turns=(), stop="infrastructure")
+    left: dict[str, bytes] | None = None
+    grade = Grade(status="infra_error")
+    try:
+        with start(task, place.backend) as box:
+            done = converse(task.instruction, speaker, place.tools, place.tools.open(box), place.limits, told)
+            if done.stop not in ("infrastructure", "interrupted"):
+                left = {path: data for path, data in box.download().items() if not path.startswith(f"{FOLDER}/")}
+    except (SandboxDied, OSError):
+        grade = Grade(status="agent_failed")
+    except SandboxFailure:
+        pass
+    finally:
+        segment = speaker.close()
+    if left is not None:
+        grade = (grade_script if task.grader == "script" else grade_pytest)(task, left, place.backend)
+    rollout = Rollout(
+        task_id=task.id,
+        segments=(segment,),
+        turns=done.turns,
+        files=task.files if left is None else _texts(left, task.files),
+        stop=done.stop,
+        counted=(done.read, done.written),
+        seconds=done.seconds,
+    )
+    return Attempt(task=task, rollout=rollout, grade=grade)
+
+
+def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:
+    """Bytes that are not UTF-8 as lone surrogates. What is as it was is the same object, so that it is held once."""
+    texts = {path: data.decode("utf-8", "surrogateescape") for path, data in files.items()}
+    return {path: before[path] if before.get(path) == text else text for path, text in texts.items()}
+
+
+def check_fit(tasks: Sequence[Task]) -> None:
+    """Raises ValueError for tasks that these attempts are not for."""
+    for task in tasks:
+        if task.grader == "functions":
+            raise ValueError(
+                f"task {task.id}: its grader `functions` is for ToolSet.tiny; mixed with others it can not be run"
+            )
+        if task.grader == "pytest" and PLAN not in task.metadata:
+            raise ValueError(
+                f"task {task.id}: has no plan of its tests; composer-nb tasks make, or grading.validate, makes one"
+            )
+
+
+def attempt_all(
+    tasks: Sequence[Task], samples: int, place: Environment, cast: Cast, keep: Path, workers: int = 2
+) -> Iterator[Attempt]:
+    """Attempts every task `samples` times, `workers` at a time, and yields each attempt as it ends.
+
+    Each is written into `keep` when it has ended; one that is there already is read and not made again, so that what was killed
+    goes on where it was. Those that the infrastructure spoilt are not kept. Raises ValueError like `check_fit`.
+    """
+    check_fit(tasks)
+    keep.mkdir(parents=True, exist_ok=True)
+    slots = [(task, number, sample) for number, task in enumerate(tasks) for sample in range(samples)]
+
+    def one(task: Task, number: int, sample: int) -> Attempt:
+        path = keep / f"{hashlib.sha256(task.model_dump_json().encode()).hexdigest()[:24]}-{sample}.safetensors"
+        if path.is_file():
+            return unpack_attempt(path.read_bytes(), task)
+        done = attempt(task, place, cast(task, number * samples + sample))
+        if done.grade.known:
+            part = path.with_suffix(".part")
+            part.write_bytes(pack_attempt(done))
+            os.replace(part, path)
+        return done
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="attempt") as pool:
+        futures = [pool.submit(one, *slot) for slot in slots]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()

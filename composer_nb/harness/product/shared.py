@@ -1,0 +1,85 @@
+"""One policy for agents that run in threads of their own: what they ask at the same time is worked on in the same steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
+
+
+class Shared:
+    """A context manager; at its end whoever still waits gets a ProviderFailure. At most `policy.capacity` rollouts at a time."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[Request | int, Future[Any]] | None] = queue.SimpleQueue()
+        self._asked: dict[int, Future[Completion]] = {}
+        self._over: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._orders.put(None)
+        self._thread.join()
+
+    def ask(self, request: Request) -> Completion:
+        """The next turn of a rollout. Raises ProviderFailure, and what the policy raises."""
+        answer: Completion = self._order(request).result()
+        return answer
+
+    def release(self, rollout: int) -> Trace:
+        """Forgets a rollout, and returns what was recorded of it."""
+        answer: Trace = self._order(rollout).result()
+        return answer
+
+    def _order(self, what: Request | int) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._over is not None:
+                raise self._over
+            self._orders.put((what, answer))
+        return answer
+
+    def _work(self) -> None:
+        over: BaseException = ProviderFailure("the policy was closed")
+        try:
+            while self._obey():
+                for turn in self.policy.step():
+                    asked = self._asked.pop(turn.rollout)
+                    if isinstance(turn, ProviderFailure):
+                        asked.set_exception(turn)
+                    else:
+                        asked.set_result(turn)
+        except BaseException as error:  # of the policy: everybody who waits gets it
+            over = error
+        with self._lock:
+            self._over = over
+        while not self._orders.empty():
+            if order := self._orders.get():
+                order[1].set_exception(over)
+        for asked in self._asked.values():
+            asked.set_exception(over)
+
+    def _obey(self) -> bool:
+        """Carries out all orders that are there, waiting for one where there is nothing else to do. False at the end."""
+        while True:
+            try:
+                order = self._orders.get(block=not self._asked)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            what, answer = order
+            if isinstance(what, Request):
+                self._asked[what.rollout] = answer
+                self.policy.submit(what)
+            else:
+                answer.set_result(self.policy.release(what))
