@@ -11,6 +11,7 @@ import errno
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,31 @@ def _parser() -> argparse.ArgumentParser:
     scored.add_argument("--policy", required=True, metavar="DIR|scripted:NAME|openai:URL[#MODEL]", help="what to score")
     scored.add_argument("--tasks", required=True, type=Path, metavar="PATH", help="a .jsonl file or task directories")
     scored.add_argument("--samples", type=int, default=4, metavar="K", help="rollouts a task at temperature 1 (4)")
+    scored.add_argument(
+        "--arms", default="all", metavar="NAMES", help="tools: all, bash, no-search, no-descriptions, every (all)"
+    )
+    scored.add_argument(
+        "--out", type=Path, metavar="DIR", help="where rollouts are kept; the same goes on with it (runs/eval-…)"
+    )
+    scored.add_argument("--backend", default="bwrap", help="where tasks with the product's tools run (bwrap)")
+    scored.add_argument("--workers", type=int, default=2, metavar="N", help="rollouts at a time (2)")
     _settings_option(scored)
     _json_option(scored)
+
+    agent = add("agent", _agent, "let an agent work on a copy of your repository; you accept or reject what it did")
+    agent.add_argument("path", type=Path, metavar="PATH", help="the repository")
+    agent.add_argument("instruction", help='as "fix the failing date parser"')
+    agent.add_argument(
+        "--policy", required=True, metavar="DIR|openai:URL[#MODEL]|scripted:FILE.json", help="who does the work"
+    )
+    agent.add_argument("--backend", default="bwrap", help="where it works (bwrap)")
+    agent.add_argument("--out", type=Path, metavar="DIR", help="a new folder for what it did (runs/agent-…)")
+    agent.add_argument("--verdict", choices=["ask", "accept", "reject", "later"], default="ask", help="(ask)")
+    agent.add_argument("--seconds", type=float, default=1800.0, metavar="S", help="at most (1800)")
+
+    served = add("serve", _serve, "a scripted policy as an OpenAI-compatible server on this machine's loopback")
+    served.add_argument("--policy", required=True, metavar="scripted:FILE.json", help="what answers")
+    served.add_argument("--port", type=int, default=8000, metavar="N", help="(8000; 0: any that is free)")
 
     _json_option(add("doctor", _doctor, "what this machine has, and what it lacks"))
 
@@ -308,15 +332,74 @@ def _compare(given: argparse.Namespace) -> int:
 
 def _eval(given: argparse.Namespace) -> int:
     from composer_nb.commands import evaluate_policy
+    from composer_nb.harness.task import load_tasks
     from composer_nb.trainer.report import score_table
 
-    if given.samples < 1:
-        raise ValueError(f"--samples {given.samples}: at least 1 is needed")
+    for name in ("samples", "workers"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} {getattr(given, name)}: at least 1 is needed")
+    tasks = load_tasks(given.tasks)
+    if any(task.grader != "functions" for task in tasks):
+        return _eval_arms(given, tasks)
     found = evaluate_policy(given.policy, given.tasks, given.samples, overrides(given.set))
     if given.json:
         _print_json(found)
     else:
         _console().print(score_table({given.policy: found}))
+    return 0
+
+
+def _eval_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
+    from composer_nb.agents import BenchSettings, evaluate_arms, new_folder
+    from composer_nb.config import override
+    from composer_nb.harness.product.show import bench_progress, bench_table
+
+    settings = override(BenchSettings(), overrides(given.set))
+    out = given.out or new_folder(Path("runs"), "eval")
+    with bench_progress(len(tasks) * given.samples, Console(stderr=True)) as told:
+        found = evaluate_arms(
+            given.policy,
+            tasks,
+            out,
+            samples=given.samples,
+            arms=given.arms,
+            backend=given.backend,
+            workers=given.workers,
+            settings=settings,
+            told=told,
+        )
+    if given.json:
+        _print_json(found)
+    else:
+        _console().print(bench_table(found))
+        print(f"\nkept: {out}")
+    return 0
+
+
+def _agent(given: argparse.Namespace) -> int:
+    from composer_nb.agents import new_folder, run_agent
+    from composer_nb.harness.product.loop import LIMITS
+    from composer_nb.harness.product.show import decide, teller
+
+    console = _console()
+    out = given.out or new_folder(Path("runs"), "agent")
+    limits = replace(LIMITS, seconds=given.seconds)
+    work = run_agent(
+        given.path, given.instruction, given.policy, out, backend=given.backend, limits=limits, told=teller(console)
+    )
+    return decide(work, given.verdict, console)
+
+
+def _serve(given: argparse.Namespace) -> int:
+    from composer_nb.harness.product.scripts import read_script
+    from composer_nb.harness.product.serve import ScriptServer
+
+    kind, _, name = given.policy.partition(":")
+    if kind != "scripted" or not name.endswith(".json"):
+        raise ValueError(f"--policy {given.policy}: serve plays scripts; give scripted:FILE.json")
+    with ScriptServer(read_script(Path(name)), given.port) as server:
+        print(server.url, flush=True)
+        server.wait()
     return 0
 
 

@@ -37,16 +37,16 @@ def run_eval(
     return (done[number] for number in range(len(order)))
 
 
-def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt], seed: int = 0) -> dict[str, Any]:
-    """Figures of a policy: `sampled` holds k attempts a task (at temperature 1), `greedy` one.
+def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = None, seed: int = 0) -> dict[str, Any]:
+    """Figures of a policy: `sampled` holds k attempts a task (at temperature 1), `greedy` one, if there are some.
 
     pass_at_1 is the mean over tasks of the share solved; best_of_k the share of tasks that any of the k solved; ci95 a
     bootstrap over tasks of pass_at_1 (2,000 resamples), ci95_greedy likewise. Attempts lost to the infrastructure count
     neither as solved nor as tried. Raises ValueError when no other is left.
     """
     graded = [done for done in sampled if done.grade.known]
-    singles = np.array([float(done.grade.passed) for done in greedy if done.grade.known])
-    if not graded or not len(singles):
+    singles = np.array([float(done.grade.passed) for done in greedy or () if done.grade.known])
+    if not graded or (greedy is not None and not len(singles)):
         raise ValueError("no attempt has a grade, so there is nothing to sum up; run `composer-nb doctor`")
     by_task = _scores(graded, lambda done: done.task.id)
     means = np.array([np.mean(scores) for scores in by_task.values()])
@@ -54,12 +54,11 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt], seed: int =
     return {
         "pass_at_1": float(means.mean()),
         "ci95": _bootstrap(means, seed),
-        "pass_greedy": float(singles.mean()),
-        "ci95_greedy": _bootstrap(singles, seed),
+        **({} if greedy is None else {"pass_greedy": float(singles.mean()), "ci95_greedy": _bootstrap(singles, seed)}),
         "best_of_k": float(np.mean([max(scores) for scores in by_task.values()])),
         "k": max(len(scores) for scores in by_task.values()),
         "n_tasks": len(by_task),
-        "infra_errors": sum(not done.grade.known for done in (*sampled, *greedy)),
+        "infra_errors": sum(not done.grade.known for done in (*sampled, *(greedy or ()))),
         **behaviour(graded),
         "by_family": {family: float(np.mean(by_family[family])) for family in sorted(by_family)},
     }

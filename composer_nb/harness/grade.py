@@ -19,10 +19,11 @@ from composer_nb.harness.functions import parse_test_files
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import passes, request_tests
 
-Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task"]
+Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
 """graded: the tests ran, and what is missing failed. tampered: something made tests pass that no right answer passes, or spoke in
 the tests' stead. agent_failed: the agent's code ended the sandbox that it was tested in. infra_error, invalid_task: the sandbox,
-or the task, is at fault, so nothing is known of the agent's work."""
+or the task, is at fault, so nothing is known of the agent's work. ungraded: work on a user's repository, which has no hidden
+tests; what the user made of it is kept beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Grade:
     @property
     def known(self) -> bool:
         """Whether it says something of the agent's work."""
-        return self.status not in ("infra_error", "invalid_task")
+        return self.status in ("graded", "tampered", "agent_failed")
 
     @property
     def passed(self) -> bool:

@@ -48,7 +48,7 @@ def apply_patch(files: Mapping[str, str], patch: str, reverse: bool = False) -> 
 
 
 def _applied(text: str, change: _Change, reverse: bool, name: str) -> str:
-    lines, done, shift = _lines(text), 0, 0
+    lines, done, shift = split_lines(text), 0, 0
     result: list[str] = []
     for start, old, new in change.hunks:
         before, after = (new, old) if reverse else (old, new)
@@ -61,7 +61,7 @@ def _applied(text: str, change: _Change, reverse: bool, name: str) -> str:
     return "".join(result + lines[done:])
 
 
-def _lines(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
     """Lines with their ends; only a line feed ends one."""
     return re.findall(r"[^\n]*\n|[^\n]+$", text)
 

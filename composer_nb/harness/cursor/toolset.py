@@ -21,7 +21,7 @@ from composer_nb.harness.cursor.search import codebase_search, glob_file_search,
 from composer_nb.harness.cursor.session import DOING, Search, Session
 from composer_nb.harness.interpreter import install_hint
 from composer_nb.harness.sandboxes.contract import Sandbox, SandboxDied, SandboxFailure
-from composer_nb.harness.sandboxes.programs import PACKAGES
+from composer_nb.harness.sandboxes.programs import PACKAGES, TESTING
 from composer_nb.harness.tool_call import ErrorKind, ToolCall, ToolError
 
 SEARCH = "codebase_search"
@@ -166,12 +166,14 @@ class CursorTools:
     def open(self, sandbox: Sandbox) -> Session:
         """A session in a sandbox. Raises SandboxUnavailable when a program that a tool needs is not in it."""
         needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
-        script = 'pwd -P; for name; do command -v "$name" >/dev/null || echo "$name"; done'
-        done = sandbox.exec(["sh", "-c", script, "sh", *needed], timeout_s=20)
+        script = (
+            'pwd -P; command -v "$1" || echo; shift; for name; do command -v "$name" >/dev/null || echo "$name"; done'
+        )
+        done = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
         if done.exit_code:
             told = done.stderr.decode("utf-8", "replace").strip()
             raise SandboxUnavailable(f"a sandbox for agents needs sh: {told}")
-        root, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
+        root, testing, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
         if missing:
             packages = " ".join(PACKAGES.get(name, name) for name in missing)
             image = sandbox.spec.image
@@ -182,6 +184,7 @@ class CursorTools:
             )
             raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")
         session = Session(sandbox=sandbox, root=root, strict=self.strict, cwd=root)
+        session.environment = {"PYTHONPATH": testing} if testing else {}
         session.search = self.search and self.search(session)
         return session
 

@@ -3,35 +3,22 @@
 They travel as one block over the box's stdin and are imported from memory: nothing of it is on a disk in the box, nothing else of
 our environment comes with it, and no box waits for hundreds of files. A block is made once for each kind of box in a process.
 
-pygments, which pytest imports to colour what it prints, is replaced by a stand-in of a few lines, and is gone again when tests
-run. Projects that are pytest, pluggy, iniconfig or packaging themselves can not be graded so: the box's copies would be tested.
+The stand-in for pygments (`sandboxes/testing.py`) is gone again when tests run. Projects that are pytest, pluggy, iniconfig or
+packaging themselves can not be graded so: the box's copies would be tested.
 """
 
 from __future__ import annotations
 
 import marshal
 import threading
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.grading.runner import PLUGIN
 from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec
+from composer_nb.harness.sandboxes.testing import pytest_modules
 
-PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging")
-WHERE_NEEDED = ("exceptiongroup", "tomli")
-"""By pytest on Python 3.10 and older: taken along if they are installed here."""
 RUNNER = "composer_nb_grading_runner"
-STAND_INS = {
-    "pygments": "from pygments import util\ndef highlight(code, lexer, formatter):\n    return code\n",
-    "pygments.util": "class ClassNotFound(ValueError):\n    pass\nclass OptionError(Exception):\n    pass\n",
-    "pygments.formatters": "",
-    "pygments.formatters.terminal": "class TerminalFormatter:\n    pass\n",
-    "pygments.lexer": "class Lexer:\n    pass\n",
-    "pygments.lexers": "",
-    "pygments.lexers.diff": "class DiffLexer:\n    pass\n",
-    "pygments.lexers.python": "class PythonLexer:\n    pass\n",
-}
 
 _START = """\
 import sys
@@ -110,23 +97,7 @@ def _compiled(backend: Backend, spec: SandboxSpec | None) -> bytes:
 
 def sources() -> dict[str, tuple[str, bool, str]]:
     """Module name -> (path to show, whether it is a package, text). Raises SandboxUnavailable without pytest."""
-    found: dict[str, tuple[str, bool, str]] = {}
-    for name, text in STAND_INS.items():
-        package = any(other.startswith(name + ".") for other in STAND_INS)
-        found[name] = (f"/kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py", package, text)
-    for needed in (*PACKAGES, *WHERE_NEEDED):
-        try:
-            listed = distribution(needed)
-        except PackageNotFoundError:
-            if needed in WHERE_NEEDED:
-                continue
-            raise SandboxUnavailable(f"the grader `pytest` needs {needed} on this side: pip install pytest") from None
-        for file in listed.files or ():
-            if file.suffix == ".py" and ".." not in file.parts:
-                parts = file.with_suffix("").parts
-                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                text = Path(str(listed.locate_file(file))).read_text(encoding="utf-8")
-                found[name] = (f"/kit/{file.as_posix()}", parts[-1] == "__init__", text)
+    found = pytest_modules()
     for name, file_name in (
         (RUNNER, "runner.py"),
         (PLUGIN, "plugin.py"),

@@ -97,7 +97,8 @@ def attempt_all(
     """Attempts every task `samples` times, `workers` at a time, and yields each attempt as it ends.
 
     Each is written into `keep` when it has ended; one that is there already is read and not made again, so that what was killed
-    goes on where it was. Those that the infrastructure spoilt are not kept. Raises ValueError like `check_fit`.
+    goes on where it was. Those that the infrastructure spoilt are not kept. Ended early, by Ctrl-C say, it closes the backend.
+    Raises ValueError like `check_fit`.
     """
     check_fit(tasks)
     keep.mkdir(parents=True, exist_ok=True)
@@ -119,6 +120,7 @@ def attempt_all(
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            place.backend.close()  # nobody waits for what still runs
+            raise

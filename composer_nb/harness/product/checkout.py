@@ -16,10 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.cursor.session import FOLDER
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
 from composer_nb.harness.making.repository import HISTORY
-from composer_nb.harness.sandboxes.contract import Sandbox, SandboxSpec
+from composer_nb.harness.patch import split_lines
+from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.search.ignore import NAMES, read_ignore
 
 MAX_FILE_BYTES = 4 << 20
@@ -53,11 +55,20 @@ class Checkout:
             inodes=max(usual.inodes, 3 * len(self.files)),
         )
 
-    def lay(self, box: Sandbox) -> None:
-        """Writes it into a sandbox. Raises OSError where it does not fit."""
-        box.upload({path: data for path, data in self.files.items() if path not in self.executable})
-        for path in sorted(self.executable):
-            box.write(path, self.files[path], mode=0o755)
+    def start(self, backend: Backend) -> Sandbox:
+        """A new sandbox that holds it. Raises SandboxFailure."""
+        box = backend.create(self.spec)
+        try:
+            box.upload({path: data for path, data in self.files.items() if path not in self.executable})
+            for path in sorted(self.executable):
+                box.write(path, self.files[path], mode=0o755)
+        except OSError as error:
+            box.destroy()
+            raise SandboxFailure(f"{self.root}: does not fit into a sandbox: {error}") from error
+        except BaseException:
+            box.destroy()
+            raise
+        return box
 
 
 def read_checkout(root: Path) -> Checkout:
@@ -140,9 +151,11 @@ def show(checkout: Checkout, changes: Mapping[str, bytes | None]) -> str:
             parts.append(f"Binary file {path}: {len(before or b'')} bytes before, {len(data or b'')} after\n")
             continue
         names = ("/dev/null" if before is None else f"a/{path}", "/dev/null" if data is None else f"b/{path}")
-        lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), *names)
+        mode = "100755" if path in checkout.executable else "100644"
+        head = f"new file mode {mode}\n" if before is None else f"deleted file mode {mode}\n" if data is None else ""
+        lines = difflib.unified_diff(split_lines(old), split_lines(new), *names)
         ended = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-        parts.append(f"diff --git a/{path} b/{path}\n{ended}")
+        parts.append(f"diff --git a/{path} b/{path}\n{head}{ended}")
     return "".join(parts)
 
 

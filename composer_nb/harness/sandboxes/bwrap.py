@@ -43,7 +43,7 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxSpec,
     SandboxUnavailable,
 )
-from composer_nb.harness.sandboxes.programs import PLACE, host_programs, open_to_all
+from composer_nb.harness.sandboxes.programs import PLACE, host_programs, made_programs, open_to_all
 from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
     SocketChannel,
@@ -313,8 +313,8 @@ class BwrapBackend(ResidentBackend):
     def _data(self) -> Iterator[dict[str, tuple[int, str]]]:
         """Files that are copied into the sandbox: place -> descriptor and permissions.
 
-        A passwd and a group file that know two users, and programs that the user of the sandbox could not read where they lie, as
-        in an environment below a private folder.
+        A passwd and a group file that know two users, programs that are made here, and those that the user of the sandbox could
+        not read where they lie, as in an environment below a private folder.
         """
         uid = os.getuid() if self._uid is None else self._uid
         texts = {
@@ -323,12 +323,15 @@ class BwrapBackend(ResidentBackend):
         }
         with contextlib.ExitStack() as stack:
             data: dict[str, tuple[int, str]] = {}
-            for place, text in texts.items():
-                fd = os.memfd_create("accounts")
+            made = {place: (text.encode(), "0444") for place, text in texts.items()}
+            made |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
+            for place, (content, permissions) in made.items():
+                fd = os.memfd_create("data")
                 stack.callback(os.close, fd)
-                os.write(fd, text.encode())
+                with open(fd, "wb", closefd=False) as file:
+                    file.write(content)
                 os.lseek(fd, 0, os.SEEK_SET)
-                data[place] = fd, "0444"
+                data[place] = fd, permissions
             for name, path in self._programs.items():
                 if not self._reaches(path):
                     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -29,7 +29,7 @@ from typing import IO, Any
 from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.interpreter import Interpreter, install_hint
 from composer_nb.harness.sandboxes.contract import PLACES
-from composer_nb.harness.sandboxes.programs import PLACE, host_programs, is_elf
+from composer_nb.harness.sandboxes.programs import PLACE, host_programs, is_elf, made_programs
 
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"
@@ -109,6 +109,7 @@ class Files:
         """Of names, lengths and times, of what the loader knows, and of this file."""
         known = hashlib.sha256(Path(__file__).read_bytes())
         known.update(repr(sorted(self.copies.items())).encode())
+        known.update(repr(sorted(made_programs().items())).encode())
         for path in sorted({*self.links, *self.regular, *self.copies.values(), CACHE}):
             status = os.lstat(path) if os.path.lexists(path) else None
             facts = (path, self.links.get(path), status and (status.st_mode, status.st_size, status.st_mtime_ns))
@@ -183,6 +184,8 @@ def write_archive(files: Files, target: IO[bytes]) -> None:
     """
     name, number = USER
     written = {path: text.format(name=name, number=number).encode() for path, text in WRITTEN.items()}
+    made = {f"{PLACE}/{name}": content for name, content in made_programs().items()}
+    written |= made
     folders = files.folders | {*FOLDERS, *(os.path.dirname(path) for path in written)}
     folders |= {str(parent) for path in folders for parent in Path(path).parents} - {"/"}
     seen: dict[tuple[int, int], str] = {}  # device and inode of files with several names
@@ -190,7 +193,7 @@ def write_archive(files: Files, target: IO[bytes]) -> None:
         for path in sorted({*folders, *files.links, *files.regular, *files.copies, *written}):
             info = tarfile.TarInfo(path.lstrip("/"))
             if path in written:
-                info.size = len(written[path])
+                info.size, info.mode = len(written[path]), 0o555 if path in made else 0o644
                 archive.addfile(info, io.BytesIO(written[path]))
             elif path in files.links:
                 info.type, info.linkname, info.mode = tarfile.SYMTYPE, files.links[path], 0o777

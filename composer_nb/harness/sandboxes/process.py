@@ -24,7 +24,7 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxSpec,
     SandboxUnavailable,
 )
-from composer_nb.harness.sandboxes.programs import host_programs
+from composer_nb.harness.sandboxes.programs import host_programs, made_programs
 from composer_nb.harness.sandboxes.resident import (
     ResidentSandbox,
     SocketChannel,
@@ -94,6 +94,9 @@ class ProcessBackend(ResidentBackend):
             (outer / name).mkdir()
         for name, path in host_programs().items():
             (outer / "programs" / name).symlink_to(path)
+        for name, content in made_programs().items():
+            (outer / "programs" / name).write_bytes(content)
+            (outer / "programs" / name).chmod(0o555)
         channel, there = socket_pair()
         told = resident_settings(
             spec,

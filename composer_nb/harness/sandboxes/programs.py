@@ -2,18 +2,28 @@
 
 `bwrap` binds them, the host image of `docker` holds them, `process` puts a folder of links on the path. An image of somebody
 else's has what its makers put in.
+
+So that an agent can run tests, there are also `python` and `pytest`, and pytest's modules in one file (TESTING), which Python
+imports from where PYTHONPATH names it: the terminal does (`cursor/toolset.py`), a grade does not.
 """
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 import shutil
 import stat
 import sysconfig
+import zipfile
 from pathlib import Path
+
+from composer_nb.harness.calls import SandboxUnavailable
+from composer_nb.harness.sandboxes.testing import pytest_modules
 
 PACKAGES = {"rg": "ripgrep", "ruff": "ruff"}
 """Program -> what it is called by package managers."""
+TESTING = "pytest.zip"
 PLACE = "/usr/local/bin"
 """Where a sandbox has them."""
 
@@ -23,6 +33,22 @@ def host_programs() -> dict[str, str]:
     found = {name: shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) for name in PACKAGES}
     real = {name: os.path.realpath(path) for name, path in found.items() if path}
     return {name: path for name, path in real.items() if is_elf(path)}
+
+
+@functools.cache
+def made_programs() -> dict[str, bytes]:
+    """Name -> content of the programs that are made here. Without pytest where it is not installed."""
+    made = {"python": b'#!/bin/sh\nexec python3 "$@"\n'}
+    try:
+        modules = pytest_modules()
+    except SandboxUnavailable:
+        return made
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as held:
+        for name, (_, package, text) in sorted(modules.items()):
+            path = name.replace(".", "/") + ("/__init__.py" if package else ".py")
+            held.writestr(zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0)), text)
+    return made | {"pytest": b'#!/bin/sh\nexec python3 -m pytest "$@"\n', TESTING: archive.getvalue()}
 
 
 def is_elf(path: str) -> bool:

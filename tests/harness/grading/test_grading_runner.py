@@ -11,6 +11,7 @@ import pytest
 from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.grading import box, kit
 from composer_nb.harness.grading.box import Job, Ran, Result, RunnerEnded, run_jobs
+from composer_nb.harness.sandboxes import testing
 from composer_nb.harness.sandboxes.contract import Backend
 
 Run = Callable[..., Ran]
@@ -354,8 +355,8 @@ def test_a_pytest_that_does_not_fit_is_told(
 
 def test_without_pytest_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
-        raise kit.PackageNotFoundError(name)
+        raise testing.PackageNotFoundError(name)
 
-    monkeypatch.setattr(kit, "distribution", missing)
+    monkeypatch.setattr(testing, "distribution", missing)
     with pytest.raises(kit.SandboxUnavailable, match="pip install pytest"):
         kit.sources()

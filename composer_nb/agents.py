@@ -1,0 +1,222 @@
+"""What `composer-nb eval` does with tasks for the product's tools, and what `composer-nb agent` does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from composer_nb.harness.agent import Limits
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.product import checkout
+from composer_nb.harness.product.arms import ARMS, arms_of, difference, figures
+from composer_nb.harness.product.attempts import Environment, attempt_all, check_fit
+from composer_nb.harness.product.checkout import Checkout
+from composer_nb.harness.product.loop import LIMITS, Conversation, Told, converse
+from composer_nb.harness.product.prompt import system_text
+from composer_nb.harness.rollout import Rollout, Segment
+from composer_nb.harness.runtime import spec_of
+from composer_nb.harness.sandboxes import open_backend
+from composer_nb.harness.sandboxes.contract import WORKSPACE
+from composer_nb.harness.sandboxes.fleet import Fleet
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.task import Task
+from composer_nb.policies import open_policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """What a bench depends on besides its policy, tasks and tools."""
+
+    limits: Limits = LIMITS
+    temperature: float = 1.0
+    strict: bool = True
+    """Whether tools take what their schemas say and nothing else."""
+    seed: int = 0
+
+
+Verdict = Literal["accepted", "rejected", "open"]
+
+
+def evaluate_arms(
+    policy: str,
+    tasks: Sequence[Task],
+    out: Path,
+    *,
+    samples: int = 4,
+    arms: str = "all",
+    backend: str = "bwrap",
+    workers: int = 2,
+    settings: BenchSettings | None = None,
+    told: Callable[[str, Attempt], None] = lambda arm, done: None,
+) -> dict[str, Any]:
+    """Attempts every task `samples` times with each arm, `workers` at a time; keeps every rollout in `out`.
+
+    The same call with the same `out` goes on where it was. Returns figures by arm, and for each but the first its gain over
+    the first. Raises ValueError for tasks, arms or policies that there are not, and for an `out` that holds another policy's rollouts;
+    SandboxUnavailable, ProviderFailure.
+    """
+    settings = settings or BenchSettings()
+    check_fit(tasks)
+    _claim(out, {"policy": policy, "settings": asdict(settings)})
+    chosen = arms_of(arms)
+    found: dict[str, list[Attempt]] = {}
+    with open_backend(backend) as made, Fleet(made) as fleet:
+        for task in tasks:
+            spec_of(task, made)
+        for name, arm in chosen.items():
+            found[name] = []
+            tools = arm.tools(settings.strict)
+            schemas, place = arm.schemas(tools), Environment(backend=fleet, tools=tools, limits=settings.limits)
+            with open_policy(
+                policy,
+                system_text(WORKSPACE),
+                schemas,
+                limits=settings.limits,
+                temperature=settings.temperature,
+                seed=settings.seed,
+                slots=workers,
+            ) as cast:
+                for done in attempt_all(tasks, samples, place, cast, out / name / "attempts", workers):
+                    found[name].append(done)
+                    told(name, done)
+            found[name].sort(key=lambda done: done.task.id)
+            save_attempts(out / name / "rollouts.parquet", found[name])
+    first = next(iter(found.values()))
+    report = {
+        name: figures(attempts, settings.seed)
+        | ({} if attempts is first else {"gain": difference(attempts, first, settings.seed)})
+        for name, attempts in found.items()
+    }
+    whole = {"policy": policy, "seed": settings.seed, "samples": samples, "backend": backend, "arms": report}
+    _write(out / "report.json", json.dumps(whole, indent=2))
+    return whole
+
+
+def _claim(out: Path, what: Mapping[str, Any]) -> None:
+    """Notes in `out` whose rollouts it holds. Raises ValueError where that is somebody else's."""
+    path, text = out / "bench.json", json.dumps(what, indent=2, sort_keys=True)
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"--out {out}: holds rollouts of another policy or of other settings ({path}); give another folder"
+        )
+    _write(path, text)
+
+
+def new_folder(under: Path, name: str) -> Path:
+    """A path below `under` for something of now, which does not exist yet."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = (f"{name}-{stamp}", *(f"{name}-{stamp}-{number}" for number in range(2, 1000)))
+    return next(under / each for each in names if not (under / each).exists())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an agent did on a user's repository, kept in `path` until, and after, the user says what becomes of it."""
+
+    path: Path
+    source: Checkout
+    conversation: Conversation
+    changes: Mapping[str, bytes | None]
+
+    @property
+    def diff(self) -> str:
+        return checkout.show(self.source, self.changes)
+
+    def accept(self) -> None:
+        """Writes the changes into the repository. Raises checkout.Conflict, and then nothing is written."""
+        checkout.accept(self.source, self.changes)
+        self._decide("accepted")
+
+    def reject(self) -> None:
+        self._decide("rejected")
+
+    def _decide(self, verdict: Verdict) -> None:
+        _write_verdict(self.path, verdict)
+
+
+def run_agent(
+    root: Path,
+    instruction: str,
+    policy: str,
+    out: Path,
+    *,
+    backend: str = "bwrap",
+    limits: Limits = LIMITS,
+    strict: bool = False,
+    told: Told = lambda event: None,
+    temperature: float = 1.0,
+) -> Work:
+    """Lets an agent work on a copy of a user's repository, in a sandbox, and keeps what it did in the new folder `out`: `rollout`
+    (Parquet and safetensors), `changes.diff` and `verdict.json`, which is `open` until the user decides.
+
+    The repository itself is not touched. Raises ValueError for an empty instruction, a repository that is empty or too large, a
+    policy that there is not; SandboxUnavailable; ProviderFailure when the policy could not say its first turn.
+    """
+    if not instruction.strip():
+        raise ValueError("agent: the instruction is empty; say what shall be done")
+    source = checkout.read_checkout(root)
+    out.mkdir(parents=True)
+    arm = ARMS["all"]
+    tools = arm.tools(strict)
+    with open_backend(backend) as made, source.start(made) as box:
+        session = tools.open(box)
+        with open_policy(
+            policy, system_text(session.root), arm.schemas(tools), limits=limits, temperature=temperature, slots=1
+        ) as cast:
+            speaker = cast(None, 0)
+            try:
+                done = converse(instruction, speaker, tools, session, limits, told)
+            finally:
+                segment = speaker.close()
+        changes = checkout.changed(source, box.download(max_bytes=2 * checkout.MAX_BYTES))
+    work = Work(path=out, source=source, conversation=done, changes=changes)
+    _keep(work, instruction, segment, policy)
+    return work
+
+
+def _keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
+    done = work.conversation
+    before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
+    after = dict(before)
+    for path, data in work.changes.items():
+        if data is None:
+            del after[path]
+        else:
+            after[path] = data.decode("utf-8", "surrogateescape")
+    rollout = Rollout(
+        task_id=work.source.root.name,
+        segments=(segment,),
+        turns=done.turns,
+        files=after,
+        stop=done.stop,
+        counted=(done.read, done.written),
+        seconds=done.seconds,
+    )
+    changed = {path: before[path] for path in work.changes if path in before}
+    # No task of ours, so none that would pass its checks: what is stored needs its name and its files.
+    task = Task.model_construct(id=work.source.root.name, instruction=instruction, files=before)
+    save_attempts(
+        work.path / "rollout.parquet",
+        [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
+        {"instruction": [instruction], "policy": [policy], "before": [json.dumps(changed)]},
+    )
+    (work.path / "changes.diff").write_bytes(work.diff.encode("utf-8", "surrogateescape"))
+    _write_verdict(work.path, "open")
+
+
+def _write_verdict(path: Path, verdict: Verdict) -> None:
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    _write(path / "verdict.json", json.dumps({"verdict": verdict, "time": when}))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,195 @@
+"""Whether an agent sees the same in training as in the product.
+
+Two answers, for each of some tasks whose workspace is also given to the product as if it were a user's repository:
+
+* *byte by byte*: every tool is called in the same ways in both sandboxes, also with mistakes, also a terminal that is asked about
+  its surroundings, and the replies are compared;
+* *two samples*: conversations of a script in both, and a classifier that is trained to tell one kind from the other by what the
+  tools answered. It is tried on conversations that it was not trained on; chance is an area under the curve of 0.5.
+
+A model learns whatever distinguishes the place where it is graded from the place where it is used (D. Lopez-Paz, M. Oquab,
+"Revisiting Classifier Two-Sample Tests", ICLR 2017, is the test).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from composer_nb.harness.cursor.toolset import CursorTools
+from composer_nb.harness.product.checkout import read_checkout
+from composer_nb.harness.product.loop import converse, text_of
+from composer_nb.harness.product.speaker import Script, ScriptSpeaker
+from composer_nb.harness.runtime import start
+from composer_nb.harness.sandboxes.contract import Backend, Sandbox
+from composer_nb.harness.task import Task
+from composer_nb.harness.tool_call import ToolCall
+
+PLACES = ("training", "product")
+_WIDTH = 4096
+_RIDGE = 1.0
+_FOLDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A call that was answered differently."""
+
+    tool: str
+    call: ToolCall
+    training: str
+    product: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoSamples:
+    """How well a classifier tells conversations of two kinds apart."""
+
+    auc: float
+    """Area under the curve over the observations of held-out conversations."""
+    chance: float
+    """Of as many shuffled labellings, the share whose area is as large: small means that the two can be told apart."""
+    observations: int
+
+
+def open_in(place: str, task: Task, backend: Backend) -> Sandbox:
+    """The sandbox that an agent of `training` or of the `product` gets for a task's workspace."""
+    if place == "training":
+        return start(task, backend)
+    with tempfile.TemporaryDirectory() as folder:
+        for path, text in task.files.items():
+            target = Path(folder) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(text.encode())
+        return read_checkout(Path(folder)).start(backend)
+
+
+def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
+    """Calls of every tool, right ones and wrong ones, for a workspace with these files. They are to be made in this order."""
+
+    def call(name: str, **arguments: object) -> ToolCall:
+        return ToolCall(name=name, arguments=arguments)
+
+    def shell(command: str, **more: object) -> ToolCall:
+        return call("run_terminal_cmd", **{"command": command, "is_background": False, **more})
+
+    for path in sorted(files)[:5]:
+        yield call("read_file", target_file=path)
+        yield call("read_file", target_file=path, offset=2, limit=3)
+    yield call("read_file", target_file="no/such/file")
+    yield call("read_file", target_file="../outside")
+    yield call("read_file", file=1)
+    yield call("list_dir", target_directory=".")
+    yield call("glob_file_search", glob_pattern="*.py")
+    yield call("grep", pattern="def |class ", head_limit=50)
+    yield call("grep", pattern="(")
+    yield call("codebase_search", query="where is text parsed", target_directories=[])
+    yield call("write", file_path="probe/new.py", contents="import os\n\nvalue = 1\n")
+    yield call("search_replace", file_path="probe/new.py", old_string="value = 1", new_string="value = 2")
+    yield call("search_replace", file_path="probe/new.py", old_string="nothing", new_string="x")
+    yield call("read_lints", paths=["probe/new.py"])
+    yield call(
+        "apply_patch", patch="*** Begin Patch\n*** Update File: probe/new.py\n@@\n-value = 2\n+value = 3\n*** End Patch"
+    )
+    yield call("codebase_search", query="value of the probe", target_directories=["probe"])
+    yield call("delete_file", target_file="probe/new.py")
+    yield call("todo_write", merge=False, todos=[{"id": "1", "content": "look", "status": "in_progress"}])
+    yield shell("pwd; id; umask; uname -sm; env | sort; python -V; nproc; ulimit -a")
+    yield shell("find . -path ./.composer_nb -prune -o -printf '%M %u %s %p\\n' | sort -k4 | head -200")
+    yield shell("ls -la --time-style=+; ls / /tmp /home 2>&1; git status 2>&1 | head -3; cat /etc/passwd")
+    yield shell("sleep 5", timeout_ms=200)
+    yield shell("exit 3")
+    yield shell("seq 1 20000")
+    yield call("unknown_tool")
+
+
+def differences(task: Task, backend: Backend, tools: CursorTools) -> tuple[int, list[Difference]]:
+    """How many calls were made in both places, and those with different replies."""
+    calls = [call for call in probes(task.files) if call.name in tools.tools or call.name == "unknown_tool"]
+    replies: dict[str, list[str]] = {}
+    for place in PLACES:
+        with open_in(place, task, backend) as box:
+            session = tools.open(box)
+            replies[place] = [text_of(tools.run(session, [call])[0]) for call in calls]
+    both = zip(calls, replies["training"], replies["product"], strict=True)
+    return len(calls), [
+        Difference(tool=call.name, call=call, training=first, product=second)
+        for call, first, second in both
+        if first != second
+    ]
+
+
+def observations(place: str, task: Task, backend: Backend, tools: CursorTools, script: Script) -> list[str]:
+    """What the tools answered in a conversation of a script."""
+    with open_in(place, task, backend) as box:
+        done = converse(task.instruction, ScriptSpeaker(script), tools, tools.open(box))
+    return [turn.observation for turn in done.turns if turn.call]
+
+
+def two_samples(
+    first: Sequence[Sequence[str]], second: Sequence[Sequence[str]], seed: int = 0, shuffles: int = 200
+) -> TwoSamples:
+    """Trains a ridge classifier on counts of letter triples to tell the observations of two sets of conversations apart.
+
+    Whole conversations are held out, in five folds, and labels are shuffled by conversation. Where the sets are in pairs, as
+    when both are of the same tasks, a pair stands in the same fold. Raises ValueError for fewer than five conversations a set.
+    """
+    if min(len(first), len(second)) < _FOLDS:
+        raise ValueError(
+            f"two_samples: {len(first)} and {len(second)} conversations; at least {_FOLDS} of each are needed"
+        )
+    texts = [text for talk in (*first, *second) for text in talk]
+    owner = np.array([n for n, talk in enumerate((*first, *second)) for _ in talk])
+    label = np.repeat([1.0, -1.0], [len(first), len(second)])
+    fold = np.concatenate([np.arange(len(first)), np.arange(len(second))]) % _FOLDS
+    kernel = _kernel(texts)
+    lot = np.random.default_rng(seed)
+    found = _area(kernel, label[owner], fold[owner])
+    by_chance = [_area(kernel, lot.permutation(label)[owner], fold[owner]) for _ in range(shuffles)]
+    share = (1 + sum(area >= found for area in by_chance)) / (1 + shuffles)
+    return TwoSamples(auc=found, chance=share, observations=len(texts))
+
+
+def _kernel(texts: Sequence[str]) -> NDArray[np.float64]:
+    """Inner products of texts as unit vectors of hashed counts of letter triples, and of their lengths."""
+    rows = np.zeros((len(texts), _WIDTH))
+    for row, text in zip(rows, texts, strict=True):
+        data = text.encode("utf-8", "surrogateescape")
+        places = [zlib.crc32(data[n : n + 3]) % (_WIDTH - 1) for n in range(max(1, len(data) - 2))]
+        row[: _WIDTH - 1] = np.sqrt(np.bincount(places, minlength=_WIDTH - 1))
+        row /= np.linalg.norm(row)
+        row[-1] = np.log1p(len(data)) / 10
+    return rows @ rows.T
+
+
+def _area(kernel: NDArray[np.float64], label: NDArray[np.float64], fold: NDArray[np.int64]) -> float:
+    """Area under the curve, of every fold against the others, averaged; folds of one label alone are passed over."""
+    areas = []
+    for number in range(_FOLDS):
+        held, kept = np.flatnonzero(fold == number), np.flatnonzero(fold != number)
+        if len(set(label[held])) < 2 or len(set(label[kept])) < 2:
+            continue
+        inner = kernel[np.ix_(kept, kept)] + _RIDGE * np.eye(len(kept))
+        scores = kernel[np.ix_(held, kept)] @ np.linalg.solve(inner, label[kept] - label[kept].mean())
+        areas.append(_rank_area(scores, label[held] > 0))
+    return float(np.mean(areas)) if areas else 0.5
+
+
+def _rank_area(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
+    """Share of pairs in which the positive one has the higher score; equals count half. Scores count as equal to nine digits."""
+    scores = np.round(scores, 9)
+    above = scores[positive][:, None] - scores[~positive][None, :]
+    return float(np.mean((above > 0) + 0.5 * (above == 0)))
+
+
+def first_line_apart(one: str, other: str) -> tuple[str, str]:
+    """The first line in which two texts differ, of each."""
+    pairs = zip_longest(one.split("\n"), other.split("\n"), fillvalue="")
+    return next(((a, b) for a, b in pairs if a != b), ("", ""))

@@ -1,0 +1,162 @@
+"""What the agent and the bench show in a terminal: turns as they come, a diff with a question, progress, a table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.chat import Said
+from composer_nb.harness.cursor.arguments import CONTROLS
+from composer_nb.harness.rollout import Turn
+
+SHOWN_LINES = 8
+"""Of an observation."""
+
+
+def teller(console: Console) -> Callable[[Said | Turn], None]:
+    """Prints turns as they come. What a model or a tool wrote can not move the cursor or colour the terminal."""
+
+    def tell(event: Said | Turn) -> None:
+        if isinstance(event, Said):
+            if event.text:
+                console.print(escape(plain(event.text)), soft_wrap=True)
+            return
+        if not event.call and event.error is None:
+            return
+        colour = "red" if event.error else "cyan"
+        console.print(f"[{colour}]{escape(call_line(event))}[/] [dim]{event.seconds * 1e3:.0f} ms[/]", soft_wrap=True)
+        lines = plain(event.observation).splitlines()
+        more = [f"… {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
+        for line in [*lines[:SHOWN_LINES], *more]:
+            console.print(f"[dim]  {escape(line[:200])}[/]", soft_wrap=True)
+
+    return tell
+
+
+def plain(text: str) -> str:
+    """A text without characters that a terminal obeys."""
+    return text.translate(CONTROLS).encode("utf-8", "replace").decode()
+
+
+def call_line(turn: Turn) -> str:
+    """A call as one line, `read_file target_file=a.py`."""
+    if not turn.call:
+        return "(a call that could not be read)"
+    held = json.loads(turn.call)
+    parts = [f"{name}={plain(str(value))!r}"[:80] for name, value in held["arguments"].items()]
+    return plain(" ".join([held["name"], *parts]))[:200]
+
+
+def decide(work: Any, verdict: str, console: Console) -> int:
+    """Shows what an agent did, and carries out what the user makes of it. 0 where it ended by itself and something is accepted,
+    or nothing was changed; 1 otherwise."""
+    done = work.conversation
+    console.print(
+        f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {plain(done.why)}".rstrip(), style="dim"
+    )
+    if not work.changes:
+        console.print("it changed nothing")
+        work.reject()
+        return 0 if done.stop == "finished" else 1
+    console.print(Syntax(plain(work.diff), "diff", background_color="default", word_wrap=True))
+    if verdict == "ask":
+        verdict = _asked(console) if sys.stdin.isatty() else "later"
+    if verdict == "accept":
+        work.accept()
+        console.print(f"accepted: {len(work.changes)} files changed in {work.source.root}", soft_wrap=True)
+    elif verdict == "reject":
+        work.reject()
+        console.print("rejected: nothing was changed")
+    else:
+        console.print(f"undecided: git apply {work.path.resolve()}/changes.diff would apply it", soft_wrap=True)
+    console.print(f"kept: {work.path}", style="dim", soft_wrap=True)
+    return 0 if verdict == "accept" and done.stop == "finished" else 1
+
+
+def _asked(console: Console) -> str:
+    while True:
+        said = console.input("accept these changes? \\[y/n] ").strip().lower()
+        if said in ("y", "yes"):
+            return "accept"
+        if said in ("n", "no"):
+            return "reject"
+
+
+@contextmanager
+def bench_progress(total: int, console: Console) -> Iterator[Callable[[str, Attempt], None]]:
+    """A bar for each arm on a terminal, else a line a rollout."""
+    done: Counter[str] = Counter()
+    solved: Counter[str] = Counter()
+
+    def count(arm: str, attempt: Attempt) -> str:
+        done[arm] += 1
+        solved[arm] += attempt.grade.passed
+        return f"{arm}: {solved[arm]} of {done[arm]} solved"
+
+    if not console.is_terminal:
+        yield lambda arm, attempt: console.print(
+            f"{count(arm, attempt)}, {total - done[arm]} to go: {attempt.task.id} {attempt.grade.status}",
+            highlight=False,
+        )
+        return
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as bar:
+        bars: dict[str, Any] = {}
+
+        def tell(arm: str, attempt: Attempt) -> None:
+            bars.setdefault(arm, bar.add_task(arm, total=total) if arm not in bars else None)
+            bar.update(bars[arm], description=count(arm, attempt), completed=done[arm])
+
+        yield tell
+
+
+def bench_table(report: Mapping[str, Any]) -> Table:
+    """A row an arm."""
+    found = Table(
+        title=f"{report['policy']}, {report['samples']} rollouts a task", title_justify="left", box=None, pad_edge=False
+    )
+    head = (
+        "tools",
+        "pass@1",
+        "95 %",
+        "best of k",
+        "tasks",
+        "tokens",
+        "calls",
+        "invalid",
+        "s p50",
+        "s p95",
+        "lost",
+        "gain",
+    )
+    for place, name in enumerate(head):
+        found.add_column(name, justify="right" if place else "left")
+    for arm, row in report["arms"].items():
+        gain = "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else ""
+        found.add_row(
+            arm,
+            f"{row['pass_at_1']:.3f}",
+            "{:.3f}–{:.3f}".format(*row["ci95"]),
+            f"{row['best_of_k']:.3f} (k={row['k']})",
+            str(row["n_tasks"]),
+            f"{row['tokens_per_task']:.0f}",
+            f"{row['tool_calls_per_task']:.1f}",
+            f"{row['invalid_call_rate']:.1%}",
+            f"{row['seconds_p50']:.1f}",
+            f"{row['seconds_p95']:.1f}",
+            str(row["infra_errors"]),
+            gain,
+        )
+    return found

@@ -1,0 +1,112 @@
+"""Policies by the names that the command line knows, as speakers for the product's agent loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.agent import Limits
+from composer_nb.harness.chat import ChatRenderer
+from composer_nb.harness.openai_policy import Endpoint
+from composer_nb.harness.product.loop import LIMITS
+from composer_nb.harness.product.scripts import SCRIPTS, read_script
+from composer_nb.harness.product.shared import Shared
+from composer_nb.harness.product.speaker import EndpointSpeaker, ScriptSpeaker, Speaker, TokenSpeaker
+from composer_nb.harness.render_kimi import KimiRenderer
+from composer_nb.harness.render_qwen import QwenRenderer
+from composer_nb.harness.task import Task
+
+KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
+FORMATS: tuple[type[ChatRenderer], ...] = (QwenRenderer, KimiRenderer)
+Cast = Callable[[Task | None, int], Speaker]
+"""Who takes the turns of a conversation: about a task, if it is about one, and by the number of the rollout."""
+
+
+@contextmanager
+def open_policy(
+    name: str,
+    system: str,
+    schemas: list[dict[str, Any]],
+    *,
+    limits: Limits = LIMITS,
+    temperature: float = 1.0,
+    seed: int = 0,
+    slots: int = 8,
+) -> Iterator[Cast]:
+    """A policy for conversations with these tools. Raises ValueError that names what is wrong with `name`, FileNotFoundError, and
+    ProviderFailure for an endpoint that does not answer."""
+    kind, colon, rest = name.partition(":")
+    if colon and kind == "scripted":
+        yield _scripted(rest)
+    elif colon and kind == "openai":
+        endpoint = open_endpoint(rest, temperature)
+        yield lambda task, rollout: EndpointSpeaker(endpoint, system, schemas, limits)
+    elif colon and not Path(name).exists():
+        raise ValueError(f"--policy {name}: no such kind; give {KINDS}")
+    else:
+        with _engine(Path(name), schemas, limits, temperature, seed, slots) as (shared, renderer):
+            yield lambda task, rollout: TokenSpeaker(shared, renderer, rollout, system, limits)
+
+
+def open_endpoint(name: str, temperature: float = 1.0) -> Endpoint:
+    """`URL[#MODEL]`; without a model the first that the server lists. Raises ValueError, ProviderFailure."""
+    url, _, model = name.partition("#")
+    listed = [model] if model else Endpoint(url=url).models()
+    if not listed:
+        raise ValueError(f"--policy openai:{url}: it lists no model; write openai:{url}#MODEL")
+    return Endpoint(url=url, model=listed[0], temperature=temperature)
+
+
+def _scripted(name: str) -> Cast:
+    if name.endswith(".json"):
+        held = read_script(Path(name))
+        return lambda task, rollout: ScriptSpeaker(held)
+    if name not in SCRIPTS:
+        raise ValueError(
+            f"--policy scripted:{name}: there is scripted:{', scripted:'.join(SCRIPTS)}, scripted:FILE.json"
+        )
+
+    def cast(task: Task | None, rollout: int) -> Speaker:
+        if task is None:
+            raise ValueError(
+                f"--policy scripted:{name}: plays a task's solution, and there is no task; give scripted:FILE.json"
+            )
+        return ScriptSpeaker(SCRIPTS[name](task))
+
+    return cast
+
+
+@contextmanager
+def _engine(
+    path: Path, schemas: list[dict[str, Any]], limits: Limits, temperature: float, seed: int, slots: int
+) -> Iterator[tuple[Shared, ChatRenderer]]:
+    from composer_nb.trainer.checkpoint import load_pretrained
+    from composer_nb.trainer.engine import Engine
+    from composer_nb.trainer.tokenizer import load_tokenizer
+
+    if not path.is_dir():
+        raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or give {KINDS})")
+    tokenizer = load_tokenizer(path)
+    fits = [each for each in FORMATS if all(tokenizer.token_to_id(token) is not None for token in each.tokens)]
+    if not fits:
+        raise ValueError(
+            f"--policy {path}: its tokenizer has no format for several tools ({' or '.join(each.__name__ for each in FORMATS)}); "
+            "tiny models are for tasks of the grader `functions`"
+        )
+    renderer, model = fits[0](tokenizer, schemas), load_pretrained(path)
+    if limits.tokens > model.config.max_position_embeddings:
+        raise ValueError(
+            f"--policy {path}: reads at most {model.config.max_position_embeddings} tokens, and limits.tokens={limits.tokens}"
+        )
+    engine = Engine(
+        model,
+        stop=renderer.stop,
+        slots=slots,
+        max_length=limits.tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    with Shared(engine) as shared:
+        yield shared, renderer

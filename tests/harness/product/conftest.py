@@ -1,0 +1,53 @@
+"""A backend with sandboxes, a small repair task with its plan, and a tokenizer with a chat format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from composer_nb.harness.grading.plan import with_plan
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.render_qwen import QwenRenderer
+from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.sandboxes.contract import Backend
+from composer_nb.harness.task import Task
+
+DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
+
+
+@pytest.fixture(scope="session")
+def backend() -> Iterator[Backend]:
+    with BwrapBackend() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def task(backend: Backend) -> Task:
+    made = Task(
+        id="dates",
+        instruction="parse mixes something up",
+        grader="pytest",
+        files={"dates.py": DATES.format("day", "month"), "README": "dates\n", "old.py": "x = 1\n"},
+        tests={
+            "tests/test_dates.py": 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
+        },
+        solution={"dates.py": DATES.format("month", "day")},
+        source_scope=("*.py",),
+    )
+    found = validate_task(made, backend)
+    assert found.plan is not None and found.valid, found.problems
+    return with_plan(made, found.plan)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Bytes, and the tokens of Qwen's format."""
+    made = Tokenizer(
+        models.BPE(vocab={letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(list(QwenRenderer.tokens[:2]))
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
+    return made

@@ -1,0 +1,275 @@
+"""The loop, attempts and their grades, in real sandboxes: what each kind of speaker leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent import Limits
+from composer_nb.harness.calls import SandboxFailure
+from composer_nb.harness.chat import Message, Result, Said, Written
+from composer_nb.harness.openai_policy import Endpoint
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.product.attempts import Environment, attempt, attempt_all
+from composer_nb.harness.product.loop import LIMITS, converse
+from composer_nb.harness.product.scripts import expert, lazy, play, turn
+from composer_nb.harness.product.serve import ScriptServer
+from composer_nb.harness.product.shared import Shared
+from composer_nb.harness.product.speaker import EndpointSpeaker, ScriptSpeaker, Spoken, TokenSpeaker
+from composer_nb.harness.render_qwen import QwenRenderer
+from composer_nb.harness.rollout import Kind
+from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.sandboxes.contract import Backend
+from composer_nb.harness.search.workspace import Indexes
+from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
+from composer_nb.harness.task import Task
+from composer_nb.harness.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools import ToolSet
+
+READ = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
+
+
+@pytest.fixture
+def place() -> Iterator[Environment]:
+    with BwrapBackend() as backend:
+        yield Environment(backend=backend, tools=ToolSet.cursor(search=Indexes()))
+
+
+def shell(command: str, **more: object) -> ToolCall:
+    return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False, **more})
+
+
+def test_the_expert_solves_and_the_lazy_one_does_not(place: Environment, task: Task) -> None:
+    solved, idle = (attempt(task, place, ScriptSpeaker(script(task))) for script in (expert, lazy))
+    assert (
+        solved.grade.passed
+        and solved.rollout.stop == "finished"
+        and solved.rollout.files["dates.py"] == task.solution["dates.py"]
+    )
+    assert not idle.grade.passed and idle.grade.known and idle.rollout.files == task.files
+    assert (solved.rollout.calls, solved.rollout.messages, idle.rollout.calls, idle.rollout.messages) == (3, 4, 0, 1)
+
+
+def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, task: Task) -> None:
+    with ScriptServer(expert(task)) as server:
+        endpoint = Endpoint(url=server.url, model="scripted")
+        done = attempt(task, place, EndpointSpeaker(endpoint, "system", place.tools.schemas, LIMITS))
+    here = attempt(task, place, ScriptSpeaker(expert(task)))
+    assert done.grade.passed and min(done.rollout.counted) > 0 and done.rollout.tokens == sum(done.rollout.counted)
+    plain = [[dataclasses.replace(each, seconds=0.0) for each in attempt.rollout.turns] for attempt in (done, here)]
+    assert plain[0] == plain[1] and done.grade == here.grade
+
+
+def test_an_endpoint_that_fails_is_no_fault_of_the_agents(place: Environment, task: Task) -> None:
+    endpoint = Endpoint(url="http://127.0.0.1:9/v1", model="m", retries=0)
+    done = attempt(task, place, EndpointSpeaker(endpoint, "", [], LIMITS))
+    assert done.rollout.stop == "infrastructure" and done.grade.status == "infra_error"
+
+
+class Typed:
+    """A policy that writes these token ids, turn by turn, whatever it is asked."""
+
+    capacity = 2
+
+    def __init__(self, turns: Sequence[list[int]]) -> None:
+        self.turns, self.asked, self.released = turns, list[Request](), list[int]()
+        self._waiting: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.asked.append(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        request = self._waiting.pop(0)
+        written = self.turns[len(self.asked) - 1][: request.max_tokens]
+        return [
+            Completion(
+                rollout=request.rollout,
+                token_ids=written,
+                logprobs=[-1.0] * len(written),
+                policy_versions=[7] * len(written),
+            )
+        ]
+
+    def release(self, rollout: int) -> Trace:
+        self.released.append(rollout)
+        return Trace()
+
+
+def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, place.tools.schemas)
+    turns = [
+        renderer.turn(Said(text="I look.", calls=(Written(id="call_0", call=READ), Written(id="call_1", call=READ)))),
+        [*renderer.encode("<function=read_file> spelled out"), renderer.ids[renderer.end]],
+        renderer.turn(Said(text="It is well.")),
+    ]
+    policy = Typed(turns)
+    with Shared(policy) as shared:
+        done = attempt(task, place, TokenSpeaker(shared, renderer, 5, "system", LIMITS))
+    [segment] = done.rollout.segments
+    assert policy.released == [5] and done.rollout.stop == "finished" and done.rollout.invalid_calls == 1
+    whole = [
+        token for request, written in zip(policy.asked, turns, strict=True) for token in [*request.token_ids, *written]
+    ]
+    assert segment.token_ids.tolist() == whole
+    assert segment.token_ids[segment.acted].tolist() == [token for written in turns for token in written]
+    assert set(segment.policy_version[segment.acted]) == {7} and set(segment.policy_version[~segment.acted]) == {-1}
+    kinds = [Kind(kind) for kind, before in zip(segment.kind, [-1, *segment.kind[:-1]], strict=True) if kind != before]
+    assert kinds == [
+        Kind.PROMPT, Kind.THINKING, Kind.TOOL_CALL, Kind.OBSERVATION, Kind.FINAL_MESSAGE, Kind.OBSERVATION, Kind.FINAL_MESSAGE,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limits", "stop"), [({"turns": 1}, "turns"), ({"seconds": 1e-6}, "time"), ({"tokens": 10}, "tokens")]
+)
+def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[str, float], stop: str) -> None:
+    class Counting(ScriptSpeaker):
+        def say(self, news: Sequence[Message]) -> Spoken:  # type: ignore[override]
+            return dataclasses.replace(super().say(news), read=8, written=3)  # type: ignore[arg-type]
+
+    with place.backend.create() as box:
+        given = dataclasses.replace(Limits(turns=5, tokens=100, seconds=60), **limits)  # type: ignore[arg-type]
+        done = converse("x", Counting(play([turn([READ])])), place.tools, place.tools.open(box), given)
+    assert done.stop == stop and len(done.turns) == 1
+
+
+def test_a_conversation_that_has_no_room_ends(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
+    renderer, limits = QwenRenderer(tokenizer, place.tools.schemas), dataclasses.replace(LIMITS, tokens=50)
+    with Shared(Typed([])) as shared:
+        done = attempt(task, place, TokenSpeaker(shared, renderer, 0, "a system text", limits))
+    assert done.rollout.stop == "tokens" and not done.rollout.turns and not done.grade.passed and done.grade.known
+
+
+def test_ctrl_c_ends_it_and_keeps_what_was_done(place: Environment) -> None:
+    def script(talk: Sequence[Message]) -> Said:
+        if len(talk) > 2:
+            raise KeyboardInterrupt
+        return turn([READ])
+
+    with place.backend.create() as box:
+        done = converse("x", ScriptSpeaker(script), place.tools, place.tools.open(box))
+    assert done.stop == "interrupted" and len(done.turns) == 1
+
+
+def test_invalid_calls_are_answered_in_their_places(place: Environment, backend: Backend) -> None:
+    bad = Written(id="b", call=ToolError("InvalidArguments", "not JSON"))
+    seen: list[Message] = []
+
+    def script(talk: Sequence[Message]) -> Said:
+        seen[:] = talk
+        return (
+            Said(calls=(Written(id="a", call=READ), bad, Written(id="c", call=READ)))
+            if len(talk) == 1
+            else Said(text="ok")
+        )
+
+    with backend.create() as box:
+        box.write("dates.py", b"x")
+        done = converse("x", ScriptSpeaker(script), place.tools, place.tools.open(box))
+    assert seen[2:] == [
+        Result(id="a", text="1|x"),
+        Result(id="b", text="error (InvalidArguments): not JSON"),
+        Result(id="c", text="1|x"),
+    ]
+    assert [each.beside for each in done.turns] == [False, True, True, False]
+
+
+def test_an_agent_that_breaks_its_sandbox_failed(
+    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = shell("python - <<'E'\nimport os\nfor n in range(400): open(f'f{n}','wb').truncate(1 << 20)\nE")
+    done = attempt(task, place, ScriptSpeaker(play([turn([fill]), Said(text="")])))
+    assert done.grade.status in ("agent_failed", "graded") and not done.grade.passed
+
+
+def test_a_sandbox_that_does_not_start_is_infrastructure(
+    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SandboxFailure("none today")
+
+    monkeypatch.setattr(place.backend, "create", refuse)
+    done = attempt(task, place, ScriptSpeaker(lazy(task)))
+    assert done.grade.status == "infra_error" and done.rollout.stop == "infrastructure"
+
+
+def test_attempts_survive_storing(place: Environment, task: Task, tmp_path: Path) -> None:
+    script = play([turn([shell("printf '\\377' > bytes.bin; rm old.py; echo more >> README")]), Said(text="done")])
+    done = attempt(task, place, ScriptSpeaker(script))
+    assert (
+        "old.py" not in done.rollout.files
+        and done.rollout.files["bytes.bin"].encode("utf-8", "surrogateescape") == b"\xff"
+    )
+    save_attempts(tmp_path / "a.parquet", [done])
+    for back in (*load_attempts(tmp_path / "a.parquet", {task.id: task}), unpack_attempt(pack_attempt(done), task)):
+        assert back.rollout.files == done.rollout.files and back.rollout.turns == done.rollout.turns
+        assert (back.rollout.seconds, back.rollout.counted, back.grade) == (done.rollout.seconds, (0, 0), done.grade)
+
+
+def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path) -> None:
+    tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(3)]
+    cast: list[str] = []
+
+    def speaker(task: Task, rollout: int) -> ScriptSpeaker:
+        cast.append(f"{task.id} {rollout}")
+        if len(cast) == 4:
+            raise KeyError("killed")
+        return ScriptSpeaker(expert(task))
+
+    with pytest.raises(KeyError):
+        list(attempt_all(tasks, 2, place, speaker, tmp_path, workers=1))
+    kept = len(list(tmp_path.iterdir()))
+    assert 3 <= kept < 6
+    cast[:] = [""] * 4
+    again = Environment(backend=BwrapBackend(), tools=place.tools)
+    with again.backend:
+        done = list(attempt_all(tasks, 2, again, speaker, tmp_path, workers=1))
+    assert len(done) == 6 and len(cast) == 4 + 6 - kept and all(each.grade.passed for each in done)
+
+
+def test_a_policy_that_breaks_breaks_for_all_who_ask() -> None:
+    class Broken(Typed):
+        def step(self) -> list[Completion]:
+            raise RuntimeError("out of memory")
+
+    with Shared(Broken([])) as shared:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                shared.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
+    closed = Shared(Typed([[1]]))
+    with closed:
+        assert closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1)).token_ids == [1]
+    with pytest.raises(ProviderFailure, match="closed"):
+        closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
+
+
+def test_search_sees_edits_commands_and_forks_apart(place: Environment, backend: Backend) -> None:
+    def ask(query: str) -> ToolCall:
+        return ToolCall(name="codebase_search", arguments={"query": query, "target_directories": ["."]})
+
+    edit = ToolCall(name="write", arguments={"file_path": "b.py", "contents": "def walrus():\n    return 1\n"})
+    gone = ToolCall(name="delete_file", arguments={"target_file": "b.py"})
+    with backend.create() as box, backend.create() as other:
+        for each in (box, other):
+            each.write("a.py", b"def penguin():\n    return 1\n")
+        session, second = place.tools.open(box), place.tools.open(other)
+
+        def texts(*calls: ToolCall) -> list[str]:
+            return [reply.text for reply in place.tools.run(session, calls)]
+
+        assert "a.py:1" in texts(ask("penguin"))[0]
+        assert "b.py:1" in texts(edit, ask("walrus"))[1]
+        assert "b.py" not in texts(gone, ask("walrus"))[1]
+        assert "c.py" in texts(shell("echo 'def ostrich(): pass' > c.py"), ask("ostrich"))[1]
+        assert place.tools.run(second, [ask("ostrich")])[0].text.find("c.py") == -1
+
+
+def test_the_empty_trace_of_a_script(task: Task) -> None:
+    segment = ScriptSpeaker(lazy(task)).close()
+    assert not len(segment.token_ids) and isinstance(segment.token_ids, np.ndarray)

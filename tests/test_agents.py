@@ -1,0 +1,221 @@
+"""`composer-nb agent`, `eval` with the product's tools, and `serve`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from composer_nb.agents import evaluate_arms, run_agent
+from composer_nb.cli import main
+from composer_nb.harness.grading.plan import with_plan
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.product.arms import ARMS, arms_of
+from composer_nb.harness.product.checkout import Conflict
+from composer_nb.harness.product.scripts import read_script
+from composer_nb.harness.product.serve import ScriptServer
+from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.task import Task, save_tasks
+
+WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
+
+
+def call(name: str, **arguments: object) -> dict[str, object]:
+    return {"name": name, "arguments": arguments}
+
+
+SCRIPT = [
+    {
+        "text": "I look.",
+        "calls": [call("grep", pattern="def"), call("codebase_search", query="double", target_directories=[])],
+    },
+    {"calls": [call("search_replace", file_path="f.py", old_string="x + x + 1", new_string="x + x")]},
+    {"calls": [call("run_terminal_cmd", command="python -m pytest -q", is_background=False)]},
+    {"text": "One was added for no reason."},
+]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    made = tmp_path / "repository"
+    made.mkdir()
+    (made / "f.py").write_text(WRONG)
+    (made / "test_f.py").write_text("from f import double\n\ndef test_double():\n    assert double(2) == 4\n")
+    return made
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(SCRIPT))
+    return path
+
+
+@pytest.fixture
+def url(script: Path) -> Iterator[str]:
+    with ScriptServer(read_script(script)) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[Task]:
+    made = [
+        Task(
+            id=f"double-{number}",
+            instruction="double is off",
+            grader="pytest",
+            files={"f.py": WRONG, "other.py": f"n = {number}\n"},
+            tests={"test_f.py": "from f import double\n\ndef test_double():\n    assert double(2) == 4\n"},
+            solution={"f.py": RIGHT},
+            source_scope=("*.py",),
+        )
+        for number in range(2)
+    ]
+    with BwrapBackend() as backend:
+        found = [validate_task(task, backend) for task in made]
+    return [with_plan(task, each.plan) for task, each in zip(made, found, strict=True) if each.plan]
+
+
+def test_an_agent_behind_a_server_from_question_to_verdict(
+    repository: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    asked = ["agent", str(repository), "fix double", "--policy", f"openai:{url}", "--out", str(out)]
+    assert main([*asked, "--verdict", "accept"]) == 0
+    assert (repository / "f.py").read_text() == RIGHT and not (repository / ".composer_nb").exists()
+    said = capsys.readouterr().out
+    assert "1 passed" in said and "One was added for no reason." in said and "+    return x + x" in said
+    [row] = pq.read_table(out / "rollout.parquet").to_pylist()
+    assert row["status"] == "ungraded" and row["instruction"] == "fix double" and row["written_tokens"] > 0
+    assert json.loads(row["files"]) == {"f.py": RIGHT} and json.loads(row["before"]) == {"f.py": WRONG}
+    assert json.loads((out / "verdict.json").read_text())["verdict"] == "accepted"
+
+
+@pytest.mark.parametrize("verdict", ["reject", "later", "ask"])
+def test_nothing_is_changed_without_a_yes(repository: Path, script: Path, tmp_path: Path, verdict: str) -> None:
+    out = tmp_path / "out"
+    asked = [
+        "agent",
+        str(repository),
+        "fix it",
+        "--policy",
+        f"scripted:{script}",
+        "--out",
+        str(out),
+        "--verdict",
+        verdict,
+    ]
+    assert main(asked) == 1 and (repository / "f.py").read_text() == WRONG
+    assert json.loads((out / "verdict.json").read_text())["verdict"] == ("rejected" if verdict == "reject" else "open")
+    subprocess.run(["git", "apply", str(out / "changes.diff")], cwd=repository, check=True)
+    assert (repository / "f.py").read_text() == RIGHT
+
+
+def test_what_the_user_wrote_meanwhile_stays(repository: Path, script: Path, tmp_path: Path) -> None:
+    work = run_agent(repository, "fix it", f"scripted:{script}", tmp_path / "out")
+    (repository / "f.py").write_text("mine\n")
+    with pytest.raises(Conflict, match=r"f\.py: has changed"):
+        work.accept()
+    assert (repository / "f.py").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"instruction": " "}, "the instruction is empty"),
+        ({"path": "nowhere"}, "no folder here"),
+        ({"policy": "scripted:expert"}, "give scripted:FILE.json"),
+        ({"policy": "scripted:none.json"}, "none.json"),
+        ({"policy": "vllm:here"}, "no such kind; give DIR, openai:URL"),
+        ({"policy": "openai:http://127.0.0.1:9/v1"}, "127.0.0.1:9"),
+        ({"policy": "nowhere"}, "no such checkpoint directory"),
+        ({"backend": "chroot"}, "backend must be one of"),
+    ],
+)
+def test_bad_input_is_one_line(
+    repository: Path, script: Path, tmp_path: Path, changed: dict[str, str], told: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("composer_nb.harness.openai_policy.LONGEST_WAIT_S", 0)
+    given = {
+        "path": str(repository),
+        "instruction": "fix it",
+        "policy": f"scripted:{script}",
+        "backend": "bwrap",
+    } | changed
+    options = ["--policy", given["policy"], "--backend", given["backend"], "--out", str(tmp_path / "out")]
+    assert main(["agent", given["path"], given["instruction"], *options]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '[{"calls": [{"name": "x"}]}]', '[{"calls": [{"name": "x", "arguments": {}}]}]', "no"]
+)
+def test_a_bad_script_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"s\.json: .*(script|turn)"):
+        read_script(path)
+
+
+def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
+    heard: list[str] = []
+    report = evaluate_arms(
+        "scripted:expert", tasks, tmp_path / "out", samples=2, arms="every", told=lambda arm, done: heard.append(arm)
+    )
+    assert heard == [arm for arm in ARMS for _ in range(4)] and list(report["arms"]) == list(ARMS)
+    whole, bash = report["arms"]["all"], report["arms"]["bash"]
+    assert (whole["pass_at_1"], whole["n_tasks"], whole["k"], whole["infra_errors"]) == (1.0, 2, 2, 0)
+    assert (bash["pass_at_1"], bash["invalid_call_rate"], bash["gain"]) == (
+        0.0,
+        pytest.approx(2 / 3),
+        [-1.0, -1.0, -1.0],
+    )
+    assert report["arms"]["no-descriptions"]["gain"] == [0.0, 0.0, 0.0]
+    assert json.loads((tmp_path / "out/report.json").read_text()) == report
+    assert pq.read_table(tmp_path / "out/all/rollouts.parquet").num_rows == 4
+    heard.clear()
+    evaluate_arms("scripted:expert", tasks, tmp_path / "out", samples=2, told=lambda arm, done: heard.append(arm))
+    assert len(heard) == 4
+    with pytest.raises(ValueError, match="holds rollouts of another policy"):
+        evaluate_arms("scripted:lazy", tasks, tmp_path / "out", samples=2)
+
+
+def test_schemas_without_descriptions_keep_their_names() -> None:
+    tools = ARMS["all"].tools()
+    plain = ARMS["no-descriptions"].schemas(tools)
+    assert "description" not in json.dumps(plain) and [s["function"]["name"] for s in plain] == list(tools.tools)
+    for full, bare in zip(tools.schemas, plain, strict=True):
+        assert (
+            full["function"]["parameters"]["properties"].keys() == bare["function"]["parameters"]["properties"].keys()
+        )
+    with pytest.raises(ValueError, match="--arms zsh: there are all, bash"):
+        arms_of("all,zsh")
+
+
+def test_eval_on_the_command_line(tasks: list[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tasks(tasks, tmp_path / "tasks.jsonl")
+    asked = ["eval", "--tasks", str(tmp_path / "tasks.jsonl"), "--samples", "1", "--out", str(tmp_path / "out")]
+    assert main([*asked, "--policy", "scripted:lazy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["arms"]["all"]["pass_at_1"] == 0.0
+    assert main([*asked, "--policy", "scripted:lazy"]) == 0
+    assert "pass@1" in capsys.readouterr().out
+    bare = tasks[0].model_copy(update={"metadata": {}})
+    save_tasks([bare], tmp_path / "tasks.jsonl")
+    assert main([*asked, "--policy", "scripted:lazy"]) == 2
+    assert "has no plan of its tests" in capsys.readouterr().err
+
+
+def test_serve_says_where_and_ends_with_ctrl_c(script: Path) -> None:
+    command = [sys.executable, "-m", "composer_nb.cli", "serve", "--policy", f"scripted:{script}", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("http://127.0.0.1:")
+    process.send_signal(2)
+    assert process.wait(timeout=20) == 130
