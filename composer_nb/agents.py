@@ -58,7 +58,7 @@ def evaluate_arms(
     """Attempts every task `samples` times with each arm, `workers` at a time; keeps every rollout in `out`.
 
     The same call with the same `out` goes on where it was. Returns figures by arm, and for each but the first its gain over
-    the first. Raises ValueError for tasks, arms or policies that there are not, and for an `out` that holds another policy's rollouts;
+    the first. Raises ValueError for tasks, arms or policies that there are not, and for an `out` of another policy;
     SandboxUnavailable, ProviderFailure.
     """
     settings = settings or BenchSettings()
