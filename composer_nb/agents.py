@@ -147,6 +147,7 @@ def run_agent(
     out: Path,
     *,
     backend: str = "bwrap",
+    image: str = "",
     limits: Limits = LIMITS,
     strict: bool = False,
     told: Told = lambda event: None,
@@ -155,16 +156,19 @@ def run_agent(
     """Lets an agent work on a copy of a user's repository, in a sandbox, and keeps what it did in the new folder `out`: `rollout`
     (Parquet and safetensors), `changes.diff` and `verdict.json`, which is `open` until the user decides.
 
-    The repository itself is not touched. Raises ValueError for an empty instruction, a repository that is empty or too large, a
-    policy that there is not; SandboxUnavailable; ProviderFailure when the policy could not say its first turn.
+    `image`: of the backend `docker`, with what the repository needs in it. The repository itself is not touched. Raises
+    ValueError for an empty instruction, a repository that is empty or too large, a policy that there is not;
+    SandboxUnavailable; ProviderFailure for an endpoint that does not answer at all.
     """
     if not instruction.strip():
         raise ValueError("agent: the instruction is empty; say what shall be done")
+    if image and backend != "docker":
+        raise ValueError(f"--image {image}: the backend {backend} has no images; use --backend docker")
     source = checkout.read_checkout(root)
     out.mkdir(parents=True)
     arm = ARMS["all"]
     tools = arm.tools(strict)
-    with open_backend(backend) as made, source.start(made) as box:
+    with open_backend(backend) as made, source.start(made, image) as box:
         session = tools.open(box)
         with open_policy(
             policy, system_text(session.root), arm.schemas(tools), limits=limits, temperature=temperature, slots=1

@@ -116,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", required=True, metavar="DIR|openai:URL[#MODEL]|scripted:FILE.json", help="who does the work"
     )
     agent.add_argument("--backend", default="bwrap", help="where it works (bwrap)")
+    agent.add_argument(
+        "--image", default="", metavar="NAME", help="with --backend docker: one with what the repository needs"
+    )
     agent.add_argument("--out", type=Path, metavar="DIR", help="a new folder for what it did (runs/agent-…)")
     agent.add_argument("--verdict", choices=["ask", "accept", "reject", "later"], default="ask", help="(ask)")
     agent.add_argument("--seconds", type=float, default=1800.0, metavar="S", help="at most (1800)")
@@ -385,7 +388,14 @@ def _agent(given: argparse.Namespace) -> int:
     out = given.out or new_folder(Path("runs"), "agent")
     limits = replace(LIMITS, seconds=given.seconds)
     work = run_agent(
-        given.path, given.instruction, given.policy, out, backend=given.backend, limits=limits, told=teller(console)
+        given.path,
+        given.instruction,
+        given.policy,
+        out,
+        backend=given.backend,
+        image=given.image,
+        limits=limits,
+        told=teller(console),
     )
     return decide(work, given.verdict, console)
 

@@ -80,6 +80,7 @@ def diagnose() -> list[Finding]:
         check_triton(facts),
         check_bubblewrap(),
         check_sandbox(),
+        check_tools(),
         check_kernel(),
         check_git(),
         check_ray(),
@@ -340,6 +341,21 @@ def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
         if file.is_file() and file.read_text().strip() == forbidding:
             return f"sudo sysctl -w {name}={allowing}"
     return "in a container: start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+
+
+def check_tools() -> Finding:
+    """The programs that the product's tools run in a sandbox, and pytest, which agents and grades have from here."""
+    from composer_nb.harness.sandboxes.programs import PACKAGES, host_programs
+
+    there = set(host_programs()) | ({"pytest"} if installed("pytest") else set())
+    missing = sorted({*PACKAGES, "pytest"} - there)
+    return Finding(
+        name="agent tools",
+        found=", ".join(sorted(there)) or "none",
+        ok=not missing,
+        cost=f"no {' and no '.join(missing)} in sandboxes, so agents lack tools, or have no tests to run",
+        mend="pip install 'composer_nb[agent]'",
+    )
 
 
 def check_kernel() -> Finding:

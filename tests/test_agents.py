@@ -135,6 +135,7 @@ def test_what_the_user_wrote_meanwhile_stays(repository: Path, script: Path, tmp
         ({"policy": "openai:http://127.0.0.1:9/v1"}, "127.0.0.1:9"),
         ({"policy": "nowhere"}, "no such checkpoint directory"),
         ({"backend": "chroot"}, "backend must be one of"),
+        ({"image": "python:3.12"}, "has no images; use --backend docker"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -148,7 +149,8 @@ def test_bad_input_is_one_line(
         "policy": f"scripted:{script}",
         "backend": "bwrap",
     } | changed
-    options = ["--policy", given["policy"], "--backend", given["backend"], "--out", str(tmp_path / "out")]
+    options = ["--policy", given["policy"], "--backend", given["backend"], "--image", given.get("image", "")]
+    options += ["--out", str(tmp_path / "out")]
     assert main(["agent", given["path"], given["instruction"], *options]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()[-1:]
     assert told in line

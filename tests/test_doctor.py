@@ -11,7 +11,9 @@ from rich.console import Console
 from composer_nb import doctor
 from composer_nb.doctor import Finding, TorchFacts
 
-NAMES = ("python platform cores memory disk torch gpu threads triton bubblewrap sandbox jupyter-kernel git ray").split()
+NAMES = (
+    "python platform cores memory disk torch gpu threads triton bubblewrap sandbox agent-tools jupyter-kernel git ray"
+).split()
 CPU_TORCH = TorchFacts(version="2.13.0+cpu", cuda_build=None, gpus=(), threads=1)
 CUDA_TORCH = TorchFacts(version="2.13.0", cuda_build="12.8", gpus=("H100",), threads=8)
 BLIND_TORCH = TorchFacts(version="2.13.0", cuda_build="12.8", gpus=(), threads=8)

@@ -13,7 +13,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from composer_nb.harness.calls import SandboxFailure
@@ -55,9 +55,9 @@ class Checkout:
             inodes=max(usual.inodes, 3 * len(self.files)),
         )
 
-    def start(self, backend: Backend) -> Sandbox:
+    def start(self, backend: Backend, image: str = "") -> Sandbox:
         """A new sandbox that holds it. Raises SandboxFailure."""
-        box = backend.create(self.spec)
+        box = backend.create(replace(self.spec, image=image))
         try:
             box.upload({path: data for path, data in self.files.items() if path not in self.executable})
             for path in sorted(self.executable):

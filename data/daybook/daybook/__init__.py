@@ -1,0 +1,1 @@
+"""Days, amounts and the lines of a daybook."""
