@@ -21,16 +21,21 @@ import torch
 
 from composer_nb.config import Settings
 from composer_nb.harness.agent import Agent
+from composer_nb.harness.attacks.patch_check import plan_for
+from composer_nb.harness.attacks.patch_target import TARGET
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.execute import CachedExecutor, Executor
 from composer_nb.harness.expert import ScriptedPolicy, expert
 from composer_nb.harness.functions import parse_test_files
 from composer_nb.harness.grading.check import grade_files
+from composer_nb.harness.grading.pytest_grader import RUNS, grade_pytest
 from composer_nb.harness.policy import Request
 from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.repairs import make_tasks
 from composer_nb.harness.sandbox import BwrapSandboxes
-from composer_nb.harness.sandboxes import speed
+from composer_nb.harness.sandboxes import open_backend, speed
+from composer_nb.harness.sandboxes.contract import SandboxSpec
+from composer_nb.harness.sandboxes.fleet import Fleet
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import request_tests
 from composer_nb.trainer.data import Row
@@ -41,7 +46,7 @@ from composer_nb.trainer.ranks import Ranks, set_up_process
 from composer_nb.trainer.supervised import train_step
 from composer_nb.trainer.tokenizer import train_tokenizer
 
-TASKS, EXECUTIONS, GRADES = 48, 200, 100
+TASKS, EXECUTIONS, GRADES, PYTEST_GRADES = 48, 200, 100, 20
 
 
 def measure(say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -60,6 +65,10 @@ def measure(say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         found |= training_speed()
         say("sandboxes with a workspace …")
         found["workspaces"] = dict(speed.report())
+        say("grades by pytest …")
+        for name, figures in found["workspaces"].items():
+            if not isinstance(figures, str):
+                figures |= pytest_grades(name)
         return found | {"machine": platform.machine(), "torch": torch.__version__}
     finally:
         torch.set_num_threads(threads)
@@ -95,6 +104,25 @@ def grade_cpu(tasks: list[Task]) -> float:
         return _cpu_seconds() - before
 
     return (cpu(GRADES) - cpu(0)) / GRADES * 1000
+
+
+def pytest_grades(name: str) -> dict[str, float]:
+    """Milliseconds that a grade by pytest (three runs of sixteen trivial tests, each in a sandbox of its own) takes beyond what
+    the tests take; with sandboxes made ahead of need, as a fleet does where they are slow to start."""
+    right = {path: text.encode() for path, text in (TARGET.files | TARGET.solution).items()}
+    beyond = []
+    with open_backend(name) as backend, Fleet(backend) as fleet:
+        plan = plan_for(TARGET, backend)
+        fleet.keep_ready(SandboxSpec(), 2 * RUNS)
+        for _ in range(1 + PYTEST_GRADES):
+            while fleet.ready(SandboxSpec()) < 2 * RUNS:
+                time.sleep(0.01)
+            grade = grade_pytest(TARGET, right, fleet, plan)
+            if not grade.passed:
+                raise RuntimeError(f"a right answer was graded {grade.status} by {name}: {', '.join(grade.flags)}")
+            beyond.append(1e3 * (grade.cost["wall_s"] - grade.cost["tests_s"]))
+    p50, p95 = (float(x) for x in np.quantile(beyond[1:], [0.5, 0.95]))  # the first makes what all have in common
+    return {"grade_beyond_tests_ms_p50": p50, "grade_beyond_tests_ms_p95": p95}
 
 
 def _cpu_seconds() -> float:
