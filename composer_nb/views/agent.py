@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_nb.agents import Work
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.product.show import call_line
 from composer_nb.harness.rollout import Turn
 from composer_nb.views.page import Html, box
@@ -79,7 +78,7 @@ def times(turns: Sequence[Turn]) -> Picture:
         ax.text(turn.seconds * 1e3, place, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=GREY)
     ax.invert_yaxis()
     ax.set_yticks([])
-    ax.set_xlim(0, 1e3 * max((turn.seconds for turn in calls), default=1.0) * 2.2)
+    ax.set_xlim(0, 1e3 * max([0.001, *(turn.seconds for turn in calls)]) * 2.2)
     title(ax, "what each call took, in the order of calls (one shade a turn)", "milliseconds")
     return picture
 
@@ -102,16 +101,6 @@ def arms(report: Mapping[str, Any]) -> Picture:
         ax.set_xticks(range(len(names)), names)
     title(as_share(solved, 1.05), "solved (pass@1, 95 % over tasks)")
     title(calls, "calls a task")
-    key(calls)
+    calls.set_ylim(0, calls.get_ylim()[1] * 1.2)
+    key(calls, loc="upper center", ncols=2)
     return picture
-
-
-def solved_by_kind(attempts: Mapping[str, Sequence[Attempt]]) -> dict[str, dict[str, str]]:
-    """Policy -> kind of task -> solved of tried, for a table."""
-    table: dict[str, dict[str, str]] = {}
-    for policy, done in attempts.items():
-        kinds: dict[str, list[bool]] = {}
-        for each in done:
-            kinds.setdefault(each.task.metadata.get("kind", "all"), []).append(each.grade.passed)
-        table[policy] = {kind: f"{sum(passed)} of {len(passed)}" for kind, passed in sorted(kinds.items())}
-    return table
