@@ -5,8 +5,8 @@ tests, which come in only now; the script; the end of every process in the sandb
 the reward, of which nothing is believed but its form: finite numbers in a small regular file.
 
 Weak: the script runs what the agent wrote, as the same user, and whoever runs as that user can write the reward. There are no
-twins, no exact ids, nothing that would show it. Every grade is flagged `weak`; `refuse_weak` is for who would train
-on them; the trainer's own tasks never get here, as `grade.grading` refuses this grader.
+twins, no exact ids, nothing that would show it. Every grade is flagged `weak`, and no training rests on them:
+`grade.grading`, which the trainer asks, refuses this grader.
 
 References: Harbor's `Verifier` (paths, order of the two files, numbers only); Harbor #1779 for why this stays weak.
 """
@@ -18,7 +18,7 @@ import json
 import math
 import tarfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from composer_nb.harness import harbor
 from composer_nb.harness.calls import SandboxFailure
@@ -58,16 +58,6 @@ for name in ("reward.json", "reward.txt"):
     sys.stdout.buffer.write(name.encode() + b"\\n" + os.read(fd, int(sys.argv[1]) + 1))
     break
 """
-
-
-def refuse_weak(tasks: Iterable[Task], allow: bool = False) -> None:
-    """Raises ValueError for tasks on which no training should rest, unless that is allowed."""
-    weak = [task.id for task in tasks if task.grader == "script"]
-    if weak and not allow:
-        raise ValueError(
-            f"task {weak[0]}: its grader `script` is for evaluation: what it tests can write the reward. Give the task another "
-            "grader, or allow it in so many words"
-        )
 
 
 def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Grade:

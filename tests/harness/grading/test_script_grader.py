@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.grading.check import _check_script, _left, check_tasks
-from composer_nb.harness.grading.script_grader import MAX_REWARD_BYTES, grade_script, parse_rewards, refuse_weak
+from composer_nb.harness.grading.script_grader import MAX_REWARD_BYTES, grade_script, parse_rewards
 from composer_nb.harness.runtime import obstacles, spec_of, start, variables
 from composer_nb.harness.sandboxes import open_backend
 from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec, SandboxUnavailable
@@ -152,13 +152,6 @@ def test_text_is_one_finite_number(content: str, wanted: dict[str, float]) -> No
 )
 def test_json_is_finite_numbers_by_name(held: Any, wanted: dict[str, float]) -> None:
     assert parse_rewards(b"reward.json\n" + json.dumps(held).encode()) == wanted
-
-
-def test_training_on_it_has_to_be_allowed() -> None:
-    tasks = [task_of("#!/bin/sh\n")]
-    with pytest.raises(ValueError, match=r"task t: its grader `script` is for evaluation"):
-        refuse_weak(tasks)
-    refuse_weak(tasks, allow=True)
 
 
 @pytest.mark.parametrize(
