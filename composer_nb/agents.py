@@ -178,6 +178,7 @@ def run_agent(
                 done = converse(instruction, speaker, tools, session, limits, told)
             finally:
                 segment = speaker.close()
+        box.end_all()
         changes = checkout.changed(source, box.download(max_bytes=2 * checkout.MAX_BYTES))
     work = Work(path=out, source=source, conversation=done, changes=changes)
     _keep(work, instruction, segment, policy)

@@ -17,6 +17,7 @@ A container and a cgroup do not, so that they are noted before they are made, un
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -166,9 +167,16 @@ class Journal:
 
 
 def append(file: Path, entry: dict[str, Any]) -> None:
-    """One line, in one write."""
-    fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """One line, in one write. Raises OSError with the file's name, and then nothing of the line is there."""
+    line = (json.dumps(entry) + "\n").encode()
     try:
-        os.write(fd, (json.dumps(entry) + "\n").encode())
-    finally:
-        os.close(fd)
+        fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            if os.write(fd, line) < len(line):  # as on a disk that is just full
+                os.ftruncate(fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno, f"journal: {error.strerror}", str(file)) from error

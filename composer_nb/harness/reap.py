@@ -107,12 +107,9 @@ def _locked(file: Path) -> Iterator[bool]:
 
 
 def _reap_file(file: Path, tally: _Tally) -> None:
-    try:
-        held = _read(file)
-    except (ValueError, KeyError, TypeError) as error:
-        tally.failed.append(f"{file}: not a journal ({type(error).__name__}: {error})")
-        return
-    left = len(held)
+    held, strange = _read(file)
+    tally.failed += strange
+    left = len(held) + len(strange)
     for resource, owner in sorted(held.items(), key=lambda item: ORDER.index(item[0].kind)):
         if not is_dead(owner):
             tally.kept += 1
@@ -135,19 +132,23 @@ def _strike(file: Path, resource: Resource) -> None:
     append(file, {"event": "gone", **asdict(resource)})
 
 
-def _read(file: Path) -> dict[Resource, Owner]:
-    """What a journal says is held, by its owner. A last line that was cut off counts for nothing."""
+def _read(file: Path) -> tuple[dict[Resource, Owner], list[str]]:
+    """What a journal says is held, by its owner, and which lines say nothing. A last one that was cut off is not counted."""
     held: dict[Resource, Owner] = {}
-    for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
-        entry = json.loads(line)
-        resource = Resource(kind=entry["kind"], name=entry["name"], mark=entry["mark"])
-        if resource.kind not in ORDER:
-            raise ValueError(f"unknown kind {resource.kind!r}")
-        if entry["event"] == "made":
-            held[resource] = Owner(**entry["owner"])
-        else:
-            held.pop(resource, None)
-    return held
+    strange: list[str] = []
+    for number, line in enumerate(file.read_bytes().decode("utf-8", "replace").split("\n")[:-1], 1):
+        try:
+            entry = json.loads(line)
+            resource = Resource(kind=entry["kind"], name=entry["name"], mark=entry["mark"])
+            if resource.kind not in ORDER:
+                raise ValueError(f"unknown kind {resource.kind!r}")
+            if entry["event"] == "made":
+                held[resource] = Owner(**entry["owner"])
+            else:
+                held.pop(resource, None)
+        except (ValueError, KeyError, TypeError) as error:
+            strange.append(f"{file}:{number}: no line of a journal ({type(error).__name__}: {error})")
+    return held, strange
 
 
 def is_dead(owner: Owner) -> bool:

@@ -211,10 +211,19 @@ def test_a_line_that_was_cut_off_and_rubbish(owner: Callable[..., Owner], tmp_pa
     found = reap(tmp_path / "runs")
     assert found.directories == tuple(left.names)
     [failure] = found.failed
-    assert "rubbish.jsonl: not a journal" in failure
+    assert "rubbish.jsonl:1: no line of a journal" in failure
     assert not file.exists()
     with pytest.raises(FileNotFoundError, match="no such folder of runs"):
         reap(tmp_path / "nowhere")
+
+
+def test_rubbish_in_a_journal_hides_nothing_else_of_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    left = owner("directory")
+    left.kill()
+    [file] = journal_files(tmp_path)
+    file.write_text('{"event": "made", "kind": "proc{"ev\n' + file.read_text())
+    found = reap(tmp_path / "runs")
+    assert found.directories == tuple(left.names) and len(found.failed) == 1 and file.exists()
 
 
 def can_mount() -> bool:
@@ -429,3 +438,39 @@ def test_a_container_outlives_a_boot(owner: Callable[..., Owner], tmp_path: Path
         left.kill()
     finally:
         remove_container(docker_client, name)
+
+
+@pytest.mark.skipif(not can_mount(), reason="only root can mount")
+def test_a_note_that_a_full_disk_cuts_off_is_an_error_and_is_not_there(tmp_path: Path) -> None:
+    """In a mount namespace of its own, which ends with it."""
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        from composer_nb.harness.journal import Journal
+        journal, filler = Journal(Path(sys.argv[1]), "r"), Path(sys.argv[1]) / "filler"
+        journal.made("cgroup", "/sys/fs/cgroup/composer_nb-first", "m")
+        with open(filler, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+        told = ""
+        try:
+            for number in range(200):
+                journal.made("cgroup", f"/sys/fs/cgroup/composer_nb-{number}", "m")
+        except OSError as error:
+            told = str(error)
+        filler.unlink()
+        journal.made("cgroup", "/sys/fs/cgroup/composer_nb-last", "m")
+        lines = journal.file.read_text().splitlines()
+        import json
+        assert json.loads(lines[-1])["name"].endswith("last") and all(json.loads(line) for line in lines), lines
+        print(told)
+    """
+    folder = tmp_path / "small"
+    folder.mkdir()
+    script = f'mount -t tmpfs -o size=12k tmpfs "{folder}" && exec "{sys.executable}" -c "$0" "{folder}"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "journal: No space left on device" in done.stdout and ".jsonl" in done.stdout

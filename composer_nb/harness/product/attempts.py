@@ -49,12 +49,15 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     grade = Grade(status="infra_error")
     try:
         with start(task, place.backend) as box:
-            done = converse(task.instruction, speaker, place.tools, place.tools.open(box), place.limits, told)
-            if done.stop not in ("infrastructure", "interrupted"):
-                left = {path: data for path, data in box.download().items() if not path.startswith(f"{FOLDER}/")}
-    except (SandboxDied, OSError):
-        grade = Grade(status="agent_failed")
-    except SandboxFailure:
+            session = place.tools.open(box)
+            try:
+                done = converse(task.instruction, speaker, place.tools, session, place.limits, told)
+                if done.stop not in ("infrastructure", "interrupted"):
+                    box.end_all()  # nobody writes, or keeps the machine busy, while files are carried away
+                    left = {path: data for path, data in box.download().items() if not path.startswith(f"{FOLDER}/")}
+            except (SandboxDied, OSError):
+                grade = Grade(status="agent_failed")
+    except (SandboxDied, SandboxFailure):
         pass
     finally:
         segment = speaker.close()

@@ -12,7 +12,13 @@ from types import TracebackType
 from typing import Self
 
 from composer_nb.harness.journal import Journal, Kind, Resource
-from composer_nb.harness.sandboxes.contract import Capabilities, SandboxFailure, SandboxSpec, Snapshot
+from composer_nb.harness.sandboxes.contract import (
+    Capabilities,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+    Snapshot,
+)
 from composer_nb.harness.sandboxes.resident import ResidentSandbox
 
 
@@ -20,6 +26,7 @@ class ResidentBackend(ABC):
     """A backend whose sandboxes hold our resident program. A context manager; may be used from several threads."""
 
     name: str
+    has_images = False
 
     def __init__(self, run_id: str | None, journal: Path | None) -> None:
         """`journal`: a folder in which what is made is noted while it is there (`reap.py`)."""
@@ -45,9 +52,17 @@ class ResidentBackend(ABC):
 
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> ResidentSandbox:
         """See `contract.Backend`. Raises SandboxUnavailable for what this backend can not make sandboxes of."""
+        spec = spec or SandboxSpec()
+        if spec.image and not self.has_images:
+            raise SandboxUnavailable(
+                f"SandboxSpec.image={spec.image!r}: the backend {self.name} has no images; use docker"
+            )
         with self._lock:
             self._check_open()
-        sandbox = self._begin(spec or SandboxSpec())
+        try:
+            sandbox = self._begin(spec)
+        except OSError as error:  # of this machine: nothing of an agent's is there yet
+            raise SandboxFailure(f"no sandbox could be made: {error}") from error
         try:
             if snapshot is not None:
                 sandbox.restore(snapshot)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -35,6 +35,17 @@ class SandboxDied(RuntimeError):
     """The sandbox ended under what ran in it, for instance because that used up its memory: the agent's own doing."""
 
 
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "memory_bytes": (1, 1 << 46),
+    "disk_bytes": (1, 1 << 45),
+    "inodes": (1, 1 << 31),
+    "processes": (1, 1 << 22),
+    "cpus": (0.01, 4096),
+    "open_files": (32, 1 << 20),
+}
+"""What a SandboxSpec may ask for. Below 32 open files the resident program itself would lack some."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """What a sandbox may use, all of its processes and files together. Raises ValueError for a limit that is too low."""
@@ -55,10 +66,11 @@ class SandboxSpec:
     """Whether what runs is known to be harmless: the backend `process` takes nothing else."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            least = 0.01 if name == "cpus" else 1
-            if name not in ("image", "trusted") and not value >= least:
-                raise ValueError(f"SandboxSpec.{name} must be at least {least}, not {value!r}")
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self, name)
+            whole = type(value) is int or (name == "cpus" and isinstance(value, float))
+            if not whole or not least <= value <= most:
+                raise ValueError(f"SandboxSpec.{name} must be from {least:,} to {most:,}, not {value!r}")
         if self.memory_bytes < 2 * self.disk_bytes + (64 << 20):
             raise ValueError(
                 f"SandboxSpec.memory_bytes={self.memory_bytes}: its files live in memory, so it must be at least twice "

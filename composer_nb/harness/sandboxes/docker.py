@@ -155,6 +155,7 @@ class DockerBackend(ResidentBackend):
     """
 
     name = "docker"
+    has_images = True
 
     def __init__(self, run_id: str | None = None, journal: Path | None = None, runtime: str | None = None) -> None:
         """`journal`: a folder in which containers are noted (`reap.py`). `runtime`: another one than the engine's usual one,

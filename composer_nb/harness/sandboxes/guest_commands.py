@@ -31,26 +31,26 @@ class Kept:
     """A stream's head and tail, at most `limit` bytes together."""
 
     def __init__(self, limit: int) -> None:
-        self.half = max(limit // 2, 1)
+        self.first, self.last = limit - limit // 2, limit // 2
         self.head, self.tail, self.total = bytearray(), bytearray(), 0
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
-        room = self.half - len(self.head)
+        room = self.first - len(self.head)
         self.head += data[:room]
         self.tail += data[max(room, 0) :]
-        if len(self.tail) > 2 * self.half:
-            del self.tail[: -self.half]
+        if len(self.tail) > 2 * self.last:
+            del self.tail[: -self.last]
 
     def text(self) -> bytes:
-        tail = bytes(self.tail[-self.half :])
+        tail = bytes(self.tail[-self.last :])
         lost = self.total - len(self.head) - len(tail)
         note = b"\n[... %d bytes left out ...]\n" % lost if lost else b""
         return bytes(self.head) + note + tail
 
     @property
     def truncated(self) -> bool:
-        return self.total > 2 * self.half
+        return self.total > self.first + self.last
 
 
 def _ended(code: int, out: bytes, err: bytes, **facts: typing.Any) -> tuple[Header, bytes]:

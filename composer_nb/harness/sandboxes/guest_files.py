@@ -28,6 +28,10 @@ def refuse(code: int, text: str) -> OSError:
     return OSError(code, text)
 
 
+HEADERS = 32 << 20
+"""Of an archive, besides the contents: what names and permissions may take. Less than what the other side spares for it."""
+
+
 class OpenHow(ctypes.Structure):
     _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
 
@@ -195,6 +199,8 @@ class Files:
                     facts.append([path, "folder", info.mode, ""])
                 elif not stat.S_ISDIR(status.st_mode):
                     left += 1
+                if out.tell() > most + HEADERS:
+                    raise refuse(errno.EFBIG, f"the files and their names are more than {most + HEADERS} bytes")
         digest = hashlib.sha256(json.dumps(sorted(facts)).encode("utf-8", "surrogateescape")).hexdigest()
         return out.getvalue(), {"left_out": left, "digest": digest}
 

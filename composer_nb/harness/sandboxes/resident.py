@@ -143,6 +143,8 @@ class ResidentSandbox:
         self._pending = bytearray()
         self._gone: Exception | None = None
         self._ended = False
+        self._counted = 0
+        """How often memory had run out at the last answer: what was killed since then ended between two requests, or in one."""
         try:
             facts, _ = self._answer(time.monotonic() + START_S, SPARE)
         except BaseException as error:
@@ -173,8 +175,8 @@ class ResidentSandbox:
     ) -> ExecResult:
         if not 0 < timeout_s <= LONGEST_S:
             raise ValueError(f"timeout_s={timeout_s!r}: must be above 0 and at most {LONGEST_S:g}")
-        if output_bytes < 2:
-            raise ValueError(f"output_bytes={output_bytes!r}: must be at least 2, a head and a tail")
+        if type(output_bytes) is not int or output_bytes < 2:
+            raise ValueError(f"output_bytes={output_bytes!r}: must be a whole number, at least 2, a head and a tail")
         asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes}
         kills = self._kills()
         facts, output = self._ask("exec", asked, stdin, timeout_s, 2 * output_bytes, stop)
@@ -276,7 +278,7 @@ class ResidentSandbox:
         with self._lock:
             if self._gone is not None:
                 raise self._gone
-            kills, deadline = self._kills(), time.monotonic() + within_s + GRACE_S
+            deadline = time.monotonic() + within_s + GRACE_S
             try:
                 self._machine.channel.send(frame, deadline - time.monotonic())
                 if stop is not None:
@@ -284,11 +286,12 @@ class ResidentSandbox:
                 facts, data = self._answer(deadline, most + SPARE)
                 if "failed" in facts:
                     raise ValueError(str(facts["failed"])[:300])
+                self._counted = self._kills()
             except TimeoutError as error:
                 text = f"sandbox {self.id} gave no answer within {within_s + GRACE_S:g} s; it was ended"
                 raise self._retire(SandboxFailure(text)) from error
             except (OSError, ValueError) as error:
-                raise self._retire(self._death(error, kills)) from error
+                raise self._retire(self._death(error)) from error
             except (
                 BaseException
             ) as error:  # Ctrl-C: the answer is still to come, and would be taken for another request's
@@ -307,11 +310,11 @@ class ResidentSandbox:
         except OSError:
             return 0  # its group is gone, and it with it
 
-    def _death(self, error: Exception, kills: int) -> Exception:
-        """Why there is no answer. `kills`: how often memory had run out before the request."""
+    def _death(self, error: Exception) -> Exception:
+        """Why there is no answer."""
         if self._gone is not None:
             return self._gone  # ended from another thread, in the middle of this call
-        if self._kills() > kills:
+        if self._kills() > self._counted:
             return SandboxDied(f"sandbox {self.id} ended: its memory of {self.spec.memory_bytes} bytes was used up")
         return SandboxFailure(f"sandbox {self.id} ended unexpectedly: {error}")
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxFailure, SandboxSpec
+from composer_nb.harness.sandboxes.contract import (
+    Backend,
+    Sandbox,
+    SandboxDied,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+)
 from tests.harness.sandboxes.conftest import SMALL, make
 
 
@@ -522,6 +529,90 @@ class TestLife:
         after = box.stats()
         assert after.disk_bytes - before.disk_bytes >= 2_000_000 and after.inodes == before.inodes + 1
         assert after.processes == 0
+
+
+LATE = """sleep 1; for i in 1 2 3 4 5 6 7 8 9 10 11 12; do
+python3 -c 'import os; os.dup2(os.memfd_create("x", 0), 1); os.execv("/bin/sh", ["sh", "-c", "cat /dev/zero; sleep 60"])' &
+done; wait"""
+"""Memory that no process seems to have, so that the kernel ends the resident program too, and all of it between two requests."""
+CROWD = """
+import os
+file = open("big", "wb")
+for _ in range(60): file.write(os.urandom(1 << 20))
+file.close()
+name, folder = b"a" * 250, os.open(".", os.O_RDONLY)
+for _ in range(15):
+    os.mkdir(name, dir_fd=folder)
+    folder = os.open(name, os.O_RDONLY, dir_fd=folder)
+try:
+    for number in range(20000): os.close(os.open(b"%06d" % number + name[:240], os.O_WRONLY | os.O_CREAT, dir_fd=folder))
+except OSError: pass
+"""
+
+
+class TestWhoseFault:
+    """What an agent can bring about is never laid to the machinery, which would try again for ever."""
+
+    def test_memory_used_up_between_two_requests(self, request: pytest.FixtureRequest, backend: Backend) -> None:
+        if not backend.capabilities().isolated or not backend.capabilities().enforced["memory_bytes"]:
+            pytest.skip("this backend does not limit memory here")
+        with backend.create(SMALL) as box:
+            box.exec(["sh", "-c", f"({LATE}) </dev/null >/dev/null 2>&1 &"])
+            time.sleep(6)
+            try:
+                box.exec(["true"])
+            except SandboxDied:
+                pass  # it may also have survived, which is as good
+
+    def test_names_that_are_more_than_the_files(self, backend: Backend) -> None:
+        if not backend.capabilities().isolated:
+            pytest.skip("this backend limits no files")
+        with backend.create(SandboxSpec()) as box:
+            python(box, CROWD, timeout_s=60)
+            for act in (box.download, box.snapshot):
+                with pytest.raises(OSError, match="names are more than"):
+                    act()
+            assert shell(box, "echo on") == "on"
+
+    @pytest.mark.parametrize("limit", [2, 3, 4, 5, 7])
+    def test_an_output_as_long_as_its_cap_is_whole(self, box: Sandbox, limit: int) -> None:
+        for length in (limit - 1, limit, limit + 1):
+            done = box.exec(["printf", "%s", "abcdefgh"[:length]], output_bytes=limit)
+            assert done.truncated == (length > limit)
+            assert done.truncated or done.stdout == b"abcdefgh"[:length]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"cpus": float("inf")}, "SandboxSpec.cpus must be from 0.01"),
+        ({"cpus": float("nan")}, "SandboxSpec.cpus"),
+        ({"processes": 2**40}, "SandboxSpec.processes must be from 1 to 4,194,304"),
+        ({"disk_bytes": 1e6}, "SandboxSpec.disk_bytes"),
+        ({"inodes": 2**70}, "SandboxSpec.inodes"),
+        ({"open_files": 8}, "SandboxSpec.open_files must be from 32"),
+        ({"processes": True}, "SandboxSpec.processes"),
+    ],
+)
+def test_a_limit_that_can_not_be_is_named(changed: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        SandboxSpec(**changed)  # type: ignore[arg-type]
+
+
+def test_an_image_where_there_are_none(backend: Backend) -> None:
+    if backend.name == "docker":
+        pytest.skip("docker has images")
+    with pytest.raises(SandboxUnavailable, match="has no images; use docker"):
+        backend.create(SandboxSpec(image="nope:1", trusted=True))
+
+
+def test_a_fault_of_this_machine_is_no_fault_of_a_workspace(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(backend, "_begin", full)
+    with pytest.raises(SandboxFailure, match="no sandbox could be made: .*No space left"):
+        backend.create(SMALL)
 
 
 class TestWalls:
