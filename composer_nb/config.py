@@ -36,6 +36,7 @@ Count = Annotated[int, Within(0)]
 Some = Annotated[int, Within(1)]
 NotNegative = Annotated[float, Within(0)]
 Share = Annotated[float, Within(0, 1)]
+Seed = Annotated[int, Within(-(2**62), 2**62)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +104,8 @@ class RlSettings:
     steps: Some = 200
     prompts: Some = 8
     """Tasks a step."""
-    group: Some = 8
-    """Rollouts a task."""
+    group: Annotated[int, Within(2)] = 8
+    """Rollouts a task. One alone has nothing to be compared with, and would teach nothing."""
     minibatches: Some = 1
     """Optimiser steps a batch."""
     lr: NotNegative = 5e-4
@@ -185,8 +186,8 @@ class EngineSettings:
 class Settings:
     """Everything that a run depends on."""
 
-    seed: int = 0
-    rl_seed: int = 0
+    seed: Seed = 0
+    rl_seed: Seed = 0
     """Seed of RL alone, so that several RL runs can share one mid-training."""
     control_steps: Count = 0
     """Control: instead of RL, so many steps on all demonstrations from the mid-trained policy."""

@@ -163,3 +163,10 @@ def test_the_job_files_that_ship_are_right(path: Path):
     job = load_job(path)
     assert job.name == path.stem and job.nodes
     assert all(each.spec.timeout_s for each in job.nodes.values())
+
+
+def test_a_node_that_is_named_twice_is_refused(folder: Path):
+    path = folder / "job.yml"
+    path.write_text("name: job\nnodes:\n  a: {notebook: n.ipynb}\n  a: {notebook: n.ipynb}\n")
+    with pytest.raises(ValueError, match=r"job\.yml: not YAML: 'a' stands twice .*line 3"):
+        load_job(path)

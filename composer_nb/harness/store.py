@@ -48,6 +48,10 @@ _COLUMNS = {
 `written_tokens` are an endpoint's counts."""
 
 
+_LATER = {"read_tokens": 0, "written_tokens": 0, "seconds": 0.0}
+"""Columns that older files lack, and what stands for them."""
+
+
 def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
     """Writes `path` (.parquet) and the tensors beside it. `columns` adds further columns, one value an attempt.
 
@@ -75,7 +79,8 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
     Raises ValueError that names a damaged file or a task that is not among `tasks`.
     """
     try:
-        rows = pq.read_table(path).select(list(_COLUMNS)).to_pylist()
+        table = pq.read_table(path)
+        rows = table.select([name for name in _COLUMNS if name in table.column_names or name not in _LATER]).to_pylist()
         tensors = load_file(path.with_suffix(".safetensors"))
         traces = _traces([len(row["token_ids"]) for row in rows], tensors)
         unknown = sorted({row["task_id"] for row in rows} - set(tasks))
@@ -161,6 +166,7 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         policy_version=np.array(row["policy_version"], np.int32),
         trace=trace,
     )
+    row = {**_LATER, **row}
     files: dict[str, str | None] = tasks[row["task_id"]].files | json.loads(row["files"])
     rollout = Rollout(
         task_id=row["task_id"],

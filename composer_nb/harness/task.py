@@ -174,7 +174,8 @@ def load_tasks(path: Path) -> list[Task]:
     nothing is there.
     """
     if path.is_file():
-        lines = _read_text(path).removesuffix("\n").split("\n")  # JSON may hold what splitlines takes for a line's end
+        text = _read_text(path).removesuffix("\n")
+        lines = text.split("\n") if text else []  # JSON may hold what splitlines takes for a line's end
         tasks = [_validated(f"{path}:{number}", _json(path, number, line)) for number, line in enumerate(lines, 1)]
     elif (path / "task.toml").is_file():
         tasks = [Task.from_harbor(path)]

@@ -163,13 +163,28 @@ def resolve(value: Any, found: Mapping[tuple[str, str], Any]) -> Any:
     return [resolve(inner, found) for inner in value] if isinstance(value, list) else value
 
 
+class _Once(yaml.SafeLoader):
+    """Refuses a mapping that names a key twice, of which YAML's loader would drop the first without a word."""
+
+
+def _mapping(loader: _Once, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", node.start_mark)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Once.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
 def _read(path: Path) -> JobFile:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such job file")
     if path.suffix == ".ipynb":
         raise ValueError(f"{path} is a notebook; jobs run takes a job file that names it, jobs render runs it as it is")
     try:
-        return JobFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return JobFile.model_validate(yaml.load(path.read_text(encoding="utf-8"), _Once))
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     except pydantic.ValidationError as error:

@@ -327,9 +327,12 @@ def _logged(file: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """stage -> step -> the last line of metrics.jsonl about it."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     with suppress(FileNotFoundError):
-        for line in _whole_lines(file.read_bytes()):
-            point = json.loads(line)
-            found.setdefault(point.pop("stage"), {})[point["step"]] = point
+        for number, line in enumerate(_whole_lines(file.read_bytes()), 1):
+            try:
+                point = json.loads(line)
+                found.setdefault(point.pop("stage"), {})[point["step"]] = point
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{file}:{number}: no line of metrics ({error})") from None
     return found
 
 

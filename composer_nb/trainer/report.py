@@ -58,7 +58,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     little to work this out from: it has the report of the run that it was cut from, and `excerpt` says what is left of it.
 
     `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
-    `gain`             final − midtrained in pass@1, with a paired bootstrap over tasks
+    `gain`             final − midtrained, with a paired bootstrap over tasks; and over the better of it and the start
     `midtrain`, `sft`  first and last point of the loss curves
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts, attempts lost to the infrastructure, flagged rollouts
@@ -221,8 +221,10 @@ def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Tab
 
 
 def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "midtrained") -> dict[str, Any]:
-    """What RL added to the strongest policy before it: final − `before` on the same held-out tasks. `ci95` resamples tasks
-    and keeps the two scores of each together (2,000 times); {} before both are there."""
+    """What the run added to `before`, the clean mid-trained policy: final − `before` on the same held-out tasks. `ci95` resamples
+    tasks and keeps the two scores of each together (2,000 times). `over_stronger` is over the better of `before` and the policy
+    that RL began from, figure by figure: a start that has seen mistakes may be the better one at greedy and best of k. {} before
+    both are there."""
     if not {before, "final"} <= set(scores):
         return {}
     old, new = (solved_by_task(run, name) for name in (before, "final"))
@@ -235,6 +237,10 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "
         "ci95": [float(x) for x in np.quantile(means, [0.025, 0.975])],
         "pass_greedy": scores["final"]["pass_greedy"] - scores[before]["pass_greedy"],
         "best_of_k": scores["final"]["best_of_k"] - scores[before]["best_of_k"],
+        "over_stronger": {
+            name: scores["final"][name] - max(scores[policy][name] for policy in (before, "start") if policy in scores)
+            for name in ("pass_at_1", "pass_greedy", "best_of_k")
+        },
     }
 
 
@@ -296,7 +302,16 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     if gain := report.get("gain"):
         low, high = gain["ci95"]
-        yield f"gain over {gain['from']}", f"{gain['pass_at_1']:+.3f} pass@1 (95 %: {low:+.3f} to {high:+.3f})"
+        yield (
+            f"gain over {gain['from']}",
+            f"{gain['pass_at_1']:+.3f} pass@1 (95 %: {low:+.3f} to {high:+.3f}), {gain['pass_greedy']:+.3f} greedy, "
+            f"{gain['best_of_k']:+.3f} best of k",
+        )
+        above = gain["over_stronger"]
+        yield (
+            "gain over the better of it and the start",
+            f"{above['pass_at_1']:+.3f} pass@1, {above['pass_greedy']:+.3f} greedy, {above['best_of_k']:+.3f} best of k",
+        )
     if train := report.get("train"):
         yield "RL", f"{train['steps']} steps, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
         yield "every token accounted for", f"{train['tokens_accounted']:.3f}"

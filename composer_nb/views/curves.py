@@ -120,6 +120,9 @@ def step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     times = np.array([[max(0.0, p["time"][name]) for p in steps] for name in parts.values()])
     ax.stackplot(at, times, labels=list(parts), colors=colors, step="mid")
     from_zero(whole_steps(ax)).set_xlim(at[0], max(at[-1], at[0] + 1))
+    ax.set_ylim(
+        0, min(ax.get_ylim()[1], 1.5 * float(np.quantile(times.sum(0), 0.98)))
+    )  # a first step may take ten times as long
     title(ax, "seconds of one RL step", "RL step", "seconds")
     ax.legend(frameon=False, fontsize=8.5, labelcolor=style.INK, reverse=True, loc="best")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -192,6 +193,16 @@ def test_a_table_without_our_columns_is_named(task: Task, played: list[Attempt],
     pd.DataFrame({"token_ids": [[1]]}).to_parquet(path)
     with pytest.raises(ValueError, match=r"a\.parquet: damaged or incomplete"):
         load_attempts(path, {task.id: task})
+
+
+def test_files_of_before_there_were_counts_of_endpoints(task: Task, played: list[Attempt], tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    save_attempts(path, played)
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["read_tokens", "written_tokens", "seconds"]), path)
+    back = [done.rollout for done in load_attempts(path, {task.id: task})]
+    for rollout, before in zip(back, [done.rollout for done in played], strict=True):
+        assert (rollout.turns, rollout.files, rollout.counted, rollout.seconds) == (before.turns, before.files, (0, 0), 0.0)
 
 
 def test_writing_again_replaces(played: list[Attempt], task: Task, tmp_path: Path, renderer: CompactRenderer) -> None:

@@ -157,7 +157,7 @@ class TestGroups:
         with BwrapBackend() as backend:
             box = backend.create(SMALL)
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]  as the kernel would
-            told = itertools.count()
+            told = itertools.count(1)
             monkeypatch.setattr(Group, "kills", lambda self: next(told))
             with pytest.raises(SandboxDied, match="memory of 167772160 bytes was used up"):
                 box.read("x")
