@@ -26,7 +26,7 @@ from composer_nb.harness.sandboxes.contract import WORKSPACE
 from composer_nb.harness.sandboxes.fleet import Fleet
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.task import Task
-from composer_nb.policies import open_policy
+from composer_nb.policies import identity, open_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def evaluate_arms(
     """
     settings = settings or BenchSettings()
     check_fit(tasks)
-    _claim(out, {"policy": policy, "settings": asdict(settings)})
+    _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
     chosen = arms_of(arms)
     found: dict[str, list[Attempt]] = {}
     with open_backend(backend) as made, Fleet(made) as fleet:
@@ -88,11 +88,10 @@ def evaluate_arms(
             found[name].sort(key=lambda done: done.task.id)
             save_attempts(out / name / "rollouts.parquet", found[name])
     first = next(iter(found.values()))
-    report = {
-        name: figures(attempts, settings.seed)
-        | ({} if attempts is first else {"gain": difference(attempts, first, settings.seed)})
-        for name, attempts in found.items()
-    }
+    report = {name: figures(attempts, settings.seed) for name, attempts in found.items()}
+    for name, attempts in found.items():
+        if attempts is not first and (gain := difference(attempts, first, settings.seed)):
+            report[name]["gain"] = gain
     whole = {"policy": policy, "seed": settings.seed, "samples": samples, "backend": backend, "arms": report}
     _write(out / "report.json", json.dumps(whole, indent=2))
     return whole
@@ -102,9 +101,7 @@ def _claim(out: Path, what: Mapping[str, Any]) -> None:
     """Notes in `out` whose rollouts it holds. Raises ValueError where that is somebody else's."""
     path, text = out / "bench.json", json.dumps(what, indent=2, sort_keys=True)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise ValueError(
-            f"--out {out}: holds rollouts of another policy or of other settings ({path}); give another folder"
-        )
+        raise ValueError(f"--out {out}: holds rollouts of another policy, backend or settings ({path}); give another")
     _write(path, text)
 
 
@@ -123,6 +120,8 @@ class Work:
     source: Checkout
     conversation: Conversation
     changes: Mapping[str, bytes | None]
+    others: frozenset[str] = frozenset()
+    """Paths that are links or the like now, and are not carried back."""
 
     @property
     def diff(self) -> str:
@@ -149,7 +148,7 @@ def run_agent(
     backend: str = "bwrap",
     image: str = "",
     limits: Limits = LIMITS,
-    strict: bool = False,
+    strict: bool = True,
     told: Told = lambda event: None,
     temperature: float = 1.0,
 ) -> Work:
@@ -165,7 +164,8 @@ def run_agent(
     if image and backend != "docker":
         raise ValueError(f"--image {image}: the backend {backend} has no images; use --backend docker")
     source = checkout.read_checkout(root)
-    out.mkdir(parents=True)
+    if out.exists():
+        raise FileExistsError(f"{out}: is there already; give --out a new folder")
     arm = ARMS["all"]
     tools = arm.tools(strict)
     with open_backend(backend) as made, source.start(made, image) as box:
@@ -178,15 +178,17 @@ def run_agent(
                 done = converse(instruction, speaker, tools, session, limits, told)
             finally:
                 segment = speaker.close()
-        box.end_all()
-        changes = checkout.changed(source, box.download(max_bytes=2 * checkout.MAX_BYTES))
-    work = Work(path=out, source=source, conversation=done, changes=changes)
+        after, others = checkout.carry_back(box, 2 * checkout.MAX_BYTES)
+    changes = checkout.changed(source, after, others)
+    strange = frozenset(path for path in others if path not in source.left_out)
+    work = Work(path=out, source=source, conversation=done, changes=changes, others=strange)
     _keep(work, instruction, segment, policy)
     return work
 
 
 def _keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
     done = work.conversation
+    work.path.mkdir(parents=True)
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
     after = dict(before)
     for path, data in work.changes.items():

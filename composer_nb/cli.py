@@ -385,7 +385,8 @@ def _agent(given: argparse.Namespace) -> int:
     from composer_nb.harness.product.show import decide, teller
 
     console = _console()
-    out = given.out or new_folder(Path("runs"), "agent")
+    inside = Path.cwd().resolve().is_relative_to(given.path.resolve())  # what is kept is no part of the repository
+    out = given.out or new_folder(given.path / ".composer_nb" if inside else Path("runs"), "agent")
     limits = replace(LIMITS, seconds=given.seconds)
     work = run_agent(
         given.path,

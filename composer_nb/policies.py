@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +50,18 @@ def open_policy(
     else:
         with _engine(Path(name), schemas, limits, temperature, seed, slots) as (shared, renderer):
             yield lambda task, rollout: TokenSpeaker(shared, renderer, rollout, system, limits)
+
+
+def identity(name: str) -> str:
+    """What tells a policy from another one of the same name: the contents of a script, the model that an endpoint lists first,
+    sizes and times of a checkpoint's files. Raises like `open_policy`."""
+    kind, colon, rest = name.partition(":")
+    if colon and kind == "openai":
+        return open_endpoint(rest).model
+    if colon and kind == "scripted":
+        return hashlib.sha256(Path(rest).read_bytes()).hexdigest() if rest.endswith(".json") else rest
+    files = sorted(Path(name).glob("*")) if Path(name).is_dir() else []
+    return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
 def open_endpoint(name: str, temperature: float = 1.0) -> Endpoint:

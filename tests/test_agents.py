@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from composer_nb.agents import evaluate_arms, run_agent
 from composer_nb.cli import main
@@ -19,6 +21,7 @@ from composer_nb.harness.product.arms import ARMS, arms_of
 from composer_nb.harness.product.checkout import Conflict
 from composer_nb.harness.product.scripts import read_script
 from composer_nb.harness.product.serve import ScriptServer
+from composer_nb.harness.product.show import bench_table
 from composer_nb.harness.sandboxes.bwrap import BwrapBackend
 from composer_nb.harness.task import Task, save_tasks
 
@@ -187,6 +190,36 @@ def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     assert len(heard) == 4
     with pytest.raises(ValueError, match="holds rollouts of another policy"):
         evaluate_arms("scripted:lazy", tasks, tmp_path / "out", samples=2)
+
+
+def test_an_arm_that_is_lost_costs_no_other(tasks: list[Task], tmp_path: Path, script: Path) -> None:
+    report = evaluate_arms(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
+    assert report["arms"]["all"]["n_tasks"] == 1
+    dead = evaluate_arms("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, arms="all,bash")
+    for row in dead["arms"].values():
+        assert (
+            row["n_tasks"] == 0 and row["infra_errors"] == 1 and "127.0.0.1:9" in row["lost_to"] and "gain" not in row
+        )
+    Console(file=io.StringIO()).print(bench_table(dead))
+    script.write_text('[{"text": "nothing"}]')
+    with pytest.raises(ValueError, match="another policy, backend or settings"):
+        evaluate_arms(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
+    with pytest.raises(ValueError, match="another policy, backend or settings"):
+        evaluate_arms("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, backend="docker")
+
+
+def test_no_changes_are_no_verdict(repository: Path, tmp_path: Path) -> None:
+    path = tmp_path / "idle.json"
+    path.write_text('[{"text": "' + "x" * 60_000 + '"}]')
+    assert main(["agent", str(repository), "fix", "--policy", f"scripted:{path}", "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == "open"
+
+
+def test_a_port_that_is_taken_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptServer(read_script(script)) as server:
+        port = server.url.rpartition(":")[2].removesuffix("/v1")
+        assert main(["serve", "--policy", f"scripted:{script}", "--port", port]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
 
 
 def test_schemas_without_descriptions_keep_their_names() -> None:

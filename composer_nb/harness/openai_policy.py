@@ -93,7 +93,7 @@ class Endpoint:
             raise ProviderFailure(f"{self.url}: an answer whose message is {type(message).__name__}")
         usage = told.get("usage")
         counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
-        read, written = (count if isinstance(count, int) and count > 0 else 0 for count in counts)
+        read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
         return Answer(message=message, read=read, written=written)
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -107,8 +107,8 @@ class Rollout:
     files: dict[str, str]
     """The workspace at the end."""
     stop: str
-    """`finished`, the limit that ended it (`turns`, `tokens`, `time`), `interrupted` by its user, or `infrastructure`: no fault
-    of the agent."""
+    """`finished`, the limit that ended it (`turns`, `tokens`, `time`), `interrupted` by its user, `died` with its sandbox, or
+    `infrastructure`: no fault of the agent."""
     counted: tuple[int, int] = (0, 0)
     """Tokens read and written as an endpoint counted them, which tells no streams."""
     seconds: float = 0.0
@@ -132,7 +132,7 @@ class Rollout:
     @property
     def calls(self) -> int:
         """Calls, invalid ones included."""
-        return sum(bool(turn.call) or turn.error is not None for turn in self.turns)
+        return sum(bool(turn.call) or turn.error not in (None, "ProviderError") for turn in self.turns)
 
     @property
     def invalid_calls(self) -> int:

@@ -93,20 +93,20 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
 
 
 def pack_attempt(done: Attempt) -> bytes:
-    """One attempt as bytes, for a message or a row of a database: safetensors, the table's row as its metadata."""
+    """One attempt as bytes, for a message or a row of a database: safetensors, the table's row as JSON among them."""
     [segment] = done.rollout.segments
     row = _row(done)
     streams = {name: row.pop(name) for name in ("token_ids", "kind", "logprob", "policy_version")}
     traces = {name: np.ascontiguousarray(getattr(segment.trace, name)) for name in _TENSORS}
-    return save(streams | traces, metadata={"row": json.dumps(row)})
+    text = np.frombuffer(json.dumps(row).encode(), np.uint8)  # no metadata: a header may not be large
+    return save(streams | traces | {"row": text})
 
 
 def unpack_attempt(data: bytes, task: Task) -> Attempt:
     """What `pack_attempt` wrote. Raises ValueError for anything else, or for another task's attempt."""
     try:
         arrays = load(data)
-        length = int.from_bytes(data[:8], "little")
-        row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
+        row = json.loads(arrays.pop("row").tobytes())
         trace = Trace(**{name: arrays.pop(name) for name in _TENSORS})
         if row["task_id"] != task.id:
             raise ValueError(f"an attempt at {row['task_id']!r}, not at {task.id!r}")

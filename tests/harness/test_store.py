@@ -202,7 +202,12 @@ def test_files_of_before_there_were_counts_of_endpoints(task: Task, played: list
     pq.write_table(table.drop_columns(["read_tokens", "written_tokens", "seconds"]), path)
     back = [done.rollout for done in load_attempts(path, {task.id: task})]
     for rollout, before in zip(back, [done.rollout for done in played], strict=True):
-        assert (rollout.turns, rollout.files, rollout.counted, rollout.seconds) == (before.turns, before.files, (0, 0), 0.0)
+        assert (rollout.turns, rollout.files, rollout.counted, rollout.seconds) == (
+            before.turns,
+            before.files,
+            (0, 0),
+            0.0,
+        )
 
 
 def test_writing_again_replaces(played: list[Attempt], task: Task, tmp_path: Path, renderer: CompactRenderer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,10 @@ ARMS: Mapping[str, Arm] = {
 }
 
 
+TINY = ("runs_tests", "retries_after_failed_test")
+"""Of `summarise`, what only the tools of tiny models tell."""
+
+
 def arms_of(names: str) -> dict[str, Arm]:
     """Those of a list as `all,bash`; `every` for all of them. Raises ValueError for one that there is not."""
     wanted = list(ARMS) if names == "every" else names.split(",")
@@ -48,25 +53,27 @@ def arms_of(names: str) -> dict[str, Arm]:
 
 
 def figures(attempts: Sequence[Attempt], seed: int = 0) -> dict[str, Any]:
-    """What `summarise` says, and seconds a rollout from its first message to its last."""
+    """What `summarise` says, but for habits that these tools do not tell, and seconds a rollout from its first message to its
+    last. Where no rollout has a grade: how many were lost, and why the first was."""
+    stops = Counter(done.rollout.stop for done in attempts)
+    lost = [done for done in attempts if not done.grade.known]
+    said = [turn.observation for done in lost for turn in done.rollout.turns if turn.error == "ProviderError"]
+    found = {"stops": dict(sorted(stops.items())), "infra_errors": len(lost), "lost_to": said[0] if said else ""}
+    if len(lost) == len(attempts):
+        return found | {"n_tasks": 0}
     seconds = [done.rollout.seconds for done in attempts if done.grade.known]
-    found = summarise(attempts, None, seed)
     median, late = (float(value) for value in np.quantile(seconds, [0.5, 0.95]))
-    stops = [done.rollout.stop for done in attempts]
-    return found | {
-        "seconds_p50": median,
-        "seconds_p95": late,
-        "stops": {stop: stops.count(stop) for stop in sorted(set(stops))},
-    }
+    summed = {name: value for name, value in summarise(attempts, None, seed).items() if name not in TINY}
+    return summed | found | {"seconds_p50": median, "seconds_p95": late}
 
 
 def difference(one: Sequence[Attempt], other: Sequence[Attempt], seed: int = 0) -> list[float]:
     """Gain in pass@1 of `one` over `other` on the tasks that both have grades of, with its 95 % interval by bootstrap over
-    tasks (2,000 resamples)."""
+    tasks (2,000 resamples). Empty where there is no such task."""
     first, second = _means(one), _means(other)
     gains = np.array([first[task] - second[task] for task in sorted(first.keys() & second.keys())])
     if not len(gains):
-        raise ValueError("the two have no graded task in common")
+        return []
     means = np.random.default_rng(seed).choice(gains, (2000, len(gains))).mean(1)
     return [float(gains.mean()), *(float(x) for x in np.quantile(means, [0.025, 0.975]))]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from composer_nb.harness.grade import Grade
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script
+from composer_nb.harness.product.checkout import carry_back
 from composer_nb.harness.product.loop import LIMITS, Conversation, Told, converse
 from composer_nb.harness.product.speaker import Speaker
 from composer_nb.harness.rollout import Rollout
@@ -26,6 +29,8 @@ from composer_nb.harness.sandboxes.contract import Backend, SandboxDied
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.task import Task
 
+MAX_KEPT_BYTES = 16 << 20
+"""Of changed files, with a rollout."""
 Cast = Callable[[Task, int], Speaker]
 """Who attempts a task, by the number of the rollout."""
 
@@ -53,8 +58,7 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
             try:
                 done = converse(task.instruction, speaker, place.tools, session, place.limits, told)
                 if done.stop not in ("infrastructure", "interrupted"):
-                    box.end_all()  # nobody writes, or keeps the machine busy, while files are carried away
-                    left = {path: data for path, data in box.download().items() if not path.startswith(f"{FOLDER}/")}
+                    left = _left(task, carry_back(box)[0])
             except (SandboxDied, OSError):
                 grade = Grade(status="agent_failed")
     except (SandboxDied, SandboxFailure):
@@ -73,6 +77,17 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
         seconds=done.seconds,
     )
     return Attempt(task=task, rollout=rollout, grade=grade)
+
+
+def _left(task: Task, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A workspace without our own files. Raises OSError for changes that are too large to be kept with a rollout."""
+    own = {path: data for path, data in files.items() if not path.startswith(f"{FOLDER}/")}
+    if not task.image:
+        before = {path: text.encode() for path, text in task.files.items()}
+        size = sum(len(data) for path, data in own.items() if before.get(path) != data)
+        if size > MAX_KEPT_BYTES:
+            raise OSError(errno.EFBIG, f"{size} bytes of changes")
+    return own
 
 
 def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:
@@ -110,7 +125,8 @@ def attempt_all(
     def one(task: Task, number: int, sample: int) -> Attempt:
         path = keep / f"{hashlib.sha256(task.model_dump_json().encode()).hexdigest()[:24]}-{sample}.safetensors"
         if path.is_file():
-            return unpack_attempt(path.read_bytes(), task)
+            with suppress(ValueError):  # damaged: it is made again
+                return unpack_attempt(path.read_bytes(), task)
         done = attempt(task, place, cast(task, number * samples + sample))
         if done.grade.known:
             part = path.with_suffix(".part")

@@ -1,18 +1,19 @@
 """A user's own repository: what of it goes into the sandbox, and what comes back out of it.
 
 The agent works on a copy. Nothing of the repository is executed or shown to git outside of the sandbox; links are not followed,
-neither in reading nor in writing. What git would ignore, history and caches stay behind, so that keys in an ignored `.env` do not
-get into a conversation. Changes come back only when the user accepts them, and only if the files that they touch are still what
-the agent saw.
+neither in reading nor in writing. What ignore files name, history and caches stay behind, so that keys in an ignored `.env`
+do not get into a conversation; and what would have stayed behind does not come back. Changes come back only when
+the user accepts them, and only if the files that they touch are still what the agent saw.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -22,7 +23,7 @@ from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
 from composer_nb.harness.making.repository import HISTORY
 from composer_nb.harness.patch import split_lines
 from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec
-from composer_nb.harness.search.ignore import NAMES, read_ignore
+from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
 
 MAX_FILE_BYTES = 4 << 20
 MAX_BYTES = 128 << 20
@@ -43,6 +44,7 @@ class Checkout:
     executable: frozenset[str]
     left_out: Mapping[str, str]
     """Path of a file or folder -> why it stays behind."""
+    ignore: Ignore
 
     @property
     def spec(self) -> SandboxSpec:
@@ -79,7 +81,8 @@ def read_checkout(root: Path) -> Checkout:
         raise NotADirectoryError(f"{root}: not a folder; give the repository that the agent shall work on")
     left_out: dict[str, str] = {}
     found = dict(_walk(root, left_out))
-    ignore = read_ignore({path: (root / path).read_bytes() for path in found if PurePosixPath(path).name in NAMES})
+    rules = {path: (root / path).read_bytes() for path in found if PurePosixPath(path).name in NAMES}
+    ignore = read_ignore(rules, default=b"node_modules/\n.venv/\n")
     files: dict[str, bytes] = {}
     total = 0
     for path, status in sorted(found.items()):
@@ -99,7 +102,7 @@ def read_checkout(root: Path) -> Checkout:
     if not files:
         raise ValueError(f"{root}: holds no file that an agent could see ({len(left_out)} left out)")
     executable = frozenset(path for path in files if found[path].st_mode & 0o100)
-    return Checkout(root=root.resolve(), files=files, executable=executable, left_out=left_out)
+    return Checkout(root=root.resolve(), files=files, executable=executable, left_out=left_out, ignore=ignore)
 
 
 def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, os.stat_result]]:
@@ -107,7 +110,7 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, os.stat_r
         here = Path(at).relative_to(root)
         for folder in list(folders):
             why = "a link" if (Path(at) / folder).is_symlink() else ""
-            why = why or ("history" if folder in HISTORY else "a cache" if folder in CACHE_FOLDERS else "")
+            why = why or ("history" if folder in HISTORY else "a cache" if folder in {*CACHE_FOLDERS, FOLDER} else "")
             if not why and (Path(at) / folder / "pyvenv.cfg").is_file():
                 why = "a virtual environment"
             if why:
@@ -115,7 +118,9 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, os.stat_r
                 left_out[(here / folder).as_posix()] = why
         for name in names:
             path, status = (here / name).as_posix(), (Path(at) / name).lstat()
-            if not stat.S_ISREG(status.st_mode):
+            if name in HISTORY:  # of a worktree or a submodule
+                left_out[path] = "history"
+            elif not stat.S_ISREG(status.st_mode):
                 left_out[path] = "a link or device"
             elif name.endswith(CACHE_ENDINGS):
                 left_out[path] = "a cache"
@@ -128,16 +133,41 @@ def _read(root: Path, path: str) -> bytes:
         return file.read(MAX_FILE_BYTES + 1)
 
 
-def changed(checkout: Checkout, after: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """What an agent changed: path -> content, None for what it deleted. Caches and our own files are no part of it."""
-    gone = dict.fromkeys(checkout.files.keys() - after.keys())
-    new = {path: data for path, data in after.items() if checkout.files.get(path) != data and not _ours(path)}
-    return dict(sorted((gone | new).items()))
+def carry_back(box: Sandbox, max_bytes: int = 64 << 20) -> tuple[dict[str, bytes], set[str]]:
+    """What an agent left: the contents of all files, and the paths of what is neither file nor folder. Ends all that runs.
+
+    Files that it made unreadable are read all the same: they are there. Raises OSError for more than can be carried.
+    """
+    box.end_all()
+    box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)
+    found = box.exec(["find", ".", "-not", "-type", "f", "-not", "-type", "d", "-print0"], output_bytes=4 << 20)
+    if found.exit_code or found.truncated:
+        raise OSError(errno.EFBIG, "its folders can not be listed")
+    others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    return box.download(max_bytes=max_bytes), {path.removeprefix("./") for path in others}
 
 
-def _ours(path: str) -> bool:
+def changed(checkout: Checkout, after: Mapping[str, bytes], others: Set[str] = frozenset()) -> dict[str, bytes | None]:
+    """What an agent changed: path -> content, None for what it deleted.
+
+    Caches, our own files and what stayed behind on the way in are no part of it, nor is a file that is among `others` now: that
+    can not be carried back, and is no deletion.
+    """
+    gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, others))
+    new = {path: data for path, data in after.items() if checkout.files.get(path) != data}
+    both = {path: data for path, data in (gone | new).items() if path in checkout.files or not _stays(checkout, path)}
+    return dict(sorted(both.items()))
+
+
+def _inside(path: str, others: Set[str]) -> bool:
+    return not others.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
+
+
+def _stays(checkout: Checkout, path: str) -> bool:
+    """Whether a new file would not have been taken in, had it been there."""
     parts = set(PurePosixPath(path).parts)
-    return bool(parts & (CACHE_FOLDERS | HISTORY | {FOLDER})) or path.endswith(CACHE_ENDINGS)
+    ours = bool(parts & (CACHE_FOLDERS | HISTORY | {FOLDER})) or path.endswith(CACHE_ENDINGS)
+    return ours or checkout.ignore.ignored(path) or _inside(path, checkout.left_out.keys())
 
 
 def show(checkout: Checkout, changes: Mapping[str, bytes | None]) -> str:

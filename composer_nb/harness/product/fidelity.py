@@ -138,8 +138,9 @@ def two_samples(
 ) -> TwoSamples:
     """Trains a ridge classifier on counts of letter triples to tell the observations of two sets of conversations apart.
 
-    Whole conversations are held out, in five folds, and labels are shuffled by conversation. Where the sets are in pairs, as
-    when both are of the same tasks, a pair stands in the same fold. Raises ValueError for fewer than five conversations a set.
+    Whole conversations are held out, in five folds. Sets of one size are taken for pairs, as when both are of the same tasks: a
+    pair stands in one fold, and labels are shuffled by swapping them within pairs; of others, by conversation. Raises ValueError
+    for fewer than five conversations a set.
     """
     if min(len(first), len(second)) < _FOLDS:
         raise ValueError(
@@ -152,9 +153,16 @@ def two_samples(
     kernel = _kernel(texts)
     lot = np.random.default_rng(seed)
     found = _area(kernel, label[owner], fold[owner])
-    by_chance = [_area(kernel, lot.permutation(label)[owner], fold[owner]) for _ in range(shuffles)]
+    by_chance = [_area(kernel, _shuffled(label, len(first), lot)[owner], fold[owner]) for _ in range(shuffles)]
     share = (1 + sum(area >= found for area in by_chance)) / (1 + shuffles)
     return TwoSamples(auc=found, chance=share, observations=len(texts))
+
+
+def _shuffled(label: NDArray[np.float64], first: int, lot: np.random.Generator) -> NDArray[np.float64]:
+    if 2 * first != len(label):
+        return lot.permutation(label)
+    swapped = lot.choice([-1.0, 1.0], first)
+    return np.concatenate([swapped, -swapped])
 
 
 def _kernel(texts: Sequence[str]) -> NDArray[np.float64]:

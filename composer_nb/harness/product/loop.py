@@ -7,6 +7,7 @@ replies of the tools; `fidelity.py` compares them.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from composer_nb.harness.cursor.toolset import CursorTools, Reply
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.product.speaker import News, Speaker
 from composer_nb.harness.rollout import Turn
+from composer_nb.harness.sandboxes.contract import SandboxDied
 from composer_nb.harness.tool_call import ToolCall, ToolError
 
 LIMITS = Limits(turns=64, turn_tokens=8192, tokens=131_072, seconds=1800.0)
@@ -30,12 +32,15 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     stop: str
-    why: str = ""
-    """For `infrastructure`: what failed."""
     read: int = 0
     """Tokens, of all turns together, where somebody counted."""
     written: int = 0
     seconds: float = 0.0
+
+    @property
+    def why(self) -> str:
+        """For `infrastructure`: what failed."""
+        return self.turns[-1].observation if self.turns and self.turns[-1].error == "ProviderError" else ""
 
 
 Told = Callable[[Said | Turn], None]
@@ -50,12 +55,16 @@ def converse(
     limits: Limits = LIMITS,
     told: Told = lambda event: None,
 ) -> Conversation:
-    """Runs to the end of a conversation. Raises SandboxFailure; Ctrl-C stops what runs and ends it as `interrupted`."""
+    """Runs to the end of a conversation. At its limit of time calls that run are ended, and others not begun; whoever says the
+    next turn is waited for. Raises SandboxFailure; Ctrl-C stops what runs and ends it as `interrupted`."""
     turns: list[Turn] = []
     began, read, written = time.monotonic(), 0, 0
     news: News = [User(text=instruction)]
-    stop, why = "turns", ""
+    stop = "turns"
+    bell = threading.Timer(limits.seconds, session.abort)
+    bell.daemon = True
     try:
+        bell.start()
         for _ in range(limits.turns):
             spoken = speaker.say(news)
             if spoken is None:
@@ -81,11 +90,16 @@ def converse(
                 Result(id=call.id, text=text_of(reply)) for call, reply in zip(spoken.said.calls, replies, strict=True)
             ]
     except ProviderFailure as failure:
-        stop, why = "infrastructure", str(failure)
+        stop = "infrastructure"
+        turns.append(Turn(call="", observation=str(failure), error="ProviderError"))
+    except SandboxDied:
+        stop = "died"
     except KeyboardInterrupt:
         stop = "interrupted"
+    finally:
+        bell.cancel()
     seconds = time.monotonic() - began
-    return Conversation(turns=tuple(turns), stop=stop, why=why, read=read, written=written, seconds=seconds)
+    return Conversation(turns=tuple(turns), stop=stop, read=read, written=written, seconds=seconds)
 
 
 def answer(tools: CursorTools, session: Session, calls: Sequence[Written]) -> list[Reply]:

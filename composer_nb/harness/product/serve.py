@@ -23,8 +23,11 @@ class ScriptServer:
     """A context manager: serves while it is open. `script` is given the conversation, and says the next turn."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted") -> None:
-        """`port` 0: any that is free. Raises OSError for one that is taken."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(script, model))
+        """`port` 0: any that is free. Raises ValueError for one that is taken, or is none."""
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(script, model))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--port {port}: {error}; give another one, or 0 for any that is free") from None
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="serve", daemon=True)
 

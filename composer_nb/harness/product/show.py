@@ -20,6 +20,7 @@ from composer_nb.harness.chat import Said
 from composer_nb.harness.cursor.arguments import CONTROLS
 from composer_nb.harness.rollout import Turn
 
+TURNING = {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 SHOWN_LINES = 8
 """Of an observation."""
 
@@ -30,7 +31,7 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
     def tell(event: Said | Turn) -> None:
         if isinstance(event, Said):
             if event.text:
-                console.print(escape(plain(event.text)), soft_wrap=True)
+                console.out(plain(event.text), highlight=False)
             return
         if not event.call and event.error is None:
             return
@@ -39,14 +40,14 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
         lines = plain(event.observation).splitlines()
         more = [f"… {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
         for line in [*lines[:SHOWN_LINES], *more]:
-            console.print(f"[dim]  {escape(line[:200])}[/]", soft_wrap=True)
+            console.out(f"  {line[:200]}", style="dim", highlight=False)
 
     return tell
 
 
 def plain(text: str) -> str:
-    """A text without characters that a terminal obeys."""
-    return text.translate(CONTROLS).encode("utf-8", "replace").decode()
+    """A text without characters that a terminal obeys, or by which it turns lines around."""
+    return text.translate(CONTROLS | TURNING).encode("utf-8", "replace").decode()
 
 
 def call_line(turn: Turn) -> str:
@@ -60,14 +61,20 @@ def call_line(turn: Turn) -> str:
 
 def decide(work: Any, verdict: str, console: Console) -> int:
     """Shows what an agent did, and carries out what the user makes of it. 0 where it ended by itself and something is accepted,
-    or nothing was changed; 1 otherwise."""
+    or nothing was changed, which leaves the verdict open; 1 otherwise."""
     done = work.conversation
+    if behind := Counter(work.source.left_out.values()):
+        text = ", ".join(f"{count} {why}" for why, count in sorted(behind.items()))
+        console.print(f"\nstayed behind: {text}", style="dim", soft_wrap=True)
     console.print(
         f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {plain(done.why)}".rstrip(), style="dim"
     )
+    for path in sorted(work.others):
+        console.print(
+            f"not carried back, as it is no plain file now: {escape(plain(path))}", style="red", soft_wrap=True
+        )
     if not work.changes:
         console.print("it changed nothing")
-        work.reject()
         return 0 if done.stop == "finished" else 1
     console.print(Syntax(plain(work.diff), "diff", background_color="default", word_wrap=True))
     if verdict == "ask":
@@ -79,7 +86,7 @@ def decide(work: Any, verdict: str, console: Console) -> int:
         work.reject()
         console.print("rejected: nothing was changed")
     else:
-        console.print(f"undecided: git apply {work.path.resolve()}/changes.diff would apply it", soft_wrap=True)
+        console.print(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff", soft_wrap=True)
     console.print(f"kept: {work.path}", style="dim", soft_wrap=True)
     return 0 if verdict == "accept" and done.stop == "finished" else 1
 
@@ -144,6 +151,11 @@ def bench_table(report: Mapping[str, Any]) -> Table:
     for place, name in enumerate(head):
         found.add_column(name, justify="right" if place else "left")
     for arm, row in report["arms"].items():
+        if not row["n_tasks"]:
+            found.add_row(
+                arm, f"no grade: {row['infra_errors']} lost, {plain(row['lost_to'])[:200] or 'see composer-nb doctor'}"
+            )
+            continue
         gain = "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else ""
         found.add_row(
             arm,

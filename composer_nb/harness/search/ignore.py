@@ -59,10 +59,10 @@ class Ignore:
         return False
 
 
-def read_ignore(files: Mapping[str, bytes]) -> Ignore:
-    """The rules of all ignore files among `files`, and the default ones."""
+def read_ignore(files: Mapping[str, bytes], default: bytes = DEFAULT) -> Ignore:
+    """The rules of all ignore files among `files`, and default ones, which they may overrule."""
     found = Ignore({})
-    texts = [("", DEFAULT)]
+    texts = [("", default)]
     texts += [(path.rpartition("/")[0], files[path]) for path in sorted(files) if path.rpartition("/")[2] in NAMES]
     budget = _MOST_RULES
     for folder, data in texts:

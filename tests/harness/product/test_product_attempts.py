@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def test_an_endpoint_that_fails_is_no_fault_of_the_agents(place: Environment, ta
     endpoint = Endpoint(url="http://127.0.0.1:9/v1", model="m", retries=0)
     done = attempt(task, place, EndpointSpeaker(endpoint, "", [], LIMITS))
     assert done.rollout.stop == "infrastructure" and done.grade.status == "infra_error"
+    [said] = done.rollout.turns
+    assert said.error == "ProviderError" and "127.0.0.1:9" in said.observation and done.rollout.calls == 0
 
 
 class Typed:
@@ -178,6 +181,26 @@ def test_invalid_calls_are_answered_in_their_places(place: Environment, backend:
         Result(id="c", text="1|x"),
     ]
     assert [each.beside for each in done.turns] == [False, True, True, False]
+
+
+def test_changes_too_large_to_keep_are_the_agents_failure(place: Environment, task: Task) -> None:
+    fill = shell("head -c 20000000 /dev/zero > zeros; chmod 000 dates.py")
+    done = attempt(task, place, ScriptSpeaker(play([turn([fill]), Said(text="")])))
+    assert done.grade.status == "agent_failed" and len(pack_attempt(done)) < 1 << 20
+    noisy = shell("head -c 9000000 /dev/urandom > noise")
+    done = attempt(task, place, ScriptSpeaker(play([turn([noisy]), Said(text="")])))
+    assert unpack_attempt(pack_attempt(done), task).rollout.files == done.rollout.files and len(done.rollout.files) == 4
+
+
+def test_the_limit_of_time_ends_calls_that_run(place: Environment, backend: Backend) -> None:
+    with backend.create() as box:
+        limits = dataclasses.replace(LIMITS, seconds=1.0)
+        began = time.monotonic()
+        script = play([turn([shell("sleep 30")] * 5)])
+        done = converse("x", ScriptSpeaker(script), place.tools, place.tools.open(box), limits)
+    assert (
+        done.stop == "time" and {each.error for each in done.turns} == {"UserAborted"} and time.monotonic() - began < 25
+    )
 
 
 def test_an_agent_that_breaks_its_sandbox_failed(

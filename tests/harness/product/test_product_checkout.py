@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.checkout import Conflict, accept, changed, read_checkout, show
+from composer_nb.harness.product.checkout import Conflict, accept, carry_back, changed, read_checkout, show
 from composer_nb.harness.sandboxes.contract import Backend
 
 
@@ -106,6 +107,41 @@ def test_the_diff_is_one_that_git_applies(
             ["git", "apply", "--unsafe-paths", "-"], cwd=root, input=diff, check=True, env={"PATH": os.environ["PATH"]}
         )
     assert {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()} == after
+
+
+def after_commands(root: Path, backend: Backend, command: str) -> tuple[dict[str, bytes | None], set[str]]:
+    seen = read_checkout(root)
+    with seen.start(backend) as box:
+        box.exec(["bash", "-c", command])
+        left, others = carry_back(box)
+    return changed(seen, left, others), others
+
+
+@pytest.mark.parametrize(
+    "command", ["chmod 000 sub", "chmod 000 a.py", "rm a.py && ln -s run.sh a.py", "rm a.py; mkfifo a.py"]
+)
+def test_what_is_there_in_another_way_is_not_deleted(root: Path, backend: Backend, command: str) -> None:
+    changes, others = after_commands(root, backend, command)
+    assert changes == {} and others == ({"a.py"} if "rm" in command else set())
+
+
+def test_a_folder_that_became_a_link_is_not_deleted(root: Path, backend: Backend) -> None:
+    assert after_commands(root, backend, "mv sub other && ln -s other sub") == ({"other/b.py": b"y = 1\n"}, {"sub"})
+
+
+def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> None:
+    command = (
+        "mkdir built; echo o > built/new; echo KEY > .env; echo x > out; rm -rf .git; git init -q .; echo z > c.py"
+    )
+    assert after_commands(root, backend, command)[0] == {"c.py": b"z\n"}
+
+
+def test_a_worktrees_history_stays_where_it_is(root: Path, backend: Backend) -> None:
+    shutil.rmtree(root / ".git")
+    (root / ".git").write_text("gitdir: /elsewhere\n")
+    assert ".git" not in read_checkout(root).files
+    assert after_commands(root, backend, "git init -q . && echo 1 > .git/x")[0] == {}
+    assert (root / ".git").read_text() == "gitdir: /elsewhere\n"
 
 
 def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

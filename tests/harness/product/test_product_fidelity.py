@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from composer_nb.harness.cursor.toolset import NAMES
@@ -45,3 +46,22 @@ def test_two_samples_of_one_kind_and_of_two(task: Task, backend: Backend) -> Non
     assert apart.auc == 1.0 and apart.chance < 0.05
     with pytest.raises(ValueError, match="at least 5"):
         two_samples(first[:4], second)
+
+
+def test_the_level_and_the_power_of_two_samples_in_pairs() -> None:
+    """Conversations about one thing are alike within a pair; a word more in a part of one side's answers is to be found."""
+    lot = np.random.default_rng(0)
+
+    def talks(word: str, noise: float) -> list[list[str]]:
+        topics = [f"topic {n} " * 5 for n in range(10)]
+        return [
+            [
+                topic + ("other " if lot.random() < noise else "") + (word if lot.random() < 0.3 else "")
+                for _ in range(4)
+            ]
+            for topic in topics
+        ]
+
+    false = [two_samples(talks("", 0.1), talks("", 0.1), seed, shuffles=39).chance for seed in range(40)]
+    found = [two_samples(talks("", 0.05), talks("added", 0.05), seed, shuffles=39).chance for seed in range(20)]
+    assert np.mean(np.array(false) <= 0.05) <= 0.15 and np.mean(np.array(found) <= 0.05) >= 0.4
