@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grade import Grade
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import ARMS, arms_of, difference, figures
 from composer_nb.harness.product.attempts import Environment, attempt_all, check_fit
-from composer_nb.harness.product.checkout import Checkout
-from composer_nb.harness.product.loop import LIMITS, Conversation, Told, converse
+from composer_nb.harness.product.loop import LIMITS, Told, converse
 from composer_nb.harness.product.prompt import system_text
-from composer_nb.harness.rollout import Rollout, Segment
+from composer_nb.harness.product.work import Work, keep, write_text
 from composer_nb.harness.runtime import spec_of
 from composer_nb.harness.sandboxes import open_backend
 from composer_nb.harness.sandboxes.contract import WORKSPACE
@@ -38,9 +35,6 @@ class BenchSettings:
     strict: bool = True
     """Whether tools take what their schemas say and nothing else."""
     seed: int = 0
-
-
-Verdict = Literal["accepted", "rejected", "open"]
 
 
 def evaluate_arms(
@@ -93,7 +87,7 @@ def evaluate_arms(
         if attempts is not first and (gain := difference(attempts, first, settings.seed)):
             report[name]["gain"] = gain
     whole = {"policy": policy, "seed": settings.seed, "samples": samples, "backend": backend, "arms": report}
-    _write(out / "report.json", json.dumps(whole, indent=2))
+    write_text(out / "report.json", json.dumps(whole, indent=2))
     return whole
 
 
@@ -102,7 +96,7 @@ def _claim(out: Path, what: Mapping[str, Any]) -> None:
     path, text = out / "bench.json", json.dumps(what, indent=2, sort_keys=True)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ValueError(f"--out {out}: holds rollouts of another policy, backend or settings ({path}); give another")
-    _write(path, text)
+    write_text(path, text)
 
 
 def new_folder(under: Path, name: str) -> Path:
@@ -110,33 +104,6 @@ def new_folder(under: Path, name: str) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     names = (f"{name}-{stamp}", *(f"{name}-{stamp}-{number}" for number in range(2, 1000)))
     return next(under / each for each in names if not (under / each).exists())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What an agent did on a user's repository, kept in `path` until, and after, the user says what becomes of it."""
-
-    path: Path
-    source: Checkout
-    conversation: Conversation
-    changes: Mapping[str, bytes | None]
-    others: frozenset[str] = frozenset()
-    """Paths that are links or the like now, and are not carried back."""
-
-    @property
-    def diff(self) -> str:
-        return checkout.show(self.source, self.changes)
-
-    def accept(self) -> None:
-        """Writes the changes into the repository. Raises checkout.Conflict, and then nothing is written."""
-        checkout.accept(self.source, self.changes)
-        self._decide("accepted")
-
-    def reject(self) -> None:
-        self._decide("rejected")
-
-    def _decide(self, verdict: Verdict) -> None:
-        _write_verdict(self.path, verdict)
 
 
 def run_agent(
@@ -182,48 +149,5 @@ def run_agent(
     changes = checkout.changed(source, after, others)
     strange = frozenset(path for path in others if path not in source.left_out)
     work = Work(path=out, source=source, conversation=done, changes=changes, others=strange)
-    _keep(work, instruction, segment, policy)
+    keep(work, instruction, segment, policy)
     return work
-
-
-def _keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
-    done = work.conversation
-    work.path.mkdir(parents=True)
-    before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
-    after = dict(before)
-    for path, data in work.changes.items():
-        if data is None:
-            del after[path]
-        else:
-            after[path] = data.decode("utf-8", "surrogateescape")
-    rollout = Rollout(
-        task_id=work.source.root.name,
-        segments=(segment,),
-        turns=done.turns,
-        files=after,
-        stop=done.stop,
-        counted=(done.read, done.written),
-        seconds=done.seconds,
-    )
-    changed = {path: before[path] for path in work.changes if path in before}
-    # No task of ours, so none that would pass its checks: what is stored needs its name and its files.
-    task = Task.model_construct(id=work.source.root.name, instruction=instruction, files=before)
-    save_attempts(
-        work.path / "rollout.parquet",
-        [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
-        {"instruction": [instruction], "policy": [policy], "before": [json.dumps(changed)]},
-    )
-    (work.path / "changes.diff").write_bytes(work.diff.encode("utf-8", "surrogateescape"))
-    _write_verdict(work.path, "open")
-
-
-def _write_verdict(path: Path, verdict: Verdict) -> None:
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    _write(path / "verdict.json", json.dumps({"verdict": verdict, "time": when}))
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

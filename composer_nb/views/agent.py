@@ -6,8 +6,8 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer_nb.agents import Work
 from composer_nb.harness.product.show import call_line
+from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
 from composer_nb.views.page import Html, box
 from composer_nb.views.style import BLUE, GREEN, GREY, SKY, VERMILION, Picture, as_share, key, title

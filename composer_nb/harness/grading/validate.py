@@ -120,7 +120,7 @@ def with_twins(
     """The plan with the twins that were seen to fail on the gold patch, what is wrong with it even so, and how many changes were
     tried. Raises SandboxFailure."""
     proposed = all_candidates(task.tests)
-    plan = replace(plan, twins=tuple(_seen_to_fail(task, gold, plan, proposed, backend, timeout_s, spec)))
+    plan = replace(plan, twins=tuple(seen_to_fail(task, gold, plan, proposed, backend, timeout_s, spec)))
     for _ in range(2):
         grades = [
             grade_pytest(task, gold, backend, plan, timeout_s=timeout_s, spec=spec, lot=random.Random(seed))
@@ -169,7 +169,7 @@ def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
     )
 
 
-def _seen_to_fail(
+def seen_to_fail(
     task: Task,
     gold: Mapping[str, bytes],
     plan: Plan,

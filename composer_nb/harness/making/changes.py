@@ -29,7 +29,9 @@ MAX_CHANGED = 24
 """Lines that one bug may add and take away, together."""
 FEATURE_LINES = (6, 120)
 ROUNDS = 8
-KINDS = {**expressions.KINDS, **statements.KINDS}
+Kinds = Mapping[str, tuple[Maker, tuple[type[cst.CSTNode], ...]]]
+"""Kind -> what makes it, and the nodes that it looks at."""
+KINDS: Kinds = {**expressions.KINDS, **statements.KINDS}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -148,21 +150,26 @@ def _drawn(unit: Unit, text: str, lot: Random, used: Counter[str]) -> Iterator[C
     lines = text.count("\n") + 1
     if not MIN_LINES <= lines <= (MAX_CLASS_LINES if unit.is_class else MAX_LINES):
         return
+    for kind, new_text in rewritten(text, unit.is_class, lot, statements.OF_CLASSES if unit.is_class else KINDS, used):
+        if _fits(text, new_text):
+            edit = Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=new_text)
+            yield Change(kind=kind, edits=(edit,), places=unit.places)
+
+
+def rewritten(text: str, is_class: bool, lot: Random, kinds: Kinds, used: Counter[str]) -> Iterator[tuple[str, str]]:
+    """(kind, text) of a unit with one place changed, those of the kinds that were used least first."""
     header = "if 1:\n" if text[:1].isspace() else ""
     try:
         tree = cst.parse_module(f"{header}{text}\n")
     except (cst.ParserSyntaxError, RecursionError):
         return
-    found = _sites(tree, bool(header), unit.is_class, lot)
+    found = _sites(tree, bool(header), is_class, lot, kinds)
     lot.shuffle(found)
     found.sort(key=lambda site: used[site[0]])  # stable
     for kind, old, new in found:
         replaced = tree.deep_replace(old, new)
         assert isinstance(replaced, cst.Module)
-        new_text = replaced.code.removeprefix(header).removesuffix("\n")
-        if _fits(text, new_text):
-            edit = Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=new_text)
-            yield Change(kind=kind, edits=(edit,), places=unit.places)
+        yield kind, replaced.code.removeprefix(header).removesuffix("\n")
 
 
 def _fits(old: str, new: str) -> bool:
@@ -180,13 +187,15 @@ def changed_lines(old: str, new: str) -> int:
     return sum(line.startswith(("+", "-")) for line in list(diff)[2:])
 
 
-def _sites(tree: cst.Module, nested: bool, is_class: bool, lot: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:
+def _sites(
+    tree: cst.Module, nested: bool, is_class: bool, lot: Random, kinds: Kinds
+) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:
     """(kind, node, what may stand in its place)."""
     root: cst.CSTNode = tree.body[0]
     if nested:
         assert isinstance(root, cst.If)
         root = root.body.body[0]
-    finder = _Finder(lot, statements.OF_CLASSES if is_class else KINDS, root if is_class else None)
+    finder = _Finder(lot, kinds, root if is_class else None)
     names = _Names()
     root.visit(names)
     finder.names = sorted(names.found)
@@ -209,9 +218,7 @@ class _Names(cst.CSTVisitor):
 
 
 class _Finder(cst.CSTVisitor):
-    def __init__(
-        self, lot: Random, kinds: Mapping[str, tuple[Maker, tuple[type[cst.CSTNode], ...]]], only: cst.CSTNode | None
-    ) -> None:
+    def __init__(self, lot: Random, kinds: Kinds, only: cst.CSTNode | None) -> None:
         self.lot, self.only = lot, only
         self.kinds = kinds
         self.names: list[str] = []

@@ -227,6 +227,41 @@ def write_feature(path: str, name: str, text: str, seed: str) -> str:
     return lot.choice(styles)
 
 
+# {p}: path, {n}: name, {w}: what it becomes, {s}: where it is
+_CHORES = {
+    "lint": (
+        "ruff complains about {p}. clean it up",
+        "please make `ruff check {p}` pass",
+        "{p} has lint warnings again, fix them. No behaviour changes, no noqa.",
+        "get rid of the ruff findings in {p}",
+        "CI fails on lint in {p}. Can you fix that properly?",
+    ),
+    "tests": (
+        "write tests for `{n}` ({s}), in {p}",
+        "`{n}` in {s} has no tests. Add {p}; it should fail when somebody breaks the function or class.",
+        "we need pytest tests for {n}. put them into {p}, they should cover its edge cases too",
+        "add {p} with tests of {n} from {s}. They'll be run against broken versions of it.",
+    ),
+    "rename": (
+        "rename `{n}` in {p} to `{w}` everywhere",
+        "`{n}` is a bad name, please call it `{w}`. No alias for the old one.",
+        "{p}: {n} -> {w}, and update whoever uses it",
+        "Please rename {n} ({p}) to {w}; behaviour stays, nothing of the old name should be left.",
+    ),
+    "move": (
+        "move `{n}` from {p} to {w}",
+        "{n} doesn't belong in {p}. Put it into {w} and import it where it's used.",
+        "Please move {n} ({p}) to {w} with the imports that it needs, no copy left behind.",
+        "refactor: `{n}` should live in {w}, not in {p}",
+    ),
+}
+
+
+def write_chore(kind: str, seed: str, *, path: str, name: str = "", new: str = "", source: str = "") -> str:
+    """The instruction for work that is no bug."""
+    return Random(f"instruction {kind} {seed}").choice(_CHORES[kind]).format(p=path, n=name, w=new, s=source)
+
+
 def without_tests(text: str, keys: Iterable[str]) -> str:
     """A test module without the functions of these keys; all of it stays where none is found."""
     tree = ast.parse(text)

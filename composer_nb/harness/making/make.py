@@ -16,9 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from composer_nb.harness.making.baseline import Baseline, measure
 from composer_nb.harness.making.changes import Change, Unit, bugs, combined, features, units
+from composer_nb.harness.making.chores import Chore, lints, missing_tests, scan, settle_chore
+from composer_nb.harness.making.refactors import refactors
 from composer_nb.harness.making.repository import Repository, read_repository
 from composer_nb.harness.making.store import Store
 from composer_nb.harness.making.trial import Outcome, Subject, look, settle
@@ -32,7 +35,11 @@ TOGETHER = 6
 """Changes tried in one sandbox."""
 SHARE = 6
 """One task in SHARE is a feature that is gone, and one several bugs at once."""
-FORMAT = "1"
+CHORES = 10
+"""One in CHORES is for the linter, one to write tests, one to refactor; what cannot be had of these becomes bugs."""
+CHORES_TRIED = 4
+"""So many are tried for each that is wanted."""
+FORMAT = "2"
 """Of the record: another number, and what was found out before is not taken for what would be found out now."""
 
 
@@ -127,6 +134,10 @@ def _claim(store: Store, repository: Repository, seed: str, out: Path) -> None:
     store.keep_fact("made of", own)
 
 
+C = TypeVar("C", Change, Chore)
+Waiting = Outcome | Future[Outcome]
+
+
 class Maker:
     """One run: draws candidates, has them tried side by side, keeps what holds."""
 
@@ -149,77 +160,92 @@ class Maker:
             repository=repository, baseline=baseline, names=names, backend=backend, spec=spec, seed=seed
         )
         self.store, self.told, self.limit = store, told, limit
-        self.kept = self.tried = 0
+        self.kept = self.tried = self.kept_now = 0
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks, as they are found: single bugs, features that are gone, several bugs at once."""
-        files, seed = self.subject.repository.files, self.subject.seed
-        part = self.limit // SHARE
+        """The tasks, as they are found: chores, features that are gone, single bugs, several bugs at once."""
+        files, seed, part = self.subject.repository.files, self.subject.seed, self.limit // SHARE
         singles: list[tuple[Change, Task]] = []
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             try:
-                for change, task in self._kept(
-                    pool, "planting bugs", bugs(files, self.units, seed), self.limit - 2 * part
+                for doing, chores in self._chores():
+                    some = islice(chores, CHORES_TRIED * (self.limit // CHORES))
+                    for _, task in self._kept(pool, doing, some, self.limit // CHORES, self._chore, ahead=1):
+                        yield task
+                for _, task in self._kept(
+                    pool, "taking features away", features(files, self.units, seed), part, self._bug
                 ):
+                    yield task
+                left = self.limit - self.kept_now - part
+                for change, task in self._kept(pool, "planting bugs", bugs(files, self.units, seed), left, self._bug):
                     singles.append((change, task))
                     yield task
-                for _, task in self._kept(pool, "taking features away", features(files, self.units, seed), part):
-                    yield task
-                several = combined([change for change, _ in singles], seed)
                 parts = {change.key: (change, task) for change, task in singles}
-                yield from (task for _, task in self._kept(pool, "combining bugs", several, part, parts))
+
+                def several(pool: ThreadPoolExecutor, changes: Sequence[Change]) -> Iterator[Waiting]:
+                    for change in changes:
+                        made_of = [parts[key] for key in change.parts]
+                        tasks, kinds = [task for _, task in made_of], [each for each, _ in made_of]
+                        yield pool.submit(settle, self.subject, change, tasks, kinds)
+
+                found = combined([change for change, _ in singles], seed)
+                yield from (task for _, task in self._kept(pool, "combining bugs", found, part, several))
             finally:
                 pool.shutdown(cancel_futures=True)
+
+    def _chores(self) -> Iterator[tuple[str, Iterator[Chore]]]:
+        if self.limit < CHORES:
+            return
+        held = self.store.fact("lint")
+        if held is None:
+            self.store.keep_fact("lint", held := json.dumps(scan(self.subject)))
+        yield "planting lint", lints(self.subject, self.units, json.loads(held))
+        yield "taking tests away", missing_tests(self.subject, self.units)
+        yield "refactoring", refactors(self.subject, self.units)
 
     def _kept(
         self,
         pool: ThreadPoolExecutor,
         doing: str,
-        changes: Iterable[Change],
+        candidates: Iterable[C],
         wanted: int,
-        parts: dict[str, tuple[Change, Task]] | None = None,
-    ) -> Iterator[tuple[Change, Task]]:
-        """The first `wanted` changes that make tasks, in the order of the changes."""
-        stream = iter(changes)
+        tried: Callable[[ThreadPoolExecutor, Sequence[C]], Iterable[Waiting]],
+        ahead: int = 2,
+    ) -> Iterator[tuple[C, Task]]:
+        """The first `wanted` candidates that make tasks, in their order."""
+        stream = iter(candidates)
         left = wanted
-        while left > 0 and (window := list(islice(stream, min(SIDE_BY_SIDE * TOGETHER, 2 * left)))):
-            outcomes = self._window(pool, window, parts or {}, doing)
-            for change, outcome in zip(window, outcomes, strict=True):
+        while left > 0 and (window := list(islice(stream, min(SIDE_BY_SIDE * TOGETHER, ahead * left)))):
+            known = {each.key: outcome for each in window if (outcome := self.store.outcome(each.key)) is not None}
+            for waiting in list(tried(pool, [each for each in window if each.key not in known])):
+                outcome = waiting if isinstance(waiting, Outcome) else waiting.result()
+                known[outcome.key] = outcome
+                self._note(outcome, doing)
+            for each in window:
+                outcome = known[each.key]
                 if outcome.task is not None and outcome.verdict == "kept" and left > 0:
                     left -= 1
-                    yield change, outcome.task
+                    self.kept_now += 1
+                    yield each, outcome.task
 
-    def _window(
-        self, pool: ThreadPoolExecutor, window: Sequence[Change], parts: dict[str, tuple[Change, Task]], doing: str
-    ) -> list[Outcome]:
-        """What becomes of some changes; those first that were tried before."""
-        known = {change.key: outcome for change in window if (outcome := self.store.outcome(change.key)) is not None}
-        fresh = [change for change in window if change.key not in known]
-        survivors = fresh if parts else []
-        if not parts:
-            size = max(1, -(-len(fresh) // SIDE_BY_SIDE))
-            groups = [fresh[start : start + size] for start in range(0, len(fresh), size)]
-            for group, verdicts in zip(groups, pool.map(lambda each: look(self.subject, each), groups), strict=True):
-                for change, verdict in zip(group, verdicts, strict=True):
-                    if verdict is None:
-                        survivors.append(change)
-                    else:
-                        self._note(
-                            Outcome(key=change.key, kind=change.kind, verdict=verdict, seconds=0.0), known, doing
-                        )
-        waiting: list[Future[Outcome]] = []
-        for change in survivors:
-            made_of = [parts[key] for key in change.parts]
-            waiting.append(
-                pool.submit(settle, self.subject, change, [task for _, task in made_of], [each for each, _ in made_of])
-            )
-        for future in waiting:
-            self._note(future.result(), known, doing)
-        return [known[change.key] for change in window]
+    def _bug(self, pool: ThreadPoolExecutor, fresh: Sequence[Change]) -> Iterator[Waiting]:
+        """Those first that fail the first look."""
+        size = max(1, -(-len(fresh) // SIDE_BY_SIDE))
+        groups = [fresh[start : start + size] for start in range(0, len(fresh), size)]
+        survivors = []
+        for group, verdicts in zip(groups, pool.map(lambda each: look(self.subject, each), groups), strict=True):
+            for change, verdict in zip(group, verdicts, strict=True):
+                if verdict is None:
+                    survivors.append(change)
+                else:
+                    yield Outcome(key=change.key, kind=change.kind, verdict=verdict, seconds=0.0)
+        yield from [pool.submit(settle, self.subject, change) for change in survivors]
 
-    def _note(self, outcome: Outcome, known: dict[str, Outcome], doing: str) -> None:
+    def _chore(self, pool: ThreadPoolExecutor, fresh: Sequence[Chore]) -> Iterator[Waiting]:
+        yield from [pool.submit(settle_chore, self.subject, chore, self.units) for chore in fresh]
+
+    def _note(self, outcome: Outcome, doing: str) -> None:
         self.store.keep(outcome)
-        known[outcome.key] = outcome
         self.tried += 1
         self.kept += outcome.verdict == "kept"
         self.told(State(doing=doing, kept=self.kept, wanted=self.limit, tried=self.tried))

@@ -41,6 +41,8 @@ MOST_BROKEN = 0.3
 BESIDES = 80
 """Tests that pass before and after and count in a task, at most; those nearest to the change."""
 REPEATS = 5
+OWN_S = 5.0
+"""What a test may take that is none of the suite's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,13 @@ def look(subject: Subject, changes: Sequence[Change]) -> list[Verdict | None]:
         ran if isinstance(ran, str) else None if _failing(ran, each.keys or ()) else "unseen"
         for each, ran in zip(jobs, _tried(subject, jobs, 6.0 + 4 * max(seconds, default=0.0)), strict=True)
     ]
+
+
+def failures(subject: Subject, changes: Sequence[Change], keys: Sequence[str]) -> list[set[str]]:
+    """Which of these tests notice each change; none where a run has no end, or ends early. Raises SandboxFailure."""
+    jobs = [_job(subject, change.apply(subject.repository.files), keys) for change in changes]
+    timeout_s = 6.0 + 4 * sum(subject.baseline.reach[key].seconds for key in keys)
+    return [set() if isinstance(ran, str) else _failing(ran, keys) for ran in _tried(subject, jobs, timeout_s)]
 
 
 def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> Job:
@@ -150,7 +159,7 @@ def _settled(
     order = [key for key in baseline.nearest(change.places) if key in failing] or sorted(failing)
     told = _symptoms(subject, ran, order, kinds or [change])
     draft = _draft(subject, change, changed, sorted({*failing, *besides}))
-    task = _repeated(subject, draft, failing)
+    task = repeated(subject, draft, failing)
     if not isinstance(task, Task):
         return task, None
     failing_ids = json.loads(task.metadata["fail_to_pass"])
@@ -162,7 +171,7 @@ def _settled(
     task = task.model_copy(
         update={"instruction": text, "metadata": task.metadata | _difficulty(subject, change, failing_ids)}
     )
-    return _graded(subject, task), task
+    return graded(subject, task), task
 
 
 def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: Sequence[str]) -> Task:
@@ -198,7 +207,7 @@ def restricted(plan: Plan, keys: Iterable[str], made_for: str) -> Plan:
     return Plan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(ordered))
 
 
-def _repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
+def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
     """The task with the tests on which all runs agree, and without the failing ones in its workspace."""
     plan = Plan.from_json(task.metadata["pytest.plan"])
     keys = frozenset(plan.tests)
@@ -206,7 +215,8 @@ def _repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ve
     gold = {path: text.encode() for path, text in (task.files | task.solution).items()}
     jobs = [job(task, files, (), keys) for files in (gold, start)]
     jobs = [replace(each, tests=modules_of(keys)) for each in jobs]
-    timeout_s = 10.0 + 4 * sum(subject.baseline.reach[key].seconds for key in keys)
+    reach = subject.baseline.reach
+    timeout_s = 10.0 + 4 * sum(reach[key].seconds if key in reach else OWN_S for key in keys)
     seen: list[set[str]] = []
     for seed in range(REPEATS):
         try:
@@ -224,6 +234,7 @@ def _repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ve
     counted = [key for key in sorted(keys) if key in steady or key not in ever]
     # In the workspace stand the tests that pass: what fails, an agent has to find out.
     by_module = {path: [key for key in steady if key.startswith(path + "::")] for path in modules_of(steady)}
+    by_module = {path: gone for path, gone in by_module.items() if path in task.files}
     visible = {path: without_tests(task.files[path], gone) for path, gone in by_module.items()}
     ids = [plan.tests[key] for key in counted]
     facts = {IDS: json.dumps(ids), "fail_to_pass": json.dumps([plan.tests[key] for key in sorted(steady)])}
@@ -231,9 +242,9 @@ def _repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ve
     return with_plan(Task.model_validate(task.model_dump()), restricted(plan, counted, digest(task)))
 
 
-def _graded(subject: Subject, task: Task) -> Verdict:
+def graded(subject: Subject, task: Task) -> Verdict:
     """By the grader itself, with twins."""
-    timeout_s = 20.0 + 4 * subject.baseline.suite_s
+    timeout_s = 60.0 + 4 * subject.baseline.suite_s
     gold = {path: text.encode() for path, text in (task.files | task.solution).items()}
     right = grade_pytest(task, gold, subject.backend, timeout_s=timeout_s, spec=subject.spec)
     start = {path: text.encode() for path, text in task.files.items()}

@@ -16,6 +16,7 @@ import shutil
 import stat
 import sysconfig
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 from composer_nb.harness.calls import SandboxUnavailable
@@ -24,6 +25,9 @@ from composer_nb.harness.sandboxes.testing import pytest_modules
 PACKAGES = {"rg": "ripgrep", "ruff": "ruff"}
 """Program -> what it is called by package managers."""
 TESTING = "pytest.zip"
+TOLD = ("pytest", "pluggy")
+"""Packages whose versions pytest looks up when it says what it is."""
+LONG_AGO = (1980, 1, 1, 0, 0, 0)
 PLACE = "/usr/local/bin"
 """Where a sandbox has them."""
 
@@ -47,7 +51,10 @@ def made_programs() -> dict[str, bytes]:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as held:
         for name, (_, package, text) in sorted(modules.items()):
             path = name.replace(".", "/") + ("/__init__.py" if package else ".py")
-            held.writestr(zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0)), text)
+            held.writestr(zipfile.ZipInfo(path, LONG_AGO), text)
+        for name in TOLD:
+            told = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version(name)}\n"
+            held.writestr(zipfile.ZipInfo(f"{name}-{version(name)}.dist-info/METADATA", LONG_AGO), told)
     return made | {"pytest": b'#!/bin/sh\nexec python3 -m pytest "$@"\n', TESTING: archive.getvalue()}
 
 

@@ -225,6 +225,11 @@ class TestTerminal:
         assert self.run(call, "pwd", working_directory="d/e").startswith("exit code 0, in d/e")
         assert self.run(call, "cd /tmp && rmdir $OLDPWD; true") == "exit code 0, in /tmp"
 
+    def test_pytest_says_what_it_is_and_runs_tests(self, box: Sandbox, call: Call) -> None:
+        box.write("test_a.py", b"def test_a(): pass\ndef test_b(): assert 1 == 2\n")
+        text = self.run(call, "pytest test_a.py")
+        assert text.startswith("exit code 1") and "1 failed, 1 passed" in text and "pluggy-" in text
+
     def test_a_folder_that_is_gone_is_told(self, call: Call) -> None:
         self.run(call, "mkdir d; cd d; rmdir ../d")
         assert "No such file" in self.run(call, "pwd")

@@ -28,7 +28,7 @@ def changed_by(kind: str, text: str) -> set[str]:
     """Everything that one kind makes of a function."""
     tree = cst.parse_module(textwrap.dedent(text))
     is_class = text.lstrip().startswith("class")
-    found = making._sites(tree, False, is_class, Random(0))
+    found = making._sites(tree, False, is_class, Random(0), OF_CLASSES if is_class else making.KINDS)
     return {tree.deep_replace(old, new).code for name, old, new in found if name == kind}  # type: ignore[union-attr]
 
 

@@ -1,0 +1,92 @@
+"""What an agent did on a user's repository, kept in a folder until, and after, the user says what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.product import checkout
+from composer_nb.harness.product.checkout import Checkout
+from composer_nb.harness.product.loop import Conversation
+from composer_nb.harness.rollout import Rollout, Segment
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.task import Task
+
+Verdict = Literal["accepted", "rejected", "open"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an agent did on a user's repository, kept in `path` until, and after, the user says what becomes of it."""
+
+    path: Path
+    source: Checkout
+    conversation: Conversation
+    changes: Mapping[str, bytes | None]
+    others: frozenset[str] = frozenset()
+    """Paths that are links or the like now, and are not carried back."""
+
+    @property
+    def diff(self) -> str:
+        return checkout.show(self.source, self.changes)
+
+    def accept(self) -> None:
+        """Writes the changes into the repository. Raises checkout.Conflict, and then nothing is written."""
+        checkout.accept(self.source, self.changes)
+        self._decide("accepted")
+
+    def reject(self) -> None:
+        self._decide("rejected")
+
+    def _decide(self, verdict: Verdict) -> None:
+        _write_verdict(self.path, verdict)
+
+
+def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
+    done = work.conversation
+    work.path.mkdir(parents=True)
+    before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
+    after = dict(before)
+    for path, data in work.changes.items():
+        if data is None:
+            del after[path]
+        else:
+            after[path] = data.decode("utf-8", "surrogateescape")
+    rollout = Rollout(
+        task_id=work.source.root.name,
+        segments=(segment,),
+        turns=done.turns,
+        files=after,
+        stop=done.stop,
+        counted=(done.read, done.written),
+        seconds=done.seconds,
+    )
+    changed = {path: before[path] for path in work.changes if path in before}
+    # No task of ours, so none that would pass its checks: what is stored needs its name and its files.
+    task = Task.model_construct(id=work.source.root.name, instruction=instruction, files=before)
+    save_attempts(
+        work.path / "rollout.parquet",
+        [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
+        {"instruction": [instruction], "policy": [policy], "before": [json.dumps(changed)]},
+    )
+    (work.path / "changes.diff").write_bytes(work.diff.encode("utf-8", "surrogateescape"))
+    _write_verdict(work.path, "open")
+
+
+def _write_verdict(path: Path, verdict: Verdict) -> None:
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    write_text(path / "verdict.json", json.dumps({"verdict": verdict, "time": when}))
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
