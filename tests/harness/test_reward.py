@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ def rollout(kinds: list[Kind] | None = None, turns: int = 2, invalid: int = 0, s
         logprob=np.zeros(len(kind), np.float32),
         policy_version=np.zeros(len(kind), np.int32),
     )
-    made = [Turn(call="", observation="", error="InvalidArguments" if n < invalid else None) for n in range(turns)]
+    made = [Turn(call="{}", observation="", error="InvalidArguments" if n < invalid else None) for n in range(turns)]
     return Rollout(task_id="t", segments=(segment,), turns=tuple(made), files={}, stop=stop)
 
 
@@ -159,3 +160,15 @@ def test_a_term_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[str, Any] = {"solved": 1.0, "quick": 0.5}
     assert reward(rollout(turns=2), PASSED, RewardSettings(weights=values)).total == 1.5
     assert quick(rollout(turns=3), PASSED) == 0.0
+
+
+def test_calls_of_one_message_are_calls_and_no_turns_of_their_own() -> None:
+    made = rollout(turns=2)
+    message = (
+        Turn(call="{}", observation=""),
+        Turn(call="{}", observation="", beside=True),
+        Turn(call="", observation=""),
+    )
+    made = replace(made, turns=message)
+    assert (made.calls, made.messages) == (2, 2)
+    assert Effort(calls=1.0, turns=0.0).of(made) - Effort(calls=0.0, turns=0.0).of(made) == 2.0

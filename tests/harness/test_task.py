@@ -241,7 +241,7 @@ def test_where_there_is_no_task(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no task"):
         load_tasks(tmp_path)
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"empty\.jsonl:1: not JSON"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl: holds no task"):
         load_tasks(tmp_path / "empty.jsonl")
 
 
