@@ -171,4 +171,4 @@ def test_calls_of_one_message_are_calls_and_no_turns_of_their_own() -> None:
     )
     made = replace(made, turns=message)
     assert (made.calls, made.messages) == (2, 2)
-    assert Effort(calls=1.0, turns=0.0).of(made) - Effort(calls=0.0, turns=0.0).of(made) == 2.0
+    assert Effort(calls=1.0, turns=0.0).of(made) - Effort(calls=0.0, turns=0.0).of(made) == pytest.approx(2.0)
