@@ -19,7 +19,7 @@ from composer_nb.harness.product.prompt import system_text
 from composer_nb.harness.product.work import Work, keep, write_text
 from composer_nb.harness.runtime import spec_of
 from composer_nb.harness.sandboxes import open_backend
-from composer_nb.harness.sandboxes.contract import WORKSPACE
+from composer_nb.harness.sandboxes.contract import WORKSPACE, SandboxDied, SandboxFailure
 from composer_nb.harness.sandboxes.fleet import Fleet
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.task import Task
@@ -145,9 +145,13 @@ def run_agent(
                 done = converse(instruction, speaker, tools, session, limits, told)
             finally:
                 segment = speaker.close()
-        after, others = checkout.carry_back(box, 2 * checkout.MAX_BYTES)
+        after, others, lost = source.files, set[str](), ""
+        try:
+            after, others = checkout.carry_back(box, 2 * checkout.MAX_BYTES)
+        except (SandboxDied, SandboxFailure, OSError) as error:  # what was said is kept all the same
+            lost = str(error)
     changes = checkout.changed(source, after, others)
     strange = frozenset(path for path in others if path not in source.left_out)
-    work = Work(path=out, source=source, conversation=done, changes=changes, others=strange)
+    work = Work(path=out, source=source, conversation=done, changes=changes, others=strange, lost=lost)
     keep(work, instruction, segment, policy)
     return work

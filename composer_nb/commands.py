@@ -80,18 +80,14 @@ def _textual(tasks: Sequence[Task]) -> Agent:
 def _endpoint(
     name: str, tasks: Sequence[Task], samples: int, executor: Executor
 ) -> tuple[list[Attempt], list[Attempt]]:
-    from composer_nb.harness.openai_policy import Endpoint, OpenAIPolicy
+    from composer_nb.harness.openai_policy import OpenAIPolicy
+    from composer_nb.policies import open_endpoint
 
-    url, _, model = name.partition("#")
-    listed = [model] if model else Endpoint(url=url).models()
-    if not listed:
-        raise ValueError(f"--policy openai:{url}: it lists no model; write openai:{url}#MODEL")
     agent = _textual(tasks)
     schemas = [tool.schema for tool in agent.tools.tools.values()]
 
     def attempts(each: int, temperature: float) -> list[Attempt]:
-        endpoint = Endpoint(url=url, model=listed[0], temperature=temperature)
-        with OpenAIPolicy(endpoint, agent.renderer, schemas) as policy:
+        with OpenAIPolicy(open_endpoint(name, temperature), agent.renderer, schemas) as policy:
             return list(run_eval(policy, agent, tasks, executor, each))
 
     return attempts(samples, 1.0), attempts(1, 0.0)

@@ -23,6 +23,7 @@ from composer_nb.harness.product.scripts import read_script
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.product.show import bench_table
 from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.sandboxes.contract import SandboxDied
 from composer_nb.harness.task import Task, save_tasks
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
@@ -206,6 +207,18 @@ def test_an_arm_that_is_lost_costs_no_other(tasks: list[Task], tmp_path: Path, s
         evaluate_arms(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
     with pytest.raises(ValueError, match="another policy, backend or settings"):
         evaluate_arms("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, backend="docker")
+
+
+def test_what_can_not_be_carried_out_loses_no_conversation(
+    repository: Path, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def died(*_: object) -> None:
+        raise SandboxDied("its memory was used up")
+
+    monkeypatch.setattr("composer_nb.harness.product.checkout.carry_back", died)
+    work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out")
+    assert work.lost == "its memory was used up" and not work.changes and len(work.conversation.turns) == 5
+    assert pq.read_table(tmp_path / "out/rollout.parquet").num_rows == 1 and (repository / "f.py").read_text() == WRONG
 
 
 def test_no_changes_are_no_verdict(repository: Path, tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.chat import Said
 from composer_nb.harness.cursor.arguments import CONTROLS
+from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
 
 TURNING = {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
@@ -59,7 +60,7 @@ def call_line(turn: Turn) -> str:
     return plain(" ".join([held["name"], *parts]))[:200]
 
 
-def decide(work: Any, verdict: str, console: Console) -> int:
+def decide(work: Work, verdict: str, console: Console) -> int:
     """Shows what an agent did, and carries out what the user makes of it. 0 where it ended by itself and something is accepted,
     or nothing was changed, which leaves the verdict open; 1 otherwise."""
     done = work.conversation
@@ -72,6 +73,10 @@ def decide(work: Any, verdict: str, console: Console) -> int:
     for path in sorted(work.others):
         console.print(
             f"not carried back, as it is no plain file now: {escape(plain(path))}", style="red", soft_wrap=True
+        )
+    if work.lost:
+        console.print(
+            f"its files could not be carried out of the sandbox: {plain(work.lost)}", style="red", markup=False
         )
     if not work.changes:
         console.print("it changed nothing")
@@ -120,10 +125,11 @@ def bench_progress(total: int, console: Console) -> Iterator[Callable[[str, Atte
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as bar:
-        bars: dict[str, Any] = {}
+        bars: dict[str, TaskID] = {}
 
         def tell(arm: str, attempt: Attempt) -> None:
-            bars.setdefault(arm, bar.add_task(arm, total=total) if arm not in bars else None)
+            if arm not in bars:
+                bars[arm] = bar.add_task(arm, total=total)
             bar.update(bars[arm], description=count(arm, attempt), completed=done[arm])
 
         yield tell

@@ -32,6 +32,8 @@ class Work:
     changes: Mapping[str, bytes | None]
     others: frozenset[str] = frozenset()
     """Paths that are links or the like now, and are not carried back."""
+    lost: str = ""
+    """Why its files could not be carried out of the sandbox, where they could not; then there are no changes."""
 
     @property
     def diff(self) -> str:
@@ -50,6 +52,7 @@ class Work:
 
 
 def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
+    """Writes it into its folder, which is made, with an open verdict."""
     done = work.conversation
     work.path.mkdir(parents=True)
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
