@@ -48,15 +48,15 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
     singles = np.array([float(done.grade.passed) for done in greedy or () if done.grade.known])
     if not graded or (greedy is not None and not len(singles)):
         raise ValueError("no attempt has a grade, so there is nothing to sum up; run `composer-nb doctor`")
-    by_task = _scores(graded, lambda done: done.task.id)
-    means = np.array([np.mean(scores) for scores in by_task.values()])
-    by_family = _scores(graded, lambda done: done.task.metadata.get("family", "all"))
+    by_task = scores(graded, lambda done: done.task.id)
+    means = np.array([np.mean(each) for each in by_task.values()])
+    by_family = scores(graded, lambda done: done.task.metadata.get("family", "all"))
     return {
         "pass_at_1": float(means.mean()),
-        "ci95": _bootstrap(means, seed),
-        **({} if greedy is None else {"pass_greedy": float(singles.mean()), "ci95_greedy": _bootstrap(singles, seed)}),
-        "best_of_k": float(np.mean([max(scores) for scores in by_task.values()])),
-        "k": max(len(scores) for scores in by_task.values()),
+        "ci95": bootstrap(means, seed),
+        **({} if greedy is None else {"pass_greedy": float(singles.mean()), "ci95_greedy": bootstrap(singles, seed)}),
+        "best_of_k": float(np.mean([max(each) for each in by_task.values()])),
+        "k": max(len(each) for each in by_task.values()),
         "n_tasks": len(by_task),
         "infra_errors": sum(not done.grade.known for done in (*sampled, *(greedy or ()))),
         **behaviour(graded),
@@ -64,11 +64,12 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
     }
 
 
-def _scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str, list[float]]:
-    scores: dict[str, list[float]] = {}
+def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str, list[float]]:
+    """1 for solved, 0 for not, by what `key` says of an attempt."""
+    found: dict[str, list[float]] = {}
     for done in graded:
-        scores.setdefault(key(done), []).append(float(done.grade.passed))
-    return scores
+        found.setdefault(key(done), []).append(float(done.grade.passed))
+    return found
 
 
 def behaviour(attempts: Sequence[Attempt]) -> dict[str, float]:
@@ -96,7 +97,8 @@ def _retried(turns: Sequence[Turn]) -> bool | None:
     return any(edit > failures[0] for edit in edits) if failures else None
 
 
-def _bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
+def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
+    """The 95 % interval of a mean, from 2,000 resamples."""
     random = np.random.default_rng(seed)
     means = random.choice(values, (2000, len(values))).mean(1)
     return [float(x) for x in np.quantile(means, [0.025, 0.975])]

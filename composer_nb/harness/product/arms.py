@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.bench import summarise
+from composer_nb.harness.bench import bootstrap, scores, summarise
 from composer_nb.harness.cursor.toolset import NAMES, SEARCH, CursorTools
 from composer_nb.harness.product.prompt import undescribed
 from composer_nb.harness.search.workspace import Indexes
@@ -74,13 +74,9 @@ def difference(one: Sequence[Attempt], other: Sequence[Attempt], seed: int = 0) 
     gains = np.array([first[task] - second[task] for task in sorted(first.keys() & second.keys())])
     if not len(gains):
         return []
-    means = np.random.default_rng(seed).choice(gains, (2000, len(gains))).mean(1)
-    return [float(gains.mean()), *(float(x) for x in np.quantile(means, [0.025, 0.975]))]
+    return [float(gains.mean()), *bootstrap(gains, seed)]
 
 
 def _means(attempts: Sequence[Attempt]) -> dict[str, float]:
-    scores: dict[str, list[float]] = {}
-    for done in attempts:
-        if done.grade.known:
-            scores.setdefault(done.task.id, []).append(float(done.grade.passed))
-    return {task: float(np.mean(values)) for task, values in scores.items()}
+    by_task = scores([done for done in attempts if done.grade.known], lambda done: done.task.id)
+    return {task: float(np.mean(values)) for task, values in by_task.items()}
