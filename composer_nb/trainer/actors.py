@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from composer_nb.harness.journal import Journal
@@ -65,7 +65,8 @@ class ThreadRemote:
     def kill(self) -> None:
         self.dead = True
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._made.done() and not self._made.exception() and hasattr(self._made.result(), "stop"):
+        wait([self._made])  # a thread can not be ended while it is born: it would go on to write, as no process does
+        if not self._made.cancelled() and not self._made.exception() and hasattr(self._made.result(), "stop"):
             self._made.result().stop()
 
 
