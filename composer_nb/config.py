@@ -22,6 +22,7 @@ from composer_nb.harness.reward import RewardSettings
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.model import ModelConfig
 from composer_nb.trainer.optimizer import trapezoid
+from composer_nb.trainer.routes import ReplaySettings
 from composer_nb.trainer.schedule import Schedule
 
 
@@ -119,8 +120,6 @@ class RlSettings:
     microbatch_tokens: Some = 4096
     tokens_per_rollout: Some = 64
     """The constant in the loss's denominator, prompts × group × this: no batch's length enters its gradient."""
-    replay: bool = False
-    """Train on the experts that sampling chose."""
     shuffle_rewards: bool = False
     """Control: rewards are dealt out at random within the batch, so nothing should be learnt."""
     max_seconds: NotNegative = 310.0
@@ -201,6 +200,7 @@ class Settings:
     sft: SftSettings = field(default_factory=SftSettings)
     rl: RlSettings = field(default_factory=RlSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)

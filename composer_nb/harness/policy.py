@@ -50,13 +50,18 @@ class ProviderFailure(RuntimeError):
 class Trace:
     """What a policy recorded while it read and wrote a rollout of T tokens. Empty arrays where it has no experts."""
 
-    routes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
-    """[T, L, K]; the last token was never forwarded, so its row means nothing and `route_valid` says so."""
+    routes: NDArray[np.unsignedinteger[Any]] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
+    """[T, L, K], of `route_dtype`; the last token was never forwarded, so its row means nothing and `route_valid` says so."""
     gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     margins: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """`route_checks` of every forwarded token, made where it was forwarded; 0 elsewhere."""
+
+
+def route_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:
+    """What routes among so many experts are stored as: uint8, or uint16 above 256 (Kimi K2 has 384)."""
+    return np.uint8 if experts <= 256 else np.uint16
 
 
 def route_checks(position: NDArray[Any], token_ids: NDArray[Any], routes: NDArray[Any]) -> NDArray[np.uint64]:

@@ -1,8 +1,9 @@
 """Attention of new tokens on a key-value cache, one query at a time against exactly the positions that it may see.
 
-Dimensions: N new tokens, Q query heads, G key heads, C head width, S cache slots, T cache positions.
-`cached_attention` picks numba on a CPU (no padding is read, no compiler is needed) and the plain torch form elsewhere;
-`cached_attention_reference` is the definition that both are tested against.
+Dimensions: N new tokens, Q query heads, G key heads, C head width (of queries and keys; that of values may be another), S cache
+slots, T cache positions.
+`cached_attention` picks numba for float32 on a CPU (no padding is read, no compiler is needed) and the plain torch form
+elsewhere; `cached_attention_reference` is the definition that both are tested against.
 """
 
 from __future__ import annotations
@@ -16,48 +17,51 @@ from torch import Tensor
 from composer_nb.kernels.compiled import compiled, dot, total
 
 
-def cached_attention(q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor) -> Tensor:
-    """[N, Q, C], all float32: token n attends to positions 0..position_N[n] of cache row slot_N[n], its own key among them."""
-    if q_NQC.device.type != "cpu":
-        return cached_attention_reference(q_NQC, k_SGTC, v_SGTC, slot_N, position_N)
+def cached_attention(
+    q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor, scale: float | None = None
+) -> Tensor:
+    """[N, Q, width of values]: token n attends to positions 0..position_N[n] of cache row slot_N[n], its own key among them.
+    All are of one dtype, float32 or float64. `scale` is that of the scores, C^-½ if not given."""
+    if q_NQC.device.type != "cpu" or q_NQC.dtype != torch.float32:
+        return cached_attention_reference(q_NQC, k_SGTC, v_SGTC, slot_N, position_N, scale)
     q_NQC = q_NQC.contiguous()
-    out = torch.empty_like(q_NQC)
+    out = q_NQC.new_empty(*q_NQC.shape[:2], v_SGTC.shape[-1])
     arrays = (x.numpy() for x in (q_NQC, k_SGTC, v_SGTC, slot_N, position_N, out))
-    _attend(*arrays)
+    _attend(*arrays, np.float32(math.log2(math.e) * (scale or 1 / math.sqrt(q_NQC.shape[-1]))))
     return out
 
 
 def cached_attention_reference(
-    q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor
+    q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor, scale: float | None = None
 ) -> Tensor:
     """The same with whole cache rows and a mask."""
+    scale = scale or 1 / math.sqrt(q_NQC.shape[-1])
     groups = q_NQC.shape[1] // k_SGTC.shape[1]
     longest = int(position_N.max()) + 1
     k_NQTC = k_SGTC[slot_N, :, :longest].repeat_interleave(groups, dim=1)
     v_NQTC = v_SGTC[slot_N, :, :longest].repeat_interleave(groups, dim=1)
-    score_NQT = torch.einsum("nqc,nqtc->nqt", q_NQC, k_NQTC) / math.sqrt(q_NQC.shape[-1])
+    score_NQT = torch.einsum("nqc,nqtc->nqt", q_NQC, k_NQTC) * scale
     hidden_NT = torch.arange(longest, device=q_NQC.device) > position_N[:, None]
     weight_NQT = score_NQT.masked_fill(hidden_NT[:, None], -math.inf).softmax(-1)
     return torch.einsum("nqt,nqtc->nqc", weight_NQT, v_NQTC)
 
 
 @compiled
-def _attend(q, k, v, slot, position, out):  # type: ignore[no-untyped-def]
+def _attend(q, k, v, slot, position, out, scale):  # type: ignore[no-untyped-def]
     score = np.empty(k.shape[2], dtype=np.float32)
     bits = np.empty(k.shape[2], dtype=np.int32)
     for n in range(len(q)):
-        attend_one(q[n], k[slot[n]], v[slot[n]], position[n] + 1, score, bits, out[n])
+        attend_one(q[n], k[slot[n]], v[slot[n]], position[n] + 1, scale, score, bits, out[n])
 
 
 @compiled
-def attend_one(q, k, v, seen, score, bits, out):  # type: ignore[no-untyped-def]
+def attend_one(q, k, v, seen, scale, score, bits, out):  # type: ignore[no-untyped-def]
     """One token's heads [Q, C] on the first `seen` positions of its row [G, T, C]. `score` and `bits` are room to work in.
 
-    Softmax in base 2. 2^x is put together from the bits of its exponent and a polynomial, because a call to exp would keep
-    the compiler from using vector instructions and costs half of the time."""
-    heads, width = q.shape
+    Softmax in base 2, so `scale` is that of the scores over ln 2. 2^x is put together from the bits of its exponent and a
+    polynomial, because a call to exp would keep the compiler from using vector instructions and costs half of the time."""
+    heads, width = len(q), v.shape[2]
     groups = heads // k.shape[0]
-    scale = np.float32(math.log2(math.e) / math.sqrt(width))
     power = bits.view(np.float32)
     for head in range(heads):
         keys, values = k[head // groups], v[head // groups]

@@ -120,9 +120,10 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
                 v[row, group, at, c] = heads[source, queries + keys + group, c]
     score, bits = np.empty(k.shape[2], np.float32), np.empty(k.shape[2], np.int32)
     attended = np.zeros((even, queries, head_width), np.float32)
+    scale = np.float32(math.log2(math.e) / math.sqrt(head_width))
     for n in range(tokens):
         slot, seen = new.slot_U[n], new.position_U[n] + 1
-        attend_one(heads[n, :queries], k[slot], v[slot], seen, score, bits, attended[n])
+        attend_one(heads[n, :queries], k[slot], v[slot], seen, scale, score, bits, attended[n])
     y = np.empty((even, width), np.float32)
     _products(attended.reshape(even, -1), w.o_AD, y)
     for n in range(tokens):

@@ -1,16 +1,56 @@
 """The mixture-of-experts layer: route, group tokens by expert, two grouped GEMMs with SwiGLU between, combine.
 
-Dimensions: N tokens, D model width, E experts, K experts a token, H expert width.
+Dimensions: N tokens, D model width, E experts, K experts a token, L MoE layers, M = N · K, H expert width.
 The CPU and GPU back end of this file is torch's grouped GEMM; `moe_reference` is the plain loop that it is tested against.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Level = Literal["ids", "ids+order", "weights"]
+"""What of the routes on record is replayed: the set of experts (in the order of the live scores), their order too, or also
+their gates, through which then no gradient reaches the router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a router chooses. `chosen` is K."""
+
+    chosen: int
+    sigmoid: bool = False
+    """Scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16)."""
+    groups: int = 1
+    kept_groups: int = 1
+    """Experts are chosen from the so many groups whose two best add up to most."""
+    scale: float = 1.0
+    """Factor of all gates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Routes to use in place of the router's own. [N, L, K] for a model, [N, K] for one layer (`layer`)."""
+
+    experts: Tensor
+    """int64, in the order in which they were chosen."""
+    level: Level = "ids+order"
+    gates: Tensor | None = None
+    """float32; needed at level `weights`."""
+    valid_N: Tensor | None = None
+    """bool; a token that is not valid takes the router's own experts. None: all are."""
+    plausible: float = 0.0
+    """Replayed experts whose live score is below this times the lowest of the router's own K are replaced by the best of its
+    own that are not among those kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
+
+    def layer(self, index: int) -> Replay:
+        gates = None if self.gates is None else self.gates[:, index]
+        return replace(self, experts=self.experts[:, index], gates=gates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,49 +58,134 @@ class Routing:
     """What a router decided for N tokens."""
 
     experts_NK: Tensor
-    """int64, in order of falling probability (or in the replayed order)."""
+    """int64, in order of falling score (or in the replayed order)."""
     gates_NK: Tensor
-    """float32, each row sums to 1; gradients flow through it to the router."""
+    """float32 or wider; gradients flow through it to the router."""
     margin_N: Tensor
-    """float32: probability of the K-th expert minus that of the next, the distance to a flip."""
+    """Score of the K-th expert minus that of the next, the distance to a flip."""
     probs_NE: Tensor
-    """float32 softmax over all experts."""
+    """float32 or wider; how a token is shared among all experts: the softmax, or sigmoids over their sum."""
+    own_NK: Tensor
+    """int64; what the router would have chosen itself. The same as `experts_NK` where nothing is replayed."""
+    implausible_NK: Tensor | None = None
+    """bool; replayed experts that were replaced. None where nothing is filtered."""
 
 
-def route(x_ND: Tensor, router_ED: Tensor, k: int, replay_NK: Tensor | None = None) -> Routing:
-    """Qwen3-MoE's router: softmax in float32, top k, gates renormalised over the chosen.
+def route(
+    x_ND: Tensor, router_ED: Tensor, rule: Rule, bias_E: Tensor | None = None, replay: Replay | None = None
+) -> Routing:
+    """Scores of all experts, the choice of K, and gates.
 
-    With `replay_NK` (int64) the experts are those given, the gates still come from the live scores, so that the router
-    learns (R3, arXiv 2510.11370). Scores are computed in the dtype of `router_ED`, whatever that of `x_ND` is. Raises
-    ValueError when the replayed experts do not fit the tokens.
+    softmax: as Qwen3-MoE's; gates are the chosen experts' shares of their sum. sigmoid: as DeepSeek-V3's; `bias_E` moves the
+    choice and no gate. Scores are computed in the dtype of `router_ED`, whatever that of `x_ND` is; what follows is float32, or
+    float64 where that is. With `replay` the experts are those given while the gates come from the live scores (but at level
+    `weights`), so that the router learns (R3, arXiv 2510.11370). Raises ValueError where routes do not fit the tokens.
     """
-    logits_NE = F.linear(x_ND.to(router_ED.dtype), router_ED).float()
-    probs_NE = logits_NE.softmax(-1)
-    top = probs_NE.topk(k + 1 if k < probs_NE.shape[1] else k, dim=-1)
-    margin_N = (top.values[:, k - 1] - top.values[:, k]) if k < probs_NE.shape[1] else top.values[:, k - 1]
-    experts_NK = top.indices[:, :k]
-    if replay_NK is not None:
-        if replay_NK.shape != experts_NK.shape:
-            raise ValueError(f"replayed routes are {tuple(replay_NK.shape)}, the tokens need {tuple(experts_NK.shape)}")
-        experts_NK = replay_NK
-    # A softmax over the chosen logits is the same as dividing their probabilities by their sum, but stays finite when
-    # replayed experts have lost all of theirs.
-    gates_NK = logits_NE.gather(1, experts_NK).softmax(-1)
-    return Routing(experts_NK, gates_NK, margin_N.detach(), probs_NE)
+    logits_NE = F.linear(x_ND.to(router_ED.dtype), router_ED)
+    logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+    if rule.sigmoid:
+        score_NE = logits_NE.sigmoid()
+        choice_NE = score_NE if bias_E is None else score_NE + bias_E.to(score_NE.device)
+        probs_NE = score_NE / score_NE.sum(-1, keepdim=True)
+    else:
+        score_NE = choice_NE = probs_NE = logits_NE.softmax(-1)
+    own_NK, margin_N = _choose(choice_NE.detach(), rule)
+    experts_NK, implausible_NK = own_NK, None
+    if replay is not None:
+        experts_NK, implausible_NK = _replayed(replay, own_NK, score_NE.detach(), choice_NE.detach())
+    if rule.sigmoid:
+        chosen_NK = score_NE.gather(1, experts_NK)
+        gates_NK = chosen_NK / (chosen_NK.sum(-1, keepdim=True) + 1e-20) * rule.scale
+    else:
+        # A softmax over the chosen logits is the same as dividing their probabilities by their sum, but stays finite when
+        # replayed experts have lost all of theirs.
+        gates_NK = logits_NE.gather(1, experts_NK).softmax(-1)
+        gates_NK = gates_NK * rule.scale if rule.scale != 1 else gates_NK
+    if replay is not None and replay.level == "weights":
+        gates_NK = _replayed_gates(replay, gates_NK, implausible_NK)
+    return Routing(experts_NK, gates_NK, margin_N, probs_NE, own_NK, implausible_NK)
+
+
+def _choose(choice_NE: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The K best experts, best first, and the distance to the next one."""
+    k, experts = rule.chosen, choice_NE.shape[1]
+    if rule.groups > rule.kept_groups:
+        grouped_NGE = choice_NE.unflatten(1, (rule.groups, -1))
+        best_NG = grouped_NGE.topk(min(2, grouped_NGE.shape[2]), -1).values.sum(-1)
+        kept_NG = torch.zeros_like(best_NG, dtype=torch.bool)
+        kept_NG.scatter_(1, best_NG.topk(rule.kept_groups, -1).indices, True)
+        choice_NE = grouped_NGE.masked_fill(~kept_NG[:, :, None], -math.inf).flatten(1)
+    top = choice_NE.topk(min(k + 1, experts), dim=-1)
+    last_N = top.values[:, k - 1]
+    margin_N = last_N - top.values[:, k] if k < experts else last_N
+    return top.indices[:, :k], margin_N.clamp_max(1.0)  # no other expert was left where the next is -inf
+
+
+def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Experts to use, and which of the given ones were replaced because the live router finds them implausible."""
+    experts_NK = replay.experts
+    if experts_NK.shape != own_NK.shape:
+        raise ValueError(f"replayed routes are {tuple(experts_NK.shape)}, the tokens need {tuple(own_NK.shape)}")
+    if replay.valid_N is not None:
+        experts_NK = torch.where(replay.valid_N[:, None], experts_NK, own_NK)
+    implausible_NK = None
+    if replay.plausible > 0:
+        least_N = replay.plausible * score_NE.gather(1, own_NK).amin(-1)
+        implausible_NK = score_NE.gather(1, experts_NK) < least_N[:, None]
+        experts_NK = _fill(experts_NK, implausible_NK, own_NK)
+    if replay.level == "ids":
+        order_NK = choice_NE.gather(1, experts_NK).argsort(stable=True, dim=-1, descending=True)
+        experts_NK = experts_NK.gather(1, order_NK)
+    return experts_NK, implausible_NK
+
+
+def _fill(experts_NK: Tensor, gone_NK: Tensor, own_NK: Tensor) -> Tensor:
+    """`experts_NK` with those that are gone replaced, place by place, by the router's own that are not there yet, best first."""
+    kept_NK = experts_NK.masked_fill(gone_NK, -1)
+    there_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
+    spare_NK = own_NK.gather(1, there_NK.to(torch.uint8).argsort(stable=True, dim=-1))
+    which_NK = (gone_NK.cumsum(-1) - 1).clamp_min(0)
+    return torch.where(gone_NK, spare_NK.gather(1, which_NK), experts_NK)
+
+
+def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | None) -> Tensor:
+    """The gates on record; live ones for tokens that are not valid or lost an expert."""
+    if replay.gates is None or replay.gates.shape != live_NK.shape:
+        raise ValueError(f"replay at level 'weights' needs gates of {tuple(live_NK.shape)} beside the experts")
+    use_N = torch.ones(len(live_NK), dtype=torch.bool, device=live_NK.device)
+    if replay.valid_N is not None:
+        use_N &= replay.valid_N
+    if implausible_NK is not None:
+        use_N &= ~implausible_NK.any(-1)
+    return torch.where(use_N[:, None], replay.gates.to(live_NK.dtype), live_NK)
 
 
 def moe(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:
-    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H."""
+    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H.
+
+    A token's K results are added up in the order of its experts, so that the order on record can matter, and nothing that
+    other tokens do can.
+    """
+    chosen = routing.experts_NK.shape[1]
     experts_M = routing.experts_NK.reshape(-1)
     order_M = torch.argsort(experts_M, stable=True)
     counts_E = torch.bincount(experts_M, minlength=w_in_EDF.shape[0])
     offsets_E = counts_E.cumsum(0).to(torch.int32)
-    token_M = order_M // routing.experts_NK.shape[1]
-    hidden_MF = F.grouped_mm(x_ND.index_select(0, token_M), w_in_EDF, offs=offsets_E)
+    hidden_MF = grouped_mm(x_ND.index_select(0, order_M // chosen), w_in_EDF, offsets_E)
     gate_MH, up_MH = hidden_MF.chunk(2, dim=-1)
-    out_MD = F.grouped_mm(F.silu(gate_MH) * up_MH, w_out_EHD, offs=offsets_E)
-    weighted_MD = out_MD * routing.gates_NK.reshape(-1).index_select(0, order_M).unsqueeze(-1).to(out_MD.dtype)
-    return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD)
+    out_MD = grouped_mm(F.silu(gate_MH) * up_MH, w_out_EHD, offsets_E)
+    place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+    out_NKD = out_MD.index_select(0, place_M).unflatten(0, (-1, chosen))
+    return (out_NKD * routing.gates_NK.to(out_MD.dtype).unsqueeze(-1)).sum(1)
+
+
+def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor) -> Tensor:
+    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. float64, which torch's kernel
+    does not know, goes expert by expert."""
+    if x_MA.dtype != torch.float64:
+        return F.grouped_mm(x_MA, w_EAB, offs=offsets_E)
+    sizes = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
+    return torch.cat([part @ w for part, w in zip(x_MA.split(sizes), w_EAB, strict=True)])
 
 
 def moe_reference(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:

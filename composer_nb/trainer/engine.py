@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace, route_checks
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace, route_checks, route_dtype
 from composer_nb.kernels.attention import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, fits, project
 from composer_nb.trainer.model import Model
@@ -85,11 +85,12 @@ class Engine:
         self.temperature, self.version = temperature, version
         self.seed = seed
         device = model.embed.device
-        shape = (c.num_hidden_layers, slots, c.num_key_value_heads, max_length, c.head_dim)
-        self._k = torch.zeros(shape, device=device)
-        self._v = torch.zeros_like(self._k)
-        routed = (slots, max_length, c.num_hidden_layers)
-        self._routes = np.zeros((*routed, c.num_experts_per_tok), np.uint8)
+        wide = torch.promote_types(model.embed.dtype, torch.float32)
+        shape = (c.num_hidden_layers, slots, c.num_key_value_heads, max_length)
+        self._k = torch.zeros((*shape, c.head_dim), device=device, dtype=wide)
+        self._v = torch.zeros((*shape, c.value_width), device=device, dtype=wide)
+        routed = (slots, max_length, c.moe_layers)
+        self._routes = np.zeros((*routed, c.num_experts_per_tok), route_dtype(c.num_experts))
         self._gates = np.zeros((*routed, c.num_experts_per_tok), np.float32)
         self._margins = np.zeros(routed, np.float32)
         self._checks = np.zeros(routed[:2], np.uint64)
@@ -99,8 +100,6 @@ class Engine:
         self.forwarded = 0
         """Tokens computed; those that were copied from a rollout alike are not among them."""
         self.sampled = 0
-        if c.num_experts > 256:
-            raise ValueError("the engine stores routes as uint8: at most 256 experts")
 
     @property
     def capacity(self) -> int:
@@ -229,7 +228,7 @@ class Engine:
         new = NewTokens(ids_U, at_U, own_U, row_N, position_N, from_N)
         run = self._trunk if self._packed is None else partial(self._decode, self._packed)
         logits, routes_ULK, gates_ULK, margins_UL = run(new, starts + sizes - 1)
-        routes_NLK = routes_ULK[from_N].astype(np.uint8)
+        routes_NLK = routes_ULK[from_N].astype(self._routes.dtype)
         ids_N = np.array([token for slot in slots for token in slot.pending])
         self._routes[row_N, position_N] = routes_NLK
         self._checks[row_N, position_N] = route_checks(position_N, ids_N, routes_NLK)
@@ -252,17 +251,19 @@ class Engine:
         device = self.model.embed.device
         ids, at, own, row, position, source = (torch.from_numpy(x).to(device) for x in new)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._k[layer].transpose(1, 2).index_put_((row, position), k.float().index_select(0, source))
-            self._v[layer].transpose(1, 2).index_put_((row, position), v.float().index_select(0, source))
-            return cached_attention(q.float(), self._k[layer], self._v[layer], own, at).to(q.dtype)
+        wide = self._k.dtype
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            self._k[layer].transpose(1, 2).index_put_((row, position), k.to(wide).index_select(0, source))
+            self._v[layer].transpose(1, 2).index_put_((row, position), v.to(wide).index_select(0, source))
+            return cached_attention(q.to(wide), self._k[layer], self._v[layer], own, at, scale).to(q.dtype)
 
         hidden_UD, routings = self.model.trunk(ids, at, attend)
         experts = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()
         gates = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()
-        margins = torch.stack([r.margin_N for r in routings], 1).cpu().numpy()
+        margins = torch.stack([r.margin_N for r in routings], 1).float().cpu().numpy()
         hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
-        return F.linear(hidden_SD, self.model.output_weight).float(), experts, gates, margins
+        return F.linear(hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
 
     def _alike(self, slots: list[_Slot]) -> tuple[list[int], NDArray[np.int64]]:
         """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
@@ -294,9 +295,11 @@ class Engine:
 
 
 def pack(model: Model) -> DecodeWeights | None:
-    """A copy of the weights of a float32 model on a CPU whose layers fit its cache, laid out for `decode`; None for any other."""
+    """A copy of the weights of a float32 Qwen3-MoE on a CPU whose layers fit its cache, laid out for `decode`; None for any
+    other."""
     layers = model.layers
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
+    plain = plain and not model.config.latent and model.router_dtype in (None, torch.float32)
     if not plain or not fits(max(sum(4 * p.numel() for p in layer.parameters()) for layer in layers)):
         return None
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
@@ -321,5 +324,5 @@ def pack(model: Model) -> DecodeWeights | None:
         ),
         final_norm_D=array(model.final_norm),
         output_DV=array(model.output_weight.T),
-        rope_P2C=array(model.rope_table(model.embed.device)),
+        rope_P2C=array(model.rope_table(model.embed)),
     )

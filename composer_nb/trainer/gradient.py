@@ -12,24 +12,24 @@ from torch import Tensor
 from composer_nb.trainer.loss import LossSettings, policy_loss
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.packing import Stream, flatten, microbatches, score
-from composer_nb.trainer.routes import require_routes
+from composer_nb.trainer.routes import ReplaySettings, require_routes
 
 
 def policy_gradient(
-    model: Model, streams: Sequence[Stream], settings: LossSettings, *, replay: bool, budget: int = 4096
+    model: Model, streams: Sequence[Stream], settings: LossSettings, *, replay: ReplaySettings, budget: int = 4096
 ) -> tuple[Tensor, dict[str, float]]:
     """Gradient [W] of the loss over `streams` (its denominator their number of sampled tokens) with respect to all W weights, and
     the metrics of `policy_loss` as sums. The model is left as it is. Raises ValueError for routes that can not be replayed."""
-    if replay:
-        require_routes(streams, model.config)
+    if replay.recorded:
+        require_routes(streams, model.config, replay)
     made = copy.deepcopy(model).requires_grad_()
     weights = list(made.parameters())
     tokens = float(sum(int(stream.acted[1:].sum()) for stream in streams))
     total = torch.zeros(sum(weight.numel() for weight in weights))
     metrics: Counter[str] = Counter()
     for chunk in microbatches(streams, budget):
-        batch = flatten(chunk, replay=replay)
-        logprob_S, _ = score(made, batch, replay=replay)
+        batch = flatten(chunk, replay)
+        logprob_S, _ = score(made, batch, batch.recorded)
         loss, found = policy_loss(
             logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S, settings, max(1.0, tokens)
         )

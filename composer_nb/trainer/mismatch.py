@@ -16,7 +16,7 @@ from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.packing import flatten, microbatches, score
 from composer_nb.trainer.rl import Scored, to_stream
-from composer_nb.trainer.routes import require_routes, routes_differ
+from composer_nb.trainer.routes import FULL, ReplaySettings, require_routes, routes_differ
 
 Gap = NDArray[np.float64]
 
@@ -39,19 +39,19 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096) -> Comparison:
-    """Scores attempts twice, with the trainer's own routes and with the engine's. Raises ValueError for routes that can not be
-    replayed."""
+def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL) -> Comparison:
+    """Scores attempts twice, with the trainer's own routes and with the engine's, replayed as `replay` says. Raises ValueError
+    for routes that can not be."""
     streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0)) for done in attempts]
-    require_routes(streams, model.config)
+    require_routes(streams, model.config, replay)
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in Comparison.__dataclass_fields__}
     for chunk in microbatches(streams, budget):
-        batch = flatten(chunk, replay=True)
-        assert batch.routes_NLK is not None
+        batch = flatten(chunk, replay)
+        assert batch.recorded is not None, "`replay` is of routes on record"
         seen: list[Routing] = []
-        off_S, _ = score(model, batch, replay=False, seen=seen)
-        on_S, _ = score(model, batch, replay=True)
-        differ_NL = routes_differ(seen, batch.routes_NLK)
+        off_S, _ = score(model, batch, seen=seen)
+        on_S, _ = score(model, batch, batch.recorded)
+        differ_NL = routes_differ(seen, batch.recorded.experts)
         parts["off_S"].append((off_S - batch.sampled_S).double().numpy())
         parts["on_S"].append((on_S - batch.sampled_S).double().numpy())
         parts["flipped_S"].append(differ_NL.any(1)[batch.place_U][batch.from_S].numpy())
@@ -60,7 +60,9 @@ def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096) -> Co
     return Comparison(**{name: np.concatenate(pieces) for name, pieces in parts.items()})
 
 
-def measure_mismatch(model: Model, attempts: Sequence[Attempt], budget: int = 4096) -> dict[str, Any]:
+def measure_mismatch(
+    model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL
+) -> dict[str, Any]:
     """Compares sampled log-probabilities with the trainer's, its own routes (`off`) against the engine's (`on`).
 
     Per sampled token: p50 and p99 of |Δ log p|, and k3 = mean(r − 1 − log r) with r = trainer / engine. `floor` is `on` of the
@@ -68,7 +70,7 @@ def measure_mismatch(model: Model, attempts: Sequence[Attempt], budget: int = 40
     the share of (token, layer) pairs whose set of experts differs, tokens of a shared beginning counted once; `tokens_differ`
     that of sampled tokens that were predicted where one does. Raises ValueError for routes that can not be replayed.
     """
-    return figures(compare(model, attempts, budget))
+    return figures(compare(model, attempts, budget, replay))
 
 
 def figures(found: Comparison) -> dict[str, Any]:

@@ -1,7 +1,14 @@
-"""Qwen3-MoE in one file: grouped-query attention with QK norm and RoPE, softmax top-k router, SwiGLU experts.
+"""Mixture-of-experts language models in one file: Qwen3-MoE, and DeepSeek-V3, which Kimi K2 and the text of K2.5 are.
+
+                  Qwen3-MoE                                  DeepSeek-V3 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534)
+    attention     grouped queries, QK norm                   latent (MLA): queries, keys and values from low ranks
+    positions     RoPE on half-split pairs                   RoPE on neighbours, of a part of each head; YaRN
+    router        softmax, top k                             sigmoid, a bias for the choice alone, limits on groups
+    experts       SwiGLU                                     SwiGLU, shared ones beside them; the first layers are dense
+    beside it                                                heads that predict further tokens (MTP)
 
 Dimensions: B rows, T positions, N = the real tokens of all rows side by side (no padding), D width, Q query heads, G key
-heads, C head width, L layers, E experts, K experts a token, V vocabulary.
+heads, C head width, L MoE layers, E experts, K experts a token, V vocabulary.
 
 Everything but attention works on the N tokens, so padding costs nothing; how tokens attend (a padded batch in training, a
 cache in the engine) is a function that the caller passes in.
@@ -9,30 +16,65 @@ cache in the engine) is a function that the caller passes in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from composer_nb.kernels.moe import Routing, load_balance, moe, route
-from composer_nb.kernels.norm import norm_rope, rms_norm
+from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, route
+from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [N, Q, C], k [N, G, C], v [N, G, C]) -> [N, Q, C]"""
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""(layer, q [N, Q, C], k [N, G, C], v [N, G, C'], scale of the scores) -> [N, Q, C']"""
+
+Family = Literal["qwen3_moe", "deepseek_v3"]
+LATENT_EPS = 1e-6
+"""Of the norms within latent attention, whatever the configuration says of the others (as in every published checkpoint)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): positions beyond those of pretraining, by frequencies that are stretched the less the faster
+    they turn."""
+
+    factor: float = 1.0
+    """How far positions are stretched; 1: not at all."""
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.original_max_position_embeddings < 1:
+            raise ValueError("model.yarn.factor and original_max_position_embeddings must be at least 1")
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError("model.yarn.beta_slow must lie between 0 and model.yarn.beta_fast")
+
+    def temper(self, mscale: float) -> float:
+        """0.1 · mscale · ln(factor) + 1: the paper's temperature, to the power of -1/2."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes, under the names of `transformers`' Qwen3MoeConfig."""
+    """Sizes, under the names of `transformers`' Qwen3MoeConfig and DeepseekV3Config. What only the other family has must be as
+    it is here."""
 
+    family: Family = "qwen3_moe"
     vocab_size: int = 1024
     hidden_size: int = 128
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
+    """DeepSeek-V3: the same as `num_attention_heads`."""
     head_dim: int = 32
+    """Qwen3-MoE's. DeepSeek-V3: qk_nope_head_dim + qk_rope_head_dim."""
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 128
@@ -43,12 +85,31 @@ class ModelConfig:
     qk_norm_gain: float = 1.6
     """Start value of the QK norms' weights (attention that begins sharper learns to copy sooner)."""
 
+    q_lora_rank: int = 0
+    """0: queries are made directly."""
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    intermediate_size: int = 0
+    """Of the dense layers."""
+    first_k_dense_replace: int = 0
+    """So many layers, the first ones, are dense."""
+    n_shared_experts: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+    """Heads that predict a further token each."""
+    yarn: Yarn = field(default_factory=Yarn)
+
     def __post_init__(self) -> None:
         """Raises ValueError that names the sizes that do not fit together."""
         for name in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
-        for name in ("hidden_size", "moe_intermediate_size"):  # the grouped GEMM wants rows of whole 16 bytes, bf16 too
+        wide = ("hidden_size", "moe_intermediate_size", *(["intermediate_size"] if self.first_k_dense_replace else []))
+        for name in wide:  # the grouped GEMM wants rows of whole 16 bytes, bf16 too
             if getattr(self, name) < 8 or getattr(self, name) % 8:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be a multiple of 8")
         queries, keys = self.num_attention_heads, self.num_key_value_heads
@@ -56,34 +117,139 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_attention_heads={queries} must be a multiple of model.num_key_value_heads={keys}"
             )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"model.head_dim={self.head_dim} must be even")
         k, experts = self.num_experts_per_tok, self.num_experts
         if not 1 <= k <= experts:
             raise ValueError(f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
+        if self.rope_width < 2 or self.rope_width % 2:
+            name = "qk_rope_head_dim" if self.latent else "head_dim"
+            raise ValueError(f"model.{name}={self.rope_width} must be even")
+        if self.latent:
+            self._check_deepseek()
+        elif foreign := [name for name in DEEPSEEK if getattr(self, name) != _DEFAULTS[name]]:
+            raise ValueError(f"model.{foreign[0]} is not of Qwen3-MoE: set model.family=deepseek_v3, or leave it")
+
+    def _check_deepseek(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1 (model.family=deepseek_v3)")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError("model.num_key_value_heads must be model.num_attention_heads (model.family=deepseek_v3)")
+        if self.head_dim != self.qk_nope_head_dim + self.qk_rope_head_dim:
+            raise ValueError(
+                f"model.head_dim={self.head_dim} must be model.qk_nope_head_dim + model.qk_rope_head_dim = "
+                f"{self.qk_nope_head_dim + self.qk_rope_head_dim}"
+            )
+        if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
+            raise ValueError("model.first_k_dense_replace must lie in 0..model.num_hidden_layers")
+        if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(
+                f"model.n_group={self.n_group} must divide model.num_experts={self.num_experts}, and "
+                f"model.topk_group={self.topk_group} lie in 1..model.n_group"
+            )
+        if self.num_experts_per_tok > self.topk_group * (self.num_experts // self.n_group):
+            raise ValueError("model.num_experts_per_tok is more than the experts of model.topk_group groups")
+
+    @property
+    def latent(self) -> bool:
+        return self.family == "deepseek_v3"
+
+    @property
+    def rope_width(self) -> int:
+        """The part of a query's or key's width that is turned."""
+        return self.qk_rope_head_dim if self.latent else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.v_head_dim if self.latent else self.head_dim
+
+    @property
+    def moe_layers(self) -> int:
+        """L: layers that have routes."""
+        return self.num_hidden_layers - self.first_k_dense_replace
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(
+            chosen=self.num_experts_per_tok,
+            sigmoid=self.latent,
+            groups=self.n_group,
+            kept_groups=self.topk_group,
+            scale=self.routed_scaling_factor,
+        )
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
+_DEFAULTS = {name: entry.default for name, entry in ModelConfig.__dataclass_fields__.items()}
+DEEPSEEK = (
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size first_k_dense_replace "
+    "n_shared_experts n_group topk_group routed_scaling_factor num_nextn_predict_layers"
+).split()
+
+
 class Layer(nn.Module):
-    """One decoder layer's weights. The arithmetic is in `Model.trunk`, where it can be read in one piece."""
+    """One decoder layer's weights. The arithmetic is in `Model`, where it can be read in one piece.
+
+    Matrices of attention and router lie [out, in], those of experts and dense layers [in, out].
+    """
+
+    def __init__(self, c: ModelConfig, *, dense: bool = False) -> None:
+        super().__init__()
+        self.dense = dense
+        # Plain, so that no cast of the model rounds it: it moves in steps of a thousandth (arXiv 2412.19437, §4.2).
+        self.router_bias: Tensor | None = None
+        scale = (2 * c.num_hidden_layers) ** -0.5
+        self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
+        if c.latent:
+            self._latent(c)
+        else:
+            kv_width = c.num_key_value_heads * c.head_dim
+            self.qkv = _normal(c.num_attention_heads * c.head_dim + 2 * kv_width, c.hidden_size)
+            self.q_norm = nn.Parameter(torch.full((c.head_dim,), c.qk_norm_gain))
+            self.k_norm = nn.Parameter(torch.full((c.head_dim,), c.qk_norm_gain))
+        self.o = _normal(c.hidden_size, c.num_attention_heads * c.value_width, scale=scale)
+        self.moe_norm = nn.Parameter(torch.ones(c.hidden_size))
+        if dense:
+            self.dense_in = _normal(c.hidden_size, 2 * c.intermediate_size, along=0)
+            self.dense_out = _normal(c.intermediate_size, c.hidden_size, along=0, scale=scale)
+            return
+        inner = c.moe_intermediate_size
+        self.router = _normal(c.num_experts, c.hidden_size)
+        self.w_in = _normal(c.num_experts, c.hidden_size, 2 * inner, along=1)
+        self.w_out = _normal(c.num_experts, inner, c.hidden_size, along=1, scale=scale)
+        if c.latent:
+            self.router_bias = torch.zeros(c.num_experts)
+        if c.n_shared_experts:
+            self.shared_in = _normal(c.hidden_size, 2 * inner * c.n_shared_experts, along=0)
+            self.shared_out = _normal(inner * c.n_shared_experts, c.hidden_size, along=0, scale=scale)
+
+    def _latent(self, c: ModelConfig) -> None:
+        heads = c.num_attention_heads
+        if c.q_lora_rank:
+            self.q_a = _normal(c.q_lora_rank, c.hidden_size)
+            self.q_a_norm = nn.Parameter(torch.ones(c.q_lora_rank))
+        self.q_b = _normal(heads * c.head_dim, c.q_lora_rank or c.hidden_size)
+        self.kv_a = _normal(c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size)
+        self.kv_a_norm = nn.Parameter(torch.ones(c.kv_lora_rank))
+        self.kv_b = _normal(heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+
+
+def _normal(*shape: int, along: int = -1, scale: float = 1.0) -> nn.Parameter:
+    """Random weights that keep the size of what they are multiplied with; `along` is the dimension that is summed over."""
+    return nn.Parameter(torch.randn(shape) * shape[along] ** -0.5 * scale)
+
+
+class Ahead(nn.Module):
+    """Predicts one token further than what is before it (DeepSeek-V3's MTP module, arXiv 2412.19437, §2.2)."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        width = c.num_attention_heads * c.head_dim
-        kv_width = c.num_key_value_heads * c.head_dim
-        self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.qkv = nn.Parameter(torch.randn(width + 2 * kv_width, c.hidden_size) * c.hidden_size**-0.5)
-        self.q_norm = nn.Parameter(torch.full((c.head_dim,), c.qk_norm_gain))
-        self.k_norm = nn.Parameter(torch.full((c.head_dim,), c.qk_norm_gain))
-        scale = (2 * c.num_hidden_layers) ** -0.5
-        self.o = nn.Parameter(torch.randn(c.hidden_size, width) * width**-0.5 * scale)
-        self.moe_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.router = nn.Parameter(torch.randn(c.num_experts, c.hidden_size) * c.hidden_size**-0.5)
-        inner = c.moe_intermediate_size
-        self.w_in = nn.Parameter(torch.randn(c.num_experts, c.hidden_size, 2 * inner) * c.hidden_size**-0.5)
-        self.w_out = nn.Parameter(torch.randn(c.num_experts, inner, c.hidden_size) * inner**-0.5 * scale)
+        self.embed_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.hidden_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.join = _normal(c.hidden_size, 2 * c.hidden_size)
+        self.layer = Layer(c)
+        self.final_norm = nn.Parameter(torch.ones(c.hidden_size))
 
 
 class Model(nn.Module):
@@ -93,10 +259,17 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.3)
-        self._layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self._layers = nn.ModuleList(
+            Layer(config, dense=index < config.first_k_dense_replace) for index in range(config.num_hidden_layers)
+        )
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
+        self._aheads = nn.ModuleList(Ahead(config) for _ in range(config.num_nextn_predict_layers))
+        self.router_dtype: torch.dtype | None = torch.float32 if config.latent else None
+        """Of the router's product; None: of its weights. At least float32 in float64 models."""
+        self.recompute = False
+        """Layers are computed again in the backward pass instead of being kept: less memory, a third more time."""
         self._rope: Tensor | None = None
 
     @property
@@ -104,41 +277,56 @@ class Model(nn.Module):
         return [layer for layer in self._layers if isinstance(layer, Layer)]
 
     @property
+    def aheads(self) -> list[Ahead]:
+        return [ahead for ahead in self._aheads if isinstance(ahead, Ahead)]
+
+    @property
     def output_weight(self) -> Tensor:
         return self.embed if self.config.tie_word_embeddings else self.head
 
     def trunk(
-        self, token_ids_N: Tensor, position_N: Tensor, attend: Attend, replay_NLK: Tensor | None = None
+        self, token_ids_N: Tensor, position_N: Tensor, attend: Attend, replay: Replay | None = None
     ) -> tuple[Tensor, list[Routing]]:
-        """Hidden states [N, D] after the final norm, and each layer's routing."""
+        """Hidden states [N, D] after the final norm, and each MoE layer's routing. Raises ValueError where routes do not fit."""
         c = self.config
-        if replay_NLK is not None and replay_NLK.shape[1] != len(self.layers):
-            raise ValueError(f"replayed routes are of {replay_NLK.shape[1]} layers, the model has {len(self.layers)}")
+        if replay is not None and replay.experts.shape[1] != c.moe_layers:
+            raise ValueError(f"replayed routes are of {replay.experts.shape[1]} layers, the model has {c.moe_layers}")
         x_ND = F.embedding(token_ids_N, self.embed)
-        rope_N = self.rope_table(x_ND.device)[position_N].to(x_ND.dtype)
-        routings = []
+        rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
+        routings: list[Routing] = []
         for index, layer in enumerate(self.layers):
-            h_ND = rms_norm(x_ND, layer.attention_norm, c.rms_norm_eps)
-            q, k, v = self._qkv(layer, h_ND, rope_N)
-            x_ND = x_ND + F.linear(attend(index, q, k, v).flatten(1), layer.o)
-            h_ND = rms_norm(x_ND, layer.moe_norm, c.rms_norm_eps)
-            replay_NK = None if replay_NLK is None else replay_NLK[:, index]
-            routing = route(h_ND, layer.router, c.num_experts_per_tok, replay_NK)
-            x_ND = x_ND + moe(h_ND, routing, layer.w_in, layer.w_out)
-            routings.append(routing)
+            given = None if replay is None or layer.dense else replay.layer(len(routings))
+            if self.recompute and torch.is_grad_enabled():
+                x_ND, routing = checkpoint(self._layer, index, layer, x_ND, rope_N, attend, given, use_reentrant=False)
+            else:
+                x_ND, routing = self._layer(index, layer, x_ND, rope_N, attend, given)
+            routings += [] if routing is None else [routing]
         return rms_norm(x_ND, self.final_norm, c.rms_norm_eps), routings
 
-    def rope_table(self, device: torch.device) -> Tensor:
-        """Cosines and sines [position, 2, C/2], always made in float32: a model cast to bf16 must not round angles."""
-        if self._rope is None or self._rope.device != device:
-            c = self.config
-            position = torch.arange(c.max_position_embeddings, device=device).float()
-            inverse = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, device=device).float() / c.head_dim)
-            angle = torch.outer(position, inverse)
-            self._rope = torch.stack([angle.cos(), angle.sin()], dim=1)
-        return self._rope
+    def _layer(
+        self, index: int, layer: Layer, x_ND: Tensor, rope_N: Tensor, attend: Attend, replay: Replay | None
+    ) -> tuple[Tensor, Routing | None]:
+        """One decoder layer; no routing where it is dense."""
+        c = self.config
+        h_ND = rms_norm(x_ND, layer.attention_norm, c.rms_norm_eps)
+        q, k, v = self._latent_qkv(layer, h_ND, rope_N) if c.latent else self._grouped_qkv(layer, h_ND, rope_N)
+        x_ND = x_ND + F.linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
+        h_ND = rms_norm(x_ND, layer.moe_norm, c.rms_norm_eps)
+        if layer.dense:
+            return x_ND + _swiglu(h_ND, layer.dense_in, layer.dense_out), None
+        routing = self._route(layer, h_ND, replay)
+        y_ND = moe(h_ND, routing, layer.w_in, layer.w_out)
+        if c.n_shared_experts:
+            y_ND = y_ND + _swiglu(h_ND, layer.shared_in, layer.shared_out)
+        return x_ND + y_ND, routing
 
-    def _qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, layer: Layer, h_ND: Tensor, replay: Replay | None) -> Routing:
+        router: Tensor = layer.router
+        if self.router_dtype is not None and router.dtype != torch.float64:
+            router = router.to(self.router_dtype)
+        return route(h_ND, router, self.config.rule, layer.router_bias, replay)
+
+    def _grouped_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         queries, keys = c.num_attention_heads, c.num_key_value_heads
         turned, v = F.linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
@@ -146,15 +334,96 @@ class Model(nn.Module):
         q, k = norm_rope(turned, weight_HC, rope_N, c.rms_norm_eps).split([queries, keys], dim=1)
         return q, k, v
 
+    def _latent_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values are written out a head; a cache of the latents alone would be smaller and is not built."""
+        c = self.config
+        low = rms_norm(F.linear(h_ND, layer.q_a), layer.q_a_norm, LATENT_EPS) if c.q_lora_rank else h_ND
+        q = F.linear(low, layer.q_b).unflatten(-1, (-1, c.head_dim))
+        latent, k_turned = F.linear(h_ND, layer.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv = F.linear(rms_norm(latent, layer.kv_a_norm, LATENT_EPS), layer.kv_b).unflatten(
+            -1, (c.num_attention_heads, -1)
+        )
+        q_plain, q_turned = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        k_plain, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        k_turned = rotate(_half_split(k_turned[:, None]), rope_N).expand(-1, c.num_attention_heads, -1)
+        q = torch.cat([q_plain, rotate(_half_split(q_turned), rope_N)], dim=-1)
+        return q, torch.cat([k_plain, k_turned], dim=-1), v
+
+    @property
+    def attention_scale(self) -> float:
+        """Of the products of queries and keys; with YaRN they are sharpened as its paper says (§3.4)."""
+        c = self.config
+        return c.yarn.temper(c.yarn.mscale_all_dim) ** 2 / math.sqrt(c.head_dim)
+
+    def rope_table(self, like: Tensor) -> Tensor:
+        """Cosines and sines [position, 2, C/2] on the device of `like`, float32 or, for float64, float64: a model cast to bf16
+        must not round angles."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self._rope is None or self._rope.device != like.device or self._rope.dtype != dtype:
+            c = self.config
+            position = torch.arange(c.max_position_embeddings, device=like.device).to(dtype)
+            angle = torch.outer(position, _frequencies(c).to(like.device, dtype))
+            self._rope = torch.stack([angle.cos(), angle.sin()], dim=1) * (
+                c.yarn.temper(c.yarn.mscale) / c.yarn.temper(c.yarn.mscale_all_dim)
+            )
+        return self._rope
+
+    def ahead(
+        self, depth: int, hidden_ND: Tensor, next_ids_N: Tensor, position_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Routing]:
+        """Hidden states [N, D] from which head `depth` (from 0) predicts the token after `next_ids_N`, which stand at
+        `position_N`; `hidden_ND` are those one token before, of the trunk or of head `depth` - 1. It attends as layer
+        `num_hidden_layers` + `depth`."""
+        c, head = self.config, self.aheads[depth]
+        embedded_ND = rms_norm(F.embedding(next_ids_N, self.embed), head.embed_norm, c.rms_norm_eps)
+        x_ND = F.linear(
+            torch.cat([embedded_ND, rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)], dim=-1), head.join
+        )
+        rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
+        x_ND, routing = self._layer(c.num_hidden_layers + depth, head.layer, x_ND, rope_N, attend, None)
+        assert routing is not None, "its layer has experts"
+        return rms_norm(x_ND, head.final_norm, c.rms_norm_eps), routing
+
     def forward(self, token_ids: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, V] and routes int64 [B, T, L, K] of full rows. Raises ValueError past the longest position."""
+        """Logits [B, T, V] and routes int64 [B, T, L, K] of full rows, on the routes `replay` if given. Raises ValueError past
+        the longest position."""
         B, T = token_ids.shape
         batch = PackedRows.of_lengths([T] * B, self.config, token_ids.device)
-        replay_N = None if replay is None else replay.flatten(0, 1)
-        hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, replay_N)
+        given = None if replay is None else Replay(experts=replay.flatten(0, 1))
+        hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, given)
         logits = F.linear(hidden_ND, self.output_weight)
         routes = torch.stack([routing.experts_NK for routing in routings], dim=1)
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])
+
+
+def _swiglu(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor) -> Tensor:
+    gate_NH, up_NH = (x_ND @ w_in_DF).chunk(2, dim=-1)
+    return (F.silu(gate_NH) * up_NH) @ w_out_HD
+
+
+def _half_split(x: Tensor) -> Tensor:
+    """Neighbours (0, 1), (2, 3), … as pairs of first and second half, in which `rotate` turns them."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _frequencies(c: ModelConfig) -> Tensor:
+    """Radians a position of each pair of dimensions [C/2], float32 as everywhere that checkpoints are trained: theta^(-2i/C);
+    with YaRN those that turn less than `beta_slow` times within the original positions are divided by the factor, those that
+    turn more than `beta_fast` times are left, and between the two it is a blend (arXiv 2309.00071, eq. 23)."""
+    width, yarn = c.rope_width, c.yarn
+    period = c.rope_theta ** (torch.arange(0, width, 2, device="cpu").float() / width)
+    if yarn.factor == 1:
+        return 1.0 / period
+
+    def place(turns: float) -> float:
+        """Which dimension turns so often."""
+        ratio = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
+        return width * math.log(ratio) / (2 * math.log(c.rope_theta))
+
+    low, high = max(math.floor(place(yarn.beta_fast)), 0), min(math.ceil(place(yarn.beta_slow)), width - 1)
+    ramp = (torch.arange(width // 2, device="cpu").float() - low) / (high - low if high > low else 1e-3)
+    plain = 1 - ramp.clamp(0, 1)
+    return 1.0 / (yarn.factor * period) * (1 - plain) + 1.0 / period * plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +447,11 @@ class PackedRows:
         position_N = torch.arange(int(sizes.sum()), device=device) - starts[row_N]
         return cls(row_N, position_N, len(lengths), max(lengths))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention of each row on itself, by way of a padded batch."""
         groups = q.shape[1] // k.shape[1]
         q, k, v = (self._pad(x) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return out.transpose(1, 2)[self.row_N, self.position_N]
 
     def _pad(self, x: Tensor) -> Tensor:

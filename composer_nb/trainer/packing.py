@@ -10,9 +10,10 @@ L layers, K experts a token, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.kernels.moe import Routing
+from composer_nb.kernels.moe import Replay, Routing
 from composer_nb.trainer.model import Model
+from composer_nb.trainer.routes import FULL, NO_REPLAY, ReplaySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,25 +35,31 @@ class Stream:
     acted: NDArray[np.bool_]
     logprob: NDArray[np.float32]
     advantage: NDArray[np.float32]
-    routes: NDArray[np.uint8]
+    routes: NDArray[np.unsignedinteger[Any]]
     """[T, L, K] as sampled."""
+    gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    """[T, L, K] as sampled; needed to replay at level `weights`."""
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     """[T]: tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """[T]: what ties each row of routes to its token (`route_checks`)."""
 
-    def route_fault(self) -> str:
-        """What keeps these routes from being replayed, as far as the stream alone can tell; empty when nothing does."""
+    def route_fault(self, replay: ReplaySettings = FULL) -> str:
+        """What keeps these routes from being replayed so, as far as the stream alone can tell; empty when nothing does."""
         tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid), len(self.checks)}
         if rows != {tokens}:
             return f"{tokens} tokens, but routes of {' and '.join(map(str, sorted(rows)))}"
-        if not self.route_valid[:-1].all():
-            return f"token {int(self.route_valid.argmin())} of {tokens} was forwarded and has no routes"
+        valid = self.route_valid[:-1]
+        if tokens > 1 and (lacking := 1 - float(valid.mean())) > replay.missing:
+            more = f"; {lacking:.1%} have none, replay.missing is {replay.missing:.1%}" if replay.missing else ""
+            return f"token {int(valid.argmin())} of {tokens} was forwarded and has no routes{more}"
         if self.route_valid[-1:].any():
             return "routes of the last token, which is never forwarded"
-        known = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1]
+        known = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1] | ~valid
         if not known.all():
             return f"the routes at token {int(known.argmin())} of {tokens} were recorded at another token or place"
+        if replay.level == "weights" and self.gates.shape != self.routes.shape:
+            return f"gates of {self.gates.shape} beside routes of {self.routes.shape}, and replay.level is 'weights'"
         return ""
 
 
@@ -72,8 +80,8 @@ class FlatBatch:
 
     inputs_N: Tensor
     position_N: Tensor
-    routes_NLK: Tensor | None
-    """int64, where they are to be replayed."""
+    recorded: Replay | None
+    """The routes on record, where they are to be replayed."""
     rows: int
     """Forwarded tokens of all streams: each row of their routes belongs to one of the N."""
     buckets: list[_Bucket]
@@ -88,7 +96,7 @@ class FlatBatch:
     advantage_S: Tensor
     rollout_S: Tensor
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention along each path of the tree."""
         groups = q.shape[1] // k.shape[1]
         parts = []
@@ -97,16 +105,16 @@ class FlatBatch:
                 x.index_select(0, bucket.token_M).unflatten(0, (bucket.rows, -1)).transpose(1, 2) for x in (q, k, v)
             ]
             keys, values = (x.repeat_interleave(groups, 1) for x in rows[1:])
-            out = F.scaled_dot_product_attention(rows[0], keys, values, is_causal=True)
+            out = F.scaled_dot_product_attention(rows[0], keys, values, is_causal=True, scale=scale)
             parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.own_M))
         return torch.cat(parts).index_select(0, self.order_N)
 
 
-def flatten(streams: Sequence[Stream], *, replay: bool = False) -> FlatBatch:
-    """The tree of `streams`; the last token of each is only predicted, never forwarded. With `replay`, only beginnings of
-    equal routes are shared, and routes that are not the streams' own raise ValueError."""
-    for number, stream in enumerate(streams) if replay else ():
-        if fault := stream.route_fault():
+def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> FlatBatch:
+    """The tree of `streams`; the last token of each is only predicted, never forwarded. Where routes on record are to be
+    replayed only beginnings of equal routes are shared, and routes that are not the streams' own raise ValueError."""
+    for number, stream in enumerate(streams) if replay.recorded else ():
+        if fault := stream.route_fault(replay):
             raise ValueError(f"stream {number} of {len(streams)} can not be replayed: {fault}")
     tree = _Tree([_signature(stream, replay) for stream in streams])
     acted = [stream.acted[1:] for stream in streams]
@@ -127,7 +135,7 @@ def flatten(streams: Sequence[Stream], *, replay: bool = False) -> FlatBatch:
     return FlatBatch(
         inputs_N=of_tokens([stream.token_ids for stream in streams]).long(),
         position_N=torch.from_numpy(at_N),
-        routes_NLK=of_tokens([stream.routes for stream in streams]).long() if replay else None,
+        recorded=_recorded(streams, replay, of_tokens) if replay.recorded else None,
         rows=sum(map(len, tree.nodes)),
         buckets=buckets,
         order_N=torch.from_numpy(order_N),
@@ -140,13 +148,26 @@ def flatten(streams: Sequence[Stream], *, replay: bool = False) -> FlatBatch:
     )
 
 
-def score(model: Model, batch: FlatBatch, *, replay: bool, seen: list[Routing] | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probability [S] and (detached) entropy [S] of each sampled token; with `replay` on the experts sampling chose, for
-    which the batch must have been made. Each layer's routing is added to `seen`."""
-    if replay and batch.routes_NLK is None:
-        raise ValueError("this batch has no routes to replay: make it with flatten(…, replay=True)")
-    routes_NLK = batch.routes_NLK if replay else None
-    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, routes_NLK)
+def _recorded(
+    streams: Sequence[Stream], replay: ReplaySettings, of_tokens: Callable[[Sequence[NDArray[Any]]], Tensor]
+) -> Replay:
+    """The routes on record of the tree's tokens; those of level `none` never get here."""
+    assert replay.level != "none"
+    return Replay(
+        experts=of_tokens([stream.routes.astype(np.int64) for stream in streams]),
+        gates=of_tokens([stream.gates for stream in streams]) if replay.level == "weights" else None,
+        valid_N=of_tokens([stream.route_valid for stream in streams]) if replay.missing else None,
+        level=replay.level,
+        plausible=replay.plausible,
+    )
+
+
+def score(
+    model: Model, batch: FlatBatch, replay: Replay | None = None, *, seen: list[Routing] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability [S] and (detached) entropy [S] of each sampled token; with `replay` (as a rule `batch.recorded`) on those
+    routes instead of the model's own. Each layer's routing is added to `seen`."""
+    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay)
     if seen is not None:
         seen += routings
     logprob_UV = F.linear(hidden_ND[batch.place_U], model.output_weight).log_softmax(-1)
@@ -166,7 +187,7 @@ def families(streams: Sequence[Stream]) -> list[list[int]]:
 
 def tree_tokens(streams: Sequence[Stream]) -> int:
     """How many tokens of `streams` are distinct as paths from the start: what their forward pass costs."""
-    ordered = sorted((_signature(stream, False) for stream in streams), key=lambda signature: signature.tobytes())
+    ordered = sorted((_signature(stream) for stream in streams), key=lambda signature: signature.tobytes())
     return sum(len(s) for s in ordered) - sum(_shared(a, b) for a, b in pairwise(ordered))
 
 
@@ -177,7 +198,7 @@ def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
     room, before = 0, np.zeros((0, 1), np.int32)
     for number in (number for family in longest_first for number in _in_order(streams, family)):
         stream = streams[number]
-        signature = _signature(stream, False)
+        signature = _signature(stream)
         cost = len(signature) - _shared(before, signature)
         if cost > room:
             chunks.append([])
@@ -188,15 +209,17 @@ def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
 
 
 def _in_order(streams: Sequence[Stream], family: Sequence[int]) -> list[int]:
-    return sorted(family, key=lambda number: _signature(streams[number], False).tobytes())
+    return sorted(family, key=lambda number: _signature(streams[number]).tobytes())
 
 
-def _signature(stream: Stream, replay: bool) -> NDArray[np.int32]:
+def _signature(stream: Stream, replay: ReplaySettings = NO_REPLAY) -> NDArray[np.int32]:
     """[T - 1, …]: what makes a forwarded token the same as another; bytes of signatures sort shared beginnings together."""
-    tokens = stream.token_ids[:-1, None]
-    if replay:
-        tokens = np.concatenate([tokens, stream.routes[:-1].reshape(len(tokens), -1)], 1)
-    return np.ascontiguousarray(tokens, np.int32)
+    parts: list[NDArray[Any]] = [stream.token_ids[:-1, None]]
+    if replay.recorded:
+        parts += [stream.route_valid[:-1, None], stream.routes[:-1].reshape(len(parts[0]), -1)]
+    if replay.recorded and replay.level == "weights":
+        parts.append(stream.gates[:-1].reshape(len(parts[0]), -1).view(np.int32))
+    return np.ascontiguousarray(np.concatenate(parts, 1), np.int32)
 
 
 def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

@@ -51,7 +51,7 @@ class RlLoop:
         model = s.load("start")
         optimizer = FlatAdamW(model, published=torch.bfloat16)
         reference = s.load("start") if settings.loss.beta else None
-        self.learner = Learner(model, optimizer, settings.loss, reference, settings.rl.replay)
+        self.learner = Learner(model, optimizer, settings.loss, reference, settings.replay)
         self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")
         self.step, self.before = 0, 0.0
         if found := s.run.checkpoint("rl"):

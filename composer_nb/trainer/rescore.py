@@ -204,8 +204,8 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
 
 def _losses(model: Model, scored: Scored, settings: Settings) -> tuple[list[Tensor], list[dict[str, float]]]:
     """A rollout's share of the batch's loss, as `rl.Learner` has it, at advantage +1 and −1."""
-    flat = flatten([to_stream(scored)], replay=settings.rl.replay)
-    logprob_S, _ = score(model, flat, replay=settings.rl.replay)
+    flat = flatten([to_stream(scored)], settings.replay)
+    logprob_S, _ = score(model, flat, flat.recorded)
     found = [
         policy_loss(
             logprob_S,

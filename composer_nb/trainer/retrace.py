@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.policy import Trace, route_checks
+from composer_nb.harness.policy import Trace, route_checks, route_dtype
 from composer_nb.harness.rollout import Segment
-from composer_nb.kernels.moe import Routing
+from composer_nb.kernels.moe import Replay, Routing
 from composer_nb.trainer.model import Model, PackedRows
 
 BUDGET = 4096
@@ -52,20 +53,20 @@ def recompute(model: Model, segments: Sequence[Segment], *, replay: bool = False
         lengths = [len(segment.token_ids) - 1 for segment in part]
         packed = PackedRows.of_lengths(lengths, model.config)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, packed: PackedRows = packed) -> Tensor:
-            return packed.attend(layer, q.float(), k.float(), v.float()).to(q.dtype)
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, packed: PackedRows = packed) -> Tensor:
+            return packed.attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
 
         ids_N, next_N = (
             torch.from_numpy(np.concatenate([segment.token_ids[cut] for segment in part])).long()
             for cut in (slice(None, -1), slice(1, None))
         )
         routes = np.concatenate([segment.trace.routes[:-1] for segment in part]) if replay else None
-        routes_NLK = None if routes is None else torch.from_numpy(routes).long()
-        hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend, routes_NLK)
+        given = None if routes is None else Replay(experts=torch.from_numpy(routes.astype(np.int64)))
+        hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend, given)
         logprob_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
         logprob_N = logprob_NV.gather(1, next_N[:, None])[:, 0]
         entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
-        traces = _traces(part, routings)
+        traces = _traces(part, routings, route_dtype(model.config.num_experts))
         for logprob, entropy, trace in zip(logprob_N.split(lengths), entropy_N.split(lengths), traces, strict=True):
             first = torch.zeros(1)
             found.append(
@@ -88,7 +89,7 @@ def retrace(model: Model, attempts: Sequence[Attempt]) -> list[Attempt]:
     return made
 
 
-def reroute(done: Attempt, routes: NDArray[np.uint8]) -> Attempt:
+def reroute(done: Attempt, routes: NDArray[np.unsignedinteger[Any]]) -> Attempt:
     """The attempt with `routes` [T, L, K] on record, and checks that vouch for them. Raises ValueError for another shape."""
     segment = _only(done)
     if routes.shape != segment.trace.routes.shape:
@@ -120,9 +121,11 @@ def _parts(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
         yield part
 
 
-def _traces(part: Sequence[Segment], routings: Sequence[Routing]) -> Iterator[Trace]:
+def _traces(
+    part: Sequence[Segment], routings: Sequence[Routing], dtype: type[np.unsignedinteger[Any]]
+) -> Iterator[Trace]:
     """What an engine would have recorded of each segment; the last token is never forwarded."""
-    routes_NLK = torch.stack([r.experts_NK for r in routings], 1).numpy().astype(np.uint8)
+    routes_NLK = torch.stack([r.experts_NK for r in routings], 1).numpy().astype(dtype)
     gates_NLK = torch.stack([r.gates_NK for r in routings], 1).float().numpy()
     margins_NL = torch.stack([r.margin_N for r in routings], 1).float().numpy()
     ends = np.cumsum([len(segment.token_ids) - 1 for segment in part])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -34,9 +34,9 @@ from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, policy_loss
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
-from composer_nb.trainer.packing import Stream, families, flatten, microbatches, score, tree_tokens
+from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
 from composer_nb.trainer.ranks import Ranks
-from composer_nb.trainer.routes import overlap, require_routes
+from composer_nb.trainer.routes import NO_REPLAY, ReplaySettings, overlap, own_routes, require_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,7 @@ def to_stream(scored: Scored) -> Stream:
         logprob=segment.logprob,
         advantage=np.where(segment.acted, scored.advantage, 0.0).astype(np.float32),
         routes=segment.trace.routes,
+        gates=segment.trace.gates,
         route_valid=segment.trace.route_valid,
         checks=segment.trace.checks,
     )
@@ -140,8 +141,7 @@ class Learner:
     settings: LossSettings
     reference: Model | None = None
     """Frozen, for the KL weight; needed when beta is above 0."""
-    replay: bool = False
-    """Train on the experts that sampling chose."""
+    replay: ReplaySettings = NO_REPLAY
 
     def __post_init__(self) -> None:
         if self.settings.beta and self.reference is None:
@@ -163,51 +163,61 @@ class Learner:
         """One epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps; streams of one prompt share
         a step. Calls `after` when a step is done. Returns metrics. Raises ValueError, before anything is learnt, for routes that
         can not be replayed."""
-        if self.replay:
-            require_routes(streams, self.model.config)
+        if self.replay.recorded:
+            require_routes(streams, self.model.config, self.replay)
         order = families(streams)
         rng.shuffle(order)
         totals: Counter[str] = Counter()
         norms = []
-        for part in range(minibatches):
-            numbers = order[part::minibatches]
-            if not numbers:  # a step on no gradient would still move the weights, by momentum
-                continue
+        parts = [order[part::minibatches] for part in range(minibatches)]
+        # An optimiser step on no gradient would still move the weights, by momentum: there is none without streams.
+        steps = [microbatches(_share(streams, numbers, ranks), budget) for numbers in parts if numbers]
+        for step in [[self._batch(chunk) for chunk in step] for step in steps]:
             self.optimizer.zero_()
-            for chunk in microbatches(_share(streams, numbers, ranks), budget):
-                loss, metrics = self._loss(chunk, denominator / minibatches)
+            for batch in step:
+                loss, metrics = self._loss(batch, denominator / minibatches)
                 loss.backward()
                 totals.update(metrics)
             ranks.sum_(self.optimizer.gradients)
             norms.append(self.optimizer.step(lr, clip))
             after()
-        names = ("masked", "ratio_off_20", "k3", "tokens", "entropy", "rows", "agreed", "chosen")
+        names = ("masked", "ratio_off_20", "k3", "tokens", "entropy", "rows", "agreed", "chosen", "implausible")
         sums = ranks.sums({name: totals[name] for name in names})
-        count, rows, agreed, chosen = (sums.pop(name) for name in ("tokens", "rows", "agreed", "chosen"))
+        count, rows, agreed, chosen, implausible = (sums.pop(n) for n in ("tokens", *names[5:]))
         found = {name: value / max(1.0, count) for name, value in sums.items()}
         found |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": lr}
-        if self.replay:
+        if self.replay.on:
             assert rows == sum(len(stream.token_ids) - 1 for stream in streams), (
                 "each row of routes is used exactly once"
             )
             found["replay_overlap"] = agreed / max(1.0, chosen)
+            found["replay_implausible"] = implausible / max(1.0, chosen)
         return found
 
-    def _loss(self, streams: Sequence[Stream], denominator: float) -> tuple[Tensor, dict[str, float]]:
-        batch = flatten(streams, replay=self.replay)
+    def _batch(self, streams: Sequence[Stream]) -> FlatBatch:
+        """The streams as one batch, with the routes that they are to be trained on, if any."""
+        batch = flatten(streams, self.replay)
+        if not self.replay.on or self.replay.source == "engine":
+            return batch
         seen: list[Routing] = []
-        logprob_S, entropy_S = score(self.model, batch, replay=self.replay, seen=seen)
+        with torch.no_grad():
+            score(self.model, batch, seen=seen)
+        return replace(batch, recorded=own_routes(seen, self.replay))
+
+    def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
+        seen: list[Routing] = []
+        logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=seen)
         advantage_S = batch.advantage_S
         if self.settings.beta and self.reference is not None:
             with torch.no_grad():
-                reference_S, _ = score(self.reference, batch, replay=self.replay)
+                reference_S, _ = score(self.reference, batch, batch.recorded)
             advantage_S = advantage_S - self.settings.beta * kl_estimate(
                 logprob_S.detach(), reference_S, self.settings.kl
             )
         loss, metrics = policy_loss(
             logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, self.settings, denominator
         )
-        if self.replay:
+        if self.replay.on:
             metrics |= overlap(seen) | {"rows": float(batch.rows)}
         return loss, metrics | {"entropy": float(entropy_S.sum())}
 

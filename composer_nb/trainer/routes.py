@@ -1,13 +1,14 @@
 """Router replay: training on the experts that sampling chose (R3, arXiv 2510.11370; Composer 2 technical report, §6.2).
 
 Rounding that differs between engine and trainer flips experts at near ties. The trainer then scores a token with experts that
-never acted on it, and its log-probability is off by far more than by the rounding itself. With replay the engine's experts,
-in their order, override the trainer's choice; gates are computed from its live scores, so that the router learns.
+never acted on it, and its log-probability is off by far more than by the rounding itself. With replay the engine's experts
+override the trainer's choice; gates are computed from its live scores, so that the router learns.
 
     engine     records routes [T, L, K] of every token that it forwards
     packing    shares beginnings only where the routes are equal, too
     route()    takes the experts given and their live gates
-    this file  what must hold of the routes before anything is learnt from them, and how far the two routers agree
+    this file  what is replayed (`ReplaySettings`), what must hold of the routes before anything is learnt from them, and how far
+               the two routers agree
 
 Replayed routes that belong to other tokens train just as well to look at, and wrongly; hence the refusals.
 """
@@ -15,31 +16,78 @@ Replayed routes that belong to other tokens train just as well to look at, and w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 
-from composer_nb.kernels.moe import Routing
+from composer_nb.kernels.moe import Replay, Routing
 from composer_nb.trainer.model import ModelConfig
-from composer_nb.trainer.packing import Stream
+
+if TYPE_CHECKING:
+    from composer_nb.trainer.packing import Stream
+
+ReplayLevel = Literal["none", "ids", "ids+order", "weights"]
+Source = Literal["engine", "trainer"]
 
 
-def require_routes(streams: Sequence[Stream], config: ModelConfig) -> None:
-    """Raises ValueError that names the first stream whose routes are not those of its own tokens in such a model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """What of the routes on record the trainer's forward pass takes over."""
+
+    level: ReplayLevel = "none"
+    """none: nothing. ids: the set of experts. ids+order: their order too, in which their results are added up. weights: their
+    gates too; the router then learns nothing from the tokens replayed."""
+    source: Source = "engine"
+    """engine: the routes of sampling (R3). trainer: those of the trainer's own forward pass before the first optimiser step on a
+    batch (R2), which keeps the experts still between its minibatches; then streams need no routes."""
+    plausible: float = 0.0
+    """Replayed experts whose live score is below this times the lowest of the router's own choice are replaced by its own
+    candidates. 0 replays all, 1 next to none that the router would not choose itself."""
+    missing: float = 0.0
+    """Share of a rollout's forwarded tokens that may be without routes; these take the trainer's own experts."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("level", get_args(ReplayLevel)), ("source", get_args(Source))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"replay.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        for name in ("plausible", "missing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"replay.{name}={getattr(self, name)}: must lie in 0..1")
+
+    @property
+    def on(self) -> bool:
+        return self.level != "none"
+
+    @property
+    def recorded(self) -> bool:
+        """Whether streams must bring their routes with them."""
+        return self.on and self.source == "engine"
+
+
+NO_REPLAY = ReplaySettings()
+FULL = ReplaySettings(level="ids+order")
+"""Experts and their order, live gates: what R3 is."""
+
+
+def require_routes(streams: Sequence[Stream], config: ModelConfig, replay: ReplaySettings = FULL) -> None:
+    """Raises ValueError that names the first stream whose routes are not those of its own tokens in such a model, or are
+    missing for more of them than `replay` allows."""
     for number, stream in enumerate(streams):
-        if fault := stream.route_fault() or _misfit(stream, config):
-            raise ValueError(f"stream {number} of {len(streams)} can not be replayed (rl.replay): {fault}")
+        if fault := stream.route_fault(replay) or _misfit(stream, config):
+            raise ValueError(f"stream {number} of {len(streams)} can not be replayed (replay.level): {fault}")
 
 
 def _misfit(stream: Stream, c: ModelConfig) -> str:
     """What does not fit a model; empty when all does."""
     layers, experts = stream.routes.shape[1:]
-    if (layers, experts) != (c.num_hidden_layers, c.num_experts_per_tok):
+    if (layers, experts) != (c.moe_layers, c.num_experts_per_tok):
         return (
-            f"routes of {layers} layers and {experts} experts a token, the model has {c.num_hidden_layers} and "
+            f"routes of {layers} layers and {experts} experts a token, the model has {c.moe_layers} and "
             f"{c.num_experts_per_tok}"
         )
-    routes = np.sort(stream.routes[:-1], -1)
+    routes = np.sort(stream.routes[stream.route_valid], -1)
     if routes.size and routes.max() >= c.num_experts:
         return f"expert {routes.max()} of a model with {c.num_experts}"
     if (routes[..., 1:] == routes[..., :-1]).any():
@@ -47,19 +95,30 @@ def _misfit(stream: Stream, c: ModelConfig) -> str:
     return ""
 
 
+def own_routes(routings: Sequence[Routing], replay: ReplaySettings) -> Replay:
+    """What `routings` chose, to be replayed."""
+    assert replay.level != "none"
+    return Replay(
+        experts=torch.stack([routing.experts_NK for routing in routings], 1),
+        gates=torch.stack([routing.gates_NK for routing in routings], 1) if replay.level == "weights" else None,
+        level=replay.level,
+        plausible=replay.plausible,
+    )
+
+
 def overlap(routings: Sequence[Routing]) -> dict[str, float]:
     """How many of the experts that were used (`chosen`, over tokens, layers and places) the router would have chosen itself
-    (`agreed`)."""
-    agreed = chosen = 0
+    (`agreed`), and how many of those on record were too implausible to be used (`implausible`)."""
+    agreed = chosen = implausible = 0
     for routing in routings:
-        own_NK = routing.probs_NE.topk(routing.experts_NK.shape[1], -1).indices
-        agreed += int((own_NK[:, :, None] == routing.experts_NK[:, None, :]).any(1).sum())
+        agreed += int((routing.own_NK[:, :, None] == routing.experts_NK[:, None, :]).any(1).sum())
         chosen += routing.experts_NK.numel()
-    return {"agreed": float(agreed), "chosen": float(chosen)}
+        implausible += 0 if routing.implausible_NK is None else int(routing.implausible_NK.sum())
+    return {"agreed": float(agreed), "chosen": float(chosen), "implausible": float(implausible)}
 
 
 @torch.no_grad()
 def routes_differ(routings: Sequence[Routing], routes_NLK: torch.Tensor) -> torch.Tensor:
     """bool [N, L]: where the router's own set of experts is not the one given."""
-    own_NLK = torch.stack([r.probs_NE.topk(r.experts_NK.shape[1], -1).indices for r in routings], 1)
+    own_NLK = torch.stack([routing.own_NK for routing in routings], 1)
     return (own_NLK.sort(-1).values != routes_NLK.sort(-1).values).any(-1)

@@ -252,7 +252,7 @@ class TrainerService:
         model = load_pretrained(run / "weights" / "start")
         reference = load_pretrained(run / "weights" / "start") if settings.loss.beta else None
         self._learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), settings.loss, reference)
-        self._learner.replay = settings.rl.replay
+        self._learner.replay = settings.replay
         self.step = 0
         if not from_start and (found := self._run.checkpoint("rl")):
             self.step, state, _ = found

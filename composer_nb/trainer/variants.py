@@ -40,7 +40,7 @@ class Numerics:
     router_bits: int = 0
     """Routers likewise, groups of 64."""
     router_dtype: torch.dtype | None = None
-    """Of the router's weights and product; None: `dtype`."""
+    """Of the router's product; None: as the model's family has it."""
 
 
 class Pair(NamedTuple):
@@ -63,12 +63,10 @@ def variant(model: Model, numerics: Numerics) -> Model:
     """A copy of a float32 model that computes as `numerics` say; it is for looking, not for training."""
     made = copy.deepcopy(model).requires_grad_(False)
     for layer in made.layers:
-        if numerics.expert_bits:
+        if numerics.expert_bits and not layer.dense:
             for weight in (layer.w_in, layer.w_out):  # [E, in, out]
                 weight.copy_(rounded(weight, bits=numerics.expert_bits, group=32, dim=1))
-        if numerics.router_bits:
+        if numerics.router_bits and not layer.dense:
             layer.router.copy_(rounded(layer.router, bits=numerics.router_bits, group=64))
-    made = made.to(numerics.dtype)
-    for layer in made.layers:
-        layer.router.data = layer.router.to(numerics.router_dtype or numerics.dtype)
-    return made
+    made.router_dtype = numerics.router_dtype or made.router_dtype
+    return made.to(numerics.dtype)

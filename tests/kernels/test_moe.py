@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.moe import Routing, load_balance, moe, moe_reference, route
+from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, moe_reference, route
 
 
 def layer(seed: int, n: int, d: int, e: int, h: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ def test_the_grouped_layer_equals_the_definition_and_so_do_its_gradients(size: t
     seed = data.draw(st.integers(0, 1 << 20))
     inputs = layer(seed, n, d, e, h)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    routing = route(inputs[0], inputs[1], k)
+    routing = route(inputs[0], inputs[1], Rule(chosen=k))
     wanted = by_hand(*exact, routing.experts_NK)
     pull = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     slopes = torch.autograd.grad((wanted * pull).sum(), exact)
@@ -66,19 +66,19 @@ def test_the_grouped_layer_equals_the_definition_and_so_do_its_gradients(size: t
 
 def test_the_definition_has_the_gradients_that_finite_differences_find():
     inputs = layer(3, 5, 3, 4, 2, torch.float64)
-    experts = route(inputs[0], inputs[1], 2).experts_NK
+    experts = route(inputs[0], inputs[1], Rule(chosen=2)).experts_NK
 
     def whole(x: Tensor, router: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         chosen = (x @ router.T).softmax(-1).gather(1, experts)
         gates = chosen / chosen.sum(-1, keepdim=True)
-        return moe_reference(x, Routing(experts, gates, gates[:, 0], gates), w_in, w_out)
+        return moe_reference(x, Routing(experts, gates, gates[:, 0], gates, experts), w_in, w_out)
 
     assert torch.autograd.gradcheck(whole, inputs)
 
 
 def test_routing_is_softmax_then_top_k_with_gates_that_sum_to_one():
     x, router, *_ = layer(1, 50, 8, 5, 4)
-    routing = route(x, router, 2)
+    routing = route(x, router, Rule(chosen=2))
     logits = (x.double() @ router.double().T).detach()
     order = logits.argsort(-1, descending=True)
     assert torch.equal(routing.experts_NK, order[:, :2])
@@ -88,15 +88,15 @@ def test_routing_is_softmax_then_top_k_with_gates_that_sum_to_one():
     torch.testing.assert_close(routing.gates_NK.double(), top[:, :2] / top[:, :2].sum(-1, keepdim=True))
     torch.testing.assert_close(routing.margin_N.double(), top[:, 1] - top[:, 2], atol=1e-6, rtol=1e-4)
     assert routing.gates_NK.dtype == torch.float32 and not routing.margin_N.requires_grad
-    every = route(x, router, 5)
+    every = route(x, router, Rule(chosen=5))
     torch.testing.assert_close(every.margin_N, every.probs_NE.min(-1).values), "with all experts, the last one's"
 
 
 def test_replay_takes_the_given_experts_in_their_order_and_the_router_still_learns():
     x, router, w_in, w_out = layer(2, 12, 8, 6, 4)
-    own = route(x, router, 2)
+    own = route(x, router, Rule(chosen=2))
     given = torch.stack([(own.experts_NK[:, 1] + 1) % 6, own.experts_NK[:, 1]], 1)
-    routing = route(x, router, 2, given)
+    routing = route(x, router, Rule(chosen=2), replay=Replay(experts=given))
     assert torch.equal(routing.experts_NK, given)
     live = routing.probs_NE.gather(1, given)
     torch.testing.assert_close(routing.gates_NK, live / live.sum(-1, keepdim=True))
@@ -111,8 +111,8 @@ def test_replay_takes_the_given_experts_in_their_order_and_the_router_still_lear
 
 def test_replaying_a_model_s_own_routes_changes_nothing():
     x, router, w_in, w_out = layer(4, 30, 8, 6, 4)
-    own = route(x, router, 3)
-    again = route(x, router, 3, own.experts_NK)
+    own = route(x, router, Rule(chosen=3))
+    again = route(x, router, Rule(chosen=3), replay=Replay(experts=own.experts_NK))
     assert torch.equal(moe(x, own, w_in, w_out), moe(x, again, w_in, w_out))
 
 
@@ -120,13 +120,13 @@ def test_replaying_a_model_s_own_routes_changes_nothing():
 def test_routes_that_do_not_fit_the_tokens_are_refused(shape: tuple[int, int]):
     x, router, *_ = layer(2, 12, 8, 6, 4)
     with pytest.raises(ValueError, match=r"replayed routes are .* the tokens need \(12, 2\)"):
-        route(x, router, 2, torch.zeros(shape, dtype=torch.int64))
+        route(x, router, Rule(chosen=2), replay=Replay(experts=torch.zeros(shape, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("form", [moe, moe_reference])
 def test_experts_without_a_token_do_nothing_and_get_no_gradient(form):
     x, router, w_in, w_out = layer(5, 9, 8, 6, 4)
-    routing = route(x, router, 2, torch.tensor([[4, 1]] * 9))
+    routing = route(x, router, Rule(chosen=2), replay=Replay(experts=torch.tensor([[4, 1]] * 9)))
     slope_in, slope_out = torch.autograd.grad(form(x, routing, w_in, w_out).sum(), (w_in, w_out))
     for expert in range(6):
         for slope in (slope_in, slope_out):
@@ -135,7 +135,7 @@ def test_experts_without_a_token_do_nothing_and_get_no_gradient(form):
 
 def test_bf16_stays_bf16_and_near_the_truth():
     inputs = layer(6, 40, 16, 4, 8, torch.bfloat16)
-    routing = route(inputs[0], inputs[1], 2)
+    routing = route(inputs[0], inputs[1], Rule(chosen=2))
     out = moe(inputs[0], routing, *inputs[2:]).detach()
     assert out.dtype == torch.bfloat16 and routing.gates_NK.dtype == torch.float32
     truth = by_hand(*(tensor.detach().double() for tensor in inputs), routing.experts_NK)
@@ -147,11 +147,11 @@ def test_load_balance_is_k_at_balance(experts: int, k: int):
     tokens = torch.arange(24 * experts)
     chosen = torch.stack([(tokens + i) % experts for i in range(k)], 1)
     even = torch.full((len(tokens), experts), 1 / experts)
-    routing = Routing(chosen, torch.full(chosen.shape, 1 / k), even[:, 0], even)
+    routing = Routing(chosen, torch.full(chosen.shape, 1 / k), even[:, 0], even, chosen)
     assert float(load_balance(routing)) == pytest.approx(k)
     if k < experts:
         sharp = torch.nn.functional.one_hot(chosen[:1].expand(len(tokens), k), experts).sum(1).float() / k
-        worst = Routing(chosen[:1].expand(len(tokens), k), routing.gates_NK, even[:, 0], sharp)
+        worst = Routing(chosen[:1].expand(len(tokens), k), routing.gates_NK, even[:, 0], sharp, chosen)
         assert float(load_balance(worst)) == pytest.approx(experts), "all tokens at k experts"
 
 
@@ -161,7 +161,7 @@ def test_load_balance_is_that_of_transformers():
     x, router, *_ = layer(7, 64, 8, 6, 4)
     logits = x @ router.T
     theirs = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
-    ours = load_balance(route(x, router, 2))
+    ours = load_balance(route(x, router, Rule(chosen=2)))
     torch.testing.assert_close(ours, theirs)
     slopes = [torch.autograd.grad(loss, router, retain_graph=True)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*slopes)
@@ -171,7 +171,7 @@ def test_gates_stay_finite_when_replayed_experts_have_lost_all_probability():
     x, router = torch.ones(1, 4), torch.zeros(3, 4)
     router[0] = 100.0
     router.requires_grad_()
-    routing = route(x, router, 2, torch.tensor([[1, 2]]))
+    routing = route(x, router, Rule(chosen=2), replay=Replay(experts=torch.tensor([[1, 2]])))
     assert math.isclose(routing.gates_NK.sum().item(), 1.0, abs_tol=1e-6)
     (slope,) = torch.autograd.grad(routing.gates_NK[0, 0], router)
     assert slope.isfinite().all()

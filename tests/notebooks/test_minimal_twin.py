@@ -91,7 +91,7 @@ def to_stream(rollout: Any, model: Model) -> Stream:
 
 def package_loss(model: Model, rollouts: list[Any], twin: ModuleType, denominator: float) -> Tensor:
     flat = flatten([to_stream(r, model) for r in rollouts])
-    logprob_N, _ = score(model, flat, replay=False)
+    logprob_N, _ = score(model, flat)
     value, _ = package.policy_loss(
         logprob_N, flat.sampled_S, flat.advantage_S, flat.rollout_S, settings(twin), denominator
     )

@@ -363,9 +363,13 @@ def test_settings_that_can_not_work_are_refused(make_model):
         Engine(make_model(0), stop=NEVER, max_length=20, temperature=-1.0)
 
 
-def test_more_experts_than_a_byte_can_name_are_refused(make_model):
-    with pytest.raises(ValueError, match="at most 256 experts"):
-        Engine(make_model(0, num_experts=257), stop=NEVER, max_length=20)
+@pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (300, np.uint16)])
+def test_routes_are_as_wide_as_the_number_of_experts_asks_for(make_model, experts: int, dtype: type):
+    engine = Engine(make_model(0, num_experts=experts, moe_intermediate_size=8), stop=NEVER, max_length=40)
+    engine.generate([ask(0, list(range(30)), 4)])
+    routes = engine.release(0).routes
+    assert routes.dtype == dtype and 200 < routes.max() < experts
+    assert (routes.max() > 255) == (experts > 256)
 
 
 # What is recorded

@@ -17,6 +17,7 @@ from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.retrace import retrace
 from composer_nb.trainer.rl import Learner, Scored, to_stream
+from composer_nb.trainer.routes import FULL, NO_REPLAY, ReplaySettings
 
 
 def streams(attempts, advantages):
@@ -34,8 +35,8 @@ def attempts(make_model, converse):
 SIGNS = (1.0, -0.5, 0.25, -0.75)
 
 
-@pytest.mark.parametrize("replay", [False, True])
-def test_it_is_the_learners(make_model, attempts, replay: bool):
+@pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
+def test_it_is_the_learners(make_model, attempts, replay: ReplaySettings):
     model = make_model(3)
     batch = streams(attempts, SIGNS)
     tokens = float(sum(stream.acted[1:].sum() for stream in batch))
@@ -49,7 +50,7 @@ def test_it_is_the_learners(make_model, attempts, replay: bool):
 def test_the_model_stays_as_it_is(make_model, attempts):
     model = make_model(3).requires_grad_(False)
     before = [weight.clone() for weight in model.parameters()]
-    policy_gradient(model, streams(attempts, SIGNS), LossSettings(), replay=False)
+    policy_gradient(model, streams(attempts, SIGNS), LossSettings(), replay=NO_REPLAY)
     assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
     assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
 
@@ -58,11 +59,11 @@ def test_other_signs_turn_it_round_and_nothing_gives_nothing(make_model, attempt
     model = make_model(3)
     exact = retrace(model, attempts)  # ratios of 1: nothing is clipped on either side
     one, other = (
-        policy_gradient(model, streams(exact, [sign * a for a in SIGNS]), LossSettings(), replay=False)[0]
+        policy_gradient(model, streams(exact, [sign * a for a in SIGNS]), LossSettings(), replay=NO_REPLAY)[0]
         for sign in (1, -1)
     )
     assert cosine(one, one) == pytest.approx(1.0) and cosine(one, other) == pytest.approx(-1.0)
-    none, _ = policy_gradient(model, streams(exact, [0.0] * 4), LossSettings(), replay=False)
+    none, _ = policy_gradient(model, streams(exact, [0.0] * 4), LossSettings(), replay=NO_REPLAY)
     assert not none.any() and np.isnan(cosine(one, none))
 
 
@@ -70,5 +71,5 @@ def test_routes_that_are_not_the_streams_own_are_refused(make_model, attempts):
     batch = streams(attempts, SIGNS)
     batch[2] = replace(batch[2], routes=np.roll(batch[2].routes, 1, 0))
     with pytest.raises(ValueError, match="stream 2 of 4 can not be replayed"):
-        policy_gradient(make_model(3), batch, LossSettings(), replay=True)
-    policy_gradient(make_model(3), batch, LossSettings(), replay=False)
+        policy_gradient(make_model(3), batch, LossSettings(), replay=FULL)
+    policy_gradient(make_model(3), batch, LossSettings(), replay=NO_REPLAY)

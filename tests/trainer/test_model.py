@@ -76,11 +76,11 @@ def test_bf16_logits_are_near_those_of_transformers(make_model, tmp_path: Path):
 
 def test_angles_stay_float32_in_a_bf16_model(make_model):
     model = make_model(0, rope_theta=10_000.0, max_position_embeddings=4096)
-    before = model.rope_table(torch.device("cpu")).clone()
+    before = model.rope_table(model.embed).clone()
     model.to(torch.bfloat16)
-    table = model.rope_table(torch.device("cpu"))
+    table = model.rope_table(model.embed)
     fresh = make_model(0, rope_theta=10_000.0, max_position_embeddings=4096).to(torch.bfloat16)
-    for kept in (table, fresh.rope_table(torch.device("cpu"))):
+    for kept in (table, fresh.rope_table(fresh.embed)):
         assert kept.dtype == torch.float32 and torch.equal(kept, before)
     exact = np.cos(np.outer(np.arange(4096), 10_000.0 ** (-np.arange(0, 16, 2) / 16)))
     assert np.abs(table[:, 0].numpy() - exact).max() < 1e-3

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import route_checks
+from composer_nb.kernels.moe import Replay
 from composer_nb.trainer.model import Model, ModelConfig
-from composer_nb.trainer.packing import Stream, families, flatten, microbatches, score, tree_tokens
+from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
+from composer_nb.trainer.routes import FULL, NO_REPLAY
 
 SIZES: dict[str, Any] = {
     "vocab_size": 7,
@@ -61,10 +63,15 @@ def model() -> Model:
     return Model(ModelConfig(**SIZES))
 
 
+def recorded(streams: list[Stream], replay: bool) -> tuple[FlatBatch, Replay | None]:
+    batch = flatten(streams, FULL if replay else NO_REPLAY)
+    return batch, batch.recorded
+
+
 @given(FEW, st.booleans())
 def test_the_tree_holds_each_beginning_once(rows: list[list[int]], replay: bool):
     streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
-    batch = flatten(streams, replay=replay)
+    batch = flatten(streams, FULL if replay else NO_REPLAY)
     assert len(batch.inputs_N) == len(beginnings(streams, replay))
     assert tree_tokens(streams) == len(beginnings(streams))
     assert sorted(batch.order_N.tolist()) == list(range(len(batch.inputs_N)))
@@ -76,10 +83,10 @@ def test_the_tree_holds_each_beginning_once(rows: list[list[int]], replay: bool)
 @given(FEW, st.booleans())
 def test_scores_and_gradients_are_those_of_each_row_alone(model: Model, rows: list[list[int]], replay: bool):
     streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
-    logprob, entropy = score(model, flatten(streams, replay=replay), replay=replay)
+    logprob, entropy = score(model, *recorded(streams, replay))
     weight = torch.linspace(0.5, 1.5, len(logprob))
     slopes = torch.autograd.grad((logprob * weight).sum(), list(model.parameters()))
-    alone = [score(model, flatten([s], replay=replay), replay=replay) for s in streams]
+    alone = [score(model, *recorded([s], replay)) for s in streams]
     wanted = torch.cat([w[0] for w in alone])
     torch.testing.assert_close(logprob, wanted, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(entropy, torch.cat([w[1] for w in alone]), atol=2e-6, rtol=1e-5)
@@ -91,12 +98,12 @@ def test_scores_and_gradients_are_those_of_each_row_alone(model: Model, rows: li
 @given(FEW)
 def test_every_row_of_routes_is_forwarded_with_its_own_token_after_its_own_beginning(rows: list[list[int]]):
     streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
-    batch = flatten(streams, replay=True)
-    assert batch.routes_NLK is not None and batch.rows == sum(len(row) - 1 for row in rows)
+    batch = flatten(streams, FULL)
+    assert batch.recorded is not None and batch.rows == sum(len(row) - 1 for row in rows)
     forwarded: set[Any] = set()
     for bucket in batch.buckets:  # the paths as attention sees them
         for path in bucket.token_M.view(bucket.rows, -1).tolist():
-            steps = zip(path, batch.inputs_N[path].tolist(), batch.routes_NLK[path].to(torch.uint8), strict=True)
+            steps = zip(path, batch.inputs_N[path].tolist(), batch.recorded.experts[path].to(torch.uint8), strict=True)
             whole = [(token, routes.numpy().tobytes()) for _, token, routes in steps]
             forwarded |= {(tuple(whole[: n + 1]), path[n]) for n in range(len(path)) if path[n] or not n}
     beginning = {path: node for path, node in forwarded if path in beginnings(streams, True)}
@@ -104,18 +111,15 @@ def test_every_row_of_routes_is_forwarded_with_its_own_token_after_its_own_begin
     assert sorted(beginning.values()) == list(range(len(batch.inputs_N))), "each once"
 
 
-def test_a_batch_made_without_routes_replays_none(model: Model):
-    batch = flatten([stream([1, 2, 3])])
-    assert batch.routes_NLK is None
-    with pytest.raises(ValueError, match=r"make it with flatten\(…, replay=True\)"):
-        score(model, batch, replay=True)
+def test_a_batch_made_without_routes_replays_none():
+    assert flatten([stream([1, 2, 3])]).recorded is None
 
 
 def test_a_lone_row_is_the_model_itself(model: Model):
     s = stream([1, 2, 3, 4, 5, 6, 1, 2])
     logits, _ = model(torch.from_numpy(s.token_ids).long()[None, :-1])
     wanted = logits[0].log_softmax(-1)[s.acted[1:], torch.from_numpy(s.token_ids[1:][s.acted[1:]]).long()]
-    torch.testing.assert_close(score(model, flatten([s]), replay=False)[0], wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(score(model, flatten([s]))[0], wanted, atol=1e-6, rtol=1e-6)
 
 
 @given(FEW, st.integers(1, 60))

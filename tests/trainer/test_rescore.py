@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{ratio: {"loss.ratio": ratio} for ratio in ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo")},
     "narrow": {"loss.clip_low": 0.01, "loss.clip_high": 0.02},
     "length": {"loss.length_norm": True},
-    "replay": {"rl.replay": True},
+    "replay": {"replay.level": "ids+order"},
 }
 
 
@@ -114,8 +114,8 @@ def autograd(model: Model, batch: StoredBatch, advantage_R: np.ndarray) -> tuple
     """The gradient of the whole batch's loss in one backward pass, and how many tokens were masked."""
     everyone = [scored for group in batch.groups for scored in group]
     streams = [to_stream(replace(s, advantage=float(a))) for s, a in zip(everyone, advantage_R, strict=True)]
-    flat = flatten(streams, replay=batch.settings.rl.replay)
-    logprob_S, _ = score(model, flat, replay=batch.settings.rl.replay)
+    flat = flatten(streams, batch.settings.replay)
+    logprob_S, _ = score(model, flat, flat.recorded)
     loss, metrics = policy_loss(
         logprob_S,
         flat.sampled_S,

@@ -19,6 +19,7 @@ from composer_nb.harness.reward import Reward, RewardSettings
 from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import ToolCall
+from composer_nb.kernels.moe import Replay
 from composer_nb.trainer import rl
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.loss import LossSettings
@@ -35,6 +36,7 @@ from composer_nb.trainer.rl import (
     shuffle_rewards,
     to_stream,
 )
+from composer_nb.trainer.routes import FULL, NO_REPLAY
 
 NEVER = frozenset[int]()
 LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "budget": 64}
@@ -80,7 +82,8 @@ def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled
     streams = sampled(make_model(3))
     model = make_model(4)  # another one, whose own routes differ
     with torch.no_grad():
-        logprob, entropy = score(model, flatten(streams, replay=replay), replay=replay)
+        batch = flatten(streams, FULL if replay else NO_REPLAY)
+        logprob, entropy = score(model, batch, batch.recorded)
         wanted = [by_hand(model, stream, replay) for stream in streams]
     torch.testing.assert_close(logprob, torch.cat([w[0] for w in wanted]), atol=3e-5, rtol=1e-4)
     torch.testing.assert_close(entropy, torch.cat([w[1] for w in wanted]), atol=3e-5, rtol=1e-4)
@@ -88,7 +91,7 @@ def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled
 
 def gradient(model: Model, streams: Sequence[Stream], **changes: Any) -> tuple[Tensor, dict[str, float]]:
     learner = Learner(model, FlatAdamW(model), changes.pop("settings", LossSettings()), changes.pop("reference", None))
-    learner.replay = changes.pop("replay", False)
+    learner.replay = changes.pop("replay", NO_REPLAY)
     metrics = learner.learn(streams, changes.pop("ranks", Ranks()), Random(0), **LEARN | changes)
     return learner.optimizer.gradients.clone(), metrics
 
@@ -145,7 +148,7 @@ def test_the_penalty_weighs_in_each_token_s_advantage(make_model, sampled, kind:
 def test_the_gradient_with_replay_is_that_of_the_recorded_experts_with_live_gates(make_model, sampled):
     model = make_model(4)
     streams = sampled(make_model(3))  # by a model whose routers think otherwise
-    found, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=True)
+    found, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=FULL)
     loss = -sum(
         (by_hand(model, stream, True)[0] * torch.from_numpy(stream.advantage[1:][stream.acted[1:]])).sum()
         for stream in streams
@@ -170,17 +173,17 @@ def test_overlap_is_the_share_of_replayed_experts_that_the_router_would_choose(m
         places = torch.arange(ids.shape[1])
         rows = PackedRows.of_lengths([ids.shape[1]], model.config)
         with torch.no_grad():
-            _, routings = model.trunk(ids[0], places, rows.attend, given)
+            _, routings = model.trunk(ids[0], places, rows.attend, Replay(experts=given))
         for layer, routing in enumerate(routings):
             for token, experts in enumerate(routing.probs_NE.topk(2, -1).indices.tolist()):
                 agreed += len(set(experts) & set(given[token, layer].tolist()))
                 chosen += 2
     assert len({int(stream.token_ids[0]) for stream in streams}) == len(streams)
     for budget in (1, 10_000):
-        metrics = gradient(model, streams, replay=True, budget=budget)[1]
+        metrics = gradient(model, streams, replay=FULL, budget=budget)[1]
         assert metrics["replay_overlap"] == pytest.approx(agreed / chosen, abs=2e-3)
     alike = sampled(model)
-    assert gradient(model, alike, replay=True)[1]["replay_overlap"] == pytest.approx(1.0, abs=2e-3)
+    assert gradient(model, alike, replay=FULL)[1]["replay_overlap"] == pytest.approx(1.0, abs=2e-3)
     assert "replay_overlap" not in gradient(model, alike)[1]
 
 
@@ -191,19 +194,19 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
     used, forwarded = [], []
     flat, trunk = rl.flatten, model.trunk
 
-    def flattened(chunk: Sequence[Stream], **how: Any) -> Any:
+    def flattened(chunk: Sequence[Stream], *how: Any) -> Any:
         used.extend(chunk)
-        return flat(chunk, **how)
+        return flat(chunk, *how)
 
-    def forward(ids: Tensor, position: Tensor, attend: Any, replayed: Tensor | None = None) -> Any:
+    def forward(ids: Tensor, position: Tensor, attend: Any, replayed: Replay | None = None) -> Any:
         assert replayed is not None
-        rows = zip(ids.tolist(), position.tolist(), replayed.flatten(1).tolist(), strict=True)
+        rows = zip(ids.tolist(), position.tolist(), replayed.experts.flatten(1).tolist(), strict=True)
         forwarded.extend((token, place, tuple(row)) for token, place, row in rows)
         return trunk(ids, position, attend, replayed)
 
     monkeypatch.setattr(rl, "flatten", flattened)
     monkeypatch.setattr(model, "trunk", forward)
-    gradient(model, streams, replay=True, budget=budget, minibatches=2)
+    gradient(model, streams, replay=FULL, budget=budget, minibatches=2)
     assert sorted(map(id, used)) == sorted(map(id, streams))
     recorded = [
         (int(token), place, tuple(row.flatten().tolist()))
@@ -218,7 +221,7 @@ def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch)
     chunks = rl.microbatches
     monkeypatch.setattr(rl, "microbatches", lambda streams, budget: chunks(streams, budget)[1:])
     with pytest.raises(AssertionError, match="each row of routes is used exactly once"):
-        gradient(model, sampled(model), replay=True, budget=1)
+        gradient(model, sampled(model), replay=FULL, budget=1)
 
 
 def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_model, sampled):

@@ -19,6 +19,7 @@ from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream, flatten
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.rl import Learner, Scored, to_stream
+from composer_nb.trainer.routes import FULL
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
 NAMES = ("routes", "route_valid", "checks")
@@ -106,9 +107,9 @@ def test_damaged_routes_are_refused_before_a_step(make_model, streams, name: str
     for place in range(len(streams)):
         batch = [*streams[:place], spoil(streams[place]), *streams[place + 1 :]]
         model = make_model(3)
-        learner = Learner(model, FlatAdamW(model), LossSettings(), replay=True)
+        learner = Learner(model, FlatAdamW(model), LossSettings(), replay=FULL)
         before = learner.optimizer.weights.clone()
-        where = rf"stream {place} of 4 can not be replayed \(rl\.replay\): .*"
+        where = rf"stream {place} of 4 can not be replayed \(replay\.level\): .*"
         with pytest.raises(ValueError, match=where + complaint):
             learner.learn(batch, Ranks(), Random(0), **LEARN)
         assert torch.equal(learner.optimizer.weights, before)
@@ -160,7 +161,7 @@ def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
 
 def test_packing_and_measuring_refuse_them_too(make_model, attempts, streams):
     with pytest.raises(ValueError, match=r"stream 1 of 2 can not be replayed: token 0"):
-        flatten([streams[0], rows(streams[1], lambda x: np.roll(x, 1, 0))], replay=True)
+        flatten([streams[0], rows(streams[1], lambda x: np.roll(x, 1, 0))], FULL)
     [segment] = attempts[2].rollout.segments
     bare = replace(attempts[2].rollout, segments=(replace(segment, trace=Trace()),))
     with pytest.raises(ValueError, match=r"stream 2 of 4 can not be replayed"):

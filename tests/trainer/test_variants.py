@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer_nb.kernels.groupwise import rounded
-from composer_nb.kernels.moe import route
+from composer_nb.kernels.moe import Rule, route
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.mismatch import measure_mismatch
 from composer_nb.trainer.variants import PAIRS, TOUR, Numerics, variant
@@ -20,11 +20,12 @@ def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
     made = variant(model, Numerics(expert_bits=4, router_bits=8, router_dtype=torch.bfloat16))
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items()), "a copy"
     assert not any(weight.requires_grad for weight in made.parameters())
+    assert made.router_dtype == torch.bfloat16 and model.router_dtype is None
     for name, weight in made.state_dict().items():
         if name.endswith(("w_in", "w_out")):
             assert torch.equal(weight, rounded(before[name], bits=4, group=32, dim=1)) and weight.dtype == torch.float32
         elif name.endswith("router"):
-            assert torch.equal(weight, rounded(before[name], bits=8, group=64).bfloat16())
+            assert torch.equal(weight, rounded(before[name], bits=8, group=64))
         else:
             assert torch.equal(weight, before[name]) and weight.dtype == torch.float32
 
@@ -42,7 +43,7 @@ def test_plain_numerics_are_the_model_itself_and_bf16_is_bf16_throughout(make_mo
 def test_a_router_in_bf16_rounds_scores_and_so_flips_experts():
     x = torch.randn(4000, 16, generator=torch.Generator().manual_seed(0))
     router = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    routing, exact = route(x, router, 2), route(x, router.float(), 2)
+    routing, exact = route(x, router, Rule(chosen=2)), route(x, router.float(), Rule(chosen=2))
     assert torch.equal(routing.probs_NE, (x.bfloat16() @ router.T).float().softmax(-1))
     assert routing.gates_NK.dtype == torch.float32
     flipped = (routing.experts_NK.sort(-1).values != exact.experts_NK.sort(-1).values).any(-1)
