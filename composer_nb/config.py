@@ -24,6 +24,7 @@ from composer_nb.trainer.model import ModelConfig
 from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.routes import ReplaySettings
 from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.variants import EngineName
 
 
 class Within(NamedTuple):
@@ -179,6 +180,9 @@ class EvalSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     slots: Some = 128
+    numerics: EngineName = "float32"
+    """How the engine computes from the published weights when RL samples (`trainer/variants.py`). The trainer computes in float32
+    whatever this is, so anything else is a mismatch made on purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

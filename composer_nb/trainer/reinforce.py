@@ -29,6 +29,7 @@ from composer_nb.trainer.rl import (
     trains,
 )
 from composer_nb.trainer.stages import Stages
+from composer_nb.trainer.variants import as_engine
 
 
 def reinforce(s: Stages) -> None:
@@ -99,7 +100,8 @@ class RlLoop:
         clock: dict[str, float] = {}
         begin = at = time.perf_counter()
         slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[s.ranks.rank :: s.ranks.world]
-        engine = s.engine(self.learner.model, seed=s.rl_sampling_seed, version=self.version)
+        sampler = as_engine(self.learner.model, s.settings.engine.numerics)
+        engine = s.engine(sampler, seed=s.rl_sampling_seed, version=self.version)
         attempts, lost = sample_groups(
             engine, s.agent(), {slot: self.tasks[slot] for slot in slots}, rl.group, s.executor
         )

@@ -45,6 +45,7 @@ from composer_nb.trainer.ranks import Ranks, set_up_process
 from composer_nb.trainer.rl import Learner
 from composer_nb.trainer.rundir import RunDir
 from composer_nb.trainer.tokenizer import load_tokenizer
+from composer_nb.trainer.variants import as_engine
 from composer_nb.trainer.version_store import BackgroundPublisher, Publisher, Receiver
 from composer_nb.trainer.weights import state_hash
 
@@ -75,10 +76,10 @@ class EngineService:
         set_up_process(settings.seed)
         self._receiver = Receiver(store_url(run, settings), name=name)
         config = load_pretrained(run / "weights" / "start").config
-        self._config = config
+        self._config, self._numerics = config, settings.engine.numerics
         fetched = self._receiver.fetch(version)
         self._engine = Engine(
-            self._model(fetched.tensors),
+            as_engine(self._model(fetched.tensors), self._numerics),
             stop=CompactRenderer(load_tokenizer(run / "data")).stop,
             slots=settings.engine.slots,
             max_length=settings.limits.tokens,
@@ -195,7 +196,8 @@ class EngineService:
             tensors, read = fetched.tensors, fetched.read_bytes
         else:
             fetched, tensors = None, full
-        model, applied = self._model(tensors), threading.Event()
+        plain, applied = self._model(tensors), threading.Event()
+        model = as_engine(plain, self._numerics)
         pause = time.perf_counter()
         if self._lockstep:
             with self._lock:
@@ -209,7 +211,7 @@ class EngineService:
         now = time.perf_counter()
         if fetched is not None:
             self._receiver.install(fetched)
-        runs = state_hash(published(self._engine.model))
+        runs = state_hash(published(plain))
         return Running(version=version, hash=runs, read_bytes=read, seconds=now - start, paused=now - pause)
 
     def _fetch(self, version: int) -> Any:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -54,6 +54,16 @@ PAIRS: dict[str, Pair] = {
     "int4-experts-int8-router": Pair(Numerics(expert_bits=4, router_bits=8), Numerics(expert_bits=4)),
 }
 
+EngineName = Literal["float32", "bf16", "int8-experts", "int4-experts", "int4-experts-int8-router"]
+ENGINES: dict[EngineName, Numerics] = {
+    "float32": Numerics(),
+    "bf16": PAIRS["bf16"].engine,
+    "int8-experts": Numerics(expert_bits=8),
+    "int4-experts": PAIRS["int4-experts"].engine,
+    "int4-experts-int8-router": PAIRS["int4-experts-int8-router"].engine,
+}
+"""What `engine.numerics` names: engines that RL can sample from."""
+
 TOUR = "int4-experts"
 """The pair that the tour's report shows: the one closest to what serves and trains Composer."""
 
@@ -70,3 +80,8 @@ def variant(model: Model, numerics: Numerics) -> Model:
             layer.router.copy_(rounded(layer.router, bits=numerics.router_bits, group=64))
     made.router_dtype = numerics.router_dtype or made.router_dtype
     return made.to(numerics.dtype)
+
+
+def as_engine(model: Model, name: EngineName) -> Model:
+    """What an engine of that name makes of the published weights; float32 takes the model as it is."""
+    return model if name == "float32" else variant(model, ENGINES[name])

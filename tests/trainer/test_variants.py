@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from composer_nb.kernels.groupwise import rounded
 from composer_nb.kernels.moe import Rule, route
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.mismatch import measure_mismatch
-from composer_nb.trainer.variants import PAIRS, TOUR, Numerics, variant
+from composer_nb.trainer.variants import ENGINES, PAIRS, TOUR, EngineName, Numerics, as_engine, variant
 
 NEVER = frozenset[int]()
 
@@ -28,6 +30,18 @@ def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
             assert torch.equal(weight, rounded(before[name], bits=8, group=64))
         else:
             assert torch.equal(weight, before[name]) and weight.dtype == torch.float32
+
+
+def test_every_engine_of_the_settings_is_there_and_float32_is_the_model_itself(make_model):
+    model = make_model(3)
+    assert set(ENGINES) == set(typing.get_args(EngineName)) == {*PAIRS, "float32", "int8-experts"}
+    assert as_engine(model, "float32") is model
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        exact = model(ids)[0]
+        made = {name: as_engine(model, name) for name in ENGINES if name != "float32"}
+        gaps = {name: float((engine(ids)[0] - exact).abs().mean()) for name, engine in made.items()}
+    assert 0 < gaps["int8-experts"] < gaps["int4-experts"], "fewer bits, further away"
 
 
 def test_plain_numerics_are_the_model_itself_and_bf16_is_bf16_throughout(make_model):
