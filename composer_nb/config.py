@@ -183,6 +183,9 @@ class EngineSettings:
     numerics: EngineName = "float32"
     """How the engine computes from the published weights when RL samples (`trainer/variants.py`). The trainer computes in float32
     whatever this is, so anything else is a mismatch made on purpose."""
+    batch_invariant: bool = False
+    """What RL samples does not depend, to the last bit, on what else is decoded beside it. The compiled float32 engine of small
+    models is so anyhow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

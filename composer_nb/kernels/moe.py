@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from composer_nb.kernels.linear import grouped_mm, linear, sigmoid, silu
+
 Level = Literal["ids", "ids+order", "weights"]
 """What of the routes on record is replayed: the set of experts (in the order of the live scores), their order too, or also
 their gates, through which then no gradient reaches the router."""
@@ -72,7 +74,13 @@ class Routing:
 
 
 def route(
-    x_ND: Tensor, router_ED: Tensor, rule: Rule, bias_E: Tensor | None = None, replay: Replay | None = None
+    x_ND: Tensor,
+    router_ED: Tensor,
+    rule: Rule,
+    bias_E: Tensor | None = None,
+    replay: Replay | None = None,
+    *,
+    tile: int = 0,
 ) -> Routing:
     """Scores of all experts, the choice of K, and gates.
 
@@ -81,10 +89,10 @@ def route(
     float64 where that is. With `replay` the experts are those given while the gates come from the live scores (but at level
     `weights`), so that the router learns (R3, arXiv 2510.11370). Raises ValueError where routes do not fit the tokens.
     """
-    logits_NE = F.linear(x_ND.to(router_ED.dtype), router_ED)
+    logits_NE = linear(x_ND.to(router_ED.dtype), router_ED, tile)
     logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
     if rule.sigmoid:
-        score_NE = logits_NE.sigmoid()
+        score_NE = sigmoid(logits_NE, tile)
         choice_NE = score_NE if bias_E is None else score_NE + bias_E.to(score_NE.device)
         probs_NE = score_NE / score_NE.sum(-1, keepdim=True)
     else:
@@ -160,8 +168,9 @@ def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | No
     return torch.where(use_N[:, None], replay.gates.to(live_NK.dtype), live_NK)
 
 
-def moe(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:
-    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H.
+def moe(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor, *, tile: int = 0) -> Tensor:
+    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H. `tile`: as in
+    `linear.py`.
 
     A token's K results are added up in the order of its experts, so that the order on record can matter, and nothing that
     other tokens do can.
@@ -171,21 +180,12 @@ def moe(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor) -> 
     order_M = torch.argsort(experts_M, stable=True)
     counts_E = torch.bincount(experts_M, minlength=w_in_EDF.shape[0])
     offsets_E = counts_E.cumsum(0).to(torch.int32)
-    hidden_MF = grouped_mm(x_ND.index_select(0, order_M // chosen), w_in_EDF, offsets_E)
+    hidden_MF = grouped_mm(x_ND.index_select(0, order_M // chosen), w_in_EDF, offsets_E, tile)
     gate_MH, up_MH = hidden_MF.chunk(2, dim=-1)
-    out_MD = grouped_mm(F.silu(gate_MH) * up_MH, w_out_EHD, offsets_E)
+    out_MD = grouped_mm(silu(gate_MH, tile) * up_MH, w_out_EHD, offsets_E, tile)
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
     out_NKD = out_MD.index_select(0, place_M).unflatten(0, (-1, chosen))
     return (out_NKD * routing.gates_NK.to(out_MD.dtype).unsqueeze(-1)).sum(1)
-
-
-def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor) -> Tensor:
-    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. float64, which torch's kernel
-    does not know, goes expert by expert."""
-    if x_MA.dtype != torch.float64:
-        return F.grouped_mm(x_MA, w_EAB, offs=offsets_E)
-    sizes = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
-    return torch.cat([part @ w for part, w in zip(x_MA.split(sizes), w_EAB, strict=True)])
 
 
 def moe_reference(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:

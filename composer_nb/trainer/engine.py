@@ -5,6 +5,9 @@ a whole prompt or observation for one that starts the next. There is no prefill 
 Rollouts that have read and written the same tokens so far, as those of a group do until their first differing choice, are
 forwarded once; each has its own copy of the cache.
 
+With a model in batch-invariant mode (`variants.batch_invariant`) all that is recorded of a rollout is the same to the last bit
+whatever else is under way, in any dtype and for any model; the compiled kernel that small float32 models run on always is so.
+
 What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
 what else is under way. Weights can be swapped between two steps: the cache stays, and each token notes the version that drew it.
 
@@ -20,7 +23,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -263,7 +265,7 @@ class Engine:
         gates = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()
         margins = torch.stack([r.margin_N for r in routings], 1).float().cpu().numpy()
         hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
-        return F.linear(hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
+        return self.model.linear(hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
 
     def _alike(self, slots: list[_Slot]) -> tuple[list[int], NDArray[np.int64]]:
         """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
@@ -299,7 +301,7 @@ def pack(model: Model) -> DecodeWeights | None:
     other."""
     layers = model.layers
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
-    plain = plain and not model.config.latent and model.router_dtype in (None, torch.float32)
+    plain = plain and not model.config.latent and not model.tile and model.router_dtype in (None, torch.float32)
     if not plain or not fits(max(sum(4 * p.numel() for p in layer.parameters()) for layer in layers)):
         return None
     heads = model.config.num_attention_heads, model.config.num_key_value_heads

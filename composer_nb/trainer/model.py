@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from composer_nb.kernels.attention import cached_attention
+from composer_nb.kernels.linear import linear, matmul, silu
 from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, route
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
 
@@ -270,6 +272,9 @@ class Model(nn.Module):
         """Of the router's product; None: of its weights. At least float32 in float64 models."""
         self.recompute = False
         """Layers are computed again in the backward pass instead of being kept: less memory, a third more time."""
+        self.tile = 0
+        """Rows that products are computed in at a time; 0: all. Any other number makes what is computed for a token, but for
+        attention, independent of the tokens beside it to the last bit (`kernels/linear.py`)."""
         self._rope: Tensor | None = None
 
     @property
@@ -303,6 +308,10 @@ class Model(nn.Module):
             routings += [] if routing is None else [routing]
         return rms_norm(x_ND, self.final_norm, c.rms_norm_eps), routings
 
+    def linear(self, x_NA: Tensor, w_BA: Tensor) -> Tensor:
+        """x · wᵀ as this model computes products."""
+        return linear(x_NA, w_BA, self.tile)
+
     def _layer(
         self, index: int, layer: Layer, x_ND: Tensor, rope_N: Tensor, attend: Attend, replay: Replay | None
     ) -> tuple[Tensor, Routing | None]:
@@ -310,26 +319,26 @@ class Model(nn.Module):
         c = self.config
         h_ND = rms_norm(x_ND, layer.attention_norm, c.rms_norm_eps)
         q, k, v = self._latent_qkv(layer, h_ND, rope_N) if c.latent else self._grouped_qkv(layer, h_ND, rope_N)
-        x_ND = x_ND + F.linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
+        x_ND = x_ND + self.linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
         h_ND = rms_norm(x_ND, layer.moe_norm, c.rms_norm_eps)
         if layer.dense:
-            return x_ND + _swiglu(h_ND, layer.dense_in, layer.dense_out), None
+            return x_ND + _swiglu(h_ND, layer.dense_in, layer.dense_out, self.tile), None
         routing = self._route(layer, h_ND, replay)
-        y_ND = moe(h_ND, routing, layer.w_in, layer.w_out)
+        y_ND = moe(h_ND, routing, layer.w_in, layer.w_out, tile=self.tile)
         if c.n_shared_experts:
-            y_ND = y_ND + _swiglu(h_ND, layer.shared_in, layer.shared_out)
+            y_ND = y_ND + _swiglu(h_ND, layer.shared_in, layer.shared_out, self.tile)
         return x_ND + y_ND, routing
 
     def _route(self, layer: Layer, h_ND: Tensor, replay: Replay | None) -> Routing:
         router: Tensor = layer.router
         if self.router_dtype is not None and router.dtype != torch.float64:
             router = router.to(self.router_dtype)
-        return route(h_ND, router, self.config.rule, layer.router_bias, replay)
+        return route(h_ND, router, self.config.rule, layer.router_bias, replay, tile=self.tile)
 
     def _grouped_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         queries, keys = c.num_attention_heads, c.num_key_value_heads
-        turned, v = F.linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
+        turned, v = self.linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
         weight_HC = torch.cat([layer.q_norm.expand(queries, -1), layer.k_norm.expand(keys, -1)])
         q, k = norm_rope(turned, weight_HC, rope_N, c.rms_norm_eps).split([queries, keys], dim=1)
         return q, k, v
@@ -337,10 +346,10 @@ class Model(nn.Module):
     def _latent_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values are written out a head; a cache of the latents alone would be smaller and is not built."""
         c = self.config
-        low = rms_norm(F.linear(h_ND, layer.q_a), layer.q_a_norm, LATENT_EPS) if c.q_lora_rank else h_ND
-        q = F.linear(low, layer.q_b).unflatten(-1, (-1, c.head_dim))
-        latent, k_turned = F.linear(h_ND, layer.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        kv = F.linear(rms_norm(latent, layer.kv_a_norm, LATENT_EPS), layer.kv_b).unflatten(
+        low = rms_norm(self.linear(h_ND, layer.q_a), layer.q_a_norm, LATENT_EPS) if c.q_lora_rank else h_ND
+        q = self.linear(low, layer.q_b).unflatten(-1, (-1, c.head_dim))
+        latent, k_turned = self.linear(h_ND, layer.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv = self.linear(rms_norm(latent, layer.kv_a_norm, LATENT_EPS), layer.kv_b).unflatten(
             -1, (c.num_attention_heads, -1)
         )
         q_plain, q_turned = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
@@ -376,7 +385,7 @@ class Model(nn.Module):
         `num_hidden_layers` + `depth`."""
         c, head = self.config, self.aheads[depth]
         embedded_ND = rms_norm(F.embedding(next_ids_N, self.embed), head.embed_norm, c.rms_norm_eps)
-        x_ND = F.linear(
+        x_ND = self.linear(
             torch.cat([embedded_ND, rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)], dim=-1), head.join
         )
         rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
@@ -391,14 +400,14 @@ class Model(nn.Module):
         batch = PackedRows.of_lengths([T] * B, self.config, token_ids.device)
         given = None if replay is None else Replay(experts=replay.flatten(0, 1))
         hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, given)
-        logits = F.linear(hidden_ND, self.output_weight)
+        logits = self.linear(hidden_ND, self.output_weight)
         routes = torch.stack([routing.experts_NK for routing in routings], dim=1)
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])
 
 
-def _swiglu(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor) -> Tensor:
-    gate_NH, up_NH = (x_ND @ w_in_DF).chunk(2, dim=-1)
-    return (F.silu(gate_NH) * up_NH) @ w_out_HD
+def _swiglu(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor, tile: int) -> Tensor:
+    gate_NH, up_NH = matmul(x_ND, w_in_DF, tile).chunk(2, dim=-1)
+    return matmul(silu(gate_NH, tile) * up_NH, w_out_HD, tile)
 
 
 def _half_split(x: Tensor) -> Tensor:
@@ -453,6 +462,13 @@ class PackedRows:
         q, k, v = (self._pad(x) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return out.transpose(1, 2)[self.row_N, self.position_N]
+
+    def attend_one_by_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The same by the kernel that the engine attends with: each token against exactly the keys that it may see."""
+        k, v = (
+            self._pad(x).contiguous() for x in (k, v)
+        )  # laid out as a cache is: the kernel sums strided ones otherwise
+        return cached_attention(q, k, v, self.row_N, self.position_N, scale)
 
     def _pad(self, x: Tensor) -> Tensor:
         padded = x.new_zeros(self.rows, self.longest, *x.shape[1:])

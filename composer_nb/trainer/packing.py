@@ -170,7 +170,7 @@ def score(
     hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay)
     if seen is not None:
         seen += routings
-    logprob_UV = F.linear(hidden_ND[batch.place_U], model.output_weight).log_softmax(-1)
+    logprob_UV = model.linear(hidden_ND[batch.place_U], model.output_weight).log_softmax(-1)
     entropy_U = -(logprob_UV.detach().exp() * logprob_UV.detach()).sum(-1)
     return logprob_UV[batch.from_S, batch.token_S], entropy_U[batch.from_S]
 

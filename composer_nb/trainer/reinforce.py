@@ -100,7 +100,7 @@ class RlLoop:
         clock: dict[str, float] = {}
         begin = at = time.perf_counter()
         slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[s.ranks.rank :: s.ranks.world]
-        sampler = as_engine(self.learner.model, s.settings.engine.numerics)
+        sampler = as_engine(self.learner.model, s.settings.engine.numerics, s.settings.engine.batch_invariant)
         engine = s.engine(sampler, seed=s.rl_sampling_seed, version=self.version)
         attempts, lost = sample_groups(
             engine, s.agent(), {slot: self.tasks[slot] for slot in slots}, rl.group, s.executor

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,7 +45,8 @@ class Recomputed:
 @torch.no_grad()
 def recompute(model: Model, segments: Sequence[Segment], *, replay: bool = False) -> list[Recomputed]:
     """Forwards each segment as a row of its own, with `replay` on the routes that it has on record. Attention is computed in
-    float32 and logits become float32 before the softmax, as in the engine. Raises ValueError for rows that are too long and for
+    float32 and logits become float32 before the softmax, as in the engine; of a model in batch-invariant mode it is the engine's
+    own arithmetic, and so its very numbers. Raises ValueError for rows that are too long and for
     routes that do not fit the model."""
     found: list[Recomputed] = []
     for part in _parts(segments):
@@ -54,7 +54,8 @@ def recompute(model: Model, segments: Sequence[Segment], *, replay: bool = False
         packed = PackedRows.of_lengths(lengths, model.config)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, packed: PackedRows = packed) -> Tensor:
-            return packed.attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
+            attend = packed.attend_one_by_one if model.tile else packed.attend
+            return attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
 
         ids_N, next_N = (
             torch.from_numpy(np.concatenate([segment.token_ids[cut] for segment in part])).long()
@@ -63,7 +64,7 @@ def recompute(model: Model, segments: Sequence[Segment], *, replay: bool = False
         routes = np.concatenate([segment.trace.routes[:-1] for segment in part]) if replay else None
         given = None if routes is None else Replay(experts=torch.from_numpy(routes.astype(np.int64)))
         hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend, given)
-        logprob_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
+        logprob_NV = model.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
         logprob_N = logprob_NV.gather(1, next_N[:, None])[:, 0]
         entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
         traces = _traces(part, routings, route_dtype(model.config.num_experts))

@@ -76,10 +76,11 @@ class EngineService:
         set_up_process(settings.seed)
         self._receiver = Receiver(store_url(run, settings), name=name)
         config = load_pretrained(run / "weights" / "start").config
-        self._config, self._numerics = config, settings.engine.numerics
+        self._config = config
+        self._computes = settings.engine.numerics, settings.engine.batch_invariant
         fetched = self._receiver.fetch(version)
         self._engine = Engine(
-            as_engine(self._model(fetched.tensors), self._numerics),
+            as_engine(self._model(fetched.tensors), *self._computes),
             stop=CompactRenderer(load_tokenizer(run / "data")).stop,
             slots=settings.engine.slots,
             max_length=settings.limits.tokens,
@@ -197,7 +198,7 @@ class EngineService:
         else:
             fetched, tensors = None, full
         plain, applied = self._model(tensors), threading.Event()
-        model = as_engine(plain, self._numerics)
+        model = as_engine(plain, *self._computes)
         pause = time.perf_counter()
         if self._lockstep:
             with self._lock:

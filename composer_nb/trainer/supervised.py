@@ -133,7 +133,7 @@ def _losses(model: Model, batch: Batch) -> tuple[Tensor, list[Routing]]:
     """Cross-entropy [N] of each target, and each layer's routing."""
     packed = PackedRows.of_lengths(batch.lengths, model.config)
     hidden_ND, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
-    return F.cross_entropy(F.linear(hidden_ND, model.output_weight), batch.targets_N, reduction="none"), routings
+    return F.cross_entropy(model.linear(hidden_ND, model.output_weight), batch.targets_N, reduction="none"), routings
 
 
 def share(rows: Sequence[Row], numbers: Sequence[int], ranks: Ranks) -> list[Row]:

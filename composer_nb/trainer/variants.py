@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from composer_nb.kernels.groupwise import rounded
+from composer_nb.kernels.linear import TILE
 from composer_nb.trainer.model import Model
 
 
@@ -82,6 +83,14 @@ def variant(model: Model, numerics: Numerics) -> Model:
     return made.to(numerics.dtype)
 
 
-def as_engine(model: Model, name: EngineName) -> Model:
+def as_engine(model: Model, name: EngineName, invariant: bool = False) -> Model:
     """What an engine of that name makes of the published weights; float32 takes the model as it is."""
-    return model if name == "float32" else variant(model, ENGINES[name])
+    made = model if name == "float32" else variant(model, ENGINES[name])
+    return batch_invariant(made) if invariant else made
+
+
+def batch_invariant(model: Model) -> Model:
+    """The same weights (not a copy) in batch-invariant mode."""
+    made = copy.copy(model)
+    made.tile = TILE
+    return made

@@ -1,0 +1,52 @@
+"""Products with weights and what stands between them, on request the same for a row whatever is beside it.
+
+A GEMM library picks its kernel, and with it the order in which it sums, by the number of rows. So what comes out for a token
+depends in its last bits on how many others are computed beside it ("Defeating Nondeterminism in LLM Inference", Thinking
+Machines, 2025). Here every call has the same shape when `tile` is set: the rows are cut into tiles, the last one filled up with
+zeros. A row's result is then a function of that row and the weights alone.
+
+Dimensions: N rows, A input width, B output width, E experts, M rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 16
+"""Rows of a tile in batch-invariant mode: few enough not to waste much on a step of few tokens."""
+
+
+def linear(x_NA: Tensor, w_BA: Tensor, tile: int = 0) -> Tensor:
+    """x · wᵀ, [N, B]; in tiles of `tile` rows unless that is 0."""
+    return matmul(x_NA, w_BA.T, tile) if tile else F.linear(x_NA, w_BA)
+
+
+def matmul(x_NA: Tensor, w_AB: Tensor, tile: int = 0) -> Tensor:
+    """x · w, [N, B]; in tiles of `tile` rows unless that is 0."""
+    if not tile:
+        return x_NA @ w_AB
+    rows = len(x_NA)
+    padded = F.pad(x_NA, (0, 0, 0, -rows % tile))  # always new memory, so that alignment is the same each time
+    return torch.cat([part @ w_AB for part in padded.split(tile)])[:rows] if rows else x_NA @ w_AB
+
+
+def sigmoid(x: Tensor, tile: int = 0) -> Tensor:
+    """1 / (1 + e^-x). torch's own rounds the last elements of an array, which no whole vector is left for, in another way than
+    those before; its exponential does not."""
+    return 1 / (1 + (-x).exp()) if tile else x.sigmoid()
+
+
+def silu(x: Tensor, tile: int = 0) -> Tensor:
+    """x · sigmoid(x)."""
+    return x / (1 + (-x).exp()) if tile else F.silu(x)
+
+
+def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor, tile: int = 0) -> Tensor:
+    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. In tiles, and in float64, which
+    torch's kernel does not know, expert by expert."""
+    if not tile and x_MA.dtype != torch.float64:
+        return F.grouped_mm(x_MA, w_EAB, offs=offsets_E)
+    sizes = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
+    return torch.cat([matmul(part, w, tile) for part, w in zip(x_MA.split(sizes), w_EAB, strict=True)])
