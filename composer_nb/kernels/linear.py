@@ -35,12 +35,12 @@ def matmul(x_NA: Tensor, w_AB: Tensor, tile: int = 0) -> Tensor:
 def sigmoid(x: Tensor, tile: int = 0) -> Tensor:
     """1 / (1 + e^-x). torch's own rounds the last elements of an array, which no whole vector is left for, in another way than
     those before; its exponential does not."""
-    return 1 / (1 + (-x).exp()) if tile else x.sigmoid()
+    return 1 / (1 + (-x).clamp_max(80).exp()) if tile else x.sigmoid()
 
 
 def silu(x: Tensor, tile: int = 0) -> Tensor:
     """x · sigmoid(x)."""
-    return x / (1 + (-x).exp()) if tile else F.silu(x)
+    return x / (1 + (-x).clamp_max(80).exp()) if tile else F.silu(x)
 
 
 def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor, tile: int = 0) -> Tensor:

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_nb.kernels.attention import cached_attention
-from composer_nb.kernels.linear import linear, matmul, silu
+from composer_nb.kernels.linear import linear, matmul
 from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, route
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
+from composer_nb.kernels.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, q [N, Q, C], k [N, G, C], v [N, G, C'], scale of the scores) -> [N, Q, C']"""
@@ -322,11 +323,11 @@ class Model(nn.Module):
         x_ND = x_ND + self.linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
         h_ND = rms_norm(x_ND, layer.moe_norm, c.rms_norm_eps)
         if layer.dense:
-            return x_ND + _swiglu(h_ND, layer.dense_in, layer.dense_out, self.tile), None
+            return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out, self.tile), None
         routing = self._route(layer, h_ND, replay)
         y_ND = moe(h_ND, routing, layer.w_in, layer.w_out, tile=self.tile)
         if c.n_shared_experts:
-            y_ND = y_ND + _swiglu(h_ND, layer.shared_in, layer.shared_out, self.tile)
+            y_ND = y_ND + _feed_forward(h_ND, layer.shared_in, layer.shared_out, self.tile)
         return x_ND + y_ND, routing
 
     def _route(self, layer: Layer, h_ND: Tensor, replay: Replay | None) -> Routing:
@@ -405,9 +406,8 @@ class Model(nn.Module):
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])
 
 
-def _swiglu(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor, tile: int) -> Tensor:
-    gate_NH, up_NH = matmul(x_ND, w_in_DF, tile).chunk(2, dim=-1)
-    return matmul(silu(gate_NH, tile) * up_NH, w_out_HD, tile)
+def _feed_forward(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor, tile: int) -> Tensor:
+    return matmul(swiglu(matmul(x_ND, w_in_DF, tile), tile=tile), w_out_HD, tile)
 
 
 def _half_split(x: Tensor) -> Tensor:
@@ -458,19 +458,23 @@ class PackedRows:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention of each row on itself, by way of a padded batch."""
-        groups = q.shape[1] // k.shape[1]
-        q, k, v = (self._pad(x) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        return out.transpose(1, 2)[self.row_N, self.position_N]
+        q, k, v = (self._pad(x) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+        return out.flatten(0, 1) if self.full else out[self.row_N, self.position_N]
 
     def attend_one_by_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """The same by the kernel that the engine attends with: each token against exactly the keys that it may see."""
-        k, v = (
-            self._pad(x).contiguous() for x in (k, v)
-        )  # laid out as a cache is: the kernel sums strided ones otherwise
+        k, v = (self._pad(x).contiguous() for x in (k, v))  # as a cache is: the kernel sums strided ones otherwise
         return cached_attention(q, k, v, self.row_N, self.position_N, scale)
 
+    @property
+    def full(self) -> bool:
+        """All rows are equally long."""
+        return len(self.row_N) == self.rows * self.longest
+
     def _pad(self, x: Tensor) -> Tensor:
+        if self.full:
+            return x.unflatten(0, (self.rows, self.longest)).transpose(1, 2)
         padded = x.new_zeros(self.rows, self.longest, *x.shape[1:])
         return padded.index_put((self.row_N, self.position_N), x).transpose(1, 2)
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.policy import route_checks
+from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe import Replay, Routing
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.routes import FULL, NO_REPLAY, ReplaySettings
@@ -98,14 +99,12 @@ class FlatBatch:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention along each path of the tree."""
-        groups = q.shape[1] // k.shape[1]
         parts = []
         for bucket in self.buckets:
-            rows = [
+            q_R, k_R, v_R = (
                 x.index_select(0, bucket.token_M).unflatten(0, (bucket.rows, -1)).transpose(1, 2) for x in (q, k, v)
-            ]
-            keys, values = (x.repeat_interleave(groups, 1) for x in rows[1:])
-            out = F.scaled_dot_product_attention(rows[0], keys, values, is_causal=True, scale=scale)
+            )
+            out = F.scaled_dot_product_attention(q_R, k_R, v_R, is_causal=True, scale=scale, enable_gqa=True)
             parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.own_M))
         return torch.cat(parts).index_select(0, self.order_N)
 
@@ -170,9 +169,9 @@ def score(
     hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay)
     if seen is not None:
         seen += routings
-    logprob_UV = model.linear(hidden_ND[batch.place_U], model.output_weight).log_softmax(-1)
-    entropy_U = -(logprob_UV.detach().exp() * logprob_UV.detach()).sum(-1)
-    return logprob_UV[batch.from_S, batch.token_S], entropy_U[batch.from_S]
+    hidden_UD = hidden_ND.index_select(0, batch.place_U)
+    logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S, tile=model.tile)
+    return logprob_S, entropy_U[batch.from_S]
 
 
 def families(streams: Sequence[Stream]) -> list[list[int]]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from composer_nb.config import MidtrainSettings
+from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.data import Batch, Row
 from composer_nb.trainer.model import Model, PackedRows, balance_loss
@@ -133,7 +133,9 @@ def _losses(model: Model, batch: Batch) -> tuple[Tensor, list[Routing]]:
     """Cross-entropy [N] of each target, and each layer's routing."""
     packed = PackedRows.of_lengths(batch.lengths, model.config)
     hidden_ND, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
-    return F.cross_entropy(model.linear(hidden_ND, model.output_weight), batch.targets_N, reduction="none"), routings
+    every_N = torch.arange(len(hidden_ND))
+    logprob_N, _ = logprob_entropy(hidden_ND, model.output_weight, every_N, batch.targets_N, tile=model.tile)
+    return -logprob_N, routings
 
 
 def share(rows: Sequence[Row], numbers: Sequence[int], ranks: Ranks) -> list[Row]:

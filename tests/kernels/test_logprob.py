@@ -1,0 +1,72 @@
+"""Log-probabilities of an output layer in pieces, against whole logits in float64."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.kernels.logprob import PIECE, logprob_entropy
+
+CLOSE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}
+
+
+def exact(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    every = (hidden @ weight.T).log_softmax(-1)
+    return every[rows, tokens], -(every.exp() * every).sum(-1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 9999),
+    st.sampled_from([1, 2, 31, PIECE, PIECE + 1, 2 * PIECE + 7]),
+    st.sampled_from([2, 7, 64]),
+    st.sampled_from(list(CLOSE)),
+    st.sampled_from([0.1, 1.0, 8.0]),
+)
+def test_values_and_gradients_are_those_of_whole_logits(seed: int, rows: int, vocabulary: int, dtype, size: float):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, 16, generator=g).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, 16, generator=g) * size / 4).to(dtype).requires_grad_()
+    sampled = int(torch.randint(0, 2 * rows, (1,), generator=g))
+    at = torch.randint(0, rows, (sampled,), generator=g)
+    tokens = torch.randint(0, vocabulary, (sampled,), generator=g)
+    pull = torch.randn(sampled, generator=g)
+    twins = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    (logprob, entropy), (right, spread) = logprob_entropy(hidden, weight, at, tokens), exact(*twins, at, tokens)
+    assert logprob.dtype == entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert not entropy.requires_grad
+    close = CLOSE[dtype] * max(1, size)
+    torch.testing.assert_close(logprob.double(), right, atol=close, rtol=close)
+    torch.testing.assert_close(entropy.double(), spread, atol=close, rtol=close)
+    found = torch.autograd.grad((logprob * pull).sum(), (hidden, weight))
+    slopes = torch.autograd.grad((right * pull.double()).sum(), twins)
+    for ours, true in zip(found, slopes, strict=True):
+        torch.testing.assert_close(ours.double(), true, atol=close * (1 + float(true.abs().max())), rtol=close)
+
+
+def test_without_gradients_it_is_the_same_and_keeps_nothing():
+    hidden, weight = torch.randn(300, 16), torch.randn(9, 16)
+    at, tokens = torch.arange(300), torch.arange(300) % 9
+    with torch.no_grad():
+        alone = logprob_entropy(hidden, weight, at, tokens)
+    beside = logprob_entropy(hidden.requires_grad_(), weight, at, tokens)
+    assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+    assert alone[0].grad_fn is None
+
+
+def test_a_certain_token_and_an_impossible_one_stay_finite():
+    hidden, weight = torch.tensor([[1000.0]], requires_grad=True), torch.tensor([[1.0], [0.0], [-1.0]])
+    logprob, entropy = logprob_entropy(hidden, weight, torch.tensor([0, 0]), torch.tensor([0, 2]))
+    assert logprob.tolist() == [0.0, -2000.0] and 0 <= float(entropy) < 1e-30
+    (slope,) = torch.autograd.grad(logprob.sum(), hidden)
+    assert slope.isfinite().all()
+
+
+def test_the_gradient_may_be_taken_twice():
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    logprob, _ = logprob_entropy(hidden, weight, torch.arange(5), torch.arange(5))
+    once = torch.autograd.grad(logprob.sum(), (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(logprob.sum(), (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
