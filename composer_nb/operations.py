@@ -1,4 +1,4 @@
-"""Subcommands for whoever operates runs: up, follow, stop, weights, replay, set, plan, reap. `cli.py` hooks them up.
+"""Subcommands for whoever operates runs: up, follow, stop, weights, replay, losses, set, plan, reap. `cli.py` hooks them up.
 
 Each function takes the parsed command line, prints, and returns the exit status. What a user can mend is raised, for
 `cli.main` to say in one line. Imports stand inside, so that other subcommands do not pay for them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,12 @@ def add_commands(add: Add) -> None:
     again.add_argument("path", type=Path, metavar="RUN")
     again.add_argument("--step", type=int, metavar="N", help="up to this step (all)")
     again.add_argument("--json", action="store_true", help="for programs")
+
+    losses = add("losses", losses_command, "policy-gradient losses side by side on a stored batch of RL")
+    losses.add_argument("path", type=Path, metavar="RUN")
+    losses.add_argument("--step", type=int, default=-1, metavar="N", help="whose rollouts, from 1 (the last)")
+    losses.add_argument("--figures", type=Path, metavar="DIR", help="write the figures there, as PNG")
+    losses.add_argument("--json", action="store_true", help="for programs")
 
     change = add("set", set_command, "change a setting of a live run; the run notes from which step on")
     change.add_argument("path", type=Path, metavar="RUN")
@@ -154,6 +161,39 @@ def replay_command(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(rows, indent=2))
     return 0 if all(row["same"] for row in rows) else 1
+
+
+def losses_command(given: argparse.Namespace) -> int:
+    """Holds a stored batch against its own weights, later ones and other engines; a table of losses each."""
+    import sys
+    from dataclasses import asdict
+
+    from composer_nb.trainer.loss_stages import markdown, stages
+    from composer_nb.trainer.report import open_run
+    from composer_nb.views import losses
+
+    found = {}
+    for stage in stages(open_run(given.path), given.step):
+        print(stage.name, file=sys.stderr, flush=True)
+        found[stage.name] = stage.bench()
+        if not given.json:
+            print(markdown(stage.name, found[stage.name]), flush=True)
+    if given.json:  # what is infinite or no number is null there
+        rows = {name: [_finite(asdict(row)) for row in bench.rows] for name, bench in found.items()}
+        print(json.dumps(rows, indent=2, allow_nan=False))
+    if given.figures:
+        given.figures.mkdir(parents=True, exist_ok=True)
+        for name, picture in losses.pictures(found).items():
+            (given.figures / f"{name}.png").write_bytes(picture.png())
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def set_command(given: argparse.Namespace) -> int:

@@ -6,7 +6,9 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.trainer.loss import LossSettings, policy_loss
@@ -19,7 +21,10 @@ def policy_gradient(
     model: Model, streams: Sequence[Stream], settings: LossSettings, *, replay: ReplaySettings, budget: int = 4096
 ) -> tuple[Tensor, dict[str, float]]:
     """Gradient [W] of the loss over `streams` (its denominator their number of sampled tokens) with respect to all W weights, and
-    the metrics of `policy_loss` as sums. The model is left as it is. Raises ValueError for routes that can not be replayed."""
+    the metrics of `policy_loss` as sums. The model is left as it is. Raises ValueError for routes that can not be replayed, and
+    for a KL weight, which would need a reference."""
+    if settings.beta:
+        raise ValueError("loss.beta is above 0: this gradient is that of the advantages alone")
     if replay.recorded:
         require_routes(streams, model.config, replay)
     made = copy.deepcopy(model).requires_grad_()
@@ -42,3 +47,12 @@ def cosine(one: Tensor, other: Tensor) -> float:
     """Of the angle between two gradients; NaN where one of them is zero."""
     lengths = one.double().norm() * other.double().norm()
     return float(one.double() @ other.double() / lengths)
+
+
+def inner_products(rows_VD: Tensor, width: int = 1 << 17) -> NDArray[np.float64]:
+    """[V, V], summed up in float64, a block of columns after another."""
+    gram_VV = torch.zeros(len(rows_VD), len(rows_VD), dtype=torch.float64)
+    for block in rows_VD.split(width, dim=1):
+        wide = block.double()
+        gram_VV += wide @ wide.T
+    return gram_VV.numpy()

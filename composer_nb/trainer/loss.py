@@ -6,6 +6,10 @@ rollout i: A the advantage, ℓ the trainer's log-probability, ℓ_s that of the
 The default is the objective of Composer 2 (technical report §4.1): group mean as the baseline, no division by the standard
 deviation, no length normalisation (Dr. GRPO, arXiv 2503.20783), a constant denominator, k1 KL as a weight inside the
 advantage. PPO's clip guards the second minibatch of a batch.
+
+Two policies, not three: r is the trainer over the *sampler*, with no log-probabilities recomputed in between (π_old). The papers
+below mostly write π_old; where they also correct for the sampler, both corrections are one here. `docs/losses.md` has each
+formula beside its paper's, and what each did to a stored batch.
 """
 
 from __future__ import annotations
@@ -28,10 +32,12 @@ class LossSettings:
     """How the importance ratio enters; see `policy_loss`."""
     clip_low: float = 0.2
     clip_high: float = 0.28
-    """PPO and CISPO keep ratios within 1 − low .. 1 + high; for GSPO these bound the rollout's mean ratio."""
+    """PPO and CISPO keep ratios within 1 − low .. 1 + high; for GSPO these bound the rollout's mean ratio, which moves far less:
+    its paper has 3e-4 and 4e-4. CISPO's paper has no lower bound, which is clip_low=1."""
     tis_cap: float = 5.0
+    icepop_low: float = 0.5
     icepop: float = 2.0
-    """IcePop drops tokens whose ratio leaves 1/icepop .. icepop."""
+    """IcePop drops tokens whose ratio leaves icepop_low .. icepop. Its authors have 0.5 .. 5."""
     dppo: float = 0.2
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
     std_norm: bool = False
@@ -41,12 +47,15 @@ class LossSettings:
     beta: float = 0.0
     """Weight of the KL penalty to the frozen reference."""
     kl: Kl = "k1"
+    """How it is estimated, and with that where it enters; see `kl_penalty`."""
 
     def __post_init__(self) -> None:
         if self.beta < 0:
             raise ValueError("loss.beta must not be negative")
-        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
-            raise ValueError("loss.clip_low must lie in 0..1 and loss.clip_high above 0")
+        if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
+            raise ValueError("loss.clip_low must lie above 0 and be at most 1, loss.clip_high above 0")
+        if not 0 < self.icepop_low < 1:
+            raise ValueError("loss.icepop_low must lie between 0 and 1")
         if self.tis_cap <= 0 or self.icepop <= 1 or self.dppo <= 0:
             raise ValueError("loss.tis_cap and loss.dppo must be above 0, loss.icepop above 1")
         for name, choices in (("ratio", get_args(Ratio)), ("kl", get_args(Kl))):
@@ -55,7 +64,8 @@ class LossSettings:
 
 
 def advantages(rewards_G: Tensor, std_norm: bool = False) -> Tensor:
-    """A_i = R_i − mean(R) over one group; with `std_norm` divided by the standard deviation (GRPO, arXiv 2402.03300).
+    """A_i = R_i − mean(R) over one group; with `std_norm` divided by the standard deviation (GRPO, arXiv 2402.03300), that of
+    the group as a population (n, where some implementations have n − 1: a constant factor for groups of one size).
 
     In float64, where float32 rewards that are equal have exactly their value as mean: rounding must not become a signal.
     """
@@ -72,7 +82,28 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
     log_rho = reference - logprob
     if kind == "k1":
         return -log_rho
-    return log_rho**2 / 2 if kind == "k2" else torch.expm1(log_rho) - log_rho
+    return log_rho**2 / 2 if kind == "k2" else torch.expm1(log_rho.clamp(max=20)) - log_rho
+
+
+def kl_penalty(
+    logprob_N: Tensor, reference_N: Tensor, rollout_N: Tensor, settings: LossSettings, denominator: float
+) -> tuple[Tensor, Tensor]:
+    """What the KL to the reference takes off each token's advantage [N], and what it adds to the loss.
+
+    k1   β k1 off the advantage, without a gradient of its own (as a loss its expected gradient is 0: E[∇ℓ] = 0)
+    k2   Σ β k2 on the loss: gradient β (ℓ − ℓ_ref) ∇ℓ, on policy that of k1 (arXiv 2510.01555)
+    k3   Σ β k3 on the loss, as in GRPO (arXiv 2402.03300): gradient β (1 − ρ) ∇ℓ, to first order that of k2
+
+    Off the advantage, k2 and k3 would push every token that differs from the reference down, whichever way it differs. What is on
+    the loss knows no ratio and no mask; the length norm it shares. k1 is each token's own: what a token does to the
+    divergence of later ones is left out.
+    """
+    estimate_N = kl_estimate(logprob_N, reference_N, settings.kl)
+    if settings.kl == "k1":
+        return settings.beta * estimate_N.detach(), logprob_N.new_zeros(())
+    if settings.length_norm:
+        estimate_N = estimate_N / torch.bincount(rollout_N)[rollout_N]
+    return torch.zeros_like(logprob_N).detach(), settings.beta * estimate_N.sum() / denominator
 
 
 def policy_loss(
@@ -92,9 +123,18 @@ def policy_loss(
     none    −A ℓ                                         plain REINFORCE
     gspo    ppo on the rollout's geometric mean ratio    arXiv 2507.18071
     cispo   −clip(r) detached · A ℓ                      arXiv 2506.13585
-    tis     −min(r, cap) detached · A ℓ                  truncated importance sampling
-    icepop  tis without a cap, tokens outside the window dropped
-    dppo    −r A, tokens dropped by probability difference
+    tis     −min(r, cap) detached · A ℓ                  truncated importance sampling, Yao et al. 2025
+    icepop  −r detached · A ℓ, dropped out of a window   arXiv 2510.18855
+    dppo    −r A, dropped by probability difference      arXiv 2602.04879, binary total variation
+
+    Where the papers differ from this with its defaults:
+    ppo     DAPO divides by the batch's tokens. GRPO has both norms, a symmetric clip, and k3 on the loss.
+    gspo    One term s A a rollout: `length_norm` makes that of the sum over its tokens here. Bounds 3e-4 and 4e-4.
+    cispo   No lower bound (clip_low=1), the group's tokens as denominator. It is then tis with the cap 1 + clip_high.
+    tis     The weight π_old / sampler before a PPO term of its own, whose ratio is 1 on a batch's first step.
+    icepop  Window 0.5 .. 5, and a PPO clip besides. Tokens are dropped, not clamped: a clamp to both bounds is cispo.
+    dppo    Only movement along the advantage stops a token: p − p_s > δ for A > 0, p_s − p > δ for A < 0. So it is here.
+    All of GRPO, GSPO, CISPO and IcePop divide A by the group's standard deviation, which is `std_norm` and apart from the ratio.
     """
     log_ratio_N = (logprob_N - sampled_N).clamp(-20, 20)
     ratio_N = log_ratio_N.exp()
@@ -119,7 +159,7 @@ def policy_loss(
         elif settings.ratio == "tis":
             weight_N = weight_N.clamp(max=settings.tis_cap)
         else:
-            keep_N = ((weight_N >= 1 / settings.icepop) & (weight_N <= settings.icepop)).float()
+            keep_N = ((weight_N >= settings.icepop_low) & (weight_N <= settings.icepop)).float()
             weight_N = weight_N * keep_N
         term_N = -weight_N * advantage_N * logprob_N
     if settings.length_norm:

@@ -33,6 +33,7 @@ from composer_nb.harness.reward import RewardSettings
 from composer_nb.harness.task import load_tasks
 from composer_nb.trainer.batches import load_batch
 from composer_nb.trainer.checkpoint import load_pretrained
+from composer_nb.trainer.gradient import inner_products
 from composer_nb.trainer.loss import policy_loss
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.packing import flatten, score
@@ -198,7 +199,7 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
             gradients_VD[used] = _gradient(losses[1], model)
         used += 1
         k3_R[number], tokens_R[number] = metrics[0]["k3"], metrics[0]["tokens"]
-    gram = along[:, :used] @ _inner_products(gradients_VD[:used]) @ along[:, :used].T
+    gram = along[:, :used] @ inner_products(gradients_VD[:used]) @ along[:, :used].T
     return Gradients(gram=gram, k3_R=k3_R, tokens_R=tokens_R)
 
 
@@ -224,15 +225,6 @@ def _gradient(loss: Tensor, model: Model) -> Tensor:
     """[D]"""
     parts = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     return torch.cat([part.reshape(-1) for part in parts])
-
-
-def _inner_products(rows_VD: Tensor, width: int = 1 << 17) -> NDArray[np.float64]:
-    """[V, V], summed up in float64, a block of columns after another."""
-    gram_VV = torch.zeros(len(rows_VD), len(rows_VD), dtype=torch.float64)
-    for block in rows_VD.split(width, dim=1):
-        wide = block.double()
-        gram_VV += wide @ wide.T
-    return gram_VV.numpy()
 
 
 # The lab

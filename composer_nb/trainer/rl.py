@@ -31,7 +31,7 @@ from composer_nb.harness.reward import Reward, RewardSettings, reward
 from composer_nb.harness.sandbox import SandboxFailure
 from composer_nb.harness.task import Task
 from composer_nb.kernels.moe import Routing
-from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, policy_loss
+from composer_nb.trainer.loss import LossSettings, advantages, kl_penalty, policy_loss
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
@@ -207,16 +207,17 @@ class Learner:
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
         seen: list[Routing] = []
         logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=seen)
-        advantage_S = batch.advantage_S
+        advantage_S, penalty = batch.advantage_S, None
         if self.settings.beta and self.reference is not None:
             with torch.no_grad():
                 reference_S, _ = score(self.reference, batch, batch.recorded)
-            advantage_S = advantage_S - self.settings.beta * kl_estimate(
-                logprob_S.detach(), reference_S, self.settings.kl
-            )
+            taken_S, penalty = kl_penalty(logprob_S, reference_S, batch.rollout_S, self.settings, denominator)
+            advantage_S = advantage_S - taken_S
         loss, metrics = policy_loss(
             logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, self.settings, denominator
         )
+        if penalty is not None:
+            loss = loss + penalty
         if self.replay.on:
             metrics |= overlap(seen) | {"rows": float(batch.rows)}
         return loss, metrics | {"entropy": float(entropy_S.sum())}

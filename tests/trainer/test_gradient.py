@@ -11,7 +11,7 @@ import torch
 
 from composer_nb.harness.reward import Reward
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.gradient import cosine, policy_gradient
+from composer_nb.trainer.gradient import cosine, inner_products, policy_gradient
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.ranks import Ranks
@@ -73,3 +73,15 @@ def test_routes_that_are_not_the_streams_own_are_refused(make_model, attempts):
     with pytest.raises(ValueError, match="stream 2 of 4 can not be replayed"):
         policy_gradient(make_model(3), batch, LossSettings(), replay=FULL)
     policy_gradient(make_model(3), batch, LossSettings(), replay=NO_REPLAY)
+
+
+def test_a_penalty_without_its_reference_is_refused_not_left_out(make_model, attempts):
+    with pytest.raises(ValueError, match="loss.beta"):
+        policy_gradient(make_model(3), streams(attempts, SIGNS), LossSettings(beta=0.1), replay=NO_REPLAY)
+
+
+def test_inner_products_are_those_of_float64_however_columns_are_cut():
+    rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    wanted = (rows.double() @ rows.double().T).numpy()
+    for width in (7, 1000, 4096):
+        np.testing.assert_allclose(inner_products(rows, width), wanted, rtol=1e-12)

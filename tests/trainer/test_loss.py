@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, policy_loss, trained
+from composer_nb.trainer.loss import LossSettings, advantages, kl_estimate, kl_penalty, policy_loss, trained
 
 RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo")
 
@@ -42,7 +42,7 @@ def by_hand(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tup
         elif s.ratio == "tis":
             term = -clamp(r, 0, s.tis_cap).detach() * a * logprob
         elif s.ratio == "icepop":
-            kept = 1 / s.icepop <= r.item() <= s.icepop
+            kept = s.icepop_low <= r.item() <= s.icepop
             term = -r.detach() * a * logprob if kept else 0 * logprob
         else:
             moved = (torch.exp(logprob) - torch.exp(sampled)).item()
@@ -75,7 +75,7 @@ def near_a_border(case: dict[str, Tensor], s: LossSettings) -> bool:
     ratio = case["logprob"] - case["sampled"]
     means = torch.stack([ratio[case["rollout"] == mine].mean() for mine in case["rollout"]])
     moved = (case["logprob"].exp() - case["sampled"].exp()).abs()
-    borders = [math.log(x) for x in (1 - s.clip_low, 1 + s.clip_high, s.tis_cap, s.icepop, 1 / s.icepop, 0.8, 1.2)]
+    borders = [math.log(x) for x in (1 - s.clip_low, 1 + s.clip_high, s.tis_cap, s.icepop, s.icepop_low, 0.8, 1.2)]
     gaps = [(x - border).abs().min() for x in (ratio, means) for border in borders]
     return min(float(gap) for gap in [*gaps, (moved - s.dppo).abs().min()]) < 1e-5
 
@@ -97,7 +97,7 @@ def test_every_ratio_equals_its_formula_and_so_does_its_gradient(
     ratio: Any, case: dict[str, Tensor], length_norm: bool, denominator: float
 ):
     s = LossSettings(
-        ratio=ratio, length_norm=length_norm, clip_low=0.2, clip_high=0.28, tis_cap=3.0, icepop=2.0, dppo=0.2
+        ratio=ratio, length_norm=length_norm, clip_low=0.2, clip_high=0.28, tis_cap=3.0, icepop_low=0.4, icepop=3.5
     )
     assume(not near_a_border(case, s))
     exact = {**case, "logprob": case["logprob"].clone().requires_grad_()}
@@ -163,6 +163,15 @@ def test_on_policy_every_choice_is_the_plain_policy_gradient(ratio: Any):
     (slope,) = torch.autograd.grad(loss, logprob)
     torch.testing.assert_close(slope, -advantage / 5)
     assert metrics == {"masked": 0.0, "ratio_off_20": 0.0, "k3": 0.0, "tokens": 12.0}
+
+
+@pytest.mark.parametrize("cap", [1.5, 5.0])
+def test_tis_is_cispo_without_a_lower_bound(cap: float):
+    sampled, logprob = -torch.rand(200) * 3, (-torch.rand(200) * 3).requires_grad_()
+    rest = (sampled, torch.randn(200), torch.arange(200) // 9)
+    one, _ = policy_loss(logprob, *rest, LossSettings(ratio="tis", tis_cap=cap), 5.0)
+    other, _ = policy_loss(logprob, *rest, LossSettings(ratio="cispo", clip_low=1.0, clip_high=cap - 1), 5.0)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logprob)[0] for loss in (one, other)), atol=0, rtol=0)
 
 
 def test_a_probability_that_has_all_but_vanished_gives_finite_numbers():
@@ -240,6 +249,62 @@ def test_k1_inside_the_advantage_has_the_gradient_of_the_divergence(ratio: Any):
     torch.testing.assert_close(slope, 0.3 * wanted)
 
 
+def penalised(case: dict[str, Tensor], reference: Tensor, s: LossSettings, denominator: float) -> Tensor:
+    """Slope of the whole loss, as a learner adds it up."""
+    logprob = case["logprob"].clone().requires_grad_()
+    taken, penalty = kl_penalty(logprob, reference, case["rollout"], s, denominator)
+    assert not taken.requires_grad
+    loss, _ = policy_loss(logprob, case["sampled"], case["advantage"] - taken, case["rollout"], s, denominator)
+    (slope,) = torch.autograd.grad(loss + penalty, logprob)
+    return slope
+
+
+@pytest.mark.parametrize("length_norm", [False, True])
+@settings(max_examples=25, deadline=None)
+@given(case=cases(), gap=st.floats(-2, 2))
+def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: float, length_norm: bool):
+    """k1 inside the advantage, so under the clip; k2 and k3 beside it, whatever the clip does; all of it float64 arithmetic."""
+    reference = case["logprob"] + gap * torch.linspace(-1, 1, len(case["logprob"]), dtype=torch.float64)
+    plain = LossSettings(length_norm=length_norm)
+    assume(not near_a_border(case, plain))
+    length = torch.bincount(case["rollout"])[case["rollout"]] if length_norm else 1.0
+    free = penalised(case, case["logprob"], plain, 7.0)
+    apart = case["logprob"] - reference
+    wanted = {
+        "k1": penalised({**case, "advantage": case["advantage"] - 0.3 * apart}, case["logprob"], plain, 7.0),
+        "k2": free + 0.3 * apart / length / 7.0,
+        "k3": free + 0.3 * (1 - (-apart).exp()) / length / 7.0,
+    }
+    for kind, slope in wanted.items():
+        s = LossSettings(length_norm=length_norm, beta=0.3, kl=kind)  # type: ignore[arg-type]
+        torch.testing.assert_close(penalised(case, reference, s, 7.0), slope, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_policy_k1_and_k2_pull_alike_and_to_the_reference_and_k3_to_first_order(seed: int):
+    """By enumeration: the expectation over the policy of each penalty's slope, in the space of logits."""
+    policy_logits, direction = pair(seed)
+    found: dict[tuple[str, float], Tensor] = {}
+    for step in (1.0, 1e-3):
+        reference = (policy_logits + step * direction).log_softmax(-1)
+        for kind in ("k1", "k2", "k3"):
+            logits = policy_logits.clone().requires_grad_()
+            policy = logits.log_softmax(-1)
+            probability, s = policy.detach().exp(), LossSettings(ratio="none", beta=1.0, kl=kind)  # type: ignore[arg-type]
+            leaf = policy.detach().clone().requires_grad_()
+            taken, penalty = kl_penalty(leaf, reference, torch.arange(9), s, 1.0)
+            loss, _ = policy_loss(leaf, leaf.detach(), -taken, torch.arange(9), s, 1.0)
+            (slope,) = torch.autograd.grad(loss + penalty, leaf)
+            (found[kind, step],) = torch.autograd.grad(policy, logits, probability * slope)
+        logits = policy_logits.clone().requires_grad_()
+        policy = logits.log_softmax(-1)
+        (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+        torch.testing.assert_close(found["k1", step], exact)
+        torch.testing.assert_close(found["k2", step], exact)
+    assert float((found["k3", 1.0] - found["k1", 1.0]).norm()) > 0.05 * float(found["k1", 1.0].norm())
+    torch.testing.assert_close(found["k3", 1e-3], found["k1", 1e-3], rtol=1e-2, atol=1e-8)
+
+
 # Settings
 
 
@@ -248,10 +313,12 @@ def test_k1_inside_the_advantage_has_the_gradient_of_the_divergence(ratio: Any):
     [
         ({"beta": -0.1}, "loss.beta"),
         ({"clip_low": 0.0}, "loss.clip_low"),
-        ({"clip_low": 1.0}, "loss.clip_low"),
+        ({"clip_low": 1.01}, "loss.clip_low"),
         ({"clip_high": 0.0}, "loss.clip_high"),
         ({"tis_cap": 0.0}, "loss.tis_cap"),
         ({"icepop": 1.0}, "loss.icepop"),
+        ({"icepop_low": 0.0}, "loss.icepop_low"),
+        ({"icepop_low": 1.0}, "loss.icepop_low"),
         ({"dppo": 0.0}, "loss.dppo"),
         ({"ratio": "pop"}, "loss.ratio='pop'"),
         ({"kl": "k4"}, "loss.kl='k4'"),
