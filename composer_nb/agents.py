@@ -14,6 +14,7 @@ from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import ARMS, arms_of, difference, figures
 from composer_nb.harness.product.attempts import Environment, attempt_all, check_fit
+from composer_nb.harness.product.diff import Blob
 from composer_nb.harness.product.loop import LIMITS, Told, converse
 from composer_nb.harness.product.prompt import system_text
 from composer_nb.harness.product.work import Work, keep, write_text
@@ -145,13 +146,11 @@ def run_agent(
                 done = converse(instruction, speaker, tools, session, limits, told)
             finally:
                 segment = speaker.close()
-        after, others, lost = source.files, set[str](), ""
+        changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""
         try:
-            after, others = checkout.carry_back(box, 2 * checkout.MAX_BYTES)
+            changes, others = checkout.changed(source, *checkout.carry_back(box))
         except (SandboxDied, SandboxFailure, OSError) as error:  # what was said is kept all the same
             lost = str(error)
-    changes = checkout.changed(source, after, others)
-    strange = frozenset(path for path in others if path not in source.left_out)
-    work = Work(path=out, source=source, conversation=done, changes=changes, others=strange, lost=lost)
+    work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)
     keep(work, instruction, segment, policy)
     return work

@@ -123,8 +123,13 @@ def _parser() -> argparse.ArgumentParser:
     agent.add_argument("--verdict", choices=["ask", "accept", "reject", "later"], default="ask", help="(ask)")
     agent.add_argument("--seconds", type=float, default=1800.0, metavar="S", help="at most (1800)")
 
-    served = add("serve", _serve, "a scripted policy as an OpenAI-compatible server on this machine's loopback")
-    served.add_argument("--policy", required=True, metavar="scripted:FILE.json", help="what answers")
+    served = add("serve", _serve, "a checkpoint or a script as an OpenAI-compatible server on this machine's loopback")
+    what = served.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint that answers")
+    what.add_argument("--policy", metavar="scripted:FILE.json", help="a script that answers")
+    served.add_argument("--slots", type=int, default=4, metavar="N", help="conversations that are held at a time (4)")
+    served.add_argument("--tokens", type=int, default=32_768, metavar="N", help="of one conversation, at most (32768)")
+    served.add_argument("--temperature", type=float, default=1.0, metavar="T", help="whatever a request says (1.0)")
     served.add_argument("--port", type=int, default=8000, metavar="N", help="(8000; 0: any that is free)")
 
     _json_option(add("doctor", _doctor, "what this machine has, and what it lacks"))
@@ -402,16 +407,27 @@ def _agent(given: argparse.Namespace) -> int:
 
 
 def _serve(given: argparse.Namespace) -> int:
+    from composer_nb.harness.product.conversations import Conversations
     from composer_nb.harness.product.scripts import read_script
-    from composer_nb.harness.product.serve import ScriptServer
+    from composer_nb.harness.product.serve import ChatServer, ScriptServer
+    from composer_nb.policies import open_engine
 
+    def serve(server: ChatServer) -> int:
+        with server:
+            print(server.url, flush=True)
+            server.wait()
+        return 0
+
+    if given.model:
+        if min(given.slots, given.tokens) < 1:
+            raise ValueError("--slots and --tokens must be above 0")
+        with open_engine(given.model, slots=given.slots, tokens=given.tokens, temperature=given.temperature) as engine:
+            answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+            return serve(ChatServer(answer, given.port, given.model.resolve().name))
     kind, _, name = given.policy.partition(":")
     if kind != "scripted" or not name.endswith(".json"):
-        raise ValueError(f"--policy {given.policy}: serve plays scripts; give scripted:FILE.json")
-    with ScriptServer(read_script(Path(name)), given.port) as server:
-        print(server.url, flush=True)
-        server.wait()
-    return 0
+        raise ValueError(f"--policy {given.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")
+    return serve(ScriptServer(read_script(Path(name)), given.port))
 
 
 def _doctor(given: argparse.Namespace) -> int:

@@ -87,7 +87,9 @@ def _endpoint(
     schemas = [tool.schema for tool in agent.tools.tools.values()]
 
     def attempts(each: int, temperature: float) -> list[Attempt]:
-        with OpenAIPolicy(open_endpoint(name, temperature), agent.renderer, schemas) as policy:
+        with OpenAIPolicy(
+            open_endpoint(name, temperature), agent.renderer, schemas, seconds=agent.limits.seconds
+        ) as policy:
             return list(run_eval(policy, agent, tasks, executor, each))
 
     return attempts(samples, 1.0), attempts(1, 0.0)

@@ -6,12 +6,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.chat import ChatRenderer
-from composer_nb.harness.openai_policy import Endpoint
+from composer_nb.harness.openai_policy import LISTED_S, Endpoint
 from composer_nb.harness.product.loop import LIMITS
 from composer_nb.harness.product.scripts import SCRIPTS, read_script
 from composer_nb.harness.product.shared import Shared
@@ -43,13 +46,14 @@ def open_policy(
     if colon and kind == "scripted":
         yield _scripted(rest)
     elif colon and kind == "openai":
-        endpoint = open_endpoint(rest, temperature)
+        endpoint = open_endpoint(rest, temperature, min(LISTED_S, limits.seconds))
         yield lambda task, rollout: EndpointSpeaker(endpoint, system, schemas, limits)
     elif colon and not Path(name).exists():
         raise ValueError(f"--policy {name}: no such kind; give {KINDS}")
     else:
-        with _engine(Path(name), schemas, limits, temperature, seed, slots) as (shared, renderer):
-            yield lambda task, rollout: TokenSpeaker(shared, renderer, rollout, system, limits)
+        with open_engine(Path(name), slots=slots, tokens=limits.tokens, temperature=temperature, seed=seed) as engine:
+            renderer, held = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
+            yield lambda task, rollout: TokenSpeaker(engine.shared, renderer, rollout, system, held)
 
 
 def identity(name: str) -> str:
@@ -64,10 +68,10 @@ def identity(name: str) -> str:
     return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
-def open_endpoint(name: str, temperature: float = 1.0) -> Endpoint:
+def open_endpoint(name: str, temperature: float = 1.0, within_s: float = LISTED_S) -> Endpoint:
     """`URL[#MODEL]`; without a model the first that the server lists. Raises ValueError, ProviderFailure."""
     url, _, model = name.partition("#")
-    listed = [model] if model else Endpoint(url=url).models()
+    listed = [model] if model else Endpoint(url=url).models(within_s)
     if not listed:
         raise ValueError(f"--policy openai:{url}: it lists no model; write openai:{url}#MODEL")
     return Endpoint(url=url, model=listed[0], temperature=temperature)
@@ -92,35 +96,38 @@ def _scripted(name: str) -> Cast:
     return cast
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEngine:
+    """A checkpoint at work, and the format that its tokenizer is made for."""
+
+    shared: Shared
+    tokenizer: Tokenizer
+    format: type[ChatRenderer]
+    tokens: int
+    """Of one conversation, at most."""
+
+
 @contextmanager
-def _engine(
-    path: Path, schemas: list[dict[str, Any]], limits: Limits, temperature: float, seed: int, slots: int
-) -> Iterator[tuple[Shared, ChatRenderer]]:
+def open_engine(
+    path: Path, *, slots: int, tokens: int, temperature: float = 1.0, seed: int = 0
+) -> Iterator[OpenEngine]:
+    """`tokens`: of one conversation, fewer where the model reads no more. Raises FileNotFoundError and ValueError for what is no
+    checkpoint, or one of a model without a format for several tools."""
     from composer_nb.trainer.checkpoint import load_pretrained
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.tokenizer import load_tokenizer
 
     if not path.is_dir():
         raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or give {KINDS})")
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, needed=())
     fits = [each for each in FORMATS if all(tokenizer.token_to_id(token) is not None for token in each.tokens)]
     if not fits:
         raise ValueError(
             f"--policy {path}: its tokenizer has no format for several tools ({' or '.join(each.__name__ for each in FORMATS)}); "
             "tiny models are for tasks of the grader `functions`"
         )
-    renderer, model = fits[0](tokenizer, schemas), load_pretrained(path)
-    if limits.tokens > model.config.max_position_embeddings:
-        raise ValueError(
-            f"--policy {path}: reads at most {model.config.max_position_embeddings} tokens, and limits.tokens={limits.tokens}"
-        )
-    engine = Engine(
-        model,
-        stop=renderer.stop,
-        slots=slots,
-        max_length=limits.tokens,
-        temperature=temperature,
-        seed=seed,
-    )
+    stop, model = fits[0](tokenizer).stop, load_pretrained(path)
+    most = min(tokens, model.config.max_position_embeddings)
+    engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed)
     with Shared(engine) as shared:
-        yield shared, renderer
+        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=fits[0], tokens=most)

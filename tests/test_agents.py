@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from composer_nb.agents import evaluate_arms, run_agent
+from composer_nb.agents import BenchSettings, evaluate_arms, run_agent
 from composer_nb.cli import main
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.product.accept import Conflict
 from composer_nb.harness.product.arms import ARMS, arms_of
-from composer_nb.harness.product.checkout import Conflict
+from composer_nb.harness.product.loop import LIMITS
 from composer_nb.harness.product.scripts import read_script
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.product.show import bench_table
 from composer_nb.harness.sandboxes.bwrap import BwrapBackend
 from composer_nb.harness.sandboxes.contract import SandboxDied
+from composer_nb.harness.sandboxes.image import host_image
 from composer_nb.harness.task import Task, save_tasks
+from tests.harness.stubborn import said, stubborn
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
 
@@ -98,6 +105,24 @@ def test_an_agent_behind_a_server_from_question_to_verdict(
     assert row["status"] == "ungraded" and row["instruction"] == "fix double" and row["written_tokens"] > 0
     assert json.loads(row["files"]) == {"f.py": RIGHT} and json.loads(row["before"]) == {"f.py": WRONG}
     assert json.loads((out / "verdict.json").read_text())["verdict"] == "accepted"
+
+
+@pytest.mark.parametrize("way", ["silent", "slow head", "slow body"])
+def test_a_server_that_never_answers_does_not_outlast_seconds(
+    repository: Path, tasks: list[Task], tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stubborn(way, said("I write.", name="write", file_path="n.py", contents="n = 1\n")) as server:
+        asked = ["agent", str(repository), "fix", "--policy", f"openai:{server.url}", "--out", str(tmp_path / "out")]
+        began = time.monotonic()
+        assert main([*asked, "--seconds", "3", "--verdict", "accept"]) == 1
+        assert time.monotonic() - began < 3 + 15
+        assert "time after 1 calls" in capsys.readouterr().out and (repository / "n.py").read_text() == "n = 1\n"
+        began = time.monotonic()
+        settings = BenchSettings(limits=replace(LIMITS, seconds=2.0))
+        report = evaluate_arms(f"openai:{server.url}", tasks, tmp_path / "bench", samples=1, settings=settings)
+        assert time.monotonic() - began < 2 + 20
+        row = report["arms"]["all"]
+        assert row["infra_errors"] == 2 and "not one answer within 2 s" in row["lost_to"]
 
 
 @pytest.mark.parametrize("verdict", ["reject", "later", "ask"])
@@ -219,6 +244,32 @@ def test_what_can_not_be_carried_out_loses_no_conversation(
     work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out")
     assert work.lost == "its memory was used up" and not work.changes and len(work.conversation.turns) == 5
     assert pq.read_table(tmp_path / "out/rollout.parquet").num_rows == 1 and (repository / "f.py").read_text() == WRONG
+
+
+@pytest.mark.docker
+def test_an_agent_in_an_image(repository: Path, script: Path, tmp_path: Path, docker_client: Any) -> None:
+    """An image with a package that this machine has not, which the repository's tests need."""
+    tag = "composer-nb-test:project"
+    lines = [
+        f"FROM {host_image(docker_client)}",
+        "USER 0",
+        "RUN mkdir -p /opt/site && echo 'two = 2' > /opt/site/project_needs.py",
+    ]
+    text = "\n".join([*lines, "ENV PYTHONPATH=/opt/site"])
+    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    (repository / "run.sh").write_text("#!/bin/sh\n")
+    command = "python -c 'import project_needs' && chmod +x run.sh && printf '\\0' > logo.png && ln -s f.py link.py && echo works"
+    script.write_text(
+        json.dumps([{"calls": [call("run_terminal_cmd", command=command, is_background=False)]}, {"text": "Done."}])
+    )
+    try:
+        work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out", backend="docker", image=tag)
+    finally:
+        docker_client.images.remove(tag, force=True)
+    assert "works" in work.conversation.turns[0].observation and not work.others and not work.lost
+    work.accept()
+    assert os.access(repository / "run.sh", os.X_OK) and (repository / "logo.png").read_bytes() == b"\0"
+    assert os.readlink(repository / "link.py") == "f.py"
 
 
 def test_no_changes_are_no_verdict(repository: Path, tmp_path: Path) -> None:

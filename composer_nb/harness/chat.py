@@ -80,6 +80,9 @@ class ChatRenderer(ABC):
         self.tokenizer, self.tools = tokenizer, tuple(tools)
         self.ids = {token: _token_id(tokenizer, token) for token in self.tokens}
         self.names = {number: token for token, number in self.ids.items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(self.names) | {number for number, token in added.items() if token.special}
+        """Tokens that are no text. What is added to a vocabulary and not special, as `<think>`, is a way to write a text."""
         self._plain = _without_added_tokens(tokenizer)
         if found := [token for token in self.tokens if self.ids[token] in self.encode(token)]:
             raise ValueError(f"the tokenizer finds {', '.join(found)} in plain text: these tokens must be added tokens")
@@ -88,8 +91,9 @@ class ChatRenderer(ABC):
 
     @property
     def stop(self) -> frozenset[int]:
-        """Tokens that end a turn: the one for it, and every one that an agent has no business to write."""
-        return frozenset(number for token, number in self.ids.items() if token not in self.allowed)
+        """Tokens that end a turn: the one for it, and every special one that an agent has no business to write, of the format and
+        of others."""
+        return frozenset(number for number in self.special if self.names.get(number) not in self.allowed)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, none of them special."""
@@ -123,6 +127,10 @@ class ChatRenderer(ABC):
     def user(self, text: str) -> list[int]:
         """What a user says, and the cue for a turn."""
         return self.encoded([*self._user(text), *self._cue()])
+
+    def following(self, text: str) -> list[int]:
+        """What follows the last token of a turn without calls: what a user says to it, and the cue for the next turn."""
+        return self.encoded([*self._after(), *self._user(text), *self._cue()])
 
     def results(self, results: Sequence[Result]) -> list[int]:
         """What follows the last token of a turn with calls: their results, and the cue for the next turn."""
@@ -175,9 +183,8 @@ class ChatRenderer(ABC):
         """The other way round. Special tokens that are not the format's stay tokens too."""
         pieces: list[Piece] = []
         plain: list[int] = []
-        added = self.tokenizer.get_added_tokens_decoder()
         for token in [*token_ids, -1]:
-            if token in added or token in self.names or token < 0:
+            if token in self.special or token < 0:
                 if plain:
                     pieces.append(self.tokenizer.decode(plain, skip_special_tokens=False))
                 plain = []

@@ -6,23 +6,28 @@ call is written in the agent's own format, so that the loop reads it like any ot
 becomes a turn that can not be read, and counts as invalid.
 
 Requests are tried again (connection, timeout, 408, 409, 429, 5xx) after a growing wait with jitter, or when the server says,
-within a minute. What fails for good is a ProviderFailure of that rollout alone. The key is OPENAI_API_KEY's.
+within a minute. What fails for good is a ProviderFailure of that rollout alone. A rollout has `seconds`, all its turns together:
+whatever the server does, no longer is waited for it, and it fails in the same way. The key is OPENAI_API_KEY's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
-from urllib3.util.retry import Retry
 
 from composer_nb.harness.chat import read_json
+from composer_nb.harness.deadline import TimeIsUp, exchange, open_pool
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.tools import ToolCall, ToolError
@@ -30,6 +35,8 @@ from composer_nb.harness.tools import ToolCall, ToolError
 MAX_REPLY_BYTES = 16 << 20
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT_S = 60
+LISTED_S = 30.0
+"""Within which an endpoint says which models it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +63,32 @@ class Endpoint:
     wait_s: float = 0.5
     """Before the second try, doubled before each further one; up to as much again is added by chance."""
     temperature: float = 1.0
-    _pool: urllib3.PoolManager = field(
-        default_factory=lambda: urllib3.PoolManager(maxsize=64), repr=False, compare=False
-    )
+    _pool: urllib3.PoolManager = field(default_factory=open_pool, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"openai:{self.url}: give an address such as openai:http://127.0.0.1:8000/v1")
 
-    def models(self) -> list[str]:
+    def models(self, within_s: float = LISTED_S) -> list[str]:
         """Names of the models there. Raises ProviderFailure."""
         try:
-            return [str(entry["id"]) for entry in self._ask("GET", "models")["data"]]
+            return [str(entry["id"]) for entry in self._ask("GET", "models", time.monotonic() + within_s)["data"]]
         except (KeyError, TypeError) as error:
             raise ProviderFailure(f"{self.url}/models: no list of models: {error!r}") from None
+        except TimeIsUp:
+            raise ProviderFailure(f"{self.url}/models: no answer within {within_s:g} s") from None
 
     def complete(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int, parallel: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        max_tokens: int,
+        parallel: bool = False,
+        until: float = math.inf,
     ) -> Answer:
-        """What answers a conversation; `parallel`: several calls may be in it. Raises ProviderFailure."""
+        """What answers a conversation; `parallel`: several calls may be in it; `until`: on the clock `time.monotonic`. Raises
+        ProviderFailure, and TimeIsUp where that time passes while it is waited for."""
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -84,7 +97,7 @@ class Endpoint:
         }
         if tools:
             body |= {"tools": list(tools), "parallel_tool_calls": parallel}
-        told = self._ask("POST", "chat/completions", body)
+        told = self._ask("POST", "chat/completions", until, body)
         try:
             message = told["choices"][0]["message"]
         except (KeyError, IndexError, TypeError) as error:
@@ -96,55 +109,74 @@ class Endpoint:
         read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
         return Answer(message=message, read=read, written=written)
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        again = Retry(
-            total=self.retries,
-            redirect=False,
-            allowed_methods=None,
-            status_forcelist=AGAIN,
-            backoff_factor=self.wait_s,
-            backoff_jitter=self.wait_s,
-            backoff_max=LONGEST_WAIT_S,
-            retry_after_max=LONGEST_WAIT_S,
-            raise_on_status=False,
-        )
+    def _ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         where = f"{self.url.rstrip('/')}/{path}"
-        try:
-            answer = self._pool.request(
-                method,
-                where,
-                body=None if body is None else json.dumps(body).encode(),
-                headers=headers,
-                retries=again,
-                timeout=urllib3.Timeout(connect=min(10.0, self.timeout_s), read=self.timeout_s),
-                preload_content=False,
-            )
-            with answer:
-                data = answer.read(MAX_REPLY_BYTES + 1, decode_content=True)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise ProviderFailure(f"{where}: {type(error).__name__}: {str(error)[:300]}") from None
-        if answer.status != 200:
-            raise ProviderFailure(f"{where}: status {answer.status}: {data[:300].decode('utf-8', 'replace')}")
-        try:
-            if len(data) > MAX_REPLY_BYTES:
-                raise ValueError(f"longer than {MAX_REPLY_BYTES} bytes")
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise ProviderFailure(f"{where}: no JSON: {str(error)[:200]}") from None
+        sent = None if body is None else json.dumps(body).encode()
+        for tried in range(self.retries + 1):
+            asked = None
+            try:
+                answer = exchange(
+                    self._pool,
+                    method,
+                    where,
+                    until=until,
+                    silence_s=self.timeout_s,
+                    most=MAX_REPLY_BYTES + 1,
+                    body=sent,
+                    headers=headers,
+                )
+                if answer.status == 200:
+                    return _json(where, answer.data)
+                failed = f"status {answer.status}: {answer.data[:300].decode('utf-8', 'replace')}"
+                asked = answer.headers.get("Retry-After")
+                if answer.status not in AGAIN:
+                    break
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                failed = f"{type(error).__name__}: {str(error)[:300]}"
+            pause = _pause(asked, self.wait_s * 2**tried)
+            if tried == self.retries or time.monotonic() + pause >= until:
+                break
+            time.sleep(pause)
+        raise ProviderFailure(f"{where}: {failed}")
+
+
+def _json(where: str, data: bytes) -> Any:
+    try:
+        if len(data) > MAX_REPLY_BYTES:
+            raise ValueError(f"longer than {MAX_REPLY_BYTES} bytes")
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProviderFailure(f"{where}: no JSON: {str(error)[:200]}") from None
+
+
+def _pause(asked: str | None, usual: float) -> float:
+    """Seconds until the next try: what the server asked for, where that can be read, else the usual with jitter."""
+    with suppress(urllib3.exceptions.InvalidHeader, OverflowError):
+        if asked is not None:
+            return min(LONGEST_WAIT_S, urllib3.Retry().parse_retry_after(asked))
+    return min(LONGEST_WAIT_S, usual * (1 + random.random()))
 
 
 class OpenAIPolicy:
     """A Policy that asks an endpoint, one request a rollout at a time. A context manager, which waits for what is under way."""
 
-    def __init__(self, endpoint: Endpoint, renderer: CompactRenderer, tools: Sequence[Any], capacity: int = 8) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        renderer: CompactRenderer,
+        tools: Sequence[Any],
+        capacity: int = 8,
+        seconds: float = math.inf,
+    ) -> None:
         """`tools`: schemas in OpenAI's form."""
-        self.endpoint, self.renderer, self.tools = endpoint, renderer, list(tools)
+        self.endpoint, self.renderer, self.tools, self.seconds = endpoint, renderer, list(tools), seconds
         self.capacity = capacity
         self._threads = ThreadPoolExecutor(max_workers=capacity, thread_name_prefix="openai")
         self._talks: dict[int, list[dict[str, Any]]] = {}
+        self._until: dict[int, float] = {}
         self._asked: dict[Future[Answer], Request] = {}
 
     def __enter__(self) -> OpenAIPolicy:
@@ -159,7 +191,10 @@ class OpenAIPolicy:
         calls = talk[-1].get("tool_calls") if talk else None
         talk += [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls or ()]
         talk += [] if calls else [{"role": "user", "content": text}]
-        asked = self._threads.submit(self.endpoint.complete, list(talk), self.tools, request.max_tokens)
+        until = self._until.setdefault(request.rollout, time.monotonic() + self.seconds)
+        asked = self._threads.submit(
+            self.endpoint.complete, list(talk), self.tools, request.max_tokens, parallel=False, until=until
+        )
         self._asked[asked] = request
 
     def step(self) -> list[Completion | ProviderFailure]:
@@ -170,6 +205,7 @@ class OpenAIPolicy:
 
     def release(self, rollout: int) -> Trace:
         self._talks.pop(rollout, None)
+        self._until.pop(rollout, None)
         for asked in [asked for asked, request in self._asked.items() if request.rollout == rollout]:
             asked.cancel()
             del self._asked[asked]
@@ -179,7 +215,9 @@ class OpenAIPolicy:
         request = self._asked.pop(asked)
         try:
             message = asked.result().message
-        except ProviderFailure as failure:
+        except (ProviderFailure, TimeIsUp) as error:
+            late = f"{self.endpoint.url}: no answer within the {self.seconds:g} s of a rollout"
+            failure = error if isinstance(error, ProviderFailure) else ProviderFailure(late)
             failure.rollout = request.rollout
             return failure
         said, calls = spoken(message)

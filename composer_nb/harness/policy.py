@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,6 +57,10 @@ class Trace:
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """`route_checks` of every forwarded token, made where it was forwarded; 0 elsewhere."""
+
+    def head(self, count: int) -> Trace:
+        """Of the first tokens."""
+        return Trace(**{each.name: getattr(self, each.name)[:count] for each in fields(self)})
 
 
 def route_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:

@@ -4,9 +4,9 @@
     <tool_call>\\n<function=NAME>\\n<parameter=path>\\nf.py\\n</parameter>\\n</function>\\n</tool_call>
     <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response>\\n
 
-Only `<tool_call>` and the like are tokens; functions and parameters are text. Values are read by their schema: strings as they
-stand, everything else as JSON (and Python's True, False, None, which the model's template writes). Where a schema admits strings
-and others, what reads as one of the others is one, else it is the string.
+Only `<tool_call>` and the like are tokens, also where the system message shows one; functions and parameters are text. Values
+are read by their schema: strings as they stand, everything else as JSON (and Python's True, False, None, which the model's
+template writes). Where a schema admits strings and others, what reads as one of the others is one, else it is the string.
 
 A value ends at the first `</parameter>` after which a parameter or the function's end follows. What this can not say, such as a
 string with such an end in it, is a ValueError when it is rendered. Lenient in reading: line breaks around a value may be missing.
@@ -60,9 +60,12 @@ class QwenRenderer(ChatRenderer):
         return [self.ids[START], f"{role}\n", *pieces, self.ids[END], "\n"]
 
     def _system(self, system: str) -> list[Piece]:
+        if not self.tools:
+            return self._message("system", system) if system else []
         tools = "\n".join(_declared(tool["function"]) for tool in self.tools)
-        text = system + (f"\n\n# Tools\n\n<tools>\n{tools}\n</tools>{HOW}" if self.tools else "")
-        return self._message("system", text) if text else []
+        before, (call, after) = HOW.split(CALL)[0], HOW.split(CALL)[1].split(CALL_END)
+        told = f"{system}\n\n# Tools\n\n<tools>\n{tools}\n</tools>{before}"
+        return self._message("system", told, self.ids[CALL], call, self.ids[CALL_END], after)
 
     def _user(self, text: str) -> list[Piece]:
         return self._message("user", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -37,9 +37,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Reads `tokenizer.json` in the folder `path`. Raises ValueError when it is damaged or lacks a special token of the
-    harness."""
+def load_tokenizer(path: Path, needed: Sequence[str] = SPECIALS) -> Tokenizer:
+    """Reads `tokenizer.json` in the folder `path`. Raises ValueError when it is damaged or lacks a token that is needed: those of
+    the compact format, if nothing else is said."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: a checkpoint needs its tokenizer beside it")
@@ -49,6 +49,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except ValueError as error:
         raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
     tokenizer = Tokenizer.from_str(text)
-    if missing := [token for token in SPECIALS if tokenizer.token_to_id(token) is None]:
-        raise ValueError(f"{file}: lacks the tokens {missing} of the compact format")
+    if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
+        raise ValueError(f"{file}: lacks the tokens {missing}")
     return tokenizer

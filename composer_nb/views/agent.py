@@ -54,7 +54,7 @@ def verdict(work: Work) -> ipywidgets.VBox:
     def decide(action: Callable[[], None], text: str) -> None:
         try:
             action()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             said.value = html.escape(str(error))
             return
         said.value = text

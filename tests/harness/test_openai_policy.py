@@ -176,7 +176,7 @@ def test_what_passes_is_tried_again(failure: Answer, server: Server, renderer: C
         ((200, "[]"), 1, "without a message"),
         ((200, '{"choices": []}'), 1, "without a message"),
         ((200, '{"choices": [{"message": 3}]}'), 1, "message is int"),
-        (None, 3, "Max retries|MaxRetryError"),
+        (None, 3, "ProtocolError|RemoteDisconnected"),
     ],
 )
 def test_what_fails_for_good_is_a_failure_of_the_provider(

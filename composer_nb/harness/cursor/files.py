@@ -13,6 +13,7 @@ from composer_nb.harness.cursor.arguments import (
     ReadFile,
     SearchReplace,
     Write,
+    printable,
 )
 from composer_nb.harness.cursor.edits import replace
 from composer_nb.harness.cursor.session import SHOWN, Session, shown
@@ -98,11 +99,11 @@ def apply_patch(session: Session, arguments: ApplyPatch) -> str:
         to = session.path(change.to) if change.to else path
         there = session.exists(path)
         if change.kind == "add" and there:
-            raise ToolError("InvalidArguments", f"{path}: is there already")
+            raise ToolError("UnexpectedEnvironment", printable(f"{path}: is there already"))
         if change.kind != "add" and not there:
-            raise ToolError("InvalidArguments", f"{path}: no such file")
+            raise ToolError("UnexpectedEnvironment", printable(f"{path}: no such file"))
         if to != path and session.exists(to):
-            raise ToolError("InvalidArguments", f"{to}: is there already")
+            raise ToolError("UnexpectedEnvironment", printable(f"{to}: is there already"))
         if change.kind == "add":
             texts[path] = patches.added(change)
         elif change.kind == "delete":

@@ -25,8 +25,8 @@ EDIT_BYTES = 2 << 20
 """Of a file that is changed by replacing or patching."""
 QUICK_S = 30.0
 """How long a tool's own program may take."""
-DOING = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
-"""Errors of a file system that say that a call was wrong; others say that something is the matter where it ran."""
+DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
+"""Errors of a file system that no workspace would have spared a call: others, a missing file too, are about what was there."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 

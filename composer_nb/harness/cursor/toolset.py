@@ -166,14 +166,13 @@ class CursorTools:
     def open(self, sandbox: Sandbox) -> Session:
         """A session in a sandbox. Raises SandboxUnavailable when a program that a tool needs is not in it."""
         needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
-        script = (
-            'pwd -P; command -v "$1" || echo; shift; for name; do command -v "$name" >/dev/null || echo "$name"; done'
-        )
+        script = 'pwd -P; command -v "$1" || echo; echo "${PYTHONPATH-}"; shift; '
+        script += 'for name; do command -v "$name" >/dev/null || echo "$name"; done'
         done = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
         if done.exit_code:
             told = done.stderr.decode("utf-8", "replace").strip()
             raise SandboxUnavailable(f"a sandbox for agents needs sh: {told}")
-        root, testing, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
+        root, testing, modules, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
         if missing:
             packages = " ".join(PACKAGES.get(name, name) for name in missing)
             image = sandbox.spec.image
@@ -184,7 +183,7 @@ class CursorTools:
             )
             raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")
         session = Session(sandbox=sandbox, root=root, strict=self.strict, cwd=root)
-        session.environment = {"PYTHONPATH": testing} if testing else {}
+        session.environment = {"PYTHONPATH": ":".join(filter(None, (modules, testing)))} if testing else {}
         session.search = self.search and self.search(session)
         return session
 

@@ -133,11 +133,17 @@ def _compared(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> dic
     }
 
 
+def _unlike(grades: Sequence[Grade]) -> list[str]:
+    """Up to three tests of which two runs say different things."""
+    one, other = (grade.tests for grade in grades[:2])
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)][:3]
+
+
 def _problems(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> Iterator[str]:
     if any(not grade.known for grade in (*gold, *none)):
         yield "the sandbox failed while it was graded: nothing is known"
     if gold[0].tests != gold[1].tests or none[0].tests != none[1].tests:
-        yield "two runs gave different results"
+        yield f"two runs gave different results: {', '.join(_unlike(gold) or _unlike(none))}"
     if not solved:
         yield "has no solution"
     if not gold[0].passed:

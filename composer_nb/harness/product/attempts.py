@@ -21,6 +21,7 @@ from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script
 from composer_nb.harness.product.checkout import carry_back
+from composer_nb.harness.product.diff import LINK, Blob
 from composer_nb.harness.product.loop import LIMITS, Conversation, Told, converse
 from composer_nb.harness.product.speaker import Speaker
 from composer_nb.harness.rollout import Rollout
@@ -79,8 +80,9 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     return Attempt(task=task, rollout=rollout, grade=grade)
 
 
-def _left(task: Task, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A workspace without our own files. Raises OSError for changes that are too large to be kept with a rollout."""
+def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
+    """The files of a workspace without our own. Raises OSError for changes that are too large to be kept with a rollout."""
+    files = {path: blob.data for path, blob in found.items() if blob.mode != LINK}
     own = {path: data for path, data in files.items() if not path.startswith(f"{FOLDER}/")}
     if not task.image:
         before = {path: text.encode() for path, text in task.files.items()}

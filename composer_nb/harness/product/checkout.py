@@ -8,11 +8,12 @@ the user accepts them, and only if the files that they touch are still what the 
 
 from __future__ import annotations
 
-import difflib
 import errno
+import io
 import os
+import posixpath
 import stat
-import tempfile
+import tarfile
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -21,17 +22,13 @@ from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.cursor.session import FOLDER
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
 from composer_nb.harness.making.repository import HISTORY
-from composer_nb.harness.patch import split_lines
+from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob
 from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
 
 MAX_FILE_BYTES = 4 << 20
 MAX_BYTES = 128 << 20
 MAX_FILES = 20_000
-
-
-class Conflict(ValueError):
-    """A file that an agent changed is not any more what the agent saw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +42,12 @@ class Checkout:
     left_out: Mapping[str, str]
     """Path of a file or folder -> why it stays behind."""
     ignore: Ignore
+
+    def blob(self, path: str) -> Blob | None:
+        """What the agent saw there."""
+        if path not in self.files:
+            return None
+        return Blob(data=self.files[path], mode=EXECUTABLE if path in self.executable else PLAIN)
 
     @property
     def spec(self) -> SandboxSpec:
@@ -110,7 +113,8 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, os.stat_r
         here = Path(at).relative_to(root)
         for folder in list(folders):
             why = "a link" if (Path(at) / folder).is_symlink() else ""
-            why = why or ("history" if folder in HISTORY else "a cache" if folder in {*CACHE_FOLDERS, FOLDER} else "")
+            ours = folder in CACHE_FOLDERS or folder.startswith(FOLDER)
+            why = why or ("history" if folder in HISTORY else "a cache" if ours else "")
             if not why and (Path(at) / folder / "pyvenv.cfg").is_file():
                 why = "a virtual environment"
             if why:
@@ -133,30 +137,57 @@ def _read(root: Path, path: str) -> bytes:
         return file.read(MAX_FILE_BYTES + 1)
 
 
-def carry_back(box: Sandbox, max_bytes: int = 64 << 20) -> tuple[dict[str, bytes], set[str]]:
-    """What an agent left: the contents of all files, and the paths of what is neither file nor folder. Ends all that runs.
+def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
+    """What an agent left: all files and links, and the paths of what is neither of these nor a folder. Ends all that runs.
 
     Files that it made unreadable are read all the same: they are there. Raises OSError for more than can be carried.
     """
     box.end_all()
     box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)
-    found = box.exec(["find", ".", "-not", "-type", "f", "-not", "-type", "d", "-print0"], output_bytes=4 << 20)
+    strange = ["find", ".", "!", "-type", "f", "!", "-type", "d", "!", "-type", "l", "-print0"]  # busybox too
+    found = box.exec(strange, output_bytes=4 << 20)
     if found.exit_code or found.truncated:
         raise OSError(errno.EFBIG, "its folders can not be listed")
     others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    return box.download(max_bytes=max_bytes), {path.removeprefix("./") for path in others}
+    return _unpacked(box.snapshot().archive), {path.removeprefix("./") for path in others}
 
 
-def changed(checkout: Checkout, after: Mapping[str, bytes], others: Set[str] = frozenset()) -> dict[str, bytes | None]:
-    """What an agent changed: path -> content, None for what it deleted.
+def _unpacked(archive: bytes) -> dict[str, Blob]:
+    files: dict[str, Blob] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as held:
+            for info in held:
+                if info.issym():
+                    files[info.name] = Blob(data=os.fsencode(info.linkname), mode=LINK)
+                elif content := held.extractfile(info) if info.isreg() else None:
+                    files[info.name] = Blob(data=content.read(), mode=EXECUTABLE if info.mode & 0o100 else PLAIN)
+    except tarfile.TarError as error:
+        raise SandboxFailure(f"what the sandbox says that it holds is no archive: {error}") from error
+    return files
 
-    Caches, our own files and what stayed behind on the way in are no part of it, nor is a file that is among `others` now: that
-    can not be carried back, and is no deletion.
+
+def changed(
+    checkout: Checkout, after: Mapping[str, Blob], others: Set[str] = frozenset()
+) -> tuple[dict[str, Blob | None], frozenset[str]]:
+    """What an agent changed, and the paths of what can not come back: `others`, and links that lead out of what it saw.
+
+    Caches, our own files and what stayed behind on the way in are no part of either. A file of the repository in whose place
+    there is something that can not come back was not deleted: it stays.
     """
-    gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, others))
-    new = {path: data for path, data in after.items() if checkout.files.get(path) != data}
-    both = {path: data for path, data in (gone | new).items() if path in checkout.files or not _stays(checkout, path)}
-    return dict(sorted(both.items()))
+    strange = others | {
+        path for path, blob in after.items() if blob.mode == LINK and not _leads_inside(checkout, path, blob.data)
+    }
+    gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, strange))
+    new = {path: blob for path, blob in after.items() if path not in strange and checkout.blob(path) != blob}
+    both = {path: blob for path, blob in (gone | new).items() if path in checkout.files or not _stays(checkout, path)}
+    named = frozenset(path for path in strange if path in checkout.files or not _stays(checkout, path))
+    return dict(sorted(both.items())), named
+
+
+def _leads_inside(checkout: Checkout, path: str, target: bytes) -> bool:
+    """Whether a link leads to a place that an agent may write to, as far as its text says."""
+    whole = posixpath.normpath(posixpath.join(posixpath.dirname(path), os.fsdecode(target)))
+    return not whole.startswith(("/", "../")) and whole != ".." and not _stays(checkout, whole)
 
 
 def _inside(path: str, others: Set[str]) -> bool:
@@ -166,66 +197,10 @@ def _inside(path: str, others: Set[str]) -> bool:
 def _stays(checkout: Checkout, path: str) -> bool:
     """Whether a new file would not have been taken in, had it been there."""
     parts = set(PurePosixPath(path).parts)
-    ours = bool(parts & (CACHE_FOLDERS | HISTORY | {FOLDER})) or path.endswith(CACHE_ENDINGS)
-    return ours or checkout.ignore.ignored(path) or _inside(path, checkout.left_out.keys())
-
-
-def show(checkout: Checkout, changes: Mapping[str, bytes | None]) -> str:
-    """A unified diff. Files that are no UTF-8 text are named with their sizes, not shown."""
-    parts: list[str] = []
-    for path, data in changes.items():
-        before = checkout.files.get(path)
-        try:
-            old, new = ((each or b"").decode() for each in (before, data))
-        except UnicodeDecodeError:
-            parts.append(f"Binary file {path}: {len(before or b'')} bytes before, {len(data or b'')} after\n")
-            continue
-        names = ("/dev/null" if before is None else f"a/{path}", "/dev/null" if data is None else f"b/{path}")
-        mode = "100755" if path in checkout.executable else "100644"
-        head = f"new file mode {mode}\n" if before is None else f"deleted file mode {mode}\n" if data is None else ""
-        lines = difflib.unified_diff(split_lines(old), split_lines(new), *names)
-        ended = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-        parts.append(f"diff --git a/{path} b/{path}\n{head}{ended}")
-    return "".join(parts)
-
-
-def accept(checkout: Checkout, changes: Mapping[str, bytes | None]) -> None:
-    """Writes an agent's changes into the user's repository, each file in a moment.
-
-    Raises Conflict, before anything is written, when a file that they touch has changed since the agent got it, or lies behind a
-    link; OSError for what can not be written.
-    """
-    for path in changes:
-        _check(checkout, path)
-    for path, data in changes.items():
-        target = checkout.root / path
-        if data is None:
-            target.unlink()
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        mode = (
-            0o755 if path in checkout.executable else stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644
-        )
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name[:100]}.", delete=False) as part:
-            try:
-                part.write(data)
-                part.close()
-                os.chmod(part.name, mode)
-                os.replace(part.name, target)
-            except BaseException:
-                os.unlink(part.name)
-                raise
-
-
-def _check(checkout: Checkout, path: str) -> None:
-    target, before = checkout.root / path, checkout.files.get(path)
-    pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or str(pure) != path:
-        raise Conflict(f"{path}: leads out of the repository")
-    for parent in list(target.parents)[: len(pure.parts) - 1]:
-        if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
-            raise Conflict(f"{path}: {parent} is a link or a file, so nothing was written")
-    if before is None and os.path.lexists(target):
-        raise Conflict(f"{path}: was not among what the agent saw, and is there; nothing was written")
-    if before is not None and (target.is_symlink() or not target.is_file() or target.read_bytes() != before):
-        raise Conflict(f"{path}: has changed since the agent got it; nothing was written")
+    ours = any(part.startswith(FOLDER) for part in parts) or path.endswith(CACHE_ENDINGS)
+    return (
+        ours
+        or bool(parts & (CACHE_FOLDERS | HISTORY))
+        or checkout.ignore.ignored(path)
+        or _inside(path, checkout.left_out.keys())
+    )

@@ -16,6 +16,7 @@ from composer_nb.harness.agent import Limits
 from composer_nb.harness.chat import Result, Said, User, Written
 from composer_nb.harness.cursor.session import Session
 from composer_nb.harness.cursor.toolset import CursorTools, Reply
+from composer_nb.harness.deadline import TimeIsUp
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.product.speaker import News, Speaker
 from composer_nb.harness.rollout import Turn
@@ -55,8 +56,9 @@ def converse(
     limits: Limits = LIMITS,
     told: Told = lambda event: None,
 ) -> Conversation:
-    """Runs to the end of a conversation. At its limit of time calls that run are ended, and others not begun; whoever says the
-    next turn is waited for. Raises SandboxFailure; Ctrl-C stops what runs and ends it as `interrupted`."""
+    """Runs to the end of a conversation. At its limit of time calls that run are ended, others not begun, and a turn that is not
+    there yet is not waited for, but for the step that an engine is in. Raises SandboxFailure; Ctrl-C stops what runs and
+    ends it as `interrupted`."""
     turns: list[Turn] = []
     began, read, written = time.monotonic(), 0, 0
     news: News = [User(text=instruction)]
@@ -66,7 +68,7 @@ def converse(
     try:
         bell.start()
         for _ in range(limits.turns):
-            spoken = speaker.say(news)
+            spoken = speaker.say(news, began + limits.seconds)
             if spoken is None:
                 stop = "tokens"
                 break
@@ -89,6 +91,8 @@ def converse(
             news = [
                 Result(id=call.id, text=text_of(reply)) for call, reply in zip(spoken.said.calls, replies, strict=True)
             ]
+    except TimeIsUp:
+        stop = "time"
     except ProviderFailure as failure:
         stop = "infrastructure"
         turns.append(Turn(call="", observation=str(failure), error="ProviderError"))

@@ -1,31 +1,51 @@
-"""A script behind an OpenAI-compatible server on the loopback, so that whatever asks such a server can be tried without a model.
+"""An OpenAI-compatible server on the loopback: a script behind it, so that whatever asks such a server can be tried without a
+model, or an engine (`conversations.py`).
 
-Covers `GET /v1/models` and `POST /v1/chat/completions` with tools, one choice, no streaming. Tokens are counted as words.
+Covers `GET /v1/models` and `POST /v1/chat/completions` with tools and one choice. A stream is the whole answer in one piece.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
 from composer_nb.harness.chat import Message, Result, Said, User, Written
 from composer_nb.harness.openai_policy import spoken
+from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.product.speaker import Script
 
 MAX_BODY_BYTES = 64 << 20
 
 
-class ScriptServer:
-    """A context manager: serves while it is open. `script` is given the conversation, and says the next turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A turn on the wire, and how many tokens were read and written for it."""
 
-    def __init__(self, script: Script, port: int = 0, model: str = "scripted") -> None:
+    message: Mapping[str, Any]
+    read: int
+    written: int
+    cut: bool = False
+    """Whether it has no end, as it was to have no more tokens."""
+
+
+Answerer = Callable[[Mapping[str, Any]], Answered]
+"""Answers the body of a request, a JSON object with a list of messages. Raises ValueError for what it does not take."""
+
+
+class ChatServer:
+    """A context manager: serves while it is open."""
+
+    def __init__(self, answer: Answerer, port: int = 0, model: str = "model") -> None:
         """`port` 0: any that is free. Raises ValueError for one that is taken, or is none."""
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(script, model))
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(answer, model))
         except (OSError, OverflowError) as error:
             raise ValueError(f"--port {port}: {error}; give another one, or 0 for any that is free") from None
         self._server.daemon_threads = True
@@ -47,6 +67,18 @@ class ScriptServer:
     def wait(self) -> None:
         """Until the server is closed, or Ctrl-C."""
         self._thread.join()
+
+
+class ScriptServer(ChatServer):
+    """Plays a script, which is given the conversation and says the next turn. Tokens are counted as words."""
+
+    def __init__(self, script: Script, port: int = 0, model: str = "scripted") -> None:
+        def answer(body: Mapping[str, Any]) -> Answered:
+            message = wire_of(script(messages_of(body["messages"])))
+            read, written = (len(json.dumps(part).split()) for part in (body["messages"], message))
+            return Answered(message=message, read=read, written=written)
+
+        super().__init__(answer, port, model)
 
 
 def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -84,25 +116,40 @@ def wire_of(said: Said) -> dict[str, Any]:
     return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
 
 
-def _completion(script: Script, model: str, body: Any) -> dict[str, Any]:
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+def _completion(answer: Answerer, model: str, body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise ValueError("no messages")
-    if body.get("stream"):
-        raise ValueError("stream: not offered here")
-    message = wire_of(script(messages_of(body["messages"])))
-    read, written = (len(json.dumps(part).split()) for part in (body["messages"], message))
+    if body.get("n") not in (None, 1):
+        raise ValueError("n: there is one choice")
+    done = answer(body)
+    reason = "tool_calls" if "tool_calls" in done.message else "length" if done.cut else "stop"
     return {
-        "id": "scripted",
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
+        "created": int(time.time()),
         "model": model,
-        "choices": [
-            {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
-        ],
-        "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+        "choices": [{"index": 0, "message": dict(done.message), "finish_reason": reason}],
+        "usage": {
+            "prompt_tokens": done.read,
+            "completion_tokens": done.written,
+            "total_tokens": done.read + done.written,
+        },
     }
 
 
-def _handler(script: Script, model: str) -> type[BaseHTTPRequestHandler]:
+def _streamed(whole: Mapping[str, Any]) -> bytes:
+    """An answer as a stream of one piece, and its end."""
+    [choice] = whole["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(delta["tool_calls"])]
+    head = {**whole, "object": "chat.completion.chunk"}
+    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    parts = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}, {**head, "choices": [last]}]
+    return b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
+
+
+def _handler(answer: Answerer, model: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 60
@@ -119,18 +166,25 @@ def _handler(script: Script, model: str) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 self._reply(404 if size <= MAX_BODY_BYTES else 413, {"error": {"message": f"nothing at {self.path}"}})
                 return
-            self._answer(lambda: _completion(script, model, json.loads(self.rfile.read(size))))
-
-        def _answer(self, work: Callable[[], Any]) -> None:
             try:
-                self._reply(200, work())
-            except ValueError as error:
+                body = json.loads(self.rfile.read(size))
+                whole = _completion(answer, model, body)
+            except (ValueError, RecursionError) as error:
                 self._reply(400, {"error": {"message": str(error)}})
+            except ProviderFailure as error:
+                self._reply(503, {"error": {"message": str(error)}})
+            else:
+                if body.get("stream"):
+                    self._send(200, "text/event-stream", _streamed(whole))
+                else:
+                    self._reply(200, whole)
 
         def _reply(self, status: int, body: Any) -> None:
-            data = json.dumps(body).encode()
+            self._send(status, "application/json", json.dumps(body).encode())
+
+        def _send(self, status: int, kind: str, data: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+from composer_nb.harness.deadline import TimeIsUp
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
 
 
@@ -30,9 +33,14 @@ class Shared:
         self._orders.put(None)
         self._thread.join()
 
-    def ask(self, request: Request) -> Completion:
-        """The next turn of a rollout. Raises ProviderFailure, and what the policy raises."""
-        answer: Completion = self._order(request).result()
+    def ask(self, request: Request, until: float = math.inf) -> Completion:
+        """The next turn of a rollout. Raises ProviderFailure, what the policy raises, and TimeIsUp where it would come later than
+        `until`: then the rollout can only be released."""
+        order = self._order(request)
+        try:
+            answer: Completion = order.result(None if until == math.inf else max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            raise TimeIsUp from None
         return answer
 
     def release(self, rollout: int) -> Trace:
@@ -82,4 +90,5 @@ class Shared:
                 self._asked[what.rollout] = answer
                 self.policy.submit(what)
             else:
+                self._asked.pop(what, None)
                 answer.set_result(self.policy.release(what))

@@ -24,6 +24,8 @@ from composer_nb.harness.rollout import Turn
 TURNING = {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 SHOWN_LINES = 8
 """Of an observation."""
+SHOWN_DIFF = 200_000
+"""Characters."""
 
 
 def teller(console: Console) -> Callable[[Said | Turn], None]:
@@ -72,7 +74,9 @@ def decide(work: Work, verdict: str, console: Console) -> int:
     )
     for path in sorted(work.others):
         console.print(
-            f"not carried back, as it is no plain file now: {escape(plain(path))}", style="red", soft_wrap=True
+            f"not carried back, a device or a link that leads out of what the agent saw: {escape(plain(path))}",
+            style="red",
+            soft_wrap=True,
         )
     if work.lost:
         console.print(
@@ -81,7 +85,12 @@ def decide(work: Work, verdict: str, console: Console) -> int:
     if not work.changes:
         console.print("it changed nothing")
         return 0 if done.stop == "finished" else 1
-    console.print(Syntax(plain(work.diff), "diff", background_color="default", word_wrap=True))
+    shown, left = _beginning(plain(work.diff))
+    console.print(Syntax(shown, "diff", background_color="default", word_wrap=True))
+    if left:
+        console.print(
+            f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red", soft_wrap=True
+        )
     if verdict == "ask":
         verdict = _asked(console) if sys.stdin.isatty() else "later"
     if verdict == "accept":
@@ -94,6 +103,14 @@ def decide(work: Work, verdict: str, console: Console) -> int:
         console.print(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff", soft_wrap=True)
     console.print(f"kept: {work.path}", style="dim", soft_wrap=True)
     return 0 if verdict == "accept" and done.stop == "finished" else 1
+
+
+def _beginning(text: str) -> tuple[str, int]:
+    """Whole lines of at most SHOWN_DIFF characters, and how many characters come after them."""
+    if len(text) <= SHOWN_DIFF:
+        return text, 0
+    end = text.rfind("\n", 0, SHOWN_DIFF) + 1 or SHOWN_DIFF
+    return text[:end], len(text) - end
 
 
 def _asked(console: Console) -> str:

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.chat import ChatRenderer, Message, Result, Said, User, Written
+from composer_nb.harness.deadline import TimeIsUp
 from composer_nb.harness.openai_policy import Endpoint, spoken
-from composer_nb.harness.policy import Request, Trace
+from composer_nb.harness.policy import ProviderFailure, Request, Trace
 from composer_nb.harness.product.shared import Shared
 from composer_nb.harness.rollout import Kind, Segment, Transcript
 
@@ -33,8 +34,9 @@ class Spoken:
 class Speaker(Protocol):
     """Of one conversation. Used by one thread, and closed at its end."""
 
-    def say(self, news: News) -> Spoken | None:
-        """The next turn; None where no token more has room. Raises ProviderFailure."""
+    def say(self, news: News, until: float) -> Spoken | None:
+        """The next turn; None where no token more has room. Raises ProviderFailure, and TimeIsUp where it would be later than
+        `until` on the clock `time.monotonic`."""
         ...
 
     def close(self) -> Segment:
@@ -49,7 +51,7 @@ class ScriptSpeaker:
         self.script = script
         self._talk: list[Message] = []
 
-    def say(self, news: News) -> Spoken:
+    def say(self, news: News, until: float) -> Spoken:
         self._talk += news
         said = self.script(self._talk)
         self._talk.append(said)
@@ -67,13 +69,19 @@ class EndpointSpeaker:
         self.endpoint, self.tools, self.limits = endpoint, tools, limits
         self._talk: list[dict[str, Any]] = [{"role": "system", "content": system}]
 
-    def say(self, news: News) -> Spoken:
+    def say(self, news: News, until: float) -> Spoken:
         for message in news:
             if isinstance(message, Result):
                 self._talk.append({"role": "tool", "tool_call_id": message.id, "content": message.text})
             else:
                 self._talk.append({"role": "user", "content": message.text})
-        answer = self.endpoint.complete(self._talk, self.tools, self.limits.turn_tokens, parallel=True)
+        try:
+            answer = self.endpoint.complete(self._talk, self.tools, self.limits.turn_tokens, parallel=True, until=until)
+        except TimeIsUp:
+            if any(message["role"] == "assistant" for message in self._talk):
+                raise
+            # Nothing ever came: that says something about the endpoint, and nothing about an agent.
+            raise ProviderFailure(f"{self.endpoint.url}: not one answer within {self.limits.seconds:g} s") from None
         said, calls = spoken(answer.message)
         self._talk.append(said)
         ids = [call["id"] for call in said.get("tool_calls", ())]
@@ -93,7 +101,7 @@ class TokenSpeaker:
         self.system, self.limits = system, limits
         self._transcript = Transcript()
 
-    def say(self, news: News) -> Spoken | None:
+    def say(self, news: News, until: float) -> Spoken | None:
         held = self._transcript
         users = [message.text for message in news if isinstance(message, User)]
         if users:
@@ -104,11 +112,14 @@ class TokenSpeaker:
         if room < 1:
             return None
         held.read(read, Kind.PROMPT if users else Kind.OBSERVATION)
-        completion = self.policy.ask(Request(rollout=self.rollout, token_ids=read, max_tokens=room))
+        completion = self.policy.ask(Request(rollout=self.rollout, token_ids=read, max_tokens=room), until)
         said = self.renderer.parse(completion.token_ids)
         before = len(held.token_ids)
         held.wrote(completion, self.renderer.kinds(completion.token_ids))
         return Spoken(said=said, read=before, written=len(completion.token_ids))
 
     def close(self) -> Segment:
-        return self._transcript.segment(self.policy.release(self.rollout))
+        trace = self.policy.release(self.rollout)
+        return self._transcript.segment(
+            trace.head(len(self._transcript.token_ids))
+        )  # without a turn that was broken off

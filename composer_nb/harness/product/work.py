@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Literal
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grade import Grade
-from composer_nb.harness.product import checkout
+from composer_nb.harness.product.accept import accept
 from composer_nb.harness.product.checkout import Checkout
+from composer_nb.harness.product.diff import LINK, Changes, patch
 from composer_nb.harness.product.loop import Conversation
 from composer_nb.harness.rollout import Rollout, Segment
 from composer_nb.harness.store import save_attempts
@@ -29,19 +29,29 @@ class Work:
     path: Path
     source: Checkout
     conversation: Conversation
-    changes: Mapping[str, bytes | None]
+    changes: Changes
     others: frozenset[str] = frozenset()
-    """Paths that are links or the like now, and are not carried back."""
+    """Paths of what can not come back: devices, links that lead elsewhere."""
     lost: str = ""
     """Why its files could not be carried out of the sandbox, where they could not; then there are no changes."""
 
     @property
+    def patch(self) -> bytes:
+        """Makes of the repository, as the agent got it, what `accept` does."""
+        return self._patch(whole=True)
+
+    @property
     def diff(self) -> str:
-        return checkout.show(self.source, self.changes)
+        """The same to be read: of binary files it tells the sizes."""
+        return self._patch(whole=False).decode("utf-8", "replace")
+
+    def _patch(self, whole: bool) -> bytes:
+        before = {path: blob for path in self.changes if (blob := self.source.blob(path)) is not None}
+        return patch(before, self.changes, whole)
 
     def accept(self) -> None:
-        """Writes the changes into the repository. Raises checkout.Conflict, and then nothing is written."""
-        checkout.accept(self.source, self.changes)
+        """Writes the changes into the repository. Raises Conflict or OSError, and then nothing is written."""
+        accept(self.source, self.changes)
         self._decide("accepted")
 
     def reject(self) -> None:
@@ -57,11 +67,10 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
     work.path.mkdir(parents=True)
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
     after = dict(before)
-    for path, data in work.changes.items():
-        if data is None:
-            del after[path]
-        else:
-            after[path] = data.decode("utf-8", "surrogateescape")
+    for path, blob in work.changes.items():
+        after.pop(path, None)
+        if blob is not None and blob.mode != LINK:
+            after[path] = blob.data.decode("utf-8", "surrogateescape")
     rollout = Rollout(
         task_id=work.source.root.name,
         segments=(segment,),
@@ -79,7 +88,7 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
         [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
         {"instruction": [instruction], "policy": [policy], "before": [json.dumps(changed)]},
     )
-    (work.path / "changes.diff").write_bytes(work.diff.encode("utf-8", "surrogateescape"))
+    (work.path / "changes.diff").write_bytes(work.patch)
     _write_verdict(work.path, "open")
 
 

@@ -224,7 +224,8 @@ class DockerBackend(ResidentBackend):
             noted = self._note("container", name, mark)
         made = _Machine(name, self, noted)
         try:
-            if volumes := self._client.api.inspect_image(image)["Config"].get("Volumes"):
+            held = self._client.api.inspect_image(image)["Config"]
+            if volumes := held.get("Volumes"):
                 raise SandboxUnavailable(
                     f"the image {image} keeps {', '.join(volumes)} on the engine's disk, without a limit: build it without VOLUME"
                 )
@@ -240,7 +241,15 @@ class DockerBackend(ResidentBackend):
                 raise _explained(error, image) from error
             raise
         limits = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
-        told = resident_settings(spec, workspace=WORKSPACE, drop=True, filter=self._filter, limits=limits, nice=10)
+        told = resident_settings(
+            spec,
+            workspace=WORKSPACE,
+            drop=True,
+            filter=self._filter,
+            limits=limits,
+            nice=10,
+            environment=dict(each.split("=", 1) for each in held.get("Env") or ()) if spec.image else None,
+        )
         with contextlib.suppress(OSError):  # if it has ended already, its answer, which is waited for, is why
             made.channel.send(resident_program(told), SEND_S)
         return made

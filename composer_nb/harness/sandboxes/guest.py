@@ -73,7 +73,7 @@ class Resident:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(note, warn_on_full_buffer=False)
         self.files = Files(settings["workspace"], settings["disk_bytes"])
-        self.commands = Commands(self.files, self.wake, settings["nice"], settings["programs"])
+        self.commands = Commands(self.files, self.wake, settings["nice"], settings["programs"], settings["environment"])
 
     def serve(self) -> None:
         send({"ready": True, "pid": os.getpid(), "uid": os.getuid(), "python": sys.version.split()[0]})

@@ -62,10 +62,14 @@ def _ended(code: int, out: bytes, err: bytes, **facts: typing.Any) -> tuple[Head
 class Commands:
     """Everything that runs in the sandbox besides this program."""
 
-    def __init__(self, files: Files, wake: int, nice: int, programs: str) -> None:
-        """`programs`: a folder of more programs, or nothing."""
+    def __init__(
+        self, files: Files, wake: int, nice: int, programs: str, environment: typing.Mapping[str, str]
+    ) -> None:
+        """`programs`: a folder of more programs, or nothing. `environment`: what an image sets, which holds but for the home."""
         self.files, self.wake, self.nice = files, wake, nice
-        self.path = PATH + ":" + programs if programs else PATH
+        usual = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment = {**usual, **environment, "HOME": files.root}
+        self.environment["PATH"] += ":" + programs if programs else ""
         self.ended: dict[int, int] = {}  # pid -> exit code, of what was started here
         self.running: set[int] = set()
         self.ticks = os.sysconf("SC_CLK_TCK")
@@ -145,14 +149,7 @@ class Commands:
             os.dup2(high[3], 3, inheritable=False)
             os.closerange(4, 4096)
             tell = 3
-            environment = {
-                "PATH": self.path,
-                "HOME": self.files.root,
-                "LANG": "C.UTF-8",
-                "PYTHONDONTWRITEBYTECODE": "1",
-            }
-            environment.update(env)
-            os.execvpe(command[0], list(command), environment)
+            os.execvpe(command[0], list(command), {**self.environment, **env})
         except BaseException as error:  # the other side of a fork: the parent gets the reason
             code = getattr(error, "errno", None) or errno.EINVAL
             os.write(tell, (str(code) + " " + command[0][:200] + ": " + os.strerror(code)).encode("utf-8", "replace"))

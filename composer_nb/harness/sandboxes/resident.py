@@ -405,11 +405,13 @@ def resident_settings(
     limits: Mapping[str, int],
     nice: int,
     programs: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> str:
     """What a resident program is told, as JSON: the argument of `guest.main`, and what a zygote is sent.
 
     `limits` come on top of those that every backend sets. `nice`: by how much commands stand back behind the resident program;
     0 where they have no CPU group of their own, in which it counts. `programs`: a folder of more programs for commands to find.
+    `environment`: variables that an image sets for what runs in it.
     """
     common = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0, "RLIMIT_FSIZE": spec.disk_bytes}
     return json.dumps(
@@ -422,6 +424,7 @@ def resident_settings(
             "filter": filter,
             "nice": nice,
             "programs": programs,
+            "environment": dict(environment or {}),
             "rlimits": common | dict(limits),
         }
     )

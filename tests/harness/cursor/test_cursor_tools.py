@@ -13,6 +13,7 @@ from composer_nb.harness.tools import ToolCall, ToolSet
 from tests.harness.cursor.conftest import Call
 
 NEVER = {"error": "InvalidArguments"}
+NOT_THERE = {"error": "UnexpectedEnvironment"}
 OUTSIDE = ["..", "../a", "/etc/passwd", "a/../../b", "/", "out", "out/passwd", "way/etc/passwd"]
 
 
@@ -45,7 +46,7 @@ class TestFiles:
         box.write("d/a", b"x")
         assert call("read_file", target_file=f"{session.root}/d/../d/a").text == "1|x"
         for name in ("none", "d", "d/a/b"):
-            assert name in call("read_file", target_file=name, **NEVER).text
+            assert name in call("read_file", target_file=name, **NOT_THERE).text
 
     @pytest.mark.parametrize("path", OUTSIDE)
     def test_nothing_leads_out(self, box: Sandbox, call: Call, path: str) -> None:
@@ -109,7 +110,7 @@ class TestFiles:
         box.upload({"a": b"", "d/b": b""})
         call("delete_file", target_file="a", explanation="not needed")
         for name in ("a", "d", "."):
-            call("delete_file", target_file=name, **NEVER)
+            call("delete_file", target_file=name, **NOT_THERE)
         assert names(box) == ["d"]
 
     def test_listing(self, box: Sandbox, call: Call) -> None:
@@ -124,14 +125,14 @@ class TestFiles:
         ]
         text = call("list_dir", target_directory=".", ignore_globs=["*.log", "**/node_modules/**", "l?nk"]).text
         assert text.split("\n") == ["b.py", "d/"]
-        call("list_dir", target_directory="b.py", **NEVER)
+        call("list_dir", target_directory="b.py", **NOT_THERE)
 
     def test_a_patch_that_does_not_fit_changes_nothing(self, box: Sandbox, call: Call) -> None:
         box.upload({"a": b"1\n", "b": b"2\n"})
         patch = "*** Begin Patch\n*** Update File: a\n-1\n+x\n*** Add File: n\n+n\n"
         patch += "*** Delete File: b\n*** Update File: {}\n-2\n+y\n*** End Patch"
         before = box.snapshot().digest
-        call("apply_patch", patch=patch.format("c"), **NEVER)
+        call("apply_patch", patch=patch.format("c"), **NOT_THERE)
         call("apply_patch", patch=patch.format("a"), **NEVER)
         assert box.snapshot().digest == before
         box.write("c", b"2\n", mode=0o755)
@@ -206,7 +207,7 @@ class TestSearch:
         assert call("read_lints", paths=["src/b.ts"]).text.startswith("(no linter for src/b.ts)")
         box.write("src/bad.py", b"x = 1\n")
         assert call("read_lints").text == "(no problems)"
-        call("read_lints", paths=["none.py"], **NEVER)
+        call("read_lints", paths=["none.py"], **NOT_THERE)
         box.write("ruff.toml", b"line-length = 'x'\n")
         assert "ruff" in call("read_lints", error="UnexpectedEnvironment").text
 

@@ -16,13 +16,15 @@ from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.chat import Message, Result, Said, Written
 from composer_nb.harness.openai_policy import Endpoint
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.product.arms import figures
 from composer_nb.harness.product.attempts import Environment, attempt, attempt_all
 from composer_nb.harness.product.loop import LIMITS, converse
 from composer_nb.harness.product.scripts import expert, lazy, play, turn
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.product.shared import Shared
-from composer_nb.harness.product.speaker import EndpointSpeaker, ScriptSpeaker, Spoken, TokenSpeaker
+from composer_nb.harness.product.speaker import EndpointSpeaker, News, ScriptSpeaker, Spoken, TokenSpeaker
 from composer_nb.harness.render_qwen import QwenRenderer
+from composer_nb.harness.reward import TERMS
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandboxes.bwrap import BwrapBackend
 from composer_nb.harness.sandboxes.contract import Backend
@@ -31,7 +33,9 @@ from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts
 from composer_nb.harness.task import Task
 from composer_nb.harness.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools import ToolSet
+from tests.harness.stubborn import WAYS, said, stubborn
 
+EDIT = {"name": "write", "file_path": "dates2.py", "contents": "x\n"}
 READ = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
 
 
@@ -133,8 +137,8 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
 )
 def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[str, float], stop: str) -> None:
     class Counting(ScriptSpeaker):
-        def say(self, news: Sequence[Message]) -> Spoken:  # type: ignore[override]
-            return dataclasses.replace(super().say(news), read=8, written=3)  # type: ignore[arg-type]
+        def say(self, news: News, until: float) -> Spoken:
+            return dataclasses.replace(super().say(news, until), read=8, written=3)
 
     with place.backend.create() as box:
         given = dataclasses.replace(Limits(turns=5, tokens=100, seconds=60), **limits)  # type: ignore[arg-type]
@@ -183,6 +187,26 @@ def test_invalid_calls_are_answered_in_their_places(place: Environment, backend:
     assert [each.beside for each in done.turns] == [False, True, True, False]
 
 
+def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(place: Environment, task: Task) -> None:
+    """In the rollout, in the bench's rate, in the reward and in what the agent reads."""
+    missing = [
+        ToolCall(name="read_file", arguments={"target_file": "no/such.py"}),
+        ToolCall(name="delete_file", arguments={"target_file": "none.py"}),
+        ToolCall(name="list_dir", arguments={"target_directory": "none"}),
+        ToolCall(name="grep", arguments={"pattern": "x", "path": "none"}),
+        ToolCall(name="search_replace", arguments={"file_path": "none.py", "old_string": "a", "new_string": "b"}),
+        ToolCall(name="apply_patch", arguments={"patch": "*** Begin Patch\n*** Delete File: none.py\n*** End Patch"}),
+    ]
+    wrong = [
+        ToolCall(name="read_file", arguments={"file": 1}),
+        ToolCall(name="read_file", arguments={"target_file": "/etc"}),
+    ]
+    done = attempt(task, place, ScriptSpeaker(play([turn([*missing, *wrong]), Said(text="")])))
+    assert [each.error for each in done.rollout.turns[:8]] == ["UnexpectedEnvironment"] * 6 + ["InvalidArguments"] * 2
+    assert all("error (UnexpectedEnvironment): " in each.observation for each in done.rollout.turns[:6])
+    assert figures([done])["invalid_call_rate"] == TERMS["invalid_calls"](done.rollout, done.grade) == 2 / 8
+
+
 def test_changes_too_large_to_keep_are_the_agents_failure(place: Environment, task: Task) -> None:
     fill = shell("head -c 20000000 /dev/zero > zeros; chmod 000 dates.py")
     done = attempt(task, place, ScriptSpeaker(play([turn([fill]), Said(text="")])))
@@ -201,6 +225,43 @@ def test_the_limit_of_time_ends_calls_that_run(place: Environment, backend: Back
     assert (
         done.stop == "time" and {each.error for each in done.turns} == {"UserAborted"} and time.monotonic() - began < 25
     )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_model_server_outlasts_the_limit_of_time(place: Environment, task: Task, way: str) -> None:
+    """What was done until then is graded; where nothing ever came, nothing is known of an agent."""
+    limits = dataclasses.replace(LIMITS, seconds=3.0)
+    for turns, stop, status in (([], "infrastructure", "infra_error"), ([said("", **EDIT)], "time", "graded")):
+        with stubborn(way, *turns) as server:
+            speaker = EndpointSpeaker(Endpoint(url=server.url, model="m"), "", place.tools.schemas, limits)
+            began = time.monotonic()
+            done = attempt(task, dataclasses.replace(place, limits=limits), speaker)
+        assert done.rollout.seconds < 3.0 + 3.0 and time.monotonic() - began < 60
+        if done.rollout.stop == "infrastructure" and turns:  # it failed for good before, as by too long an answer
+            assert way == "a stream for ever"
+            continue
+        assert (done.rollout.stop, done.grade.status) == (stop, status) and done.rollout.calls == len(turns)
+        assert ("dates2.py" in done.rollout.files) == bool(turns)
+
+
+class Endless(Typed):
+    """Never comes to the end of a turn."""
+
+    def step(self) -> list[Completion]:
+        time.sleep(0.01)
+        return []
+
+
+def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
+    place: Environment, task: Task, tokenizer: Tokenizer
+) -> None:
+    limits, renderer = dataclasses.replace(LIMITS, seconds=0.5), QwenRenderer(tokenizer, place.tools.schemas)
+    policy = Endless([])
+    with Shared(policy) as shared:
+        done = attempt(task, dataclasses.replace(place, limits=limits), TokenSpeaker(shared, renderer, 4, "s", limits))
+        [request] = policy.asked
+        assert done.rollout.stop == "time" and policy.released == [4] and done.rollout.seconds < 5
+        assert done.rollout.segments[0].token_ids.tolist() == list(request.token_ids)
 
 
 def test_an_agent_that_breaks_its_sandbox_failed(

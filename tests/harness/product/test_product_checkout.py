@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.checkout import Conflict, accept, carry_back, changed, read_checkout, show
+from composer_nb.harness.product.accept import Conflict, accept
+from composer_nb.harness.product.checkout import Checkout, carry_back, changed, read_checkout
+from composer_nb.harness.product.diff import EXECUTABLE, LINK, Blob, patch
 from composer_nb.harness.sandboxes.contract import Backend
 
 
@@ -44,33 +44,49 @@ def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
         assert {entry.name: entry.mode & 0o777 for entry in box.entries()}["run.sh"] == 0o755
 
 
+def seen_blobs(seen: Checkout) -> dict[str, Blob]:
+    return {path: blob for path in seen.files if (blob := seen.blob(path))}
+
+
+def held(root: Path) -> dict[str, tuple[str, bytes, bool]]:
+    """Everything in a folder: kind, contents, whether it can be executed."""
+    found: dict[str, tuple[str, bytes, bool]] = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_symlink():
+            found[name] = "link", os.fsencode(os.readlink(path)), False
+        elif path.is_file():
+            found[name] = "file", path.read_bytes(), os.access(path, os.X_OK)
+        else:
+            found[name] = "folder", b"", False
+    return found
+
+
 def test_changes_come_back_and_nothing_else_does(root: Path) -> None:
     seen = read_checkout(root)
-    after = {
-        **seen.files,
-        "a.py": b"x = 2\n",
-        "new/c.py": b"z\n",
-        "run.sh": b"#!/bin/bash\n",
-        ".composer_nb/log": b"",
-        "p.pyc": b"",
+    after = seen_blobs(seen) | {
+        "a.py": Blob(data=b"x = 2\n"),
+        "new/c.py": Blob(data=b"z\n"),
+        "run.sh": Blob(data=b"#!/bin/bash\n", mode=EXECUTABLE),
+        ".composer_nb/log": Blob(data=b""),
+        "p.pyc": Blob(data=b""),
     }
     del after["sub/b.py"]
-    changes = changed(seen, after)
-    assert list(changes) == ["a.py", "new/c.py", "run.sh", "sub/b.py"] and changes["sub/b.py"] is None
+    changes, others = changed(seen, after)
+    assert list(changes) == ["a.py", "new/c.py", "run.sh", "sub/b.py"] and changes["sub/b.py"] is None and not others
+    (root / "a.py").chmod(0o600)
     accept(seen, changes)
-    assert (
-        (root / "a.py").read_text() == "x = 2\n"
-        and (root / "new/c.py").read_text() == "z\n"
-        and not (root / "sub/b.py").exists()
-    )
+    assert (root / "a.py").read_text() == "x = 2\n" and (root / "new/c.py").read_text() == "z\n"
+    assert not (root / "sub/b.py").exists() and (root / "a.py").stat().st_mode & 0o777 == 0o600
     assert os.access(root / "run.sh", os.X_OK) and (root / ".env").read_text() == "KEY=1"
-    assert {path.name for path in root.iterdir()} >= {"a.py", "new", "run.sh"} and not list(root.glob(".a.py.*"))
+    assert not list(root.glob(".composer_nb*"))
 
 
-@pytest.mark.parametrize("what", ["edited", "deleted", "linked", "there", "folder", "leads out"])
+@pytest.mark.parametrize("what", ["edited", "deleted", "linked", "there", "folder", "leads out", "permissions"])
 def test_a_conflict_changes_nothing(root: Path, what: str) -> None:
     seen = read_checkout(root)
-    changes: dict[str, bytes | None] = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"}
+    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"}
+    changes: dict[str, Blob | None] = {path: Blob(data=data) for path, data in texts.items()}
     if what == "edited":
         (root / "sub/b.py").write_text("mine\n")
     elif what == "deleted":
@@ -78,62 +94,131 @@ def test_a_conflict_changes_nothing(root: Path, what: str) -> None:
     elif what == "linked":
         (root / "new").symlink_to("/tmp")
     elif what == "there":
-        changes[".env"] = b"KEY=2"
+        changes[".env"] = Blob(data=b"KEY=2")
     elif what == "folder":
         (root / "new").write_text("a file")
+    elif what == "permissions":
+        (root / "sub/b.py").chmod(0o755)
     else:
-        changes["../c.py"] = b""
+        changes["../c.py"] = Blob(data=b"")
     with pytest.raises(Conflict, match=r"b\.py|c\.py|\.env"):
         accept(seen, changes)
     assert (root / "a.py").read_text() == "x = 1\n" and (root / ".env").read_text() == "KEY=1"
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.sampled_from(["a.py", "sub/b.py", "n", "m/k"]), st.none() | st.text(max_size=30), max_size=4))
-def test_the_diff_is_one_that_git_applies(
-    tmp_path_factory: pytest.TempPathFactory, edits: dict[str, str | None]
-) -> None:
-    root = tmp_path_factory.mktemp("repository")
-    (root / "sub").mkdir()
-    (root / "a.py").write_bytes(b"x = 1\ny = 2")
-    (root / "sub/b.py").write_bytes(b"y = 1\nz = 3\n")
-    seen = read_checkout(root)
-    after = {path: data for path, data in seen.files.items() if edits.get(path, "") is not None}
-    after |= {path: text.encode() for path, text in edits.items() if text}
-    changes = changed(seen, after)
-    diff = show(seen, changes).encode()
-    if diff:
-        subprocess.run(
-            ["git", "apply", "--unsafe-paths", "-"], cwd=root, input=diff, check=True, env={"PATH": os.environ["PATH"]}
-        )
-    assert {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()} == after
+COMMANDS = {
+    "binary": r"printf '\0\1\377' > logo.png; head -c 70000 /dev/urandom > new.bin; printf '\0' >> a.py",
+    "sqlite": "python3 -c \"import sqlite3; c = sqlite3.connect('d.db'); c.execute('create table t (x)'); c.commit()\"",
+    "a file becomes a folder": "rm a.py; mkdir a.py; echo 1 > a.py/one; echo 2 > a.py/two",
+    "a folder becomes a file": "rm -r sub; echo 1 > sub",
+    "a folder becomes a link": "mv sub other; ln -s other sub",
+    "a file becomes a link": "rm a.py; ln -s sub/b.py a.py; ln -s ../a.py sub/up",
+    "modes": "chmod +x a.py; chmod -x run.sh; echo '#!/bin/sh' > new.sh; chmod 750 new.sh",
+    "names": r"""mkdir 'a b'; echo 1 > 'a b/c d'; echo 2 > $'tab\there'; echo 3 > $'\377'; echo 4 > 'q"q'; : > empty""",
+    "gone": "rm -r sub run.sh",
+}
 
 
-def after_commands(root: Path, backend: Backend, command: str) -> tuple[dict[str, bytes | None], set[str]]:
+@pytest.mark.parametrize("what", COMMANDS)
+def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, backend: Backend, what: str) -> None:
+    shutil.rmtree(root / "sub/__pycache__")
     seen = read_checkout(root)
     with seen.start(backend) as box:
-        box.exec(["bash", "-c", command])
-        left, others = carry_back(box)
-    return changed(seen, left, others), others
+        done = box.exec(["bash", "-ec", COMMANDS[what]])
+        assert done.exit_code == 0, done.stderr
+        changes, others = changed(seen, *carry_back(box))
+    assert changes and not others
+    before = held(root)
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy, symlinks=True)
+    kept, shown = (patch(seen_blobs(seen), changes, whole) for whole in (True, False))
+    heads = [[line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in (kept, shown)]
+    assert heads[0] == heads[1] and len(set(heads[0])) == len(changes)
+    git_env = {"PATH": os.environ["PATH"]}
+    subprocess.run(["git", "apply", "-"], cwd=copy, input=kept, check=True, env=git_env)
+    accept(seen, changes)
+    assert held(root) == held(copy) != before
+    subprocess.run(["git", "apply", "-R", "-"], cwd=copy, input=kept, check=True, env=git_env)
+    assert held(copy) == before
+
+
+@pytest.mark.parametrize("call", range(1, 30))
+def test_what_fails_in_the_middle_is_undone(root: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation on the file system fails once."""
+    shutil.rmtree(root / "sub/__pycache__")
+    seen, before = read_checkout(root), held(root)
+    changes = {
+        "a.py": None, "a.py/x": Blob(data=b"x"), "deep/er/c.py": Blob(data=b"z\n"), "run.sh": Blob(data=b"r\n"),
+        "sub": Blob(data=b"s"), "sub/b.py": None, "up": Blob(data=b"run.sh", mode=LINK),
+    }  # fmt: skip
+    calls = 0
+
+    def failing(name: str) -> None:
+        real = getattr(os, name)
+
+        def once(*given: object, **more: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise OSError(28, "no space left on device")
+            return real(*given, **more)
+
+        monkeypatch.setattr(os, name, once)
+
+    for name in ("rename", "mkdir", "rmdir", "symlink", "fchmod"):
+        failing(name)
+    try:
+        accept(seen, changes)
+    except OSError:
+        monkeypatch.undo()
+        assert held(root) == before
+    else:
+        monkeypatch.undo()
+        assert (root / "a.py/x").read_text() == "x" and (root / "sub").read_text() == "s"
+        assert os.readlink(root / "up") == "run.sh"
+
+
+@pytest.mark.parametrize("left", ["sub/__pycache__/b.pyc", "sub/.env", "sub/mine.py"])
+def test_a_folder_with_what_the_agent_did_not_see_becomes_no_file(root: Path, left: str) -> None:
+    shutil.rmtree(root / "sub/__pycache__")
+    seen = read_checkout(root)
+    (root / left).parent.mkdir(exist_ok=True)
+    (root / left).write_text("mine")
+    before = held(root)
+    with pytest.raises(Conflict, match=f"sub: is a folder with {Path(left).name}"):
+        accept(seen, {"sub": Blob(data=b"s"), "sub/b.py": None})
+    assert held(root) == before
 
 
 @pytest.mark.parametrize(
-    "command", ["chmod 000 sub", "chmod 000 a.py", "rm a.py && ln -s run.sh a.py", "rm a.py; mkfifo a.py"]
+    "target", ["/etc/passwd", "../outside", "sub/../../x", ".env", "built/o", ".git/hooks/pre-commit", "out"]
+)
+def test_a_link_that_leads_out_of_what_the_agent_saw_stays_behind(root: Path, target: str) -> None:
+    seen = read_checkout(root)
+    link = Blob(data=target.encode(), mode=LINK)
+    assert changed(seen, seen_blobs(seen) | {"a.py": link, "new": link}) == ({}, frozenset({"a.py", "new"}))
+
+
+def after_commands(root: Path, backend: Backend, command: str) -> tuple[dict[str, Blob | None], frozenset[str]]:
+    seen = read_checkout(root)
+    with seen.start(backend) as box:
+        box.exec(["bash", "-c", command])
+        return changed(seen, *carry_back(box))
+
+
+@pytest.mark.parametrize(
+    "command", ["chmod 000 sub", "chmod 000 a.py", "rm a.py && ln -s /etc/passwd a.py", "rm a.py; mkfifo a.py"]
 )
 def test_what_is_there_in_another_way_is_not_deleted(root: Path, backend: Backend, command: str) -> None:
     changes, others = after_commands(root, backend, command)
     assert changes == {} and others == ({"a.py"} if "rm" in command else set())
 
 
-def test_a_folder_that_became_a_link_is_not_deleted(root: Path, backend: Backend) -> None:
-    assert after_commands(root, backend, "mv sub other && ln -s other sub") == ({"other/b.py": b"y = 1\n"}, {"sub"})
-
-
 def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> None:
     command = (
         "mkdir built; echo o > built/new; echo KEY > .env; echo x > out; rm -rf .git; git init -q .; echo z > c.py"
     )
-    assert after_commands(root, backend, command)[0] == {"c.py": b"z\n"}
+    assert after_commands(root, backend, command)[0] == {"c.py": Blob(data=b"z\n")}
 
 
 def test_a_worktrees_history_stays_where_it_is(root: Path, backend: Backend) -> None:

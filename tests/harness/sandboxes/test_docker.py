@@ -159,6 +159,24 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.docker
+def test_what_an_image_sets_holds_for_commands(docker_client: Any, backend: DockerBackend) -> None:
+    """As with `docker exec`: packages of a project often lie in an environment that only the image's PATH names."""
+    lines = ["USER 0", "RUN mkdir -p /opt/x/bin && ln -s /bin/echo /opt/x/bin/said"]
+    lines += ["ENV PATH=/opt/x/bin:/usr/local/bin:/usr/bin:/bin GREETING='a = b' HOME=/root"]
+    text, tag = "\n".join([f"FROM {host_image(docker_client)}", *lines]), "composer-nb-test:environment"
+    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    try:
+        with backend.create(SandboxSpec(image=tag)) as box:
+            done = box.exec(["sh", "-c", 'said "$GREETING" $HOME'])
+            assert (done.exit_code, done.stdout) == (0, b"a = b /workspace\n")
+            assert box.exec(["sh", "-c", "echo $GREETING"], env={"GREETING": "mine"}).stdout == b"mine\n"
+        with backend.create() as box:
+            assert box.exec(["said"]).exit_code == 127
+    finally:
+        docker_client.images.remove(tag, force=True)
+
+
+@pytest.mark.docker
 def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> None:
     host = host_image(docker_client)
     lines = {"no-python": "RUN rm /usr/bin/python3*", "volume": "VOLUME /data"}

@@ -1,0 +1,133 @@
+"""What a user accepts is written into the repository: all of it, or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path, PurePosixPath
+
+from composer_nb.harness.cursor.session import FOLDER
+from composer_nb.harness.product.checkout import Checkout
+from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes
+
+
+class Conflict(ValueError):
+    """A file that an agent changed is not any more what the agent saw."""
+
+
+def accept(checkout: Checkout, changes: Changes) -> None:
+    """Writes an agent's changes into the user's repository.
+
+    Everything new is written beside it first, what it takes the place of is moved there, and whatever fails until the last is
+    in its place is undone. A kill leaves that folder behind, `.composer_nb-accept-…` in the repository, with what was moved.
+    Folders that a deletion empties go too, as with git. Raises Conflict, before anything is written, when a file that they touch
+    has changed since the agent got it, or lies behind a link; OSError for what can not be written.
+    """
+    root = checkout.root
+    for path in changes:
+        _check(checkout, changes, path)
+    beside = Path(tempfile.mkdtemp(dir=root, prefix=f"{FOLDER}-accept-"))
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, beside)
+        for number, (path, blob) in enumerate(changes.items()):
+            if blob is not None:
+                _write(beside / f"new-{number}", blob, _permissions(root / path))
+        for number, path in enumerate(changes):
+            if os.path.lexists(root / path) and path in checkout.files:
+                _move(root / path, beside / f"old-{number}", undo)
+        for number, (path, blob) in enumerate(changes.items()):
+            if blob is not None:
+                _make_folders(root, (root / path).parent, undo)
+                if (root / path).is_dir():  # without a file that would be lost
+                    _move(root / path, beside / f"old-{number}", undo)
+                _move(beside / f"new-{number}", root / path, undo)
+        for path in [path for path, blob in changes.items() if blob is None]:
+            _prune(root, (root / path).parent, undo)
+        undo.pop_all()
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check(checkout: Checkout, changes: Changes, path: str) -> None:
+    root, target, before, pure = checkout.root, checkout.root / path, checkout.blob(path), PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name:
+        raise Conflict(f"{path}: leads out of the repository")
+    for parent in map(str, pure.parents[:-1]):
+        at = root / parent
+        if changes[path] is not None and changes.get(parent) is not None:
+            raise Conflict(f"{path}: is to lie in {parent}, which is to be a file; nothing was written")
+        if at.is_symlink() or (at.exists() and not at.is_dir() and parent not in changes):
+            raise Conflict(f"{path}: {at} is a link or a file, so nothing was written")
+    if before is None and target.is_dir() and not target.is_symlink():
+        for inner in (each for each in target.rglob("*") if each.is_symlink() or not each.is_dir()):
+            name = inner.relative_to(root).as_posix()
+            if name not in changes or changes[name] is not None:
+                raise Conflict(
+                    f"{path}: is a folder with {inner.name}, which the agent did not delete; nothing was written"
+                )
+    elif before is None and os.path.lexists(target):
+        raise Conflict(f"{path}: was not among what the agent saw, and is there; nothing was written")
+    if before is not None and _now(target) != before:
+        raise Conflict(f"{path}: has changed since the agent got it; nothing was written")
+
+
+def _now(target: Path) -> Blob | None:
+    """What is there, if that is a file."""
+    try:
+        with open(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode):
+                return Blob(data=file.read(), mode=EXECUTABLE if status.st_mode & 0o100 else PLAIN)
+    except OSError:
+        pass
+    return None
+
+
+def _permissions(target: Path) -> int | None:
+    """Of a file that is there."""
+    with suppress(OSError):
+        status = target.lstat()
+        return status.st_mode & 0o777 if stat.S_ISREG(status.st_mode) else None
+    return None
+
+
+def _write(at: Path, blob: Blob, permissions: int | None) -> None:
+    """With those permissions, but that for executing, which the blob has; else with the usual ones."""
+    if blob.mode == LINK:
+        os.symlink(os.fsdecode(blob.data), at)
+        return
+    runs = blob.mode == EXECUTABLE
+    with open(
+        os.open(at, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o777 if runs else 0o666), "wb"
+    ) as file:
+        file.write(blob.data)
+        if permissions is not None:
+            os.fchmod(file.fileno(), permissions | (permissions & 0o444) >> 2 if runs else permissions & ~0o111)
+
+
+def _move(source: Path, target: Path, undo: ExitStack) -> None:
+    os.rename(source, target)
+    undo.callback(os.rename, target, source)
+
+
+def _prune(root: Path, folder: Path, undo: ExitStack) -> None:
+    """Removes a folder, and those above it, as far as they are empty."""
+    while folder != root:
+        with suppress(FileNotFoundError):
+            permissions = stat.S_IMODE(folder.stat().st_mode)
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            undo.callback(os.chmod, folder, permissions)
+            undo.callback(os.mkdir, folder)
+        folder = folder.parent
+
+
+def _make_folders(root: Path, folder: Path, undo: ExitStack) -> None:
+    if folder != root and not folder.is_dir():
+        _make_folders(root, folder.parent, undo)
+        folder.mkdir()
+        undo.callback(os.rmdir, folder)

@@ -1,0 +1,155 @@
+"""A policy that continues tokens, behind a server whose clients send the whole conversation with every request.
+
+A request that goes on where an answer of ours ended is continued: only what is new is read, and every token stays as it was
+sampled. Any other is read from its beginning. Of conversations that nobody asks about, the one that has waited longest makes
+room. A message in which a call can not be read is answered as the text that it is, without calls.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from composer_nb.harness.chat import ChatRenderer, Result, User
+from composer_nb.harness.policy import Completion, ProviderFailure, Request
+from composer_nb.harness.product.serve import Answered, messages_of, wire_of
+from composer_nb.harness.product.shared import Shared
+from composer_nb.harness.tool_call import ToolError
+
+Wire = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Talk:
+    """A conversation that the policy holds."""
+
+    rollout: int
+    renderer: ChatRenderer
+    head: str
+    """Its system texts and tools."""
+    wire: list[str] = field(default_factory=list)
+    """Its messages until and with our last answer."""
+    tokens: int = 0
+    busy: bool = True
+
+
+class Conversations:
+    """Answers requests (`serve.Answerer`), from as many threads as ask."""
+
+    def __init__(self, policy: Shared, tokenizer: Tokenizer, form: type[ChatRenderer], tokens: int) -> None:
+        """`tokens`: of one conversation, at most."""
+        self.policy, self.tokenizer, self.form, self.tokens = policy, tokenizer, form, tokens
+        self._talks: list[_Talk] = []
+        self._lock = threading.Lock()
+        self._numbers = count()
+
+    def __call__(self, body: Mapping[str, Any]) -> Answered:
+        wire, tools = body["messages"], body.get("tools") or []
+        if not all(isinstance(each, dict) for each in wire):
+            raise ValueError("messages: each is an object")
+        system = "\n\n".join(_text(each) for each in wire if each.get("role") == "system")
+        spoken = [_plain(each) for each in wire if each.get("role") != "system"]
+        talk, known = self._continued(
+            json.dumps([system, tools]), [json.dumps(each, sort_keys=True) for each in spoken]
+        )
+        try:
+            read = self._read(talk, system, spoken, known)
+            asked = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+            most = asked[0] if asked else self.tokens
+            room = min(most if isinstance(most, int) else 0, self.tokens - talk.tokens - len(read))
+            if room < 1:
+                raise ValueError(
+                    f"{talk.tokens + len(read)} tokens and max_tokens={most}: a conversation has {self.tokens}"
+                )
+            done = self.policy.ask(Request(rollout=talk.rollout, token_ids=read, max_tokens=room))
+            message = _message(talk.renderer, done)
+            before, talk.tokens = talk.tokens + len(read), talk.tokens + len(read) + len(done.token_ids)
+        except BaseException:
+            self._forget(talk)
+            raise
+        talk.wire = [json.dumps(each, sort_keys=True) for each in (*spoken, _plain(message))]
+        talk.busy = False
+        cut = not done.token_ids or done.token_ids[-1] not in talk.renderer.stop
+        return Answered(message=message, read=before, written=len(done.token_ids), cut=cut)
+
+    def _continued(self, head: str, wire: Sequence[str]) -> tuple[_Talk, int]:
+        """A conversation to go on with, and how many of its messages the policy holds; 0 for a new one."""
+        with self._lock:
+            for talk in self._talks:
+                if (
+                    not talk.busy
+                    and talk.head == head
+                    and len(wire) > len(talk.wire)
+                    and talk.wire == wire[: len(talk.wire)]
+                ):
+                    self._talks.remove(talk)
+                    self._talks.append(talk)
+                    talk.busy = True
+                    return talk, len(talk.wire)
+            if len(self._talks) == self.policy.policy.capacity:
+                idle = next((talk for talk in self._talks if not talk.busy), None)
+                if idle is None:
+                    busy = len(self._talks)
+                    raise ProviderFailure(f"{busy} conversations are under way; ask again, or serve more with --slots")
+                self._talks.remove(idle)
+                self.policy.release(idle.rollout)
+            try:
+                renderer = self.form(self.tokenizer, json.loads(head)[1])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"tools: not in OpenAI's form: {error!r}") from None
+            talk = _Talk(rollout=next(self._numbers), renderer=renderer, head=head)
+            self._talks.append(talk)
+            return talk, 0
+
+    def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> list[int]:
+        """Tokens that are new. Raises ValueError for messages that are none, or that end with a turn."""
+        news = messages_of(spoken[known:])
+        if not news or not isinstance(news[-1], User | Result):
+            raise ValueError("messages: the last one is a user's or a tool's")
+        if not known:
+            return talk.renderer.render(news, system)
+        results = [each for each in news if isinstance(each, Result)]
+        if len(results) == len(news):
+            return talk.renderer.results(results)
+        if results or len(news) > 1:
+            raise ValueError("messages: after a turn come the results of its calls, or one message of a user")
+        return talk.renderer.following(news[0].text)
+
+    def _forget(self, talk: _Talk) -> None:
+        with self._lock:
+            self._talks.remove(talk)
+            self.policy.release(talk.rollout)
+
+
+def _message(renderer: ChatRenderer, done: Completion) -> dict[str, Any]:
+    said = renderer.parse(done.token_ids)
+    if any(isinstance(written.call, ToolError) for written in said.calls):
+        text = [token for token in done.token_ids if token not in renderer.stop]
+        return {"role": "assistant", "content": renderer.tokenizer.decode(text, skip_special_tokens=False)}
+    return wire_of(said)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a message counts, in one form: clients write the same in several ways."""
+    kept = {"role": message.get("role"), "content": _text(message)}
+    if message.get("tool_call_id"):
+        kept["tool_call_id"] = message["tool_call_id"]
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return kept
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """A content, which may come in parts. Raises ValueError for one that is no text."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("messages: a content is a text, or parts that are texts")
+    return "".join(map(str, texts))

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""What a model costs on this machine: `scripts/model_bench.py [--threads N] [--rounds N]`. Prints three Markdown tables.
+
+step        forward and backward of two 30 M-parameter Qwen3-MoEs against `transformers` with each of its experts back ends, and
+            the share of the machine's GEMM rate that ours reaches. CPU seconds, so that other work beside it changes little; the
+            forms take turns, and each has a round to warm up.
+replay      a step of RL's trainer with and without replay, in turns: the median of paired ratios, with a 95 % bound by bootstrap.
+invariance  decoding in batch-invariant mode, against the same engine without, and against the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from composer_nb.harness.policy import Request
+from composer_nb.kernels.logprob import logprob_entropy
+from composer_nb.trainer.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.model import Model, ModelConfig, PackedRows
+from composer_nb.trainer.packing import flatten, score
+from composer_nb.trainer.report import example_run
+from composer_nb.trainer.rescore import stored_batch
+from composer_nb.trainer.rl import to_stream
+from composer_nb.trainer.routes import FULL, NO_REPLAY
+from composer_nb.trainer.variants import batch_invariant
+
+COMMON: dict[str, Any] = {"vocab_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 1024}
+SHAPES = {
+    "64 experts, 4 a token": ModelConfig(
+        **COMMON,
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=64,
+        num_experts_per_tok=4,
+        moe_intermediate_size=96,
+    ),
+    "16 experts, 2 a token": ModelConfig(
+        **COMMON,
+        hidden_size=384,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+    ),
+}
+"""The first is sparse as Qwen3-30B-A3B is, in small; the second has few and large experts, where a step is mostly GEMMs."""
+ROWS, LENGTH = 4, 512
+Step = Callable[[], float]
+
+
+def timed(forms: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each form, round by round."""
+    for form in forms.values():
+        form()
+    found: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(rounds):
+        for name, form in forms.items():
+            begin = time.process_time()
+            form()
+            found[name].append(time.process_time() - begin)
+    return found
+
+
+def ours(model: Model, ids: Tensor) -> Step:
+    rows = PackedRows.of_lengths([LENGTH] * ROWS, model.config)
+    at = (rows.position_N < LENGTH - 1).nonzero()[:, 0]
+    flat = ids.reshape(-1)
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        hidden, _ = model.trunk(flat, rows.position_N, rows.attend)
+        logprob, _ = logprob_entropy(hidden, model.output_weight, at, flat[at + 1])
+        loss = -logprob.mean()
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def theirs(path: Path, dtype: torch.dtype, experts: str, ids: Tensor) -> Step:
+    from transformers import Qwen3MoeForCausalLM
+
+    model: nn.Module = Qwen3MoeForCausalLM.from_pretrained(path, dtype=dtype)
+    model.set_experts_implementation(experts)
+    model.train()
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def gemm_rate(dtype: torch.dtype) -> float:
+    """Multiplications and additions a CPU second of one large product, the best of five."""
+    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+    best = 0.0
+    for _ in range(5):
+        begin = time.process_time()
+        a @ b
+        best = max(best, 2 * 2048**3 / (time.process_time() - begin))
+    return best
+
+
+def operations(model: Model) -> float:
+    """Of a step's products, attention's own left out: six times the weights that act on a token, and the output layer."""
+    c = model.config
+    layer = model.layers[0]
+    dense = layer.qkv.numel() + layer.o.numel() + layer.router.numel()
+    expert = c.num_experts_per_tok * 3 * c.hidden_size * c.moe_intermediate_size
+    return 6.0 * ROWS * LENGTH * (c.num_hidden_layers * (dense + expert) + c.vocab_size * c.hidden_size)
+
+
+def steps(rounds: int) -> None:
+    print(
+        "| model | dtype | form | CPU s | tokens / CPU s | against ours | share of the GEMM rate |\n|---|---|---|---|---|---|---|"
+    )
+    ids = torch.randint(0, COMMON["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    for name, config in SHAPES.items():
+        torch.manual_seed(0)
+        model = Model(config)
+        with tempfile.TemporaryDirectory() as folder:
+            save_pretrained(model, Path(folder) / "m", dtype=torch.float32)
+            for dtype in (torch.float32, torch.bfloat16):
+                forms = {"ours": ours(copy.deepcopy(model).to(dtype), ids)}
+                for experts in ("eager", "batched_mm", "grouped_mm"):
+                    forms[f"transformers, {experts}"] = theirs(Path(folder) / "m", dtype, experts, ids)
+                if config.num_experts_per_tok * ROWS * LENGTH * config.hidden_size * config.moe_intermediate_size > 1e8:
+                    del forms["transformers, batched_mm"]  # a copy of the experts' weights for every token
+                found = {form: statistics.median(times) for form, times in timed(forms, rounds).items()}
+                share = operations(model) / found["ours"] / gemm_rate(dtype)
+                for form, seconds in found.items():
+                    print(
+                        f"| {name} | {str(dtype).removeprefix('torch.')} | {form} | {seconds:.3f} | "
+                        f"{ROWS * LENGTH / seconds:,.0f} | {seconds / found['ours']:.2f} | "
+                        f"{f'{share:.0%}' if form == 'ours' else ''} |",
+                        flush=True,
+                    )
+
+
+def replay_cost(rounds: int) -> None:
+    batch = stored_batch(example_run(), -1)
+    model = load_pretrained(example_run().path / "weights" / "before_final")
+    streams = [to_stream(scored) for group in batch.groups for scored in group]
+
+    def step(replay: Any) -> Step:
+        def run() -> float:
+            model.zero_grad(set_to_none=True)
+            flat = flatten(streams, replay)
+            logprob, _ = score(model, flat, flat.recorded)
+            loss = -(logprob * flat.advantage_S).sum()
+            loss.backward()
+            return float(loss.detach())
+
+        return run
+
+    found = timed({"off": step(NO_REPLAY), "on": step(FULL)}, 4 * rounds)
+    ratio = np.array(found["on"]) / np.array(found["off"])
+    draws = np.random.default_rng(0).choice(ratio, (4000, len(ratio)))
+    bound = float(np.quantile(np.median(draws, axis=1), 0.95))
+    print(
+        "\n| step of the trainer, without replay | with | median of the ratios | upper 95 % bound |\n|---|---|---|---|"
+    )
+    off, on = (statistics.median(found[name]) for name in ("off", "on"))
+    print(f"| {off:.3f} CPU s | {on:.3f} CPU s | {float(np.median(ratio)):.3f} | {bound:.3f} |", flush=True)
+
+
+def invariance(rounds: int) -> None:
+    torch.manual_seed(0)
+    model = Model(ModelConfig())
+    plain = copy.deepcopy(model)
+    plain.router_dtype = torch.float32  # says what holds anyway, but keeps the compiled kernel away
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 1024, 60).tolist() for _ in range(32)]
+
+    def decode(made: Model) -> Step:
+        def run() -> float:
+            engine = Engine(made, stop=frozenset(), slots=32, max_length=128)
+            engine._packed = engine._packed if made is model else None
+            engine.generate([Request(rollout=n, token_ids=ids, max_tokens=40) for n, ids in enumerate(prompts)])
+            return 0.0
+
+        return run
+
+    forms = {
+        "torch": decode(plain),
+        "torch, batch-invariant": decode(batch_invariant(plain)),
+        "compiled": decode(model),
+    }
+    found = {name: statistics.median(times) for name, times in timed(forms, rounds).items()}
+    print(
+        "\n| decoding 32 rollouts of 100 tokens | CPU s | against torch | independent of the batch |\n|---|---|---|---|"
+    )
+    for name, seconds in found.items():
+        print(f"| {name} | {seconds:.2f} | {seconds / found['torch']:.2f} | {'no' if name == 'torch' else 'yes'} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    steps(arguments.rounds)
+    replay_cost(arguments.rounds)
+    invariance(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

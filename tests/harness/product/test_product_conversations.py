@@ -1,0 +1,121 @@
+"""A policy behind a server whose clients send whole conversations: what it reads, what it goes on with, what it forgets."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.chat import Said, User, Written
+from composer_nb.harness.openai_policy import Endpoint
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.product.conversations import Conversations
+from composer_nb.harness.product.serve import ChatServer
+from composer_nb.harness.product.shared import Shared
+from composer_nb.harness.render_qwen import QwenRenderer
+from composer_nb.harness.tool_call import ToolCall
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
+
+
+class Echo:
+    """Writes these turns, and notes by rollout what it was asked and what it forgot."""
+
+    capacity = 2
+
+    def __init__(self, turns: Sequence[list[int]]) -> None:
+        self.turns, self.asked, self.released = list(turns), list[Request](), list[int]()
+        self._waiting: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.asked.append(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        waiting, self._waiting = self._waiting, []
+        return [self._completed(request) for request in waiting]
+
+    def _completed(self, request: Request) -> Completion:
+        written = self.turns.pop(0)[: request.max_tokens]
+        zeros = [0.0] * len(written)
+        return Completion(
+            rollout=request.rollout, token_ids=written, logprobs=zeros, policy_versions=[0] * len(written)
+        )
+
+    def release(self, rollout: int) -> Trace:
+        self.released.append(rollout)
+        return Trace()
+
+
+def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    call = Said(text="I look.", calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
+    done, broken = renderer.turn(Said(text="Done.")), [*renderer.encode("<tool_call>{"), renderer.ids[renderer.end]]
+    policy = Echo([renderer.turn(call), done, done, broken, done, done])
+    start: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
+    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
+        endpoint = Endpoint(url=server.url, model=Endpoint(url=server.url).models()[0], retries=0)
+        first = endpoint.complete(start, [TOOL], 400)
+        assert policy.asked[0].token_ids == renderer.render([User(text="fix f")], "You fix.")
+        [made] = first.message["tool_calls"]
+        assert (
+            made["function"] == {"name": "look", "arguments": '{"at": "f"}'} and first.message["content"] == "I look."
+        )
+        assert (first.read, first.written) == (len(policy.asked[0].token_ids), len(renderer.turn(call)))
+        talk = [*start, first.message, {"role": "tool", "tool_call_id": made["id"], "content": "1|x"}]
+        second = endpoint.complete(talk, [TOOL], 400)
+        assert second.message["content"] == "Done." and policy.asked[1].rollout == policy.asked[0].rollout
+        text = renderer.tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
+        assert (
+            "1|x" in text
+            and "fix f" not in text
+            and second.read == first.read + first.written + len(policy.asked[1].token_ids)
+        )
+        more = [*talk, second.message, {"role": "user", "content": [{"type": "text", "text": "and?"}]}]
+        endpoint.complete(more, [TOOL], 400)
+        assert policy.asked[2].rollout == policy.asked[0].rollout
+        assert policy.asked[2].token_ids == renderer.following("and?")
+        # A call that can not be read is a text; another conversation with other tools is another rollout.
+        assert endpoint.complete(start, [], 400).message == {"role": "assistant", "content": "<tool_call>{"}
+        assert policy.asked[3].rollout != policy.asked[0].rollout and not policy.released
+        # What was changed is read from its beginning, and the one that has waited longest goes.
+        endpoint.complete([*talk[:-1], {**talk[-1], "content": "2|y"}], [TOOL], 400)
+        assert policy.released == [policy.asked[0].rollout]
+        assert len(policy.asked[4].token_ids) > len(policy.asked[0].token_ids)
+
+
+def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer)
+    user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    policy = Echo([renderer.turn(Said(text="ok"))] * 2)
+    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 300)) as server:
+        endpoint = Endpoint(url=server.url, model="m", retries=0)
+        for body, why in (
+            ({"messages": [user], "max_tokens": -1}, "max_tokens=-1"),
+            ({"messages": [user], "n": 2}, "one choice"),
+            ({"messages": [user, said]}, "the last one is"),
+            ({"messages": [{"role": "user", "content": "x" * 400}]}, "a conversation has 300"),
+            ({"messages": [user], "tools": ["x"]}, "tools: not in OpenAI"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content is a text"),
+            ({"messages": [7]}, "each is an object"),
+            ({"messages": []}, "no messages"),
+            ({"messages": [{"role": "judge", "content": "x"}]}, "no message"),
+        ):
+            with pytest.raises(ProviderFailure, match=f"status 400: .*{why}"):
+                endpoint._ask("POST", "chat/completions", float("inf"), body)
+        assert not policy.asked
+        request = urllib.request.Request(
+            f"{server.url}/chat/completions", json.dumps({"messages": [user], "stream": True}).encode()
+        )
+        with urllib.request.urlopen(request) as reply:
+            *pieces, end = [part.removeprefix("data: ") for part in reply.read().decode().split("\n\n") if part]
+        assert end == "[DONE]" and json.loads(pieces[0])["choices"][0]["delta"]["content"] == "ok"
+        assert json.loads(pieces[-1])["choices"][0]["finish_reason"] == "stop"
+        endpoint.complete([user], [], 10)
