@@ -94,6 +94,18 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("--html", type=Path, metavar="FILE", help="write a page with figures")
     _json_option(compared)
 
+    looked = add(
+        "microscope", _microscope, "why an engine and the trainer give a run's tokens different log-probabilities"
+    )
+    looked.add_argument("path", type=Path, metavar="RUN", help="a run directory, as runs/tour or data/example")
+    looked.add_argument(
+        "--engine", default="recorded", metavar="NAME", help="recorded, or one that reads its tokens: bf16, …"
+    )
+    looked.add_argument("--step", type=int, default=-1, metavar="N", help="RL step, from 1 (the last)")
+    looked.add_argument("--rollouts", type=int, default=16, metavar="N", help="how many of it (16)")
+    looked.add_argument("--html", type=Path, metavar="FILE", help="write a page with figures")
+    _json_option(looked)
+
     scored = add("eval", _eval, "score a policy on tasks")
     scored.add_argument("--policy", required=True, metavar="DIR|scripted:NAME|openai:URL[#MODEL]", help="what to score")
     scored.add_argument("--tasks", required=True, type=Path, metavar="PATH", help="a .jsonl file or task directories")
@@ -335,6 +347,26 @@ def _compare(given: argparse.Namespace) -> int:
         _print_json(found)
     else:
         _console().print(table(found))
+    return 0
+
+
+def _microscope(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.microscope import examine_run
+    from composer_nb.trainer.report import document, figure, open_run
+    from composer_nb.trainer.rundir import write_text
+    from composer_nb.views import microscope as view
+
+    report = examine_run(open_run(given.path), given.engine, step=given.step, rollouts=given.rollouts)
+    if given.html:
+        body = [view.read(report).text, figure("ladder", "What each rung takes away.", view.ladder(report).png())]
+        body.append(figure("apart", "Where inside the model they part.", view.apart(report).png()))
+        write_text(given.html, document("mismatch microscope", body))
+    if given.json:
+        _print_json(report.to_dict())
+    else:
+        print(view.headline(report))
+        _rows(list(view.rows(report)), view.HEAD)
+        _rows(list(view.causes(report)), ("cause", "", "first"))
     return 0
 
 

@@ -46,6 +46,7 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["report", "nowhere"], "nowhere: no run here"),
         (["watch", "nowhere", "--html", "page.html"], "nowhere: no run here"),
         (["compare", "nowhere", "elsewhere"], "nowhere: no run here"),
+        (["microscope", "nowhere"], "nowhere: no run here"),
         (["tour", "--set", "rl.stepz=3"], "unknown setting 'rl.stepz'; did you mean 'rl.steps'?"),
         (["tour", "--set", "rl.steps"], "write --set name=value"),
         (["tour", "--set", "rl.steps=many"], "rl.steps='many': must be of type int"),
@@ -141,6 +142,19 @@ def test_two_runs_are_compared_for_programs_for_people_and_as_a_page(
     assert cli.main(["compare", *runs]) == 0
     shown = capsys.readouterr().out
     assert "settings that differ: none" in shown and "paired by task" in shown
+
+
+def test_a_mismatch_is_looked_into_for_programs_for_people_and_as_a_page(tmp_path: Path, capsys: Any):
+    example = str(Path(__file__).parents[1] / "data" / "example")
+    looking = ["microscope", example, "--engine", "bf16-head", "--rollouts", "2"]
+    assert cli.main([*looking, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["named"] == ["tokens", "head dtype"]
+    page = tmp_path / "page.html"
+    assert cli.main([*looking, "--html", str(page)]) == 0
+    assert "named: tokens, head dtype" in capsys.readouterr().out
+    assert "head dtype" in page.read_text() and page.read_text().count("<img") == 2
+    assert cli.main(["microscope", example, "--engine", "genius"]) == 2
+    assert "must be one of recorded, float32" in capsys.readouterr().err
 
 
 def test_a_finished_tour_resumes_to_its_results(

@@ -35,6 +35,10 @@ from composer_nb.kernels.swiglu import swiglu
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, q [N, Q, C], k [N, G, C], v [N, G, C'], scale of the scores) -> [N, Q, C']"""
 
+Watch = Callable[[int, str, Tensor], None]
+"""(layer, what was added last, residual stream [N, D]): called after the "embedding" (layer -1), and after "attention" and
+"experts" of each layer; a dense layer's block counts as experts."""
+
 Family = Literal["qwen3_moe", "deepseek_v3"]
 LATENT_EPS = 1e-6
 """Of the norms within latent attention, whatever the configuration says of the others (as in every published checkpoint)."""
@@ -276,6 +280,8 @@ class Model(nn.Module):
         self.tile = 0
         """Rows that products are computed in at a time; 0: all. Any other number makes what is computed for a token, but for
         attention, independent of the tokens beside it to the last bit (`kernels/linear.py`)."""
+        self.watch: Watch | None = None
+        """Sees the residual stream of a forward pass through `trunk`, for whoever compares two of them."""
         self._rope: Tensor | None = None
 
     @property
@@ -298,6 +304,8 @@ class Model(nn.Module):
         if replay is not None and replay.experts.shape[1] != c.moe_layers:
             raise ValueError(f"replayed routes are of {replay.experts.shape[1]} layers, the model has {c.moe_layers}")
         x_ND = F.embedding(token_ids_N, self.embed)
+        if self.watch is not None:
+            self.watch(-1, "embedding", x_ND)
         rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
         routings: list[Routing] = []
         for index, layer in enumerate(self.layers):
@@ -306,6 +314,8 @@ class Model(nn.Module):
                 x_ND, routing = checkpoint(self._layer, index, layer, x_ND, rope_N, attend, given, use_reentrant=False)
             else:
                 x_ND, routing = self._layer(index, layer, x_ND, rope_N, attend, given)
+            if self.watch is not None:
+                self.watch(index, "experts", x_ND)
             routings += [] if routing is None else [routing]
         return rms_norm(x_ND, self.final_norm, c.rms_norm_eps), routings
 
@@ -321,6 +331,8 @@ class Model(nn.Module):
         h_ND = rms_norm(x_ND, layer.attention_norm, c.rms_norm_eps)
         q, k, v = self._latent_qkv(layer, h_ND, rope_N) if c.latent else self._grouped_qkv(layer, h_ND, rope_N)
         x_ND = x_ND + self.linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
+        if self.watch is not None:
+            self.watch(index, "attention", x_ND)
         h_ND = rms_norm(x_ND, layer.moe_norm, c.rms_norm_eps)
         if layer.dense:
             return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out, self.tile), None

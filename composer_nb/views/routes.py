@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from composer_nb.harness.policy import Trace
 from composer_nb.trainer.loss import LossSettings
-from composer_nb.trainer.mismatch import Comparison, Gap
+from composer_nb.trainer.mismatch import Comparison, Gap, gap_figures
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title
 
@@ -150,4 +151,39 @@ def cosines(found: Mapping[str, Mapping[str, float]]) -> Picture:
     ax.set_xticks(range(len(found)), _names(found))
     title(ax, "how far the gradient turns", "", "1 − cosine")
     key(ax)
+    return picture
+
+
+def flip_map(engine: Trace, trainer: Trace) -> Picture:
+    """One rollout's margins, layer by token, as the trainer's router has them; a ring where it chooses other experts than the
+    engine did. Pale is close, and close is where rings are."""
+    valid = engine.route_valid
+    margin_TL = np.maximum(trainer.margins[valid], LEAST)
+    flipped_TL = (np.sort(engine.routes[valid], -1) != np.sort(trainer.routes[valid], -1)).any(-1)
+    picture = Picture(10.5, 0.9 + 0.3 * margin_TL.shape[1])
+    [ax] = picture.panels(1, 1)
+    image = ax.imshow(np.log10(margin_TL.T), aspect="auto", cmap="cividis_r", vmin=-4, vmax=0, interpolation="nearest")
+    for token, layer in np.argwhere(flipped_TL).tolist():
+        ax.plot(token, layer, "o", markersize=8, fillstyle="none", color=style.VERMILION, markeredgewidth=1.8)
+    ax.set_yticks(range(margin_TL.shape[1]), range(1, margin_TL.shape[1] + 1))
+    ax.grid(visible=False)
+    picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
+    title(ax, "margins; rings: the trainer would choose other experts", "token", "layer")
+    return picture
+
+
+def filtered(found: Mapping[str, Mapping[float, Comparison]]) -> Picture:
+    """p99 and k3 of the gap with routes replayed, by the filter's threshold, a line a staleness; dashed: without replay."""
+    picture = Picture(9.5, 3.0)
+    panels = picture.panels(1, 2)
+    for ax, (name, text) in zip(panels, (("logprob_gap_p99", "p99 of |Δ log p|"), ("k3", "k3")), strict=True):
+        for place, (age, by_threshold) in enumerate(found.items()):
+            hue = _HUES[place % len(_HUES)]
+            values = [gap_figures(pair.on_S)[name] for pair in by_threshold.values()]
+            ax.plot(list(by_threshold), values, color=hue, marker=_MARKS[place], markersize=4, label=age)
+            off = gap_figures(next(iter(by_threshold.values())).off_S)[name]
+            ax.axhline(off, color=hue, linestyle="--", linewidth=1)
+        ax.set_yscale("log")
+        title(ax, text, "threshold of the filter", "nats")
+    key(panels[0])
     return picture
