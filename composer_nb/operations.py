@@ -60,7 +60,10 @@ def add_commands(add: Add) -> None:
     change.add_argument("path", type=Path, metavar="RUN")
     change.add_argument("pairs", nargs="+", metavar="NAME=VALUE", help="as services.bound=4")
 
-    plan = add("plan", plan_command, "what a schedule would cost: the orchestrator on replayed durations")
+    plan = add(
+        "plan", plan_command, "what a schedule would cost, by replayed durations; or a model, by its config.json"
+    )
+    plan.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint or a config.json: its weights in memory")
     plan.add_argument("--durations", type=Path, metavar="CSV", help="prompt,draw,seconds,tokens (data/durations.csv)")
     plan.add_argument("--workers", type=int, default=4)
     plan.add_argument("--capacity", type=int, default=16, help="rollouts at a time, a worker (16)")
@@ -220,7 +223,15 @@ def set_command(given: argparse.Namespace) -> int:
 
 
 def plan_command(given: argparse.Namespace) -> int:
-    """A table of schedules."""
+    """A table of schedules, or of what a model weighs."""
+    if given.model is not None:
+        from dataclasses import asdict
+
+        from composer_nb.trainer.footprint import plan_path, table
+
+        found = plan_path(given.model)
+        print(json.dumps(asdict(found), indent=2) if given.json else table(found))
+        return 0
     from composer_nb.trainer.schedule import Schedule
     from composer_nb.trainer.simulate import Durations, Load, simulate
 

@@ -4,7 +4,8 @@ Kimi K2 Thinking and K2.5 publish their routed experts as int4 with one bf16 sca
 trained to be right in it (quantisation-aware); MLX serves Qwen3-MoE's routers as int8 with groups of 64. A weight is stored
 as `code · scale`, so `dequantize(*quantize(w))` are the very numbers that such an engine multiplies with.
 
-Codes are kept one a byte here: this file is about the numbers, not about the memory.
+Codes are kept one a byte here: this file is about the numbers, not about the memory. `unpack` reads them from the words in
+which they are published.
 
 Dimensions: I input width (the dimension that a product sums over), G groups of I.
 """
@@ -44,6 +45,18 @@ def dequantize(code: Tensor, scale: Tensor, *, dim: int = -1) -> Tensor:
     code_I, scale_G = code.movedim(dim, -1), scale.movedim(dim, -1)
     wide_G = code_I.float().unflatten(-1, (scale_G.shape[-1], -1)) * scale_G.float()[..., None]
     return wide_G.flatten(-2).movedim(-1, dim).contiguous()
+
+
+def unpack(word: Tensor, columns: int, *, bits: int = 4) -> Tensor:
+    """Codes int8 [..., columns] of int32 words, as compressed-tensors' `pack-quantized` has them: a word's first code lies in
+    its lowest bits, all are raised by 2^(bits−1), and the last word may have bits to spare. Raises ValueError unless bits is 4
+    or 8."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits} must be 4 or 8")
+    byte = word.contiguous().view(torch.uint8)
+    if bits == 8:
+        return (byte ^ 128).view(torch.int8)[..., :columns]
+    return torch.stack([byte & 15, byte >> 4], dim=-1).flatten(-2)[..., :columns].view(torch.int8) - 8
 
 
 def rounded(weight: Tensor, *, bits: int = 4, group: int = 32, dim: int = -1) -> Tensor:

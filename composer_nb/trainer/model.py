@@ -60,8 +60,8 @@ class Yarn:
     def __post_init__(self) -> None:
         if self.factor < 1 or self.original_max_position_embeddings < 1:
             raise ValueError("model.yarn.factor and original_max_position_embeddings must be at least 1")
-        if not 0 < self.beta_slow < self.beta_fast:
-            raise ValueError("model.yarn.beta_slow must lie between 0 and model.yarn.beta_fast")
+        if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 has 1 and 1: a step instead of a blend
+            raise ValueError("model.yarn.beta_slow must be above 0 and at most model.yarn.beta_fast")
 
     def temper(self, mscale: float) -> float:
         """0.1 · mscale · ln(factor) + 1: the paper's temperature, to the power of -1/2."""
@@ -283,6 +283,12 @@ class Model(nn.Module):
         self.watch: Watch | None = None
         """Sees the residual stream of a forward pass through `trunk`, for whoever compares two of them."""
         self._rope: Tensor | None = None
+
+    @classmethod
+    def planned(cls, config: ModelConfig) -> Model:
+        """A model of shapes alone, which takes no memory: weights are on the device `meta`."""
+        with torch.device("meta"):
+            return cls(config)
 
     @property
     def layers(self) -> list[Layer]:

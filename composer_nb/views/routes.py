@@ -165,7 +165,7 @@ def flip_map(engine: Trace, trainer: Trace) -> Picture:
     image = ax.imshow(np.log10(margin_TL.T), aspect="auto", cmap="cividis_r", vmin=-4, vmax=0, interpolation="nearest")
     for token, layer in np.argwhere(flipped_TL).tolist():
         ax.plot(token, layer, "o", markersize=8, fillstyle="none", color=style.VERMILION, markeredgewidth=1.8)
-    ax.set_yticks(range(margin_TL.shape[1]), range(1, margin_TL.shape[1] + 1))
+    ax.set_yticks(range(margin_TL.shape[1]), [str(layer + 1) for layer in range(margin_TL.shape[1])])
     ax.grid(visible=False)
     picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
     title(ax, "margins; rings: the trainer would choose other experts", "token", "layer")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.kernels.groupwise import dequantize, quantize, rounded
+from composer_nb.kernels.groupwise import dequantize, quantize, rounded, unpack
 
 
 def by_hand(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -97,3 +97,33 @@ def test_what_can_not_be_is_refused(shape: tuple[int, ...], options: dict[str, i
 def test_weights_that_are_not_finite_are_refused():
     with pytest.raises(ValueError, match="not finite"):
         quantize(torch.full((1, 32), float("nan")))
+
+
+def packed(code: list[list[int]], bits: int) -> torch.Tensor:
+    """Words as compressed-tensors writes them: a loop over bits, nothing of torch's."""
+    per = 32 // bits
+    rows = []
+    for row in code:
+        words = []
+        for begin in range(0, len(row), per):
+            word = sum(
+                (value + 2 ** (bits - 1)) << (bits * place) for place, value in enumerate(row[begin : begin + per])
+            )
+            words.append(word - 2**32 if word >= 2**31 else word)
+        rows.append(words)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@given(st.data(), st.sampled_from([4, 8]), st.integers(1, 5), st.integers(1, 40))
+def test_codes_come_out_of_words_as_they_went_in(data: st.DataObject, bits: int, height: int, width: int):
+    value = st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    row = st.lists(value, min_size=width, max_size=width)
+    code = data.draw(st.lists(row, min_size=height, max_size=height))
+    found = unpack(packed(code, bits), width, bits=bits)
+    assert found.dtype == torch.int8 and found.tolist() == code
+
+
+def test_a_word_is_read_from_its_lowest_bits():
+    assert unpack(torch.tensor([[0x76543210]], dtype=torch.int32), 8).tolist() == [[-8, -7, -6, -5, -4, -3, -2, -1]]
+    with pytest.raises(ValueError, match="bits=3 must be 4 or 8"):
+        unpack(torch.zeros(1, 1, dtype=torch.int32), 8, bits=3)
