@@ -119,6 +119,8 @@ class RlSettings:
     evaluate_every: Count = 50
     """Steps between looks at the tuning tasks; 0 for none. After the last step there is none: the held-out tasks follow."""
     microbatch_tokens: Some = 4096
+    recompute: bool = False
+    """Layers are computed again in the backward pass instead of being kept: less memory, about a third more time."""
     tokens_per_rollout: Some = 64
     """The constant in the loss's denominator, prompts × group × this: no batch's length enters its gradient."""
     shuffle_rewards: bool = False

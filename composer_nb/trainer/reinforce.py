@@ -50,6 +50,7 @@ class RlLoop:
         self.s = s
         settings = s.settings
         model = s.load("start")
+        model.recompute = settings.rl.recompute
         optimizer = FlatAdamW(model, published=torch.bfloat16)
         reference = s.load("start") if settings.loss.beta else None
         self.learner = Learner(model, optimizer, settings.loss, reference, settings.replay)

@@ -253,6 +253,7 @@ class TrainerService:
         set_up_process(settings.seed)
         self._run, self._settings = RunDir(run), settings
         model = load_pretrained(run / "weights" / "start")
+        model.recompute = settings.rl.recompute
         reference = load_pretrained(run / "weights" / "start") if settings.loss.beta else None
         self._learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), settings.loss, reference)
         self._learner.replay = settings.replay
