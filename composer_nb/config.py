@@ -22,7 +22,7 @@ from composer_nb.harness.reward import RewardSettings
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.model import ModelConfig
 from composer_nb.trainer.optimizer import trapezoid
-from composer_nb.trainer.routes import ReplaySettings
+from composer_nb.trainer.replay_settings import ReplaySettings
 from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.variants import EngineName
 

@@ -29,10 +29,10 @@ from composer_nb.trainer.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.model import Model, ModelConfig, PackedRows
 from composer_nb.trainer.packing import flatten, score
+from composer_nb.trainer.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.report import example_run
 from composer_nb.trainer.rescore import stored_batch
 from composer_nb.trainer.rl import to_stream
-from composer_nb.trainer.routes import FULL, NO_REPLAY
 from composer_nb.trainer.variants import batch_invariant
 
 COMMON: dict[str, Any] = {"vocab_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 1024}

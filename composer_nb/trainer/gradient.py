@@ -14,7 +14,8 @@ from torch import Tensor
 from composer_nb.trainer.loss import LossSettings, policy_loss
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.packing import Stream, flatten, microbatches, score
-from composer_nb.trainer.routes import ReplaySettings, require_routes
+from composer_nb.trainer.replay_settings import ReplaySettings
+from composer_nb.trainer.routes import require_routes
 
 
 def policy_gradient(

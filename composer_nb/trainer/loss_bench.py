@@ -42,7 +42,7 @@ from composer_nb.trainer.noise import (
     resamples,
 )
 from composer_nb.trainer.packing import Stream, flatten, score
-from composer_nb.trainer.routes import NO_REPLAY, ReplaySettings
+from composer_nb.trainer.replay_settings import NO_REPLAY, ReplaySettings
 
 BETA = 0.04
 """Of the KL rows: GRPO's."""

@@ -26,11 +26,11 @@ from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.replay_settings import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.report import stored_steps
 from composer_nb.trainer.rescore import StoredBatch, stored_batch, weights_of
 from composer_nb.trainer.retrace import retrace
 from composer_nb.trainer.rl import Learner, Scored, to_stream
-from composer_nb.trainer.routes import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.rundir import RunDir
 from composer_nb.trainer.variants import PAIRS, variant
 

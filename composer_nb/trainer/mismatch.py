@@ -15,8 +15,9 @@ from composer_nb.harness.reward import Reward
 from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.packing import flatten, microbatches, score
+from composer_nb.trainer.replay_settings import FULL, ReplaySettings
 from composer_nb.trainer.rl import Scored, to_stream
-from composer_nb.trainer.routes import FULL, ReplaySettings, require_routes, routes_differ
+from composer_nb.trainer.routes import require_routes, routes_differ
 
 Gap = NDArray[np.float64]
 

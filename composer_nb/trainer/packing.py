@@ -25,7 +25,7 @@ from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe import Replay, Routing
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.routes import FULL, NO_REPLAY, ReplaySettings
+from composer_nb.trainer.replay_settings import FULL, NO_REPLAY, ReplaySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

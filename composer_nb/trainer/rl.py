@@ -36,7 +36,8 @@ from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
 from composer_nb.trainer.ranks import Ranks
-from composer_nb.trainer.routes import NO_REPLAY, ReplaySettings, overlap, own_routes, require_routes
+from composer_nb.trainer.replay_settings import NO_REPLAY, ReplaySettings
+from composer_nb.trainer.routes import overlap, own_routes, require_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

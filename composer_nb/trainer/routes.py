@@ -7,8 +7,9 @@ override the trainer's choice; gates are computed from its live scores, so that 
     engine     records routes [T, L, K] of every token that it forwards
     packing    shares beginnings only where the routes are equal, too
     route()    takes the experts given and their live gates
-    this file  what is replayed (`ReplaySettings`), what must hold of the routes before anything is learnt from them, and how far
-               the two routers agree
+    this file  what must hold of the routes before anything is learnt from them, and how far the two routers agree
+
+What is replayed is said by `replay_settings.ReplaySettings`.
 
 Replayed routes that belong to other tokens train just as well to look at, and wrongly; hence the refusals.
 """
@@ -16,59 +17,14 @@ Replayed routes that belong to other tokens train just as well to look at, and w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 
 from composer_nb.kernels.moe import Replay, Routing
 from composer_nb.trainer.model import ModelConfig
-
-if TYPE_CHECKING:
-    from composer_nb.trainer.packing import Stream
-
-ReplayLevel = Literal["none", "ids", "ids+order", "weights"]
-Source = Literal["engine", "trainer"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplaySettings:
-    """What of the routes on record the trainer's forward pass takes over."""
-
-    level: ReplayLevel = "none"
-    """none: nothing. ids: the set of experts. ids+order: their order too, in which their results are added up. weights: their
-    gates too; the router then learns nothing from the tokens replayed."""
-    source: Source = "engine"
-    """engine: the routes of sampling (R3). trainer: those of the trainer's own forward pass before the first optimiser step on a
-    batch (R2), which keeps the experts still between its minibatches; then streams need no routes."""
-    plausible: float = 0.0
-    """Replayed experts whose live score is below this times the lowest of the router's own choice are replaced by its own
-    candidates. 0 replays all, 1 next to none that the router would not choose itself."""
-    missing: float = 0.0
-    """Share of a rollout's forwarded tokens that may be without routes; these take the trainer's own experts."""
-
-    def __post_init__(self) -> None:
-        for name, choices in (("level", get_args(ReplayLevel)), ("source", get_args(Source))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"replay.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
-        for name in ("plausible", "missing"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"replay.{name}={getattr(self, name)}: must lie in 0..1")
-
-    @property
-    def on(self) -> bool:
-        return self.level != "none"
-
-    @property
-    def recorded(self) -> bool:
-        """Whether streams must bring their routes with them."""
-        return self.on and self.source == "engine"
-
-
-NO_REPLAY = ReplaySettings()
-FULL = ReplaySettings(level="ids+order")
-"""Experts and their order, live gates: what R3 is."""
+from composer_nb.trainer.packing import Stream
+from composer_nb.trainer.replay_settings import FULL, ReplaySettings
 
 
 def require_routes(streams: Sequence[Stream], config: ModelConfig, replay: ReplaySettings = FULL) -> None:

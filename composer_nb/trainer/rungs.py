@@ -13,7 +13,7 @@ import torch
 from composer_nb.trainer.frozen import Batch
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.programs import compiled
-from composer_nb.trainer.routes import ReplayLevel
+from composer_nb.trainer.replay_settings import ReplayLevel
 from composer_nb.trainer.sides import Side
 from composer_nb.trainer.variants import Numerics
 

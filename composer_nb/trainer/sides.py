@@ -28,7 +28,7 @@ from composer_nb.kernels.moe import Replay, Routing
 from composer_nb.trainer.frozen import Batch, Row, row_of
 from composer_nb.trainer.model import Attend, Model, PackedRows
 from composer_nb.trainer.packing import Stream, flatten
-from composer_nb.trainer.routes import NO_REPLAY, ReplayLevel, ReplaySettings
+from composer_nb.trainer.replay_settings import NO_REPLAY, ReplayLevel, ReplaySettings
 from composer_nb.trainer.variants import Numerics, variant
 
 Layout = Literal["tree", "rows", "cache"]

@@ -21,8 +21,8 @@ from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream, flatten, microbatches, score
 from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.replay_settings import NO_REPLAY, ReplaySettings
 from composer_nb.trainer.rl import Learner
-from composer_nb.trainer.routes import NO_REPLAY, ReplaySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

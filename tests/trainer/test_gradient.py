@@ -15,9 +15,9 @@ from composer_nb.trainer.gradient import cosine, inner_products, policy_gradient
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.replay_settings import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.retrace import retrace
 from composer_nb.trainer.rl import Learner, Scored, to_stream
-from composer_nb.trainer.routes import FULL, NO_REPLAY, ReplaySettings
 
 
 def streams(attempts, advantages):

@@ -31,7 +31,7 @@ from composer_nb.trainer.loss_bench import (
     with_logprobs,
 )
 from composer_nb.trainer.packing import FlatBatch, Stream
-from composer_nb.trainer.routes import NO_REPLAY
+from composer_nb.trainer.replay_settings import NO_REPLAY
 
 VOCABULARY = 7
 

@@ -18,8 +18,9 @@ from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream, flatten, score
 from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.replay_settings import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.rl import Learner, Scored, to_stream
-from composer_nb.trainer.routes import FULL, NO_REPLAY, ReplaySettings, require_routes
+from composer_nb.trainer.routes import require_routes
 from composer_nb.trainer.variants import Numerics, variant
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}

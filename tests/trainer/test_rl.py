@@ -27,6 +27,7 @@ from composer_nb.trainer.model import Model, PackedRows
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream, flatten, score
 from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.rl import (
     Learner,
     Scored,
@@ -36,7 +37,6 @@ from composer_nb.trainer.rl import (
     shuffle_rewards,
     to_stream,
 )
-from composer_nb.trainer.routes import FULL, NO_REPLAY
 
 NEVER = frozenset[int]()
 LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "budget": 64}

@@ -18,8 +18,8 @@ from composer_nb.trainer.mismatch import measure_mismatch
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream, flatten
 from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.replay_settings import FULL
 from composer_nb.trainer.rl import Learner, Scored, to_stream
-from composer_nb.trainer.routes import FULL
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
 NAMES = ("routes", "route_valid", "checks")
