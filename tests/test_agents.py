@@ -318,3 +318,12 @@ def test_serve_says_where_and_ends_with_ctrl_c(script: Path) -> None:
     assert process.stdout.readline().startswith("http://127.0.0.1:")
     process.send_signal(2)
     assert process.wait(timeout=20) == 130
+
+
+def test_a_verdict_is_given_once(repository: Path, script: Path, tmp_path: Path) -> None:
+    work = run_agent(repository, "fix double", f"scripted:{script}", tmp_path / "out")
+    work.accept()
+    for again in (work.reject, work.accept):
+        with pytest.raises(ValueError, match="was accepted before"):
+            again()
+    assert json.loads((tmp_path / "out" / "verdict.json").read_text())["verdict"] == "accepted"

@@ -306,7 +306,7 @@ def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypat
         talk += [first.message, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
         second = endpoint.complete(talk, tools, 40)
         new = templated(oracle, [{"role": "user", "content": "go on"}])
-        new = [*oracle("\n", add_special_tokens=False)["input_ids"], *new]
+        new = [*oracle("<|im_end|>\n", add_special_tokens=False)["input_ids"], *new]  # the turn before was cut off
         assert watched.asked[1] == new and second.read == first.read + first.written + len(new)
         assert watched.engines[0].forwarded - forwarded == len(new) + second.written
         # What was never said here is read from its beginning, and makes room for itself.

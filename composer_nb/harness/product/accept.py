@@ -6,12 +6,17 @@ import os
 import shutil
 import stat
 import tempfile
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from composer_nb.harness.cursor.session import FOLDER
 from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes
+
+Undo = list[Callable[[], object]]
+"""Steps back, in the order in which the steps were taken."""
 
 
 class Conflict(ValueError):
@@ -22,7 +27,8 @@ def accept(checkout: Checkout, changes: Changes) -> None:
     """Writes an agent's changes into the user's repository.
 
     Everything new is written beside it first, what it takes the place of is moved there, and whatever fails until the last is
-    in its place is undone. A kill leaves that folder behind, `.composer_nb-accept-…` in the repository, with what was moved.
+    in its place is undone. A kill leaves that folder behind, `.composer_nb-accept-…` in the repository, with what was moved; so
+    does an undoing that fails, and the error says so.
     Folders that a deletion empties go too, as with git. Raises Conflict, before anything is written, when a file that they touch
     has changed since the agent got it, or lies behind a link; OSError for what can not be written.
     """
@@ -30,8 +36,8 @@ def accept(checkout: Checkout, changes: Changes) -> None:
     for path in changes:
         _check(checkout, changes, path)
     beside = Path(tempfile.mkdtemp(dir=root, prefix=f"{FOLDER}-accept-"))
-    with ExitStack() as undo:
-        undo.callback(shutil.rmtree, beside)
+    undo: Undo = []
+    try:
         for number, (path, blob) in enumerate(changes.items()):
             if blob is not None:
                 _write(beside / f"new-{number}", blob, _permissions(root / path))
@@ -46,8 +52,23 @@ def accept(checkout: Checkout, changes: Changes) -> None:
                 _move(beside / f"new-{number}", root / path, undo)
         for path in [path for path, blob in changes.items() if blob is None]:
             _prune(root, (root / path).parent, undo)
-        undo.pop_all()
+    except BaseException as error:
+        if not _undone(undo):
+            raise OSError(f"{error}; not all could be put back, it lies in {beside}") from error
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
     shutil.rmtree(beside, ignore_errors=True)
+
+
+def _undone(undo: Undo) -> bool:
+    """Takes all steps back, last first, as far as that goes; whether it went all the way."""
+    whole = True
+    for step in reversed(undo):
+        try:
+            step()
+        except OSError:
+            whole = False
+    return whole
 
 
 def _check(checkout: Checkout, changes: Changes, path: str) -> None:
@@ -107,27 +128,29 @@ def _write(at: Path, blob: Blob, permissions: int | None) -> None:
             os.fchmod(file.fileno(), permissions | (permissions & 0o444) >> 2 if runs else permissions & ~0o111)
 
 
-def _move(source: Path, target: Path, undo: ExitStack) -> None:
+def _move(source: Path, target: Path, undo: Undo) -> None:
     os.rename(source, target)
-    undo.callback(os.rename, target, source)
+    undo.append(partial(os.rename, target, source))
 
 
-def _prune(root: Path, folder: Path, undo: ExitStack) -> None:
-    """Removes a folder, and those above it, as far as they are empty."""
-    while folder != root:
-        with suppress(FileNotFoundError):
-            permissions = stat.S_IMODE(folder.stat().st_mode)
-            try:
-                folder.rmdir()
-            except OSError:
-                return
-            undo.callback(os.chmod, folder, permissions)
-            undo.callback(os.mkdir, folder)
-        folder = folder.parent
+def _prune(root: Path, folder: Path, undo: Undo) -> None:
+    """Removes a folder, and those above it, as far as they are empty; never one behind a link."""
+    for at in [folder, *folder.parents][: len(folder.relative_to(root).parts)]:
+        if any(part.is_symlink() for part in (at, *at.parents) if part != root and part.is_relative_to(root)):
+            return
+        if not at.is_dir():  # gone already, or a file now
+            continue
+        permissions = stat.S_IMODE(at.lstat().st_mode)
+        try:
+            at.rmdir()
+        except OSError:
+            return
+        undo.append(partial(os.chmod, at, permissions))
+        undo.append(partial(os.mkdir, at))
 
 
-def _make_folders(root: Path, folder: Path, undo: ExitStack) -> None:
+def _make_folders(root: Path, folder: Path, undo: Undo) -> None:
     if folder != root and not folder.is_dir():
         _make_folders(root, folder.parent, undo)
         folder.mkdir()
-        undo.callback(os.rmdir, folder)
+        undo.append(partial(os.rmdir, folder))

@@ -11,10 +11,9 @@ from __future__ import annotations
 import errno
 import io
 import os
-import posixpath
 import stat
 import tarfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -29,6 +28,8 @@ from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
 MAX_FILE_BYTES = 4 << 20
 MAX_BYTES = 128 << 20
 MAX_FILES = 20_000
+_MOST_LINKS = 40
+"""On the way of one link, as in Linux."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +85,7 @@ def read_checkout(root: Path) -> Checkout:
         raise NotADirectoryError(f"{root}: not a folder; give the repository that the agent shall work on")
     left_out: dict[str, str] = {}
     found = dict(_walk(root, left_out))
-    rules = {path: (root / path).read_bytes() for path in found if PurePosixPath(path).name in NAMES}
-    ignore = read_ignore(rules, default=b"node_modules/\n.venv/\n")
+    ignore = _ignore(root, [path for path in found if PurePosixPath(path).name in NAMES])
     files: dict[str, bytes] = {}
     total = 0
     for path, status in sorted(found.items()):
@@ -106,6 +106,17 @@ def read_checkout(root: Path) -> Checkout:
         raise ValueError(f"{root}: holds no file that an agent could see ({len(left_out)} left out)")
     executable = frozenset(path for path in files if found[path].st_mode & 0o100)
     return Checkout(root=root.resolve(), files=files, executable=executable, left_out=left_out, ignore=ignore)
+
+
+def _ignore(root: Path, paths: Sequence[str]) -> Ignore:
+    """The rules of the ignore files at `paths`, and of those above, up to the root of the repository that the folder is in."""
+    whole = root.resolve()
+    top = next((folder for folder in (whole, *whole.parents) if (folder / ".git").exists()), whole)
+    under = "" if top == whole else whole.relative_to(top).as_posix()
+    above = [folder / name for folder in whole.parents if folder.is_relative_to(top) for name in NAMES]
+    files = {file.relative_to(top).as_posix(): file.read_bytes() for file in above if file.is_file()}
+    files |= {f"{under}/{path}".lstrip("/"): (root / path).read_bytes() for path in paths}
+    return replace(read_ignore(files, default=b"node_modules/\n.venv/\n"), under=under)
 
 
 def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, os.stat_result]]:
@@ -175,7 +186,7 @@ def changed(
     there is something that can not come back was not deleted: it stays.
     """
     strange = others | {
-        path for path, blob in after.items() if blob.mode == LINK and not _leads_inside(checkout, path, blob.data)
+        path for path, blob in after.items() if blob.mode == LINK and not _leads_inside(checkout, after, path)
     }
     gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, strange))
     new = {path: blob for path, blob in after.items() if path not in strange and checkout.blob(path) != blob}
@@ -184,10 +195,30 @@ def changed(
     return dict(sorted(both.items())), named
 
 
-def _leads_inside(checkout: Checkout, path: str, target: bytes) -> bool:
-    """Whether a link leads to a place that an agent may write to, as far as its text says."""
-    whole = posixpath.normpath(posixpath.join(posixpath.dirname(path), os.fsdecode(target)))
-    return not whole.startswith(("/", "../")) and whole != ".." and not _stays(checkout, whole)
+def _leads_inside(checkout: Checkout, after: Mapping[str, Blob], path: str) -> bool:
+    """Whether a link leads to a place that an agent may write to: its text, and that of every link on the way."""
+    at, ahead, links = [*PurePosixPath(path).parent.parts], [PurePosixPath(path).name], 0
+    while ahead:
+        part = ahead.pop(0)
+        if part in ("", "."):
+            continue
+        if part == "..":
+            if not at:
+                return False
+            at.pop()
+            continue
+        here = "/".join([*at, part])
+        blob = after.get(here)
+        if blob is None or blob.mode != LINK:
+            if here in checkout.left_out:  # it may be a link itself
+                return False
+            at.append(part)
+            continue
+        target, links = os.fsdecode(blob.data), links + 1
+        if links > _MOST_LINKS or target.startswith("/"):
+            return False
+        ahead = [*target.split("/"), *ahead]
+    return not _stays(checkout, "/".join(at)) if at else True
 
 
 def _inside(path: str, others: Set[str]) -> bool:

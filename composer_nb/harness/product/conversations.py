@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.chat import ChatRenderer, Result, User
+from composer_nb.harness.chat import ChatRenderer, Message, Result, Said, User
 from composer_nb.harness.policy import Completion, ProviderFailure, Request
 from composer_nb.harness.product.serve import Answered, messages_of, wire_of
 from composer_nb.harness.product.shared import Shared
@@ -36,6 +36,8 @@ class _Talk:
     wire: list[str] = field(default_factory=list)
     """Its messages until and with our last answer."""
     tokens: int = 0
+    open: bool = False
+    """The last turn was cut off: its end is still to be read."""
     busy: bool = True
 
 
@@ -74,6 +76,7 @@ class Conversations:
             self._forget(talk)
             raise
         talk.wire = [json.dumps(each, sort_keys=True) for each in (*spoken, _plain(message))]
+        talk.open = done.token_ids[-1:] != [talk.renderer.ids[talk.renderer.end]]
         talk.busy = False
         cut = not done.token_ids or done.token_ids[-1] not in talk.renderer.stop
         return Answered(message=message, read=before, written=len(done.token_ids), cut=cut)
@@ -109,22 +112,48 @@ class Conversations:
 
     def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> list[int]:
         """Tokens that are new. Raises ValueError for messages that are none, or that end with a turn."""
-        news = messages_of(spoken[known:])
+        before = json.loads(talk.wire[-1]).get("tool_calls", ()) if known else ()
+        news = _in_order(messages_of(spoken[known:]), [call["id"] for call in before])
         if not news or not isinstance(news[-1], User | Result):
             raise ValueError("messages: the last one is a user's or a tool's")
         if not known:
             return talk.renderer.render(news, system)
+        end = [talk.renderer.ids[talk.renderer.end]] if talk.open else []
         results = [each for each in news if isinstance(each, Result)]
         if len(results) == len(news):
-            return talk.renderer.results(results)
+            return end + talk.renderer.results(results)
         if results or len(news) > 1:
             raise ValueError("messages: after a turn come the results of its calls, or one message of a user")
-        return talk.renderer.following(news[0].text)
+        return end + talk.renderer.following(news[0].text)
 
     def _forget(self, talk: _Talk) -> None:
         with self._lock:
             self._talks.remove(talk)
             self.policy.release(talk.rollout)
+
+
+def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
+    """Results in the order of the calls that they are of; `ids` are those that wait for one at the beginning. Raises ValueError
+    for a call without a result, and a result without a call."""
+    found: list[Message] = []
+    waiting: dict[str, Result | None] = dict.fromkeys(ids)
+    for each in messages:
+        if isinstance(each, Result):
+            if waiting.get(each.id, each) is not None:
+                raise ValueError(f"messages: a result of {each.id!r}, and no call of that id waits for one")
+            waiting[each.id] = each
+            if all(waiting.values()):
+                found += [result for result in waiting.values() if result is not None]
+                waiting = {}
+            continue
+        if waiting:
+            break
+        found.append(each)
+        waiting = dict.fromkeys(written.id for written in each.calls) if isinstance(each, Said) else {}
+    if waiting:
+        lacking = [name for name, result in waiting.items() if result is None]
+        raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
+    return found
 
 
 def _message(renderer: ChatRenderer, done: Completion) -> dict[str, Any]:
@@ -152,4 +181,7 @@ def _text(message: Mapping[str, Any]) -> str:
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise ValueError("messages: a content is a text, or parts that are texts")
-    return "".join(map(str, texts))
+    whole = "".join(map(str, texts))
+    if any("\ud800" <= letter <= "\udfff" for letter in whole):
+        raise ValueError("messages: a content holds half of a surrogate pair, which is no character")
+    return whole

@@ -63,7 +63,7 @@ def converse(
     began, read, written = time.monotonic(), 0, 0
     news: News = [User(text=instruction)]
     stop = "turns"
-    bell = threading.Timer(limits.seconds, session.abort)
+    bell = threading.Timer(min(limits.seconds, threading.TIMEOUT_MAX), session.abort)
     bell.daemon = True
     try:
         bell.start()

@@ -161,7 +161,8 @@ def _handler(answer: Answerer, model: str) -> type[BaseHTTPRequestHandler]:
                 self._reply(404, {"error": {"message": f"nothing at {self.path}"}})
 
         def do_POST(self) -> None:
-            size = int(self.headers.get("Content-Length") or 0)
+            told = self.headers.get("Content-Length") or "0"
+            size = int(told) if told.isdecimal() else 0
             if self.path != "/v1/chat/completions" or not 0 < size <= MAX_BODY_BYTES:
                 self.close_connection = True
                 self._reply(404 if size <= MAX_BODY_BYTES else 413, {"error": {"message": f"nothing at {self.path}"}})
@@ -173,6 +174,9 @@ def _handler(answer: Answerer, model: str) -> type[BaseHTTPRequestHandler]:
                 self._reply(400, {"error": {"message": str(error)}})
             except ProviderFailure as error:
                 self._reply(503, {"error": {"message": str(error)}})
+            except Exception as error:
+                self._reply(500, {"error": {"message": f"the server failed at this request: {error!r}"}})
+                raise
             else:
                 if body.get("stream"):
                     self._send(200, "text/event-stream", _streamed(whole))

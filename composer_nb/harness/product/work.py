@@ -50,15 +50,23 @@ class Work:
         return patch(before, self.changes, whole)
 
     def accept(self) -> None:
-        """Writes the changes into the repository. Raises Conflict or OSError, and then nothing is written."""
+        """Writes the changes into the repository. Raises Conflict or OSError, and then nothing is written; ValueError where the
+        verdict is there already, or there is nothing to accept."""
+        self._must_be_open()
+        if not self.changes:
+            raise ValueError(f"{self.path}: nothing was changed, so there is nothing to accept")
         accept(self.source, self.changes)
-        self._decide("accepted")
+        _write_verdict(self.path, "accepted")
 
     def reject(self) -> None:
-        self._decide("rejected")
+        """Raises ValueError where the verdict is there already."""
+        self._must_be_open()
+        _write_verdict(self.path, "rejected")
 
-    def _decide(self, verdict: Verdict) -> None:
-        _write_verdict(self.path, verdict)
+    def _must_be_open(self) -> None:
+        said = json.loads((self.path / "verdict.json").read_text())["verdict"]
+        if said != "open":
+            raise ValueError(f"{self.path}: was {said} before; a verdict is given once")
 
 
 def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:

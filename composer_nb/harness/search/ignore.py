@@ -45,11 +45,14 @@ class Ignore:
     rules: dict[str, list[Rule]]
     """By the folder of the file that they are from; the root is empty."""
     left_out: int = 0
+    under: str = ""
+    """Folder of the repository that paths are below; itself it is not asked about, because somebody named it."""
 
     def ignored(self, path: str) -> bool:
         """Whether a file, or a folder around it, is ignored."""
-        parts = path.split("/")
-        return any(self._one(parts[:depth], depth < len(parts)) for depth in range(1, len(parts) + 1))
+        parts = [*filter(None, self.under.split("/")), *path.split("/")]
+        first = len(parts) - path.count("/")
+        return any(self._one(parts[:depth], depth < len(parts)) for depth in range(first, len(parts) + 1))
 
     def _one(self, parts: Sequence[str], folder: bool) -> bool:
         for depth in range(len(parts) - 1, -1, -1):  # the nearest ignore file speaks first, its last rule before others

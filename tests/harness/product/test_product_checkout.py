@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import Checkout, carry_back, changed, read_checkout
-from composer_nb.harness.product.diff import EXECUTABLE, LINK, Blob, patch
+from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, patch
 from composer_nb.harness.sandboxes.contract import Backend
 
 
@@ -240,3 +241,97 @@ def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checkout, "MAX_BYTES", 3)
     with pytest.raises(ValueError, match="more than .* files or .*cursorignore"):
         read_checkout(tmp_path)
+
+
+# What a stranger found
+
+
+def repository_of(tmp_path: Path, **files: str) -> Path:
+    """`a__b="text"` is a file a/b."""
+    root = tmp_path / "outer" / "repository"
+    for name, text in files.items():
+        file = root / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def link(target: str) -> Blob:
+    return Blob(data=target.encode(), mode=LINK)
+
+
+def plain(text: str) -> Blob:
+    return Blob(data=text.encode(), mode=PLAIN)
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"p/l": "../..", "a": "p/l/x"},
+        {"p/l": "..", "a": "p/l/../../outd"},
+        {"a": "b", "b": "../outd"},
+        {"a": "a"},
+        {"a": "b", "b": "a"},
+        {"p/l": "../p", "a": "p/l/../../outd"},
+    ],
+    ids=str,
+)
+def test_links_do_not_lead_out_by_way_of_other_links(tmp_path: Path, links: dict[str, str]):
+    root = repository_of(tmp_path, p__k="k", q="q")
+    checkout = read_checkout(root)
+    after = {path: blob for path in checkout.files if (blob := checkout.blob(path)) is not None}
+    changes, strange = changed(checkout, after | {path: link(target) for path, target in links.items()})
+    assert "a" in strange and "a" not in changes
+
+
+def test_links_within_come_back(tmp_path: Path):
+    root = repository_of(tmp_path, p__k="k", q="q")
+    checkout = read_checkout(root)
+    after = {path: blob for path in checkout.files if (blob := checkout.blob(path)) is not None}
+    links = {"a": "p/k", "p/up": "..", "b": "p/up/q", "c": "./p//../q"}
+    changes, strange = changed(checkout, after | {path: link(target) for path, target in links.items()})
+    assert not strange and set(changes) == set(links)
+
+
+def test_a_deletion_behind_a_new_link_touches_nothing_outside(tmp_path: Path):
+    root = repository_of(tmp_path, a__y__z="1", p__k="k")
+    (root.parent / "outd" / "y").mkdir(parents=True)
+    checkout = read_checkout(root)
+    accept(checkout, {"a/y/z": None, "a": link("../outd")})  # as if it had been let through
+    assert (root.parent / "outd" / "y").is_dir() and (root / "a").is_symlink()
+
+
+@pytest.mark.parametrize("to", [plain("f\n"), link("p"), link("a")], ids=["file", "link", "itself"])
+def test_a_folder_of_folders_may_become_something_else(tmp_path: Path, to: Blob):
+    root = repository_of(tmp_path, a__y__z="1", a__b="2", p__k="k")
+    accept(read_checkout(root), {"a/y/z": None, "a/b": None, "a": to})
+    assert not (root / "a").is_dir() or (root / "a").is_symlink()
+    assert os.path.lexists(root / "a") and sorted(path.name for path in root.iterdir()) == ["a", "p"]
+
+
+def test_an_undoing_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root = repository_of(tmp_path, a="precious\n", b="2\n")
+    rename = os.rename
+
+    def failing(source: Any, target: Any) -> None:
+        if str(target) == str(root / "b") and "new-" in str(source):
+            (root / "a" / "user.txt").write_text("by an editor")
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    checkout = read_checkout(root)
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="No space left on device.*not all could be put back, it lies in"):
+        accept(checkout, {"a": None, "a/x": plain("9\n"), "b": plain("3\n")})
+    assert "precious\n" in [file.read_text() for file in root.rglob("*") if file.is_file()]
+
+
+def test_ignore_files_above_a_named_folder_hold(tmp_path: Path):
+    root = repository_of(tmp_path, pkg__a="x", pkg__secrets="key", pkg__sub__b="y", pkg__sub__c="z")
+    (root / ".git").mkdir()
+    (root / ".gitignore").write_text("secrets\n/pkg/sub/c\npkg/\n")
+    (root.parent / ".gitignore").write_text("a\n")  # of another repository, or of none
+    checkout = read_checkout(root / "pkg")
+    assert set(checkout.files) == {"a", "sub/b"}, "the folder itself was named, so that it is ignored says nothing"
+    changes, _ = changed(checkout, {"a": plain("x"), "sub/b": plain("y"), "secrets": plain("other")})
+    assert not changes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
@@ -119,3 +120,60 @@ def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
         assert end == "[DONE]" and json.loads(pieces[0])["choices"][0]["delta"]["content"] == "ok"
         assert json.loads(pieces[-1])["choices"][0]["finish_reason"] == "stop"
         endpoint.complete([user], [], 10)
+
+
+def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    policy = Echo([renderer.encode("half a sentence"), renderer.turn(Said(text="Done."))])
+    start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
+    with Shared(policy) as shared:
+        talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
+        first = talk({"messages": start, "tools": [TOOL]})
+        assert first.cut
+        more = [*start, first.message, {"role": "user", "content": "go on"}]
+        talk({"messages": more, "tools": [TOOL]})
+    wanted = [User(text="fix f"), Said(text="half a sentence"), User(text="go on")]
+    held = [*policy.asked[0].token_ids, *renderer.encode("half a sentence"), *policy.asked[1].token_ids]
+    assert held == renderer.render(wanted, "") and not policy.released
+
+
+def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
+    turn, done = renderer.turn(Said(text="", calls=calls)), renderer.turn(Said(text="Done."))
+    policy = Echo([turn, done, done])
+    start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
+    with Shared(policy) as shared:
+        talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
+        first = talk({"messages": start, "tools": [TOOL]}).message
+        a, b = ({"role": "tool", "tool_call_id": f"call_{n}", "content": f"of {n}"} for n in range(2))
+        for wrong, why in (
+            ([a], "no result of 'call_1'"),
+            ([a, a], "no call of that id waits"),
+            ([a, {**b, "tool_call_id": "x"}], "a result of 'x'"),
+            ([{"role": "user", "content": "and?"}], "no result of 'call_0', 'call_1'"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                talk({"messages": [*start, first, *wrong], "tools": [TOOL]})
+        talk({"messages": [*start, first, b, a], "tools": [TOOL]})  # read anew, since the refusals forgot it
+        assert policy.asked[1].token_ids[-len(done) :] != []
+        text = tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
+        assert 0 < text.index("of 0") < text.index("of 1")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": 5}}]},
+            500,
+        ),
+    ],
+)
+def test_no_request_is_left_without_an_answer(tokenizer: Tokenizer, body: dict[str, Any], status: int) -> None:
+    with Shared(Echo([])) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
+        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        assert refused.value.code in (400, status) and json.loads(refused.value.read())["error"]["message"]
