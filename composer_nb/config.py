@@ -24,7 +24,7 @@ from composer_nb.trainer.model import ModelConfig
 from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.replay_settings import ReplaySettings
 from composer_nb.trainer.schedule import Schedule
-from composer_nb.trainer.variants import EngineName
+from composer_nb.trainer.variants import ENGINES, EngineName
 
 
 class Within(NamedTuple):
@@ -228,6 +228,13 @@ class Settings:
                 f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts ({needed}), as no task is "
                 "trained on twice"
             )
+        numerics, narrow = ENGINES[self.engine.numerics], (self.model.hidden_size, self.model.moe_intermediate_size)
+        for bits, group, widths in ((numerics.expert_bits, 32, narrow), (numerics.router_bits, 64, narrow[:1])):
+            if bits and any(width % min(group, width) for width in widths):
+                raise ValueError(
+                    f"engine.numerics={self.engine.numerics!r}: model.hidden_size and model.moe_intermediate_size must be "
+                    f"multiples of {group}, the group of its integers"
+                )
         if self.limits.tokens > (most := self.model.max_position_embeddings):
             raise ValueError(
                 f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most})"
@@ -289,6 +296,9 @@ def from_dict(saved: Mapping[str, Any]) -> Settings:
             found |= flat(value, f"{prefix}{key}.", inner) if nested else {prefix + key: value}
         return found
 
+    if isinstance(rl := saved.get("rl"), Mapping) and "replay" in rl:  # of a run from before replay had levels
+        others = {name: value for name, value in rl.items() if name != "replay"}
+        saved = {**saved, "rl": others, "replay": {"level": "ids+order" if rl["replay"] else "none"}}
     return override(Settings(), flat(saved, "", Settings()))
 
 

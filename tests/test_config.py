@@ -33,13 +33,14 @@ REAL = [name for name in NAMES if kind(name) is float]
 TRUTH = [name for name in NAMES if kind(name) is bool]
 TEXT = [name for name in NAMES if kind(name) is str]
 BESIDE: dict[str, dict[str, Any]] = {
+    "trainer": {"replay.level": "ids"},
     "deepseek_v3": {
         "model.num_key_value_heads": 4,
         "model.kv_lora_rank": 16,
         "model.qk_nope_head_dim": 24,
         "model.qk_rope_head_dim": 8,
         "model.v_head_dim": 16,
-    }
+    },
 }
 """What a choice does not do without."""
 CHOICE = [name for name in NAMES if typing.get_origin(kind(name)) is Literal]
@@ -299,3 +300,32 @@ def test_whatever_comes_in_is_taken_or_refused_with_a_value_error(anything: dict
         return
     assert from_dict(json.loads(json.dumps(to_dict(changed)))) == changed
     assert all(name in NAMES for name in anything)
+
+
+def test_runs_from_before_replay_had_levels_are_read():
+    for old, level in ((True, "ids+order"), (False, "none")):
+        saved = to_dict(Settings())
+        saved["rl"]["replay"] = old
+        del saved["replay"]
+        assert from_dict(saved).replay.level == level
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replay.source": "trainer"}, "replay.level is none"),
+        ({"replay.plausible": 0.5}, "replay.level is none"),
+        (
+            {"replay.level": "ids", "replay.source": "trainer", "replay.missing": 0.5},
+            "replay.missing is of routes on record",
+        ),
+        (
+            {"engine.numerics": "int4-experts", "model.moe_intermediate_size": 40},
+            "multiples of 32",
+        ),
+        ({"engine.numerics": "int4-experts-int8-router", "model.hidden_size": 96}, "multiples of 64"),
+    ],
+)
+def test_settings_that_would_do_nothing_or_fail_later_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        override(Settings(), changes)

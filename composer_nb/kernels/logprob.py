@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.attention import power_of_two
 from composer_nb.kernels.compiled import compiled, dot
@@ -30,7 +31,8 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """log p of `token_S` by the rows `from_S` (int64), [S], and the entropy of every row in nats, [U], which takes no part in
     gradients. Both in float32, or float64 where the hidden states are. `tile`: as in `linear.py`."""
-    return _LogprobEntropy.apply(hidden_UD, weight_VD, from_S, token_S, tile)
+    keep = torch.is_grad_enabled() and (hidden_UD.requires_grad or weight_VD.requires_grad)
+    return _LogprobEntropy.apply(hidden_UD, weight_VD, from_S, token_S, tile, keep)
 
 
 def _normalise(logit_PV: Tensor, prob_PV: Tensor, total_P: Tensor, entropy_P: Tensor) -> None:
@@ -73,10 +75,10 @@ def _normalise_compiled(logit, prob, total, entropy):  # type: ignore[no-untyped
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor, tile: int
+        ctx: Any, hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor, tile: int, keep: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_UD.dtype, torch.float32)
-        rows, keep = len(hidden_UD), any(ctx.needs_input_grad[:2])
+        rows = len(hidden_UD)
         prob_UV = hidden_UD.new_empty(rows, len(weight_VD), dtype=dtype) if keep else None
         logit_S = hidden_UD.new_empty(len(from_S), dtype=dtype)
         total_U, entropy_U = (hidden_UD.new_empty(rows, dtype=dtype) for _ in range(2))
@@ -94,7 +96,8 @@ class _LogprobEntropy(torch.autograd.Function):
         return logit_S - total_U[from_S], entropy_U
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         """d logits = Σ g · (one-hot − p) over the tokens of a row."""
         hidden_UD, weight_VD, from_S, token_S, prob_UV = ctx.saved_tensors
         g_S = gradients[0]
@@ -102,4 +105,4 @@ class _LogprobEntropy(torch.autograd.Function):
         d_UV = prob_UV * -g_U[:, None]
         d_UV.index_put_((from_S, token_S), g_S, accumulate=True)
         d_UV = d_UV.to(hidden_UD.dtype)
-        return d_UV @ weight_VD, d_UV.T @ hidden_UD, None, None, None
+        return d_UV @ weight_VD, d_UV.T @ hidden_UD, None, None, None, None

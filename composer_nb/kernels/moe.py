@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled
 from composer_nb.kernels.linear import grouped_mm, linear, sigmoid
@@ -231,6 +232,7 @@ class _Dispatch(torch.autograd.Function):
         return x_ND.index_select(0, token_P)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _gathered_sum(gradients[0], *ctx.saved_tensors), None, None
 
@@ -242,6 +244,7 @@ class _Combine(torch.autograd.Function):
         return _gathered_sum(x_PD, place_NK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0].index_select(0, *ctx.saved_tensors), None, None
 

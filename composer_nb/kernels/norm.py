@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled, dot, dot3
 
@@ -55,6 +56,7 @@ class _RmsNorm(torch.autograd.Function):
         return y_RD.view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x_RD, weight_D, scale_R = ctx.saved_tensors
         g_RD = gradients[0].contiguous().view(x_RD.shape)
@@ -75,6 +77,7 @@ class _NormRope(torch.autograd.Function):
         return y_NHC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_NHC, weight_HC, rope_N, scale_NH = ctx.saved_tensors
         g_NHC = gradients[0].contiguous()

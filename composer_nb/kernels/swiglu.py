@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.attention import power_of_two
 from composer_nb.kernels.compiled import compiled, dot3
@@ -47,6 +48,7 @@ class _SwiGlu(torch.autograd.Function):
         return y_MH
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         hidden_MF, gate_M = ctx.saved_tensors
         dy_MH = gradients[0].contiguous()

@@ -6,7 +6,7 @@ Rollouts that have read and written the same tokens so far, as those of a group 
 forwarded once; each has its own copy of the cache.
 
 With a model in batch-invariant mode (`variants.batch_invariant`) all that is recorded of a rollout is the same to the last bit
-whatever else is under way, in any dtype and for any model; the compiled kernel that small float32 models run on always is so.
+whatever else is under way, for any model in float32 or bf16 on a CPU; the compiled kernel of small float32 models always is so.
 
 What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
 what else is under way. Weights can be swapped between two steps: the cache stays, and each token notes the version that drew it.

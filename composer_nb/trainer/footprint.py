@@ -61,6 +61,8 @@ def plan_memory(config: ModelConfig) -> Footprint:
 
 def plan_path(path: Path) -> Footprint:
     """That of a checkpoint's folder, or of a config.json. Raises FileNotFoundError or ValueError that names the file."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: nothing here; give a checkpoint's folder or a config.json")
     return plan_memory(read_config(path / "config.json" if path.is_dir() else path).model)
 
 

@@ -179,6 +179,8 @@ def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollou
     """The first rollouts of an RL step (from 1; −1 is the last) under the weights that the step began with: the engine as it
     recorded them (`recorded`), or one of `engines` that reads the same tokens. Raises ValueError for an unknown engine and for a
     step whose rollouts or weights are not kept."""
+    if rollouts < 1:
+        raise ValueError(f"rollouts={rollouts}: must be at least 1")
     batch = stored_batch(run, step)
     model = load_pretrained(weights_of(run, batch.step))
     choices = engines(model)

@@ -59,8 +59,11 @@ class Stream:
         known = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1] | ~valid
         if not known.all():
             return f"the routes at token {int(known.argmin())} of {tokens} were recorded at another token or place"
-        if replay.level == "weights" and self.gates.shape != self.routes.shape:
-            return f"gates of {self.gates.shape} beside routes of {self.routes.shape}, and replay.level is 'weights'"
+        if replay.level == "weights" and (self.gates.shape != self.routes.shape or str(self.gates.dtype) != "float32"):
+            return (
+                f"gates of {self.gates.shape} and {self.gates.dtype} beside routes of {self.routes.shape}, and replay.level "
+                "is 'weights'"
+            )
         return ""
 
 

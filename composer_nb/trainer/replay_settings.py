@@ -32,6 +32,12 @@ class ReplaySettings:
         for name in ("plausible", "missing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"replay.{name}={getattr(self, name)}: must lie in 0..1")
+        if self.level == "none" and (self.source != "engine" or self.plausible or self.missing):
+            raise ValueError(
+                "replay.level is none, so the other replay settings would do nothing: set it, as to 'ids+order'"
+            )
+        if self.source == "trainer" and self.missing:
+            raise ValueError("replay.missing is of routes on record, and replay.source=trainer makes its own")
 
     @property
     def on(self) -> bool:

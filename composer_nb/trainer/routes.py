@@ -31,11 +31,11 @@ def require_routes(streams: Sequence[Stream], config: ModelConfig, replay: Repla
     """Raises ValueError that names the first stream whose routes are not those of its own tokens in such a model, or are
     missing for more of them than `replay` allows."""
     for number, stream in enumerate(streams):
-        if fault := stream.route_fault(replay) or _misfit(stream, config):
+        if fault := stream.route_fault(replay) or _misfit(stream, config, replay):
             raise ValueError(f"stream {number} of {len(streams)} can not be replayed (replay.level): {fault}")
 
 
-def _misfit(stream: Stream, c: ModelConfig) -> str:
+def _misfit(stream: Stream, c: ModelConfig, replay: ReplaySettings) -> str:
     """What does not fit a model; empty when all does."""
     layers, experts = stream.routes.shape[1:]
     if (layers, experts) != (c.moe_layers, c.num_experts_per_tok):
@@ -48,6 +48,10 @@ def _misfit(stream: Stream, c: ModelConfig) -> str:
         return f"expert {routes.max()} of a model with {c.num_experts}"
     if (routes[..., 1:] == routes[..., :-1]).any():
         return "one expert twice for one token"
+    if replay.level == "weights":
+        total = stream.gates[stream.route_valid].sum(-1)
+        if not (np.abs(total - c.routed_scaling_factor) < 1e-2 * c.routed_scaling_factor).all():  # NaN is refused, too
+            return f"gates of a token that do not add up to {c.routed_scaling_factor:g}"
     return ""
 
 

@@ -139,8 +139,15 @@ def test_at_level_weights_gates_on_record_part_beginnings(make_model, streams):
     assert len(flatten([one, other], FULL).inputs_N) == len(one.token_ids) - 1
     assert len(flatten([one, other], ReplaySettings(level="weights")).inputs_N) == 2 * (len(one.token_ids) - 1)
     bare = replace(one, gates=one.gates[:0])
-    with pytest.raises(ValueError, match=r"stream 0 of 1 can not be replayed: gates of .*replay.level is 'weights'"):
-        flatten([bare], ReplaySettings(level="weights"))
+    weights = ReplaySettings(level="weights")
+    for wrong in (bare, replace(one, gates=one.gates.astype(np.float64))):
+        with pytest.raises(
+            ValueError, match=r"stream 0 of 1 can not be replayed: gates of .*replay.level is 'weights'"
+        ):
+            flatten([wrong], weights)
+    for wrong in (replace(one, gates=one.gates * np.float32("nan")), replace(one, gates=one.gates * np.float32(0.5))):
+        with pytest.raises(ValueError, match="do not add up to 1"):
+            require_routes([wrong], make_model(3, **SHARP).config, weights)
 
 
 @pytest.mark.parametrize(
