@@ -32,7 +32,8 @@ CONTENTS = [
 BLOBS = st.builds(
     Blob, data=st.sampled_from(CONTENTS) | st.lists(st.sampled_from([b"p\n", b"q\n", b"\n", b"r"])).map(b"".join),
     mode=st.sampled_from([PLAIN, EXECUTABLE]),
-) | st.just(Blob(data=b"e", mode=LINK))  # fmt: skip
+) | st.just(Blob(data=b"nowhere", mode=LINK))  # fmt: skip
+# Links in a circle are left out: git itself does not get past them when it takes a patch back.
 
 
 def possible(tree: Tree) -> bool:
