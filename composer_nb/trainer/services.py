@@ -78,7 +78,7 @@ class EngineService:
         config = load_pretrained(run / "weights" / "start").config
         self._config = config
         self._computes = settings.engine.numerics, settings.engine.batch_invariant
-        fetched = self._receiver.fetch(version)
+        fetched = self._fetch(version)  # which may still be on its way, where this takes the place of one that died
         self._engine = Engine(
             as_engine(self._model(fetched.tensors), *self._computes),
             stop=CompactRenderer(load_tokenizer(run / "data")).stop,
