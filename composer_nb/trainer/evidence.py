@@ -200,10 +200,9 @@ def _place_of(used_TLK: NDArray[np.int64], wanted_TLK: NDArray[np.int64]) -> NDA
 
 
 def _before(one: Where, other: Where) -> bool:
-    """Whether what happens at `one` can be seen at `other`: above it at the same token, or at a later one of the row."""
+    """Whether what happens at `one` can be seen at `other`: in a higher layer, at the same token or a later one of the row."""
     assert one.token is not None and other.token is not None
-    after = (other.token, other.layer or 0) > (one.token, one.layer or 0)
-    return one.row == other.row and after and (other.layer or 0) > (one.layer or 0)
+    return one.row == other.row and other.token >= one.token and (other.layer or 0) > (one.layer or 0)
 
 
 def _lowest(hits: Sequence[Where]) -> Where | None:

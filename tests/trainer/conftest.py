@@ -58,17 +58,8 @@ def make_model() -> MakeModel:
     return make
 
 
-_QWEN: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 6,
+_QWEN: dict[str, Any] = {name: size for name, size in SIZES.items() if name != "rope_theta"} | {
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-    "max_position_embeddings": 96,
     "rms_norm_eps": 1e-3,
     "norm_topk_prob": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
