@@ -14,6 +14,7 @@ found by reading back what was written, and is a ValueError.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,10 +100,11 @@ class ChatRenderer(ABC):
         """Token ids of plain text, none of them special."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
-    def render(self, messages: Sequence[Message], system: str = "") -> list[int]:
+    def render(self, messages: Sequence[Message], system: str = "", *, spelled: bool = False) -> list[int]:
         """A whole conversation, up to the cue for the next turn, if its last message is not a turn.
 
-        Raises ValueError for a turn that the format can not say.
+        `spelled`: a turn without calls whose text spells one is written in the tokens that it spells, as whoever wrote it did: a
+        call that nobody could read. Raises ValueError for a turn that the format can not say.
         """
         token_ids = self.open(system)
         results: list[Result] = []
@@ -117,7 +119,12 @@ class ChatRenderer(ABC):
             elif said:
                 token_ids += self.encoded(self._after())
             said = isinstance(message, Said)
-            token_ids += self.turn(message) if isinstance(message, Said) else self.user(message.text)
+            if not isinstance(message, Said):
+                token_ids += self.user(message.text)
+            elif spelled and not message.calls and any(mark in message.text for mark in self.spelled):
+                token_ids += self._unread(message.text)
+            else:
+                token_ids += self.turn(message)
         return token_ids + (self.results(results) if results else [])
 
     def open(self, system: str = "") -> list[int]:
@@ -144,6 +151,10 @@ class ChatRenderer(ABC):
         if _plainly(read := self.parse(token_ids)) != _plainly(said):
             raise ValueError(f"the format can not say this turn: {said!r} would be read as {read!r}"[:1000])
         return token_ids
+
+    def _unread(self, text: str) -> list[int]:
+        parts = re.split(f"({'|'.join(map(re.escape, sorted(self.allowed)))})", text)
+        return self.encoded([*(self.ids[part] if part in self.allowed else part for part in parts), self.ids[self.end]])
 
     def parse(self, token_ids: Sequence[int]) -> Said:
         """A turn as it was sampled, its last token included, if it was not cut."""

@@ -95,6 +95,8 @@ def exchange(
             )
             with answer:
                 data = answer.read(most, decode_content=False)
+                if len(data) < most and answer.length_remaining:
+                    raise urllib3.exceptions.IncompleteRead(len(data), answer.length_remaining)
     except (urllib3.exceptions.HTTPError, OSError):
         if time.monotonic() >= until:
             raise TimeIsUp from None

@@ -5,9 +5,10 @@ A rollout becomes a conversation: the prompt is the user's message, each observa
 call is written in the agent's own format, so that the loop reads it like any other; a reply that is no single, well-formed call
 becomes a turn that can not be read, and counts as invalid.
 
-Requests are tried again (connection, timeout, 408, 409, 429, 5xx) after a growing wait with jitter, or when the server says,
-within a minute. What fails for good is a ProviderFailure of that rollout alone. A rollout has `seconds`, all its turns together:
-whatever the server does, no longer is waited for it, and it fails in the same way. The key is OPENAI_API_KEY's.
+Requests are tried again (connection, timeout, 408, 409, 429, 5xx, an answer that is cut short or no JSON) after a growing wait
+with jitter, or when the server says, within a minute. What fails for good is a ProviderFailure of that rollout alone. A rollout has
+`seconds`, all its turns together: whatever the server does, no longer is waited for it, and it fails in the same way. The key is
+OPENAI_API_KEY's.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class Endpoint:
                 asked = answer.headers.get("Retry-After")
                 if answer.status not in AGAIN:
                     break
+            except (ValueError, RecursionError) as error:
+                failed = f"no JSON: {str(error)[:200]}"
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
             pause = _pause(asked, self.wait_s * 2**tried)
@@ -144,12 +147,10 @@ class Endpoint:
 
 
 def _json(where: str, data: bytes) -> Any:
-    try:
-        if len(data) > MAX_REPLY_BYTES:
-            raise ValueError(f"longer than {MAX_REPLY_BYTES} bytes")
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ProviderFailure(f"{where}: no JSON: {str(error)[:200]}") from None
+    """Raises ValueError or RecursionError for what is none, such as an answer that was cut short."""
+    if len(data) > MAX_REPLY_BYTES:
+        raise ProviderFailure(f"{where}: longer than {MAX_REPLY_BYTES} bytes")
+    return json.loads(data)
 
 
 def _pause(asked: str | None, usual: float) -> float:

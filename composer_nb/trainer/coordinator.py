@@ -156,7 +156,8 @@ class Coordinator:
         self._restore()
         self._make_trainer()
         for _ in range(self.settings.services.engines):
-            self._make_pair()
+            self._make_pair()  # beside the trainer: starting takes long, and engines wait for the version that it publishes
+        self.trainer.wait("at")
         self._handle([Served(at=self._now(), version=self.orchestrator.version)])
         while not self.ended:
             events: list[Event] = []
@@ -184,7 +185,6 @@ class Coordinator:
 
     def _make_trainer(self) -> None:
         self.trainer = self.actors.make(TrainerService, self.run.path, self.started_with, name="trainer", threads=2)
-        self.trainer.wait("at")  # what it stands at is published before an engine asks for it
 
     def _make_pair(self) -> None:
         self.made += 1
@@ -284,6 +284,7 @@ class Coordinator:
         self.trainer.kill()
         self.pending = {f: (kind, what) for f, (kind, what) in self.pending.items() if kind not in ("learn", "state")}
         self._make_trainer()
+        self.trainer.wait("at")
         return [TrainerLost(at=self._now(), redo=self.journal.batches(self.saved, self.orchestrator.version))]
 
     def _learnt(self, step: int, found: dict[str, Any]) -> list[Event]:

@@ -39,6 +39,13 @@ def test_an_answer_in_time_is_one_and_the_connection_is_used_again() -> None:
         assert server.open == 1
 
 
+def test_an_answer_that_is_cut_short_is_asked_for_again() -> None:
+    [full] = said("whole")
+    with stubborn("silent", [full[:-5], b""], said("whole")) as server:
+        endpoint = Endpoint(url=server.url, model="m", wait_s=0.01)
+        assert endpoint.complete([], [], 10, until=time.monotonic() + 20).message["content"] == "whole"
+
+
 def test_nothing_is_asked_when_the_time_is_over() -> None:
     with pytest.raises(TimeIsUp):
         exchange(open_pool(), "GET", "http://127.0.0.1:9/", until=time.monotonic() - 1, silence_s=1, most=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from itertools import count
@@ -10,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from composer_nb import config
 from composer_nb.config import Settings, override
@@ -19,9 +21,11 @@ from composer_nb.trainer.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.journal import REFUSED, request_change
 from composer_nb.trainer.launch import fork, start_or_resume
+from composer_nb.trainer.model import Model
 from composer_nb.trainer.replay import replay
 from composer_nb.trainer.report import build_report
 from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.services import EngineService, TrainerService
 from composer_nb.views.figures import pictures
 
 MICRO: dict[str, Any] = {
@@ -234,6 +238,35 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
     assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
     assert sum(run.ledger().values()) == info["sampled"]
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
+
+
+def test_an_engine_that_is_born_before_its_version_waits_for_it(begun):
+    run, settings = begun("early", IN_STEP)
+    trainer: list[TrainerService] = []
+    publish = threading.Timer(1.0, lambda: trainer.append(TrainerService(run.path, settings)))
+    publish.start()
+    engine = EngineService(run.path, settings, 0, 0, "early")
+    publish.join()
+    assert trainer[0].version == 0 and engine.status()["version"] == 0
+
+
+def test_layers_are_recomputed_where_the_setting_says_so_and_nothing_else_changes(begun, monkeypatch):
+    computed, own = 0, Model._layer
+
+    def counted(self: Model, *given: Any) -> Any:
+        nonlocal computed
+        computed += torch.is_grad_enabled()
+        return own(self, *given)
+
+    monkeypatch.setattr(Model, "_layer", counted)
+    finals, counts = [], []
+    for on in (False, True):
+        run, settings = begun(f"recompute-{on}", IN_STEP | {"rl.steps": 1, "rl.recompute": on})
+        go(run, settings)
+        finals.append(weights(run))
+        counts.append(computed)
+        computed = 0
+    assert finals[0] == finals[1] and counts[1] == 2 * counts[0] > 0
 
 
 def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: RunDir, begun):

@@ -40,7 +40,7 @@ def accept(checkout: Checkout, changes: Changes) -> None:
     try:
         for number, (path, blob) in enumerate(changes.items()):
             if blob is not None:
-                _write(beside / f"new-{number}", blob, _permissions(root / path))
+                _write(beside / f"new-{number}", blob, _file(root / path))
         for number, path in enumerate(changes):
             if os.path.lexists(root / path) and path in checkout.files:
                 _move(root / path, beside / f"old-{number}", undo)
@@ -106,16 +106,17 @@ def _now(target: Path) -> Blob | None:
     return None
 
 
-def _permissions(target: Path) -> int | None:
-    """Of a file that is there."""
+def _file(target: Path) -> os.stat_result | None:
+    """What is known of a file that is there."""
     with suppress(OSError):
         status = target.lstat()
-        return status.st_mode & 0o777 if stat.S_ISREG(status.st_mode) else None
+        return status if stat.S_ISREG(status.st_mode) else None
     return None
 
 
-def _write(at: Path, blob: Blob, permissions: int | None) -> None:
-    """With those permissions, but that for executing, which the blob has; else with the usual ones."""
+def _write(at: Path, blob: Blob, before: os.stat_result | None) -> None:
+    """With the owner of the file before, where that may be, and its permissions but that for executing, which the blob has; else
+    with the usual ones."""
     if blob.mode == LINK:
         os.symlink(os.fsdecode(blob.data), at)
         return
@@ -124,7 +125,10 @@ def _write(at: Path, blob: Blob, permissions: int | None) -> None:
         os.open(at, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o777 if runs else 0o666), "wb"
     ) as file:
         file.write(blob.data)
-        if permissions is not None:
+        if before is not None:
+            with suppress(PermissionError):  # only root gives files away
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
+            permissions = before.st_mode & 0o777
             os.fchmod(file.fileno(), permissions | (permissions & 0o444) >> 2 if runs else permissions & ~0o111)
 
 

@@ -2,14 +2,15 @@
 
 A request that goes on where an answer of ours ended is continued: only what is new is read, and every token stays as it was
 sampled. Any other is read from its beginning. Of conversations that nobody asks about, the one that has waited longest makes
-room. A message in which a call can not be read is answered as the text that it is, without calls.
+room, and one whose client went away is forgotten. A message in which a call can not be read is answered as the text that it is,
+without calls; where the client sends that text back, it is read as the tokens that it spells.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -23,6 +24,8 @@ from composer_nb.harness.product.shared import Shared
 from composer_nb.harness.tool_call import ToolError
 
 Wire = Sequence[Mapping[str, Any]]
+SYSTEM = ("system", "developer")
+"""Roles of what is told before everything."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,12 +54,12 @@ class Conversations:
         self._lock = threading.Lock()
         self._numbers = count()
 
-    def __call__(self, body: Mapping[str, Any]) -> Answered:
+    def __call__(self, body: Mapping[str, Any], there: Callable[[], bool] = lambda: True) -> Answered:
         wire, tools = body["messages"], body.get("tools") or []
         if not all(isinstance(each, dict) for each in wire):
             raise ValueError("messages: each is an object")
-        system = "\n\n".join(_text(each) for each in wire if each.get("role") == "system")
-        spoken = [_plain(each) for each in wire if each.get("role") != "system"]
+        system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
+        spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         talk, known = self._continued(
             json.dumps([system, tools]), [json.dumps(each, sort_keys=True) for each in spoken]
         )
@@ -69,7 +72,8 @@ class Conversations:
                 raise ValueError(
                     f"{talk.tokens + len(read)} tokens and max_tokens={most}: a conversation has {self.tokens}"
                 )
-            done = self.policy.ask(Request(rollout=talk.rollout, token_ids=read, max_tokens=room))
+            asked_for = Request(rollout=talk.rollout, token_ids=read, max_tokens=room)
+            done = self.policy.ask(asked_for, wanted=there)
             message = _message(talk.renderer, done)
             before, talk.tokens = talk.tokens + len(read), talk.tokens + len(read) + len(done.token_ids)
         except BaseException:
@@ -117,7 +121,7 @@ class Conversations:
         if not news or not isinstance(news[-1], User | Result):
             raise ValueError("messages: the last one is a user's or a tool's")
         if not known:
-            return talk.renderer.render(news, system)
+            return talk.renderer.render(news, system, spelled=True)
         end = [talk.renderer.ids[talk.renderer.end]] if talk.open else []
         results = [each for each in news if isinstance(each, Result)]
         if len(results) == len(news):

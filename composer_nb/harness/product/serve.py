@@ -7,6 +7,8 @@ Covers `GET /v1/models` and `POST /v1/chat/completions` with tools and one choic
 from __future__ import annotations
 
 import json
+import select
+import socket
 import threading
 import time
 import uuid
@@ -17,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from composer_nb.harness.chat import Message, Result, Said, User, Written
+from composer_nb.harness.deadline import TimeIsUp
 from composer_nb.harness.openai_policy import spoken
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.product.speaker import Script
@@ -35,8 +38,9 @@ class Answered:
     """Whether it has no end, as it was to have no more tokens."""
 
 
-Answerer = Callable[[Mapping[str, Any]], Answered]
-"""Answers the body of a request, a JSON object with a list of messages. Raises ValueError for what it does not take."""
+Answerer = Callable[[Mapping[str, Any], Callable[[], bool]], Answered]
+"""Answers the body of a request, a JSON object with a list of messages, as long as its client is there. Raises ValueError for
+what it does not take, and TimeIsUp where the client went."""
 
 
 class ChatServer:
@@ -73,7 +77,7 @@ class ScriptServer(ChatServer):
     """Plays a script, which is given the conversation and says the next turn. Tokens are counted as words."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted") -> None:
-        def answer(body: Mapping[str, Any]) -> Answered:
+        def answer(body: Mapping[str, Any], there: Callable[[], bool]) -> Answered:
             message = wire_of(script(messages_of(body["messages"])))
             read, written = (len(json.dumps(part).split()) for part in (body["messages"], message))
             return Answered(message=message, read=read, written=written)
@@ -86,7 +90,7 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     for held in wire:
         match held:
-            case {"role": "system"}:
+            case {"role": "system" | "developer"}:
                 pass
             case {"role": "user", "content": str(text)}:
                 messages.append(User(text=text))
@@ -116,12 +120,12 @@ def wire_of(said: Said) -> dict[str, Any]:
     return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
 
 
-def _completion(answer: Answerer, model: str, body: Any) -> dict[str, Any]:
+def _completion(answer: Answerer, model: str, body: Any, there: Callable[[], bool]) -> dict[str, Any]:
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise ValueError("no messages")
     if body.get("n") not in (None, 1):
         raise ValueError("n: there is one choice")
-    done = answer(body)
+    done = answer(body, there)
     reason = "tool_calls" if "tool_calls" in done.message else "length" if done.cut else "stop"
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -149,6 +153,15 @@ def _streamed(whole: Mapping[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
 
 
+def _there(client: socket.socket) -> bool:
+    """Whether whoever asked has not closed the connection."""
+    try:
+        ready, _, _ = select.select([client], [], [], 0)
+        return not ready or client.recv(1, socket.MSG_PEEK) != b""
+    except (OSError, ValueError):
+        return False
+
+
 def _handler(answer: Answerer, model: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -169,9 +182,11 @@ def _handler(answer: Answerer, model: str) -> type[BaseHTTPRequestHandler]:
                 return
             try:
                 body = json.loads(self.rfile.read(size))
-                whole = _completion(answer, model, body)
+                whole = _completion(answer, model, body, lambda: _there(self.connection))
             except (ValueError, RecursionError) as error:
                 self._reply(400, {"error": {"message": str(error)}})
+            except TimeIsUp:
+                self.close_connection = True
             except ProviderFailure as error:
                 self._reply(503, {"error": {"message": str(error)}})
             except Exception as error:

@@ -6,12 +6,16 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 from composer_nb.harness.deadline import TimeIsUp
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
+
+LOOK_S = 0.5
+"""Between two looks at whether an answer is still wanted."""
 
 
 class Shared:
@@ -33,15 +37,17 @@ class Shared:
         self._orders.put(None)
         self._thread.join()
 
-    def ask(self, request: Request, until: float = math.inf) -> Completion:
+    def ask(self, request: Request, until: float = math.inf, wanted: Callable[[], bool] = lambda: True) -> Completion:
         """The next turn of a rollout. Raises ProviderFailure, what the policy raises, and TimeIsUp where it would come later than
-        `until`: then the rollout can only be released."""
+        `until`, or is not `wanted` any more: then the rollout can only be released."""
         order = self._order(request)
-        try:
-            answer: Completion = order.result(None if until == math.inf else max(0.0, until - time.monotonic()))
-        except TimeoutError:
-            raise TimeIsUp from None
-        return answer
+        while True:
+            try:
+                answer: Completion = order.result(max(0.0, min(LOOK_S, until - time.monotonic())))
+                return answer
+            except TimeoutError:
+                if time.monotonic() >= until or not wanted():
+                    raise TimeIsUp from None
 
     def release(self, rollout: int) -> Trace:
         """Forgets a rollout, and returns what was recorded of it."""

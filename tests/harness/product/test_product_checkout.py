@@ -76,7 +76,10 @@ def test_changes_come_back_and_nothing_else_does(root: Path) -> None:
     changes, others = changed(seen, after)
     assert list(changes) == ["a.py", "new/c.py", "run.sh", "sub/b.py"] and changes["sub/b.py"] is None and not others
     (root / "a.py").chmod(0o600)
+    owner = os.geteuid() or 12345  # only root gives files away
+    os.chown(root / "a.py", owner, -1)
     accept(seen, changes)
+    assert (root / "a.py").stat().st_uid == owner
     assert (root / "a.py").read_text() == "x = 2\n" and (root / "new/c.py").read_text() == "z\n"
     assert not (root / "sub/b.py").exists() and (root / "a.py").stat().st_mode & 0o777 == 0o600
     assert os.access(root / "run.sh", os.X_OK) and (root / ".env").read_text() == "KEY=1"

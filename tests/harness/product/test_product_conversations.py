@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -158,6 +159,44 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
         talk({"messages": [*start, first, b, a], "tools": [TOOL]})  # read anew, since the refusals forgot it
         text = tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
         assert 0 < text.index("of 0") < text.index("of 1")
+
+
+def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    call = renderer.turn(Said(calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),)))
+    broken = [*call[:-2], renderer.ids[renderer.end]]  # without the token that ends a call
+    done = renderer.turn(Said(text="Done."))
+    start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
+    policy = Echo([broken, done])
+    with Shared(policy) as shared:
+        first = Conversations(shared, tokenizer, QwenRenderer, 3000)({"messages": start, "tools": [TOOL]}).message
+        assert "tool_calls" not in first
+        more = [*start, first, {"role": "user", "content": "what?"}]
+        Conversations(shared, tokenizer, QwenRenderer, 3000)({"messages": more, "tools": [TOOL]})  # has not seen it
+    prompt, again = ([*each.token_ids] for each in policy.asked)
+    assert prompt == renderer.render([User(text="fix f")], "You fix.")
+    assert again == [*prompt, *broken, *renderer.following("what?")]
+
+
+class Mute(Echo):
+    """Never answers."""
+
+    def step(self) -> list[Completion]:
+        time.sleep(0.01)
+        return []
+
+
+def test_a_client_that_went_away_leaves_no_rollout_behind(tokenizer: Tokenizer) -> None:
+    policy = Mute([])
+    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
+        with pytest.raises(TimeoutError):
+            urllib.request.urlopen(request, timeout=0.2)
+        until = time.monotonic() + 20
+        while not policy.released and time.monotonic() < until:
+            time.sleep(0.05)
+        assert policy.released == [policy.asked[0].rollout]
 
 
 @pytest.mark.parametrize(
