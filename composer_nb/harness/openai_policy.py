@@ -6,9 +6,9 @@ call is written in the agent's own format, so that the loop reads it like any ot
 becomes a turn that can not be read, and counts as invalid.
 
 Requests are tried again (connection, timeout, 408, 409, 429, 5xx, an answer that is cut short or no JSON) after a growing wait
-with jitter, or when the server says, within a minute. What fails for good is a ProviderFailure of that rollout alone. A rollout has
-`seconds`, all its turns together: whatever the server does, no longer is waited for it, and it fails in the same way. The key is
-OPENAI_API_KEY's.
+with jitter, or when the server says, within a minute. What fails for good is a ProviderFailure of that rollout alone. A rollout
+has `seconds`, all its turns together: whatever the server does, no longer is waited for it, and it fails in the same way. The key
+is OPENAI_API_KEY's.
 """
 
 from __future__ import annotations
