@@ -113,6 +113,9 @@ class RlSettings:
     lr: NotNegative = 5e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step; or, if that is less, over the second half
     of `max_seconds`."""
+    scale_rate: NotNegative = 40.0
+    """How many times as fast as a weight the scale of all logits learns, a number of its own (`trainer/sharpness.py`); 0: it has
+    none."""
     warmup: Count = 6
     clip: NotNegative = 1.0
     checkpoint_every: Some = 20
@@ -299,6 +302,8 @@ def from_dict(saved: Mapping[str, Any]) -> Settings:
     if isinstance(rl := saved.get("rl"), Mapping) and "replay" in rl:  # of a run from before replay had levels
         others = {name: value for name, value in rl.items() if name != "replay"}
         saved = {**saved, "rl": others, "replay": {"level": "ids+order" if rl["replay"] else "none"}}
+    if isinstance(rl := saved.get("rl"), Mapping) and "scale_rate" not in rl:  # of a run from before it could learn
+        saved = {**saved, "rl": {**rl, "scale_rate": 0.0}}
     return override(Settings(), flat(saved, "", Settings()))
 
 

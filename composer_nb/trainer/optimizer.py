@@ -13,25 +13,38 @@ import math
 import torch
 from torch import Tensor, nn
 
+from composer_nb.trainer.sharpness import LogScale
+
 
 class FlatAdamW:
     """AdamW (arXiv 1711.05101) with the learning rate given at each step.
 
     betas are 0.9 and 0.95; `weight_decay` is decoupled. `published` is the dtype that the model's weights are rounded to
-    after each step, None to leave them as they are.
+    after each step, None to leave them as they are. `scaled` is a parameter of the model whose scale learns by itself, so many
+    times as fast.
     """
 
-    def __init__(self, model: nn.Module, *, weight_decay: float = 0.0, published: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        weight_decay: float = 0.0,
+        published: torch.dtype | None = None,
+        scaled: tuple[nn.Parameter, float] | None = None,
+    ) -> None:
         parameters = list(model.parameters())
         self.published = published
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
         offset = 0
+        self._scale: LogScale | None = None
         for parameter in parameters:
             cut = slice(offset, offset + parameter.numel())
             parameter.data = self.weights[cut].view_as(parameter)
             parameter.grad = self.gradients[cut].view_as(parameter)
             offset += parameter.numel()
+            if scaled is not None and parameter is scaled[0] and scaled[1]:
+                self._scale = LogScale(cut, scaled[1])
         self.master = nn.Parameter(self.weights.clone() if published else self.weights)
         self.master.grad = self.gradients
         self._adam = torch.optim.AdamW([self.master], lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
@@ -49,6 +62,8 @@ class FlatAdamW:
         if norm > clip:
             self.gradients.mul_(clip / norm)
         self._adam.param_groups[0]["lr"] = lr
+        if self._scale is not None:
+            self._scale.step(self.master, self.gradients, self.weights, lr)
         self._adam.step()
         self._publish()
         return norm
@@ -59,6 +74,7 @@ class FlatAdamW:
         return {
             "master": self.master.detach(),
             **{name: torch.as_tensor(value) for name, value in moments.items()},
+            **(self._scale.state() if self._scale is not None else {}),
         }
 
     @torch.no_grad()
@@ -70,7 +86,10 @@ class FlatAdamW:
                 "the model's settings changed since it was written"
             )
         self.master.copy_(state["master"])
-        self._adam.state[self.master] = {name: value.clone() for name, value in state.items() if name != "master"}
+        own = {name: value for name, value in state.items() if name != "master" and not name.startswith("scale.")}
+        self._adam.state[self.master] = {name: value.clone() for name, value in own.items()}
+        if self._scale is not None:
+            self._scale.load(state)
         self._publish()
 
     @torch.no_grad()

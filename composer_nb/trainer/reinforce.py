@@ -51,7 +51,7 @@ class RlLoop:
         settings = s.settings
         model = s.load("start")
         model.recompute = settings.rl.recompute
-        optimizer = FlatAdamW(model, published=torch.bfloat16)
+        optimizer = FlatAdamW(model, published=torch.bfloat16, scaled=(model.final_norm, settings.rl.scale_rate))
         reference = s.load("start") if settings.loss.beta else None
         self.learner = Learner(model, optimizer, settings.loss, reference, settings.replay)
         self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")

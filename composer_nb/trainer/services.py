@@ -255,7 +255,12 @@ class TrainerService:
         model = load_pretrained(run / "weights" / "start")
         model.recompute = settings.rl.recompute
         reference = load_pretrained(run / "weights" / "start") if settings.loss.beta else None
-        self._learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), settings.loss, reference)
+        self._learner = Learner(
+            model,
+            FlatAdamW(model, published=torch.bfloat16, scaled=(model.final_norm, settings.rl.scale_rate)),
+            settings.loss,
+            reference,
+        )
         self._learner.replay = settings.replay
         self.step = 0
         if not from_start and (found := self._run.checkpoint("rl")):
