@@ -37,14 +37,14 @@ class FlatAdamW:
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
         offset = 0
-        self._scale: LogScale | None = None
+        self._scaled: tuple[slice, LogScale] | None = None
         for parameter in parameters:
             cut = slice(offset, offset + parameter.numel())
             parameter.data = self.weights[cut].view_as(parameter)
             parameter.grad = self.gradients[cut].view_as(parameter)
             offset += parameter.numel()
             if scaled is not None and parameter is scaled[0] and scaled[1]:
-                self._scale = LogScale(cut, scaled[1])
+                self._scaled = cut, LogScale(scaled[1])
         self.master = nn.Parameter(self.weights.clone() if published else self.weights)
         self.master.grad = self.gradients
         self._adam = torch.optim.AdamW([self.master], lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
@@ -62,8 +62,9 @@ class FlatAdamW:
         if norm > clip:
             self.gradients.mul_(clip / norm)
         self._adam.param_groups[0]["lr"] = lr
-        if self._scale is not None:
-            self._scale.step(self.master, self.gradients, self.weights, lr)
+        if self._scaled is not None:
+            cut, scale = self._scaled
+            self.master.detach()[cut] *= scale.factor(float(self.gradients[cut] @ self.weights[cut]), lr)
         self._adam.step()
         self._publish()
         return norm
@@ -74,7 +75,7 @@ class FlatAdamW:
         return {
             "master": self.master.detach(),
             **{name: torch.as_tensor(value) for name, value in moments.items()},
-            **(self._scale.state() if self._scale is not None else {}),
+            **({"scale": self._scaled[1].moments} if self._scaled is not None else {}),
         }
 
     @torch.no_grad()
@@ -86,10 +87,10 @@ class FlatAdamW:
                 "the model's settings changed since it was written"
             )
         self.master.copy_(state["master"])
-        own = {name: value for name, value in state.items() if name != "master" and not name.startswith("scale.")}
+        own = {name: value for name, value in state.items() if name not in ("master", "scale")}
         self._adam.state[self.master] = {name: value.clone() for name, value in own.items()}
-        if self._scale is not None:
-            self._scale.load(state)
+        if self._scaled is not None:
+            self._scaled[1].moments.copy_(state["scale"])
         self._publish()
 
     @torch.no_grad()

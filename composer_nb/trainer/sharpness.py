@@ -9,32 +9,27 @@ everything else see nothing new.
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor, nn
+
+FIRST, SECOND, EPS = 0.9, 0.95, 1e-8
+"""Adam's betas, as the weights have them."""
 
 
 class LogScale:
-    """Adam (arXiv 1412.6980; betas 0.9 and 0.95, as the weights have) on s, where a gain is g · exp(s)."""
+    """Adam (arXiv 1412.6980, algorithm 1) on s, where a gain is g · exp(s)."""
 
-    def __init__(self, place: slice, rate: float) -> None:
-        """`place`: of the gain in the flat vector of weights; `rate`: times the learning rate of the weights."""
-        self.place, self.rate = place, rate
-        self._log = nn.Parameter(torch.zeros(()))
-        self._adam = torch.optim.Adam([self._log], lr=0.0, betas=(0.9, 0.95))
+    def __init__(self, rate: float) -> None:
+        """`rate`: times the learning rate of the weights."""
+        self.rate = rate
+        self.moments = torch.zeros(3, dtype=torch.float64)
+        """The slope's mean, that of its square, and the steps made. All that a resumed run needs."""
 
-    @torch.no_grad()
-    def step(self, master: Tensor, gradients: Tensor, weights: Tensor, lr: float) -> None:
-        """Scales the gain in `master`, by the gradients that were taken at `weights`: dL/ds = Σ g · dL/dg."""
-        self._log.grad = gradients[self.place] @ weights[self.place]
-        self._adam.param_groups[0]["lr"] = self.rate * lr
-        self._adam.step()
-        master[self.place] *= self._log.exp()
-        self._log.zero_()
-
-    def state(self) -> dict[str, Tensor]:
-        """Moments, by names beside those of the weights."""
-        return {f"scale.{name}": value for name, value in self._adam.state.get(self._log, {}).items()}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        own = {name.removeprefix("scale."): value.clone() for name, value in state.items() if name.startswith("scale.")}
-        self._adam.state[self._log] = own
+    def factor(self, slope: float, lr: float) -> float:
+        """What the gain is to be multiplied by, after a step along the slope dL/ds = Σ g · dL/dg."""
+        mean, square, steps = self.moments.tolist()
+        mean, square, steps = FIRST * mean + (1 - FIRST) * slope, SECOND * square + (1 - SECOND) * slope**2, steps + 1
+        self.moments.copy_(torch.tensor([mean, square, steps], dtype=torch.float64))
+        unbiased = mean / (1 - FIRST**steps), square / (1 - SECOND**steps)
+        return math.exp(-self.rate * lr * unbiased[0] / (math.sqrt(unbiased[1]) + EPS))

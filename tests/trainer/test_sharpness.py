@@ -83,5 +83,5 @@ def test_it_resumes_from_disk_bit_for_bit(tmp_path: Path) -> None:
     for _ in range(5):
         step(other, resumed)
     kept, again = optimizer.state(), resumed.state()
-    assert kept.keys() == again.keys() >= {"scale.exp_avg", "scale.exp_avg_sq", "scale.step"}
+    assert kept.keys() == again.keys() >= {"master", "scale"}
     assert all(torch.equal(kept[name], again[name]) for name in kept)
