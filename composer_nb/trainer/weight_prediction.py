@@ -74,8 +74,8 @@ def profile(weights: Tensor, directions: Tensor) -> Profile:
 
 
 def independent(weights: Tensor, mean_u: float) -> Profile:
-    """For weights whose directions nobody has measured: |u| spread as that of a normal variable with mean |u| `mean_u`, whatever the
-    weight. Raises ValueError for a negative one."""
+    """For weights whose directions nobody has measured: |u| spread as that of a normal variable with mean |u| `mean_u`, whatever
+    the weight. Raises ValueError for a negative one."""
     if not 0 <= mean_u < math.inf:
         raise ValueError(f"mean_u={mean_u} must be a size, 0 or more")
     normal = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(4096, dtype=torch.float64) + 0.5) / 4096 / 2 + 0.5)
@@ -97,8 +97,8 @@ def adamw_direction(
     eps: float = 1e-8,
     decay: Tensor | float = 0.0,
 ) -> Tensor:
-    """u of AdamW's update w ← w − lr · u, from its moments after `steps` steps (arXiv 1711.05101, bias corrected); `decay` is weight
-    decay times the weights. Raises ValueError before the first step."""
+    """u of AdamW's update w ← w − lr · u, from its moments after `steps` steps (arXiv 1711.05101, bias corrected); `decay` is
+    weight decay times the weights. Raises ValueError before the first step."""
     if steps < 1:
         raise ValueError("AdamW has no direction before its first step")
     first, second = (moment.double() / (1 - beta**steps) for moment, beta in zip((mean, square), betas, strict=True))
@@ -122,7 +122,7 @@ class Prediction:
 
 
 def predict(found: Profile, lr: float) -> Prediction:
-    """What one step at this learning rate changes, once masters lie anywhere in their cells. Raises ValueError for a rate below 0."""
+    """What a step at this learning rate changes, once masters lie anywhere in their cells. ValueError for a rate below 0."""
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr} must be 0 or more")
     steps_EB = lr * _SIZES[None] / _SPACING[:, None]

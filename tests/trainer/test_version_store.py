@@ -32,7 +32,7 @@ from composer_nb.trainer.weights import side_files, verify
 FILES = {"config.json": b'{"model_type": "small"}'}
 
 
-def weights(version: int, rows: int = 512) -> dict[str, Tensor]:
+def weights(version: int, rows: int = 256) -> dict[str, Tensor]:
     """The weights of a version: some change with it, one never does."""
     noise = torch.Generator().manual_seed(version)
     w = torch.linspace(-1, 1, rows * 16).reshape(rows, 16)
@@ -301,7 +301,7 @@ def test_the_ledger_outlives_what_is_pruned(url: str):
 
 def test_receivers_without_a_line_to_the_publisher_acknowledge_through_the_store(url: str):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url, name="far")
-    assert ready(url, 0, []) == {} if publisher.publish(0, weights(0), FILES) else False
+    publisher.publish(0, weights(0), FILES)
     assert ready(url, 0, ["far"]) == {"far": False}
     receiver.install(receiver.fetch(0))
     receiver.report()
@@ -525,7 +525,7 @@ def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: in
 def test_a_full_version_that_would_not_fit_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
     publisher = Publisher(tmp_path / "store", owner="run")
-    with pytest.raises(StoreError, match="16,406 bytes are needed and 100 free"):
+    with pytest.raises(StoreError, match="8,214 bytes are needed and 100 free"):
         publisher.publish(0, weights(0), FILES)
     assert Store(tmp_path / "store").folders() == []
 

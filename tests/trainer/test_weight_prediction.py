@@ -1,4 +1,4 @@
-"""The predicted size of a delta against exact counts, on weights whose distribution is known and on a network that was trained."""
+"""The predicted size of a delta against exact counts: weights whose distribution is known, and a network that is trained."""
 
 from __future__ import annotations
 
