@@ -15,16 +15,16 @@ from pathlib import Path
 from torch import Tensor
 
 from composer_nb.trainer.manifest import (
+    DamagedVersion,
     ForeignBase,
     Manifest,
     MisplacedVersion,
-    MissingVersion,
     Record,
     State,
     WeightFault,
 )
 from composer_nb.trainer.payload import Link, check_chain, decoded, map_link, read_link
-from composer_nb.trainer.store import Note, Report, Store, StoreError, anchor, check_file, folder
+from composer_nb.trainer.store import Note, Report, Store, StoreError, anchor, folder
 from composer_nb.trainer.weights import apply_chain, layout, read_full
 
 HELD = 4
@@ -227,23 +227,24 @@ def _brought(store: Store, way: Route, kept: Path) -> Iterator[Link]:
     near = Store(kept)
     near.check_room(way.size)
     for step in way.steps:
-        copy_files(store, near, step)
+        copy_files(store, near, step, step.where)
         yield map_link(kept / step.where, step.manifest)
 
 
-def copy_files(origin: Store, near: Store, step: Step) -> int:
-    """Copies the files of a version, without its manifest, and checks each; one that arrives damaged is fetched once more.
-    Returns the bytes that were read. Raises WeightFault that names the file; StoreError."""
+def copy_files(origin: Store, near: Store, step: Step, where: str) -> int:
+    """Copies the files of a version, without its manifest, into the folder `where`, and checks each; one that arrives damaged is
+    fetched once more. Returns the bytes that were read. Raises WeightFault that names the file; StoreError."""
     read = 0
     for name, file in step.manifest.files.items():
-        path = f"{step.where}/{name}"
+        path, there = f"{step.where}/{name}", f"{where}/{name}"
         for _ in range(2):
-            arrived = near.put(path, origin.chunks(path))
+            arrived = near.put(there, origin.chunks(path))
             read += arrived.bytes
             if arrived == file:
                 break
         else:
-            near.remove(path)
-            check_file(origin, path, file)
-            raise MissingVersion(f"{origin.url}/{path} did not arrive as it is there")
+            near.remove(there)
+            raise DamagedVersion(
+                f"{origin.url}/{path} ({arrived.bytes} bytes of {file.bytes}) is not what was published"
+            )
     return read

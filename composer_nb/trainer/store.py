@@ -228,6 +228,22 @@ class Store:
             raise MisplacedVersion(f"{self.url}/{place} is a delta against version {manifest.base.version}")
         return manifest
 
+    def in_use(self, versions: Iterable[int]) -> set[int]:
+        """Those of `versions` that receivers report to run or to want. Raises StoreError."""
+        return set(versions) & {version for report in self.reports() for version in (report.version, report.wants)}
+
+    def reach(self, needed: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Versions, and anchors, from which all of `needed` is decoded; the newest anchor always. Raises WeightFault for a
+        manifest that does not say what its version builds on; StoreError."""
+        anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
+        kept, anchored = set(needed), set(anchors[-1:])
+        for version in sorted(kept):
+            while version not in anchors and (base := self.manifest(version).base) is not None:
+                version = base.version
+                kept.add(version)
+            anchored |= {version} & set(anchors)
+        return kept, anchored
+
     def lease(self) -> Lease:
         """Raises MissingVersion, DamagedVersion or StoreError."""
         return Lease.load(self.read(LEASE), f"{self.url}/{LEASE}")

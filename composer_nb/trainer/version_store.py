@@ -361,13 +361,12 @@ class Publisher:
             self._check_lease()
             every = [v for v in self._store.folders() if v <= self.last]
             there = [v for v in every if self._store.exists(v)]
-            in_use = {version for r in self._store.reports() for version in (r.version, r.wants)}
             with self._lock:
                 needed = {*there[-keep:], *(v for v in there if v >= since), *pins, *self._pending}
                 needed |= {self._baseline.version} if self._baseline else set()
-            needed |= {v for v in in_use if v in there[-2 * keep :]}
+            needed |= self._store.in_use(there[-2 * keep :])
             try:
-                kept, anchored = self._reach(needed & set(there))
+                kept, anchored = self._store.reach(needed & set(there))
             except WeightFault:
                 return []
             for version in set(self._store.anchors()) - anchored:
@@ -376,17 +375,6 @@ class Publisher:
             for version in gone:
                 self._store.remove(folder(version))
             return gone
-
-    def _reach(self, needed: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Versions, and anchors, from which all that is needed is decoded; the newest anchor always."""
-        anchors = [v for v in self._store.anchors() if self._store.exists(v, anchor(v))]
-        kept, anchored = set(needed), set(anchors[-1:])
-        for version in sorted(needed):
-            while version not in anchors and (base := self._store.manifest(version).base) is not None:
-                version = base.version
-                kept.add(version)
-            anchored |= {version} & set(anchors)
-        return kept, anchored
 
     def close(self) -> None:
         """Gives the lease back, if it is still this publisher's; its versions stay good."""
