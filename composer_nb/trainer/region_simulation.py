@@ -1,13 +1,14 @@
 """Regions that follow a trainer over slow lines, in virtual time: the real publisher, relays and receivers, with tiny weights.
 
 What a file weighs is the world's to say (a full version's terabyte, a delta's two hundredths of it), and so is how long a line
-takes for it, when the line is down, and which bytes arrive damaged. Versions, manifests, acknowledgements and refusals are real ones.
+takes for it, when the line is down, and which bytes arrive damaged. Versions, manifests, acknowledgements and refusals are real.
 A pull sees the trainer's store as it was when the pull began. One seed, one course of events.
 """
 
 from __future__ import annotations
 
 import heapq
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -124,11 +125,10 @@ class _Line(Store):
 class _Site:
     """A region at work."""
 
-    def __init__(self, origin: str, region: Region, world: World) -> None:
-        self.name = region.name
-        self.line = _Line(origin, region, world)
-        self.relay = Relay(self.line, f"memory://simulated/{region.name}", name=region.name)
-        self.engine = Receiver(f"memory://simulated/{region.name}", name="engine")
+    def __init__(self, root: str, region: Region, world: World) -> None:
+        self.line = _Line(f"{root}/origin", region, world)
+        self.relay = Relay(self.line, f"{root}/{region.name}", name=region.name)
+        self.engine = Receiver(f"{root}/{region.name}", name="engine")
 
     def pull(self, now: float) -> tuple[str, int]:
         """What came of a look at the trainer's store: ("news" | "none" | "refused" | "down", version)."""
@@ -155,10 +155,17 @@ def simulate(world: World) -> list[Happened]:
     names = [region.name for region in world.regions]
     if len(set(names)) < len(names):
         raise ValueError(f"regions must have names of their own: {names}")
-    MemoryFileSystem.store = {k: v for k, v in MemoryFileSystem.store.items() if not k.startswith("/simulated/")}
-    origin = "memory://simulated/origin"
+    root = f"memory://simulated-{uuid.uuid4().hex}"
+    try:
+        return sorted(_course(world, root, names), key=lambda one: one.at)
+    finally:
+        MemoryFileSystem().rm(root, recursive=True)
+
+
+def _course(world: World, root: str, names: Sequence[str]) -> list[Happened]:
+    origin = f"{root}/origin"
     publisher = Publisher(origin, owner="trainer", full_every=world.full_every)
-    sites = {region.name: _Site(origin, region, world) for region in world.regions}
+    sites = {region.name: _Site(root, region, world) for region in world.regions}
     found, order = list[Happened](), 0
     queue: list[tuple[float, int, str, str, int]] = []
 
@@ -199,7 +206,7 @@ def simulate(world: World) -> list[Happened]:
                 found.append(Happened(at, "ready", "", newest))
                 ready_at = newest
             later(at + world.poll_s, "look")
-    return sorted(found, key=lambda one: one.at)
+    return found
 
 
 def _weights(version: int, seed: int) -> dict[str, Tensor]:
@@ -233,9 +240,9 @@ def traffic(found: Sequence[Happened], region: str, times: NDArray[np.float64]) 
 def four_regions(**change: Any) -> World:
     """One beside the trainer, one a continent away, one behind a thin line, one whose line fails for ten minutes."""
     regions = (
-        Region(name="near", latency_s=0.002, bytes_s=1.0e10),
-        Region(name="overseas", latency_s=0.15, bytes_s=1.5e9),
-        Region(name="thin", latency_s=0.08, bytes_s=4.0e8),
-        Region(name="unsteady", latency_s=0.1, bytes_s=1.2e9, outages=((605.0, 1205.0), (1510.0, 1530.0))),
+        Region(name="near", latency_s=0.002, bytes_s=4.0e10),
+        Region(name="overseas", latency_s=0.15, bytes_s=5.0e9),
+        Region(name="thin", latency_s=0.08, bytes_s=2.0e9),
+        Region(name="unsteady", latency_s=0.1, bytes_s=4.0e9, outages=((605.0, 1205.0), (1510.0, 1530.0))),
     )
     return World(regions=regions, **{"damaged": {("overseas", 12): 1, ("near", 20): 2}, **change})
