@@ -1,7 +1,7 @@
 """Two gigabytes of weights through publish, pull and apply, each in a process of its own that may not take a gigabyte.
 
-What is counted is the peak resident set of the process (`ru_maxrss`): its own memory with the libraries' (about 350 MB), and pages
-of mapped files while they are mapped. Not counted is the system's page cache, which is given back when memory is wanted.
+What is counted is the peak resident set of the process (`ru_maxrss`): its own memory, with the libraries' 350 MB or so, and
+pages of mapped files while they are mapped. Not counted is the system's page cache, which is given back when memory is wanted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ said = {"hash": apply_delta("base", "delta", "again").hash}
 
 def peak(folder: Path, program: str) -> dict[str, float]:
     """What the program said, and its peak resident set in bytes."""
-    end = "\nimport json, resource\nsaid['peak'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\nprint(json.dumps(said))"
+    usage = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss"
+    end = f"\nimport json, resource\nsaid['peak'] = {usage} * 1024\nprint(json.dumps(said))"
     text = f"LAYERS = {LAYERS}\nimport torch; torch.set_num_threads(1); said = {{}}\n{program}{end}"
     done = subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
