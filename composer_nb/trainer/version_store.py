@@ -266,9 +266,10 @@ class Publisher:
         return manifest
 
     def abandon(self, plan: Plan) -> None:
-        """Removes what was written of a version that does not come to be."""
-        with suppress(StoreError):
-            if plan.where not in (folder(v) for v in self._hashes) and not self._store.exists(plan.version):
+        """Removes what was written of a version that does not come to be, unless the folder is another writer's by now."""
+        with suppress(StoreError, SecondWriter):
+            self._check_lease()
+            if not self._store.exists(plan.version, plan.where):
                 self._store.remove(plan.where)
 
     def _commit(self, plan: Plan, manifest: Manifest) -> None:
