@@ -61,9 +61,14 @@ def add_commands(add: Add) -> None:
     change.add_argument("pairs", nargs="+", metavar="NAME=VALUE", help="as services.bound=4")
 
     plan = add(
-        "plan", plan_command, "what a schedule would cost, by replayed durations; or a model, by its config.json"
+        "plan",
+        plan_command,
+        "what a schedule would cost, by replayed durations; a model, by its config.json; a weight delta, by its checkpoint",
     )
     plan.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint or a config.json: its weights in memory")
+    plan.add_argument("--weights", type=Path, metavar="DIR", help="a checkpoint: how large a delta of it would be")
+    plan.add_argument("--lr", type=float, default=1e-6, help="learning rate of that delta (1e-6)")
+    plan.add_argument("--mean-u", type=float, default=0.1, help="mean size of the optimiser's direction (0.1)")
     plan.add_argument("--durations", type=Path, metavar="CSV", help="prompt,draw,seconds,tokens (data/durations.csv)")
     plan.add_argument("--workers", type=int, default=4)
     plan.add_argument("--capacity", type=int, default=16, help="rollouts at a time, a worker (16)")
@@ -142,7 +147,11 @@ def _version_line(row: dict[str, Any]) -> str:
     if "fault" in row:
         return f"v{row['version']:06d}  {row['fault']}: {row['detail']}"
     kind = "full" if row["base"] is None else f"on v{row['base']:06d}"
-    return f"v{row['version']:06d}  {kind:>12}  {row['bytes']:>12,} bytes  {row['hash'][:16]}"
+    more = [f"anchor of {row['anchor_bytes']:,} bytes"] if row["anchor_bytes"] else []
+    more += [f"run by {', '.join(row['acknowledged'])}"] if row["acknowledged"] else []
+    more += [] if row["there"] else ["pruned"]
+    line = f"v{row['version']:06d}  {kind:>12}  {row['bytes']:>12,} bytes  {row['hash'][:16]}"
+    return "  ".join([line, *more])
 
 
 def replay_command(given: argparse.Namespace) -> int:
@@ -223,7 +232,9 @@ def set_command(given: argparse.Namespace) -> int:
 
 
 def plan_command(given: argparse.Namespace) -> int:
-    """A table of schedules, or of what a model weighs."""
+    """A table of schedules, or of what a model weighs, or how large a delta is."""
+    if given.weights is not None:
+        return _plan_delta(given)
     if given.model is not None:
         from dataclasses import asdict
 
@@ -268,6 +279,19 @@ def plan_command(given: argparse.Namespace) -> int:
             f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
             f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
         )
+    return 0
+
+
+def _plan_delta(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.weight_prediction import plan_checkpoint
+
+    found = plan_checkpoint(given.weights, given.lr, given.mean_u)
+    line = (
+        f"{found['weights']:,} bfloat16 weights, lr {given.lr:g}, mean |u| {given.mean_u:g}: {found['changed_fraction']:.2%} "
+        f"change a step ({found['first_step_fraction']:.2%} in the first), {found['delta_bytes']:,} bytes at least, "
+        f"{found['of_full']:.2%} of the weights"
+    )
+    print(json.dumps(found, indent=2) if given.json else line)
     return 0
 
 

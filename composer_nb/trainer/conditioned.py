@@ -1,0 +1,154 @@
+"""The codec conditioned on the base: what changed, given the exponent that each weight had (docs/weights.md has the format).
+
+A step of Δ changes the published bits of a weight with probability about Δ/ulp(w), and ulp(w) is set by the exponent of the base,
+which the receiver has. So most of what a list of positions says is known before it is sent.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from composer_nb.kernels import delta
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+"""A tensor's bits, flat: one unsigned integer an element."""
+
+BLOCK = 1 << 20
+"""Elements that are coded together, and can be coded beside others."""
+_HEAD, _STATE = struct.Struct("<IBB"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An element's bits, and where in them its class lies: (bits >> shift) & mask."""
+
+    width: int
+    shift: int
+    mask: int
+
+
+_NIBBLE = Layout(4, 0, 15)
+LAYOUTS = {
+    "bfloat16": Layout(16, 7, 255),
+    "float16": Layout(16, 10, 31),
+    "float32": Layout(32, 23, 255),
+    "float8_e4m3fn": Layout(8, 3, 15),
+    "float8_e5m2": Layout(8, 2, 31),
+    "uint8": _NIBBLE,
+    "int8": _NIBBLE,
+    "int32": _NIBBLE,
+    "float4_e2m1fn_x2": _NIBBLE,
+}
+"""By torch's names. The class is the exponent. Integers are what packed numbers of four bits come as; their class is all bits."""
+
+
+class Conditioned:
+    """Positions, signs and sizes of what changed, each given the base's exponents. Blocks of 2^20 elements, in any order, on any
+    thread: the compiled parts hold no lock."""
+
+    def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
+        if dtype not in LAYOUTS:
+            return None
+        layout = LAYOUTS[dtype]
+        a, b = (_elements(bits, layout) for bits in (base, target))
+        blocks = [encode_block(a[i : i + BLOCK], b[i : i + BLOCK], layout) for i in range(0, len(a), BLOCK)]
+        return b"".join([struct.pack(f"<{len(blocks)}I", *map(len, blocks)), *blocks])
+
+    def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
+        if dtype not in LAYOUTS:
+            raise ValueError(f"{dtype} has no exponents to be conditioned on")
+        layout = LAYOUTS[dtype]
+        made = _elements(base, layout)
+        made = made.copy() if made is base else made
+        count = -(-len(made) // BLOCK)
+        if len(payload) < 4 * count:
+            raise ValueError("the payload ends within the lengths of its blocks")
+        lengths = struct.unpack_from(f"<{count}I", payload)
+        if len(payload) != 4 * count + sum(lengths):
+            raise ValueError("the payload is not as long as its blocks")
+        begin = 4 * count
+        for number, length in enumerate(lengths):
+            if length:
+                block = made[number * BLOCK : (number + 1) * BLOCK]
+                decode_block(block, payload[begin : begin + length], layout)
+            begin += length
+        return made if layout.width >= 8 else (made[0::2] | made[1::2] << 4).view(base.dtype)
+
+
+def _elements(bits: Bits, layout: Layout) -> Bits:
+    """One unsigned integer an element. Shares memory where elements are not packed."""
+    if layout.width >= 8:
+        return np.require(bits, requirements=["C", "A", "W"])  # one form for the compiler
+    packed = bits.view(np.uint8)
+    made = np.empty(2 * len(packed), np.uint8)
+    made[0::2], made[1::2] = packed & 15, packed >> 4
+    return made
+
+
+def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
+    """Nothing where nothing changed."""
+    shift, mask = np.uint64(layout.shift), np.uint64(layout.mask)
+    at = np.empty(len(base), np.uint32)
+    at = at[: delta.changes(base, target, at)]
+    if not len(at):
+        return b""
+    old, new = base[at].astype(np.uint64), target[at].astype(np.uint64)
+    classes = old >> shift & mask
+    changed = np.bincount(classes.astype(np.int64), minlength=layout.mask + 1)
+    codes = rate_codes(delta.histogram(base, shift, mask), changed)
+    rates, before = delta.RATES[codes], np.empty(len(at), np.uint64)
+    delta.hazards(base, at, rates, shift, mask, before)
+    symbols = delta.model_block(before, classes, old, new, rates, np.uint64(layout.width))
+    state, words = delta.rans(symbols)
+    first, last = (int(c) for c in np.flatnonzero(codes)[[0, -1]])
+    head = _HEAD.pack(len(at), first, last - first) + codes[first : last + 1].tobytes()
+    return head + _STATE.pack(state) + words.tobytes()
+
+
+def rate_codes(there: Bits, changed: Bits) -> Bits:
+    """For each class the byte whose hazard is nearest to −ln(1 − changed/there); 0 where nothing changed."""
+    share = changed / np.maximum(there, 1)
+    hazard = -np.log(np.maximum(1 - share, 2.0**-7)) * delta.NAT
+    middle = (delta.RATES[1:-1] + delta.RATES[2:]) / 2
+    codes = 1 + np.searchsorted(middle, hazard)
+    return np.where(changed > 0, codes, 0).astype(np.uint8)
+
+
+def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
+    """Makes the target of the base, in place. Raises ValueError."""
+    if len(body) < _HEAD.size:
+        raise ValueError("a block ends within its header")
+    changed, first, more = _HEAD.unpack_from(body)
+    words = _HEAD.size + more + 1 + _STATE.size
+    if len(body) < words or (len(body) - words) % 4:
+        raise ValueError("a block ends within its header or a word")
+    if not 0 < changed <= len(block) or first + more > layout.mask:
+        raise ValueError("a block changes more than there is")
+    codes = np.zeros(layout.mask + 1, np.uint8)
+    codes[first : first + more + 1] = np.frombuffer(body, np.uint8, more + 1, _HEAD.size)
+    if codes.max() >= len(delta.RATES):
+        raise ValueError("a block names a rate that there is not")
+    fault = delta.decode_block(
+        block,
+        np.uint64(changed),
+        delta.RATES[codes],
+        np.uint64(_STATE.unpack_from(body, words - _STATE.size)[0]),
+        np.frombuffer(body, "<u4", offset=words).astype(np.uint32),
+        np.uint64(layout.shift),
+        np.uint64(layout.mask),
+        np.uint64(layout.width),
+    )
+    if fault:
+        raise ValueError(f"a block {FAULTS[fault]}")
+
+
+FAULTS = {
+    1: "does not end where its changes do",
+    2: "has a change beyond its end",
+    3: "makes a number that does not exist",
+}

@@ -1,0 +1,134 @@
+"""The decoder of `conditioned` once more, to be read and to be tested against: Python's integers, NumPy for sums. Slow.
+
+It trusts its input. Names are those of docs/weights.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from itertools import accumulate
+
+import numpy as np
+
+from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Layout
+
+NAT, PATIENCE, NORMAL = 2**20, 6 * 2**20, 32 * 2**20
+KNOTS = [2**30 - left for left in accumulate([2**30, *[260218914] * 96], lambda left, c: left - (left * c >> 32))]
+
+
+def decode(base: Bits, payload: bytes, dtype: str) -> Bits:
+    """The target's bits."""
+    layout = LAYOUTS[dtype]
+    packed = layout.width < 8
+    elements = np.stack([base.view(np.uint8) & 15, base.view(np.uint8) >> 4], 1).reshape(-1) if packed else base.copy()
+    blocks = [elements[i : i + BLOCK] for i in range(0, len(elements), BLOCK)]  # views
+    lengths = struct.unpack_from(f"<{len(blocks)}I", payload)
+    begins = accumulate(lengths, initial=4 * len(blocks))
+    for block, begin, length in zip(blocks, begins, lengths, strict=False):
+        if length:
+            decode_block(block, payload[begin : begin + length], layout)
+    return (elements[0::2] | elements[1::2] << 4).view(base.dtype) if packed else elements
+
+
+class Rans:
+    """Reads symbols, each some share of 2^30."""
+
+    def __init__(self, state: int, words: list[int]) -> None:
+        self.state, self.words = state, iter(words)
+
+    @property
+    def slot(self) -> int:
+        return self.state % 2**30
+
+    def take(self, start: int, frequency: int) -> None:
+        """Moves on, past the symbol within whose share `slot` lies."""
+        self.state = frequency * (self.state >> 30) + self.slot - start
+        if self.state < 2**32:
+            self.state = self.state << 32 | next(self.words)
+
+    def digits(self, count: int) -> int:
+        """So many bits that are as likely as not."""
+        value = self.slot >> (30 - count)
+        self.take(value << (30 - count), 1 << (30 - count))
+        return value
+
+
+class Adaptive:
+    """A bit's probability by what it was so far."""
+
+    def __init__(self) -> None:
+        self.p, self.seen = 2**23, 0
+
+    def read(self, rans: Rans) -> bool:
+        one = min(max(self.p >> 8, 1), 65535) << 14
+        bit = rans.slot < one
+        rans.take(*((0, one) if bit else (one, 2**30 - one)))
+        self.p += (2**24 - self.p) // (self.seen + 2) if bit else -(self.p // (self.seen + 2))
+        self.seen = min(self.seen + 1, 254)
+        return bit
+
+
+def cumulative(time: int) -> int:
+    """Of 2^30, how often the next change has come by `time`."""
+    k, part = divmod(min(time, PATIENCE), 2**16)
+    return KNOTS[k] + (part * (KNOTS[k + 1] - KNOTS[k]) >> 16 if part else 0)
+
+
+def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
+    """Makes the target of the base, in place."""
+    changed, first, more = struct.unpack_from("<IBB", body)
+    rates = np.zeros(layout.mask + 1, np.int64)
+    for c, code in enumerate(body[6 : 7 + more], first):
+        rates[c] = (8 + code % 8) << (code // 8) if code else 0
+    (state,) = struct.unpack_from("<Q", body, 7 + more)
+    rans = Rans(state, np.frombuffer(body, "<u4", offset=15 + more).tolist())
+    classes = (block >> block.dtype.type(layout.shift)) & block.dtype.type(layout.mask)
+    hazard = np.cumsum(rates[classes])  # up to and with each element
+    models: dict[tuple[int, str, int], Adaptive] = defaultdict(Adaptive)
+    slow, begin = NORMAL, 0
+    while changed:
+        speed = (NORMAL << 16) // slow
+        if rans.slot >= KNOTS[-1]:
+            rans.take(KNOTS[-1], 2**30 - KNOTS[-1])
+            wait = -(-(PATIENCE << 16) // speed)
+            begin, slow = begin + wait, clamp(slow + wait)
+            continue
+        i = int(np.searchsorted(hazard, begin - (-(next_time(rans.slot) << 16) // speed)))
+        c, after = int(classes[i]), int(hazard[i])
+        gone = after - int(rates[c]) - begin
+        start = cumulative(gone * speed >> 16)
+        rans.take(start, cumulative((after - begin) * speed >> 16) - start)
+        block[i] = step(int(block[i]), c, rans, models, layout.width)
+        slow = clamp(slow - slow // 32 + gone + min(int(rates[c]) // 2, 3 * NAT // 4))
+        changed, begin = changed - 1, after
+    assert rans.state == 2**32 and not list(rans.words)
+
+
+def clamp(slow: int) -> int:
+    return min(max(slow, NORMAL // 8), NORMAL * 8)
+
+
+def next_time(slot: int) -> int:
+    """The earliest time at which `cumulative` is beyond `slot`."""
+    k = int(np.searchsorted(KNOTS, slot, side="right")) - 1
+    return (k << 16) - (-(slot - KNOTS[k] + 1 << 16) // (KNOTS[k + 1] - KNOTS[k]))
+
+
+def step(old: int, c: int, rans: Rans, models: dict[tuple[int, str, int], Adaptive], width: int) -> int:
+    """The new bits of an element of class c."""
+    sign = 2 ** (width - 1)
+    ordinal = old if old < sign else sign - 1 - old
+    away = models[c, "away", 0].read(rans)
+    length = 0
+    while length < width and models[c, "longer", length].read(rans):
+        length += 1
+    m = min(length, 1)
+    if length > 1:
+        m = 2 + models[c, "second digit", length].read(rans)
+        left = length - 2
+        while left:
+            digits = min(left, 16)
+            m, left = m << digits | rans.digits(digits), left - digits
+    ordinal += (m + 1) if away == (ordinal >= 0) else -(m + 1)
+    return ordinal if ordinal >= 0 else sign - 1 - ordinal

@@ -1,0 +1,74 @@
+"""`composer-nb weights` and `plan --weights` on two sharded checkpoints and on a store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_nb import cli
+from composer_nb.trainer.shards import bytes_of, header_of, index_of, write_shard
+from composer_nb.trainer.version_store import Publisher
+
+FILES = {"config.json": b"{}"}
+
+
+def checkpoint(path: Path, change: float, *, shape: tuple[int, int] = (64, 64)) -> Path:
+    """Two shards of one bfloat16 tensor each."""
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    files = {}
+    for number, name in enumerate("ab", 1):
+        w = (torch.linspace(-1, 1, shape[0] * shape[1]) + change * number).bfloat16().reshape(shape)
+        files[f"model-{number:05d}-of-00002.safetensors"] = [name]
+        header, _ = header_of({name: (torch.bfloat16, shape)})
+        write_shard(path / f"model-{number:05d}-of-00002.safetensors", header, [bytes_of(w)])
+    (path / "model.safetensors.index.json").write_text(index_of(files, 2 * 4096, 4 * 4096))
+    return path
+
+
+def test_a_delta_between_sharded_checkpoints_gives_back_the_files(tmp_path: Path, capsys):
+    base, target = checkpoint(tmp_path / "base", 0.0), checkpoint(tmp_path / "target", 0.001)
+    assert cli.main(["weights", "diff", str(base), str(target), "--out", str(tmp_path / "delta"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["full_bytes"] == 4 * 4096 and 0 < found["changed_fraction"] < 1
+    assert cli.main(["weights", "verify", str(tmp_path / "delta")]) == 0
+    assert cli.main(["weights", "apply", str(base), str(tmp_path / "delta"), str(tmp_path / "out")]) == 0
+    for file in target.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_can_not_be_is_one_line_that_names_the_tensor_and_nothing_is_written(tmp_path: Path, capsys):
+    base, other = checkpoint(tmp_path / "base", 0.0), checkpoint(tmp_path / "other", 0.0, shape=(32, 128))
+    assert cli.main(["weights", "diff", str(base), str(other), "--out", str(tmp_path / "delta")]) == 2
+    assert "not versions of one model: a is" in capsys.readouterr().err
+    assert not (tmp_path / "delta").exists() and not list(tmp_path.glob("*.part"))
+
+
+def test_the_log_says_who_ran_what(tmp_path: Path, capsys):
+    store = tmp_path / "store"
+    publisher = Publisher(store, owner="run", full_every=1)
+    for version in range(3):
+        manifest = publisher.publish(version, {"w": torch.full((5000,), float(version))}, FILES)
+        publisher.acknowledge(version, manifest.hash, "engine")
+    publisher.close()
+    assert cli.main(["weights", "log", str(store)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and "full" in lines[0] and "on v000001" in lines[2]
+    assert "anchor of" in lines[1] and lines[2].endswith("run by engine")
+
+
+def test_a_delta_is_planned_from_a_checkpoint(tmp_path: Path, capsys):
+    path = checkpoint(tmp_path / "base", 0.0)
+    assert cli.main(["plan", "--weights", str(path), "--lr", "1e-5", "--mean-u", "0.2"]) == 0
+    assert "8,192 bfloat16 weights, lr 1e-05" in capsys.readouterr().out
+    assert cli.main(["plan", "--weights", str(path), "--lr", "-1"]) == 2
+    assert "lr=-1.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["verify", "log"])
+def test_a_place_without_versions_is_said_so(tmp_path: Path, capsys, action: str):
+    assert cli.main(["weights", action, str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
