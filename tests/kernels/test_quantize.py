@@ -79,7 +79,7 @@ def test_mx_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, rul
     if triton_version() is None:
         pytest.skip("no Triton here")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))) + (data.draw(st.integers(1, 600)),)
+    shape = (*tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))), data.draw(st.integers(1, 600)))
     x = numbers(shape, seed, dtype, bad).to(device)
     same(mx_quantize(x, block=block, rule=rule, backend="triton"), mx_quantize_reference(x, block=block, rule=rule))
 
@@ -138,7 +138,7 @@ def test_nvfp4_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, 
     if triton_version() is None:
         pytest.skip("no Triton here")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))) + (16 * data.draw(st.integers(1, 80)),)
+    shape = (*tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))), 16 * data.draw(st.integers(1, 80)))
     x = numbers(shape, seed, dtype, bad).to(device)
     same(nvfp4_quantize(x, share=share, backend="triton"), nvfp4_quantize_reference(x, share=share))
 
