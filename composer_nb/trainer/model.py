@@ -28,8 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composer_nb.kernels.attention import cached_attention
 from composer_nb.kernels.linear import linear, matmul
-from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, route
+from composer_nb.kernels.experts import grouped_experts
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
+from composer_nb.kernels.routing import Replay, Routing, Rule, load_balance, route
 from composer_nb.kernels.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -343,7 +344,7 @@ class Model(nn.Module):
         if layer.dense:
             return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out, self.tile), None
         routing = self._route(layer, h_ND, replay)
-        y_ND = moe(h_ND, routing, layer.w_in, layer.w_out, tile=self.tile)
+        y_ND = grouped_experts(h_ND, routing, layer.w_in, layer.w_out, tile=self.tile)
         if c.n_shared_experts:
             y_ND = y_ND + _feed_forward(h_ND, layer.shared_in, layer.shared_out, self.tile)
         return x_ND + y_ND, routing
