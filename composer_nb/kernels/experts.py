@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled
 from composer_nb.kernels.linear import grouped_mm
-from composer_nb.kernels.routing import Routing
 from composer_nb.kernels.swiglu import swiglu
 
 ALIGN = 32
@@ -23,7 +22,9 @@ ALIGN = 32
 number of rows that it has not met lately."""
 
 
-def grouped_experts(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor, *, tile: int = 0) -> Tensor:
+def grouped_experts(
+    x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor, *, tile: int = 0
+) -> Tensor:
     """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H. `tile`: as in
     `linear.py`.
 
@@ -31,8 +32,8 @@ def grouped_experts(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD:
     other tokens do can. Where rows are filled up to a multiple (`ALIGN`), those that are nobody's hold some token with gate 0:
     they come out as zeros, and their gradients are zeros.
     """
-    chosen = routing.experts_NK.shape[1]
-    experts_M = routing.experts_NK.reshape(-1)
+    chosen = experts_NK.shape[1]
+    experts_M = experts_NK.reshape(-1)
     order_M = torch.argsort(experts_M, stable=True)
     counts_E = torch.bincount(experts_M, minlength=w_in_EDF.shape[0])
     align = ALIGN if x_ND.dtype == torch.bfloat16 and x_ND.device.type == "cpu" and not tile else 1
@@ -43,7 +44,7 @@ def grouped_experts(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD:
     place_NK = torch.empty_like(order_M).scatter_(0, order_M, at_M).view(-1, chosen)
     rows = int(offsets_E[-1]) if align > 1 else len(order_M)
     token_P = order_M.new_zeros(rows).scatter_(0, at_M, order_M // chosen)
-    gate_P = x_ND.new_zeros(rows).scatter(0, at_M, routing.gates_NK.reshape(-1)[order_M].to(x_ND.dtype))
+    gate_P = x_ND.new_zeros(rows).scatter(0, at_M, gates_NK.reshape(-1)[order_M].to(x_ND.dtype))
     ends_E = offsets_E.to(torch.int32)
     hidden_PF = grouped_mm(_Dispatch.apply(x_ND, token_P, place_NK), w_in_EDF, ends_E, tile)
     act_PH = swiglu(hidden_PF, gate_P, tile)
@@ -96,12 +97,14 @@ class _Combine(torch.autograd.Function):
         return gradients[0].index_select(0, *ctx.saved_tensors), None, None
 
 
-def experts_reference(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:
+def experts_reference(
+    x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor
+) -> Tensor:
     """The same by the definition: for each expert, its tokens through its SwiGLU, weighted and summed."""
     out_ND = torch.zeros_like(x_ND)
     for expert in range(w_in_EDF.shape[0]):
-        token_M, slot_M = (routing.experts_NK == expert).nonzero(as_tuple=True)
+        token_M, slot_M = (experts_NK == expert).nonzero(as_tuple=True)
         gate_MH, up_MH = (x_ND[token_M] @ w_in_EDF[expert]).chunk(2, dim=-1)
         y_MD = (F.silu(gate_MH) * up_MH) @ w_out_EHD[expert]
-        out_ND = out_ND.index_add(0, token_M, y_MD * routing.gates_NK[token_M, slot_M, None].to(y_MD.dtype))
+        out_ND = out_ND.index_add(0, token_M, y_MD * gates_NK[token_M, slot_M, None].to(y_MD.dtype))
     return out_ND

@@ -127,6 +127,18 @@ def _choose(choice_NE: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     return top.indices[:, :k], margin_N.clamp_max(1.0)  # no other expert was left where the next is -inf
 
 
+def choose_experts(logits_NE: Tensor, k: int) -> Tensor:
+    """int64 [N, K]: the k largest, largest first, of equal ones the lower number first, which torch's `topk` leaves open; NaN
+    counts as larger than all. In float32."""
+    value_NE = logits_NE.float() + 0.0  # no negative zeros
+    bits_NE = value_NE.contiguous().view(torch.int32)
+    order_NE = torch.where(value_NE.isnan(), 0x7FFFFFFF, bits_NE ^ ((bits_NE >> 31) & 0x7FFFFFFF))
+    last = logits_NE.shape[1] - 1
+    place_E = torch.arange(last, -1, -1, device=logits_NE.device)
+    key_NE = (order_NE.to(torch.int64) << 16) | place_E
+    return last - (key_NE.topk(k, dim=-1).values & 0xFFFF)
+
+
 def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tensor) -> tuple[Tensor, Tensor | None]:
     """Experts to use, and which of the given ones were replaced because the live router finds them implausible."""
     experts_NK = replay.experts

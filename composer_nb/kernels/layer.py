@@ -1,0 +1,172 @@
+"""The mixture-of-experts layer: `moe` from router logits, `experts` from experts and gates that are chosen already.
+
+One autograd function goes through the steps of a back end (`plain.py`: torch, `gpu/steps.py`: Triton) in the formats of a recipe.
+The default, unquantised by torch, is `experts.py`, which is faster on a CPU.
+
+    h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
+    act = silu(h₁) · h₂ · gate         [M, I]
+    y   = Σ over a token's choices of act · W_downᵀ    [N, D]
+
+The gate is folded in before the second product. So its gradient is an inner product of what the backward pass has anyway, and
+the rows of y are not kept for it (SonicMoE, arXiv 2512.14080).
+
+Dimensions: N tokens, D model width, E experts, K experts a token, M = N · K, I expert width, F = 2I.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from composer_nb.kernels.backend import BackendName, architecture, choose
+from composer_nb.kernels.experts import grouped_experts
+from composer_nb.kernels.plain import Plan, PlainSteps, Steps
+from composer_nb.kernels.recipes import Recipe, as_recipe, quantise_rows
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    k: int,
+    recipe: str | Recipe = "bf16",
+    backend: str | None = None,
+) -> Tensor:
+    """[..., D] in the dtype of x: each token through the k experts with the largest logits, weighed by a softmax over these.
+
+    x [..., D], router_logits [..., E], w_gate_up [E, 2I, D] (gate above up) and w_down [E, D, I], the shapes that `transformers`'
+    experts have. Of equal logits the expert of the lower number is chosen. Gradients reach all four. `recipe`: `recipes.py`;
+    `backend`: `backend.py`; `explain` says what the two come to.
+
+    Raises ValueError that names the argument for shapes, dtypes or devices that do not fit, widths that a format's blocks do not
+    divide, an unknown recipe or back end, and a GPU that the kernels are not for.
+    """
+    chosen = as_recipe(recipe)
+    name, _ = choose(x.device, backend)
+    _check(x, router_logits, w_gate_up, w_down, k)
+    x_ND, logits_NE = x.flatten(0, -2), router_logits.flatten(0, -2)
+    experts_NK = _steps(name, x.device, 0).choose(logits_NE.detach(), k)
+    wide_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+    gates_NK = wide_NE.gather(1, experts_NK).softmax(-1)
+    out_ND = experts(x_ND, experts_NK, gates_NK, w_gate_up, w_down, recipe=chosen, backend=name)
+    return out_ND.view(x.shape)
+
+
+def experts(
+    x_ND: Tensor,
+    experts_NK: Tensor,
+    gates_NK: Tensor,
+    w_up_EFD: Tensor,
+    w_down_EDI: Tensor,
+    *,
+    recipe: str | Recipe = "bf16",
+    backend: str | None = None,
+    tile: int = 0,
+) -> Tensor:
+    """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. `tile`, of torch's back end: as in
+    `linear.py`. Raises ValueError as `moe` does."""
+    chosen = as_recipe(recipe)
+    name, _ = choose(x_ND.device, backend)
+    _check_widths(w_up_EFD, w_down_EDI, chosen)
+    if name == "torch" and chosen.forward is None and chosen.dgrad is None and chosen.save is None:
+        return grouped_experts(
+            x_ND, experts_NK, gates_NK, w_up_EFD.transpose(1, 2), w_down_EDI.transpose(1, 2), tile=tile
+        )
+    steps = _steps(name, x_ND.device, tile)
+    return _Experts.apply(x_ND.contiguous(), gates_NK, w_up_EFD, w_down_EDI, experts_NK, chosen, steps)
+
+
+def _steps(name: BackendName, device: torch.device, tile: int) -> Steps:
+    if name == "torch":
+        return PlainSteps(tile)
+    from composer_nb.kernels.gpu.steps import TritonSteps
+
+    return TritonSteps(architecture(device))
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        gates_NK: Tensor,
+        w_up_EFD: Tensor,
+        w_down_EDI: Tensor,
+        experts_NK: Tensor,
+        recipe: Recipe,
+        steps: Steps,
+    ) -> Tensor:
+        plan = steps.plan(experts_NK, len(w_up_EFD))
+        gate_M = gates_NK.detach().reshape(-1)[plan.slot_M]
+        x, dtype = steps.rows(x_ND, recipe.forward), x_ND.dtype
+        h_MF = steps.product(x, steps.weights(w_up_EFD, recipe.forward), plan, gather=True, dtype=dtype)
+        act = steps.swiglu(h_MF, gate_M, recipe.forward)
+        y_MD = steps.product(act, steps.weights(w_down_EDI, recipe.forward), plan, gather=False, dtype=dtype)
+        ctx.recipe, ctx.steps = recipe, steps
+        if recipe.save:
+            kept = quantise_rows(h_MF, recipe.save)
+            h_MF, ctx.scale = kept.qdata, kept.scale
+        saved = plan.ends_E, plan.token_M, plan.slot_M, plan.row_NK
+        ctx.save_for_backward(x_ND, gate_M, w_up_EFD, w_down_EDI, h_MF, *saved)
+        return steps.combine(y_MD, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, gate_M, w_up_EFD, w_down_EDI, h_MF, *plan_of = ctx.saved_tensors
+        steps, dgrad, plan, dy_ND = ctx.steps, ctx.recipe.dgrad, Plan(*plan_of), gradients[0].contiguous()
+        dtype = x_ND.dtype
+        dy, w = steps.rows(dy_ND, dgrad), steps.weights(w_down_EDI.transpose(1, 2), dgrad)
+        d_MI = steps.product(dy, w, plan, gather=True, dtype=dtype)
+        dh_MF, dh, act_MI, dgate_M = steps.swiglu_backward(d_MI, h_MF, gate_M, dgrad)
+        dw_down = steps.outer(dy_ND, act_MI, plan, gather_g=True, gather_x=False, like=w_down_EDI)
+        dw_up = steps.outer(dh_MF, x_ND, plan, gather_g=False, gather_x=True, like=w_up_EFD)
+        dx_MD = steps.product(dh, steps.weights(w_up_EFD.transpose(1, 2), dgrad), plan, gather=False, dtype=dtype)
+        return steps.combine(dx_MD, plan), dgate_M[plan.row_NK], dw_up, dw_down, None, None, None
+
+
+def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int) -> None:
+    """ValueError that names the argument that does not fit."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: must be float32, bfloat16 or float64")
+    for name, tensor in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}: must be {x.dtype}, as x is")
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: must have three dimensions")
+    for name, tensor in (("router_logits", logits), ("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: must be on {x.device}, as x is")
+    if not logits.is_floating_point():
+        raise ValueError(f"router_logits is {logits.dtype}: must be a floating point dtype")
+    if x.dim() < 2 or not x.numel():
+        raise ValueError(f"x of shape {tuple(x.shape)}: must be [..., D] with one token at least")
+    count, double, width = w_gate_up.shape
+    if width != x.shape[-1]:
+        raise ValueError(f"w_gate_up of shape {tuple(w_gate_up.shape)}: must be [E, 2I, D] with D = {x.shape[-1]}, that of x")
+    if double % 2 or w_down.shape != (count, width, double // 2):
+        raise ValueError(
+            f"w_down of shape {tuple(w_down.shape)}: must be [E, D, I] = {(count, width, double // 2)}, as w_gate_up "
+            f"[E, 2I, D] is {tuple(w_gate_up.shape)}"
+        )
+    if logits.shape != (*x.shape[:-1], count):
+        raise ValueError(f"router_logits of shape {tuple(logits.shape)}: must be {(*x.shape[:-1], count)}, E for each token")
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
+        raise ValueError(f"k={k!r}: must be an integer in 1..{count}, the number of experts")
+
+
+def _check_widths(w_up_EFD: Tensor, w_down_EDI: Tensor, recipe: Recipe) -> None:
+    """The blocks of a format must divide the widths that products sum over."""
+    for name, width in (("D", w_up_EFD.shape[2]), ("I", w_down_EDI.shape[2])):
+        if width % recipe.multiple:
+            raise ValueError(
+                f"recipe={recipe.name!r} has blocks that {name} = {width} is no multiple of: must be one of {recipe.multiple}"
+            )
+    if recipe.multiple > 1 and w_up_EFD.dtype == torch.float64:
+        raise ValueError(f"recipe={recipe.name!r} is of float32 and bfloat16: w_gate_up is torch.float64")
