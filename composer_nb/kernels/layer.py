@@ -1,6 +1,6 @@
 """The mixture-of-experts layer: `moe` from router logits, `experts` from experts and gates that are chosen already.
 
-One autograd function goes through the steps of a back end (`plain.py`: torch, `gpu/steps.py`: Triton) in the formats of a recipe.
+One autograd function goes through the steps of a back end (`plain.py`: torch, `steps_triton.py`: Triton) in the formats of a recipe.
 The default, unquantised by torch, is `experts.py`, which is faster on a CPU.
 
     h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.backend import BackendName, architecture, choose
 from composer_nb.kernels.experts import grouped_experts
+from composer_nb.kernels.explanation import architecture
 from composer_nb.kernels.plain import Plan, PlainSteps, Steps
 from composer_nb.kernels.recipes import Recipe, as_recipe, quantise_rows
+from composer_nb.kernels.triton_runtime import BackendName, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -42,7 +43,7 @@ def moe(
 
     x [..., D], router_logits [..., E], w_gate_up [E, 2I, D] (gate above up) and w_down [E, D, I], the shapes that `transformers`'
     experts have. Of equal logits the expert of the lower number is chosen. Gradients reach all four. `recipe`: `recipes.py`;
-    `backend`: `backend.py`; `explain` says what the two come to.
+    `backend`: `triton_runtime.choose`; `explain` says what the two come to.
 
     Raises ValueError that names the argument for shapes, dtypes or devices that do not fit, widths that a format's blocks do not
     divide, an unknown recipe or back end, and a GPU that the kernels are not for.
@@ -85,7 +86,7 @@ def experts(
 def _steps(name: BackendName, device: torch.device, tile: int) -> Steps:
     if name == "torch":
         return PlainSteps(tile)
-    from composer_nb.kernels.gpu.steps import TritonSteps
+    from composer_nb.kernels.steps_triton import TritonSteps
 
     return TritonSteps(architecture(device))
 

@@ -1,4 +1,4 @@
-"""The steps of an expert layer in plain torch, on any device: the oracle of the Triton kernels in `kernels/gpu`, and the back end
+"""The steps of an expert layer in plain torch, on any device: the oracle of the kernels in Triton (`steps_triton.py`), and the back end
 that emulates number formats. Every step says what its kernel must do.
 
 Dimensions: N tokens, K experts a token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I, E experts;
@@ -56,7 +56,7 @@ class Steps(Protocol):
         """[E, B, A] in the layout of `like`: for each expert Σ over its rows of g [B] ⊗ x [A]. `gather_…`: a row a token."""
 
     def swiglu(self, h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
-        """silu(h[:, :I]) · h[:, I:] · gate, computed in float32."""
+        """silu(h[:, :I]) · h[:, I:] · gate, computed in float32, rounded to the dtype of h, quantised."""
 
     def swiglu_backward(
         self, d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
@@ -111,7 +111,7 @@ class PlainSteps:
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         a_MI, b_MI = h_MF.to(wide).chunk(2, dim=-1)
         act_MI = a_MI * self._sigmoid(a_MI) * b_MI * gate_M.to(wide)[:, None]
-        return act_MI.to(h_MF.dtype) if format is None else quantise_rows(act_MI, format)
+        return quantise_rows(act_MI.to(h_MF.dtype), format)
 
     def swiglu_backward(
         self, d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
@@ -123,8 +123,8 @@ class PlainSteps:
         dh_MF = torch.cat([d * gate * b * s * (1 + a * (1 - s)), d * gate * a * s], dim=-1)
         act_MI = a * s * b
         dgate_M = (d * act_MI).sum(-1)
-        dh = dh_MF.to(h_MF.dtype) if format is None else quantise_rows(dh_MF, format)
-        return dh_MF.to(h_MF.dtype), dh, (act_MI * gate).to(h_MF.dtype), dgate_M
+        dh_MF = dh_MF.to(h_MF.dtype)
+        return dh_MF, quantise_rows(dh_MF, format), (act_MI * gate).to(h_MF.dtype), dgate_M
 
     def combine(self, y_MD: Tensor, plan: Plan) -> Tensor:
         wide = torch.promote_types(y_MD.dtype, torch.float32)

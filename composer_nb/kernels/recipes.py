@@ -69,22 +69,22 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
     return found
 
 
-def quantise_rows(x_RK: Tensor, format: Format | None) -> Operand:
+def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = None) -> Operand:
     """Activations or gradients, blocks along the last dimension, scales a row's own."""
     if format is None:
         return x_RK
     if format in ("nvfp4", "nvfp4_tensor"):
-        return nvfp4_quantize(x_RK, share="token" if format == "nvfp4" else "tensor")
-    return mx_quantize(x_RK, block=32 if format == "mxfp8" else 128)
+        return nvfp4_quantize(x_RK, share="token" if format == "nvfp4" else "tensor", backend=backend)
+    return mx_quantize(x_RK, block=32 if format == "mxfp8" else 128, backend=backend)
 
 
-def quantise_weights(w_EBA: Tensor, format: Format | None) -> Operand:
+def quantise_weights(w_EBA: Tensor, format: Format | None, backend: str | None = None) -> Operand:
     """Weights [E, out, in]: as rows, but in squares where blocks are of 128 (both orientations are then the same numbers)."""
     if format is None:
         return w_EBA
     if format == "fp8_block128":
-        return mx_quantize(w_EBA, block=128, rows=128)
-    return quantise_rows(w_EBA, "nvfp4" if format == "nvfp4_tensor" else format)
+        return mx_quantize(w_EBA, block=128, rows=128, backend=backend)
+    return quantise_rows(w_EBA, "nvfp4" if format == "nvfp4_tensor" else format, backend)
 
 
 def as_numbers(operand: Operand, dtype: torch.dtype) -> Tensor:

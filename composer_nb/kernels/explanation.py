@@ -1,25 +1,16 @@
-"""Who computes: torch or Triton, by which instructions, and why. What is said here is checked: the ahead-of-time gate looks for
-`INSTRUCTIONS` in the compiled kernels.
+"""What a recipe comes to on a device: which back end, formats and instructions, and why.
 
-    torch     grouped GEMMs of torch; formats are emulated to the bit (quantised, widened again, multiplied in float32). Any device.
-    triton    the kernels of `kernels/gpu`. On a GPU of compute capability 9.0 or more; on a CPU in Triton's interpreter, to test.
+What is said here is checked: the ahead-of-time gate looks for the patterns of `INSTRUCTIONS` in the compiled kernels.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
 from composer_nb.kernels.recipes import Format, Recipe, as_recipe
-
-BackendName = Literal["torch", "triton"]
-VARIABLE = "COMPOSER_NB_KERNELS"
-OLDEST = (9, 0)
-"""Compute capability of Hopper, the oldest that kernels are compiled for."""
+from composer_nb.kernels.triton_runtime import BackendName, choose, interpreting
 
 INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
     (None, 90): ("wgmma in bf16", r"wgmma\.mma_async\S*\.bf16\.bf16"),
@@ -66,40 +57,6 @@ class Explanation:
         return "\n".join(f"{name + ':':<22}{text}" for name, text in rows)
 
 
-def choose(device: torch.device, backend: str | None) -> tuple[BackendName, str]:
-    """The back end and why. None: what the variable COMPOSER_NB_KERNELS says, else Triton on a GPU that it is compiled for, else
-    torch. Raises ValueError for an unknown one, and for Triton where it can not run."""
-    asked = backend or os.environ.get(VARIABLE) or None
-    source = "backend" if backend else VARIABLE
-    if asked is None:
-        fault = _no_triton(device)
-        return ("torch", fault) if fault else ("triton", "the default on this GPU")
-    if asked == "torch":
-        return "torch", f"{source} asks for it"
-    if asked == "triton":
-        if fault := _no_triton(device, interpret=True):
-            raise ValueError(f"{source}='triton': {fault}; backend='torch' computes the same numbers on any device")
-        where = "in Triton's interpreter" if device.type == "cpu" else "on this GPU"
-        return "triton", f"{source} asks for it, {where}"
-    raise ValueError(f"{source}={asked!r}: must be one of {', '.join(get_args(BackendName))}, or None")
-
-
-def _no_triton(device: torch.device, interpret: bool = False) -> str:
-    """Why Triton's kernels can not run on `device`; empty: they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if device.type == "cpu":
-        if interpret and os.environ.get("TRITON_INTERPRET") == "1":
-            return ""
-        return "the device is a CPU, where Triton's kernels run only in its interpreter (TRITON_INTERPRET=1), to be tested"
-    if device.type != "cuda":
-        return f"the device is {device.type}, the kernels are compiled for CUDA"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        return f"this GPU has compute capability {capability[0]}.{capability[1]}, the kernels need {OLDEST[0]}.{OLDEST[1]}"
-    return ""
-
-
 def architecture(device: torch.device) -> int:
     """90, 100, …; 0 where nothing is compiled."""
     if device.type != "cuda":
@@ -140,7 +97,7 @@ def explain(
 def _instruction(name: BackendName, format: Format | None, arch: int) -> str:
     if name == "torch":
         return "torch's grouped GEMM" if format is None else "emulated: quantised, widened again, multiplied in float32"
-    if not arch:
+    if interpreting() or not arch:
         return "Triton's interpreter: NumPy in float32"
     family = 100 if 100 <= arch < 110 else 90 if 90 <= arch < 100 else 0
     key: tuple[Format | None, int] = ("nvfp4" if format == "nvfp4_tensor" else format, family)
