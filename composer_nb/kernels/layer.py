@@ -23,8 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.experts import grouped_experts
 from composer_nb.kernels.explanation import architecture
+from composer_nb.kernels.formats import MXTensor
 from composer_nb.kernels.plain import Plan, PlainSteps, Steps
-from composer_nb.kernels.recipes import Recipe, as_recipe, quantise_rows
+from composer_nb.kernels.quantize import mx_quantize
+from composer_nb.kernels.recipes import Recipe, as_recipe
 from composer_nb.kernels.triton_runtime import BackendName, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -110,19 +112,21 @@ class _Experts(torch.autograd.Function):
         act = steps.swiglu(h_MF, gate_M, recipe.forward)
         y_MD = steps.product(act, steps.weights(w_down_EDI, recipe.forward), plan, gather=False, dtype=dtype)
         ctx.recipe, ctx.steps = recipe, steps
+        h, scale = h_MF, None
         if recipe.save:
-            kept = quantise_rows(h_MF, recipe.save)
-            h_MF, ctx.scale = kept.qdata, kept.scale
-        saved = plan.ends_E, plan.token_M, plan.slot_M, plan.row_NK
-        ctx.save_for_backward(x_ND, gate_M, w_up_EFD, w_down_EDI, h_MF, *saved)
+            kept = mx_quantize(h_MF)
+            h, scale = kept.qdata, kept.scale
+        parts = plan.ends_E, plan.token_M, plan.slot_M, plan.row_NK
+        ctx.save_for_backward(x_ND, gate_M, w_up_EFD, w_down_EDI, h, scale, *parts)
         return steps.combine(y_MD, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, gate_M, w_up_EFD, w_down_EDI, h_MF, *plan_of = ctx.saved_tensors
-        steps, dgrad, plan, dy_ND = ctx.steps, ctx.recipe.dgrad, Plan(*plan_of), gradients[0].contiguous()
+        x_ND, gate_M, w_up_EFD, w_down_EDI, h, scale, *parts = ctx.saved_tensors
+        steps, dgrad, plan, dy_ND = ctx.steps, ctx.recipe.dgrad, Plan(*parts), gradients[0].contiguous()
         dtype = x_ND.dtype
+        h_MF = h if scale is None else MXTensor(qdata=h, scale=scale).dequantize(dtype)
         dy, w = steps.rows(dy_ND, dgrad), steps.weights(w_down_EDI.transpose(1, 2), dgrad)
         d_MI = steps.product(dy, w, plan, gather=True, dtype=dtype)
         dh_MF, dh, act_MI, dgate_M = steps.swiglu_backward(d_MI, h_MF, gate_M, dgrad)

@@ -81,10 +81,10 @@ def scaled_product_kernel(
             if K % BK != 0:
                 in_q, in_s = (q < K // PACK)[None, :], (s < K // PER)[None, :]
                 mask_x, mask_xs, mask_w, mask_ws = mask_x & in_q, mask_xs & in_s, mask_w & in_q, mask_ws & in_s
-            x = tl.load(a + row[:, None] * (K // PACK) + q[None, :], mask=mask_x, other=0)
-            xs = tl.load(a_scale + row[:, None] * (K // PER) + s[None, :], mask=mask_xs, other=0)
-            w = tl.load(b + out_row[:, None] * (K // PACK) + q[None, :], mask=mask_w, other=0)
-            ws = tl.load(b_scale + out_row[:, None] * (K // PER) + s[None, :], mask=mask_ws, other=0)
+            x = tl.load(a + row[:, None] * (K // PACK) + q[None, :], mask=mask_x, other=0.0)
+            xs = tl.load(a_scale + row[:, None] * (K // PER) + s[None, :], mask=mask_xs, other=0.0)
+            w = tl.load(b + out_row[:, None] * (K // PACK) + q[None, :], mask=mask_w, other=0.0)
+            ws = tl.load(b_scale + out_row[:, None] * (K // PER) + s[None, :], mask=mask_ws, other=0.0)
             if WIDEN:
                 acc = tl.dot(widened(x, xs, BM, BK), widened(w, ws, BN, BK).T, acc)
             else:
