@@ -154,23 +154,30 @@ def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tenso
 
     With A the largest magnitude of a token (or of the tensor) and a that of a block: g = max(A / 2688, 2^-126),
     s = e4m3(min((a / 6) / g, 448)), code = e2m1(x / (s · g)), all in float32, every division and product rounded as IEEE 754
-    says, which approximate division on a GPU is not. A block whose s is 0 has codes of ±0. If A is not finite, g and all s that
-    it is shared by are NaN. Raises ValueError for other dtypes, shapes or shares.
+    says, which approximate division on a GPU is not. A block whose s is 0 has codes of ±0. If A is not finite, g and every s that
+    shares it are NaN, and their codes 0. Raises ValueError for other dtypes, shapes or shares.
     """
     check_nvfp4(x, share)
     blocks = x.detach().float().unflatten(-1, (x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
     a_B = blocks.abs().amax(-1)
-    largest = a_B.amax(-1, keepdim=True) if share == "token" else a_B.amax()
-    bad = ~largest.isfinite()
-    divisor = torch.full_like(largest, E4M3_MAX * E2M1_MAX)  # a tensor: by a number torch may multiply with its inverse
-    global_scale = (largest / divisor).clamp_min(SMALLEST_GLOBAL).masked_fill(bad, math.nan)
+    global_scale = nvfp4_global_scale(a_B.amax(-1, keepdim=True) if share == "token" else a_B.amax())
+    bad = global_scale.isnan()
     wanted_B = a_B / torch.full_like(a_B, E2M1_MAX) / global_scale
     scale_B = wanted_B.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
-    scale_B = scale_B.view(torch.uint8).masked_fill(bad, E4M3_NAN).view(torch.float8_e4m3fn)
     step_B = scale_B.float() * global_scale
     step_B = torch.where(step_B > 0, step_B, math.inf)
-    qdata = pack_e2m1(e2m1_codes(blocks / step_B[..., None]).flatten(-2))
+    code = e2m1_codes(blocks / step_B[..., None]).flatten(-2).masked_fill(bad, 0)
+    scale_B = scale_B.view(torch.uint8).masked_fill(bad, E4M3_NAN).view(torch.float8_e4m3fn)
+    qdata = pack_e2m1(code)
     return NVFP4Tensor(qdata=qdata, scale=scale_B, global_scale=global_scale, share=share)
+
+
+def nvfp4_global_scale(largest: Tensor) -> Tensor:
+    """float32 scales for largest magnitudes: NaN where those are not finite."""
+    divisor = torch.full_like(
+        largest, E4M3_MAX * E2M1_MAX
+    )  # a tensor: by a number torch multiplies with its inverse on a GPU
+    return (largest / divisor).clamp_min(SMALLEST_GLOBAL).masked_fill(~largest.isfinite(), math.nan)
 
 
 def mx_scale_shape(shape: torch.Size, block: int, rows: int) -> tuple[int, ...]:
