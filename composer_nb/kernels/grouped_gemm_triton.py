@@ -23,7 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from composer_nb.kernels.aot import ARCHITECTURES, Expect, Spec
+from composer_nb.kernels.explanation import INSTRUCTIONS
 from composer_nb.kernels.plain import Plan
+from composer_nb.kernels.recipes import Format
 from composer_nb.kernels.triton_runtime import interpreting, repair_interpreter
 
 repair_interpreter()
@@ -204,3 +207,65 @@ def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, l
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return dw_EBA
+
+
+QWEN = {"E": 128, "BE": 128}
+"""Qwen3-30B-A3B's experts, of 768 by 2,048: what the gate compiles for."""
+
+
+def _product_spec(name: str, strides: dict[str, int], *, gather: bool) -> Spec:
+    shape = Tiles()
+    return Spec(
+        name=f"grouped product, {name}",
+        kernel=product_kernel,
+        types={
+            **dict.fromkeys(("a", "b", "c"), "*bf16"), "ends": "*i32", "row_of": "*i32", "stride_am": "i32", "stride_be": "i32",
+        },
+        constants={
+            **QWEN, **strides, "N": 1536, "K": 2048, "GATHER": gather, "BM": shape.m, "BN": shape.n, "BK": shape.k,
+            "GROUP": shape.group,
+        },
+        warps=shape.warps,
+        stages=shape.stages,
+        expect=Expect(ptx=pattern(None), narrow=12 if gather else 8),  # ends of experts, and rows to gather
+    )  # fmt: skip
+
+
+def pattern(format: Format | None) -> dict[int, str]:
+    """What PTX must contain, by architecture: what `explain` says."""
+    return {arch: INSTRUCTIONS[format, arch][1] for arch in ARCHITECTURES}
+
+
+SPECS = (
+    _product_spec("gathered rows", {"stride_bn": 2048, "stride_bk": 1}, gather=True),
+    _product_spec("transposed weights", {"stride_bn": 1, "stride_bk": 1536}, gather=False),
+    Spec(
+        name="grouped product, by TMA",
+        kernel=product_tma_kernel,
+        types={
+            "a": f"tensordesc<bf16[{Tiles().m}, {Tiles().k}]>", "b": f"tensordesc<bf16[{Tiles().n}, {Tiles().k}]>",
+            "c": "*bf16", "ends": "*i32",
+        },
+        constants={**QWEN, "N": 1536, "K": 2048, "BM": Tiles().m, "BN": Tiles().n, "BK": Tiles().k, "GROUP": Tiles().group},
+        warps=Tiles().warps,
+        stages=Tiles().stages,
+        expect=Expect(
+            ptx={arch: f"{text}[\\s\\S]*|cp\\.async\\.bulk\\.tensor" for arch, text in pattern(None).items()}, narrow=8
+        ),
+    ),
+    Spec(
+        name="gradients of weights",
+        kernel=outer_kernel,
+        types={
+            **dict.fromkeys(("g", "x", "dw"), "*bf16"), "ends": "*i32", "row_of": "*i32",
+            **dict.fromkeys(("stride_g", "stride_x", "stride_we"), "i32"),
+        },
+        constants={
+            "stride_wn": 2048, "stride_wk": 1, "N": 1536, "K": 2048, "GATHER_G": False, "GATHER_X": True, "BM": Tiles().k,
+            "BN": Tiles().n, "BK": Tiles().m, "GROUP": Tiles().group,
+        },
+        warps=Tiles().warps,
+        stages=Tiles().stages,
+        expect=Expect(ptx=pattern(None), narrow=12),
+    ),
+)  # fmt: skip

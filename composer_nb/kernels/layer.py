@@ -1,6 +1,6 @@
 """The mixture-of-experts layer: `moe` from router logits, `experts` from experts and gates that are chosen already.
 
-One autograd function goes through the steps of a back end (`plain.py`: torch, `steps_triton.py`: Triton) in the formats of a recipe.
+One autograd function goes through the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a recipe.
 The default, unquantised by torch, is `experts.py`, which is faster on a CPU.
 
     h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
@@ -85,10 +85,51 @@ def experts(
     return _Experts.apply(x_ND.contiguous(), gates_NK, w_up_EFD, w_down_EDI, experts_NK, chosen, steps)
 
 
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -> Tensor:
+    """[M, B] in the dtype of a: rows of a [M, A] up to offs[0] times b[0], the next ones up to offs[1] times b[1], and so on.
+
+    b [E, A, B] of the dtype of a, offs int32 [E], the ends, of which the last is M; a group may be empty. Gradients reach a and b.
+    As torch's own `grouped_mm`, by any back end and for any widths. Raises ValueError that names what does not fit.
+    """
+    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
+    if a.dtype not in DTYPES or b.dtype != a.dtype:
+        raise ValueError(f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
+    if offs.shape != b.shape[:1] or offs.dtype != torch.int32:
+        raise ValueError(f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
+    if len({a.device, b.device, offs.device}) > 1:
+        raise ValueError(f"a is on {a.device}, b on {b.device}, offs on {offs.device}: must be on one device")
+    name, _ = choose(a.device, backend)
+    return _GroupedMm.apply(a.contiguous(), b, offs, _steps(name, a.device, 0))
+
+
+class _GroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a_MA: Tensor, b_EAB: Tensor, ends_E: Tensor, steps: Steps) -> Tensor:
+        ctx.save_for_backward(a_MA, b_EAB, ends_E)
+        ctx.steps = steps
+        return steps.product(a_MA, b_EAB.mT, _of_rows(a_MA, ends_E), gather=False, dtype=a_MA.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        a_MA, b_EAB, ends_E = ctx.saved_tensors
+        plan, g_MB = _of_rows(a_MA, ends_E), gradients[0].contiguous()
+        da_MA = ctx.steps.product(g_MB, b_EAB, plan, gather=False, dtype=a_MA.dtype)
+        db_EAB = ctx.steps.outer(a_MA, g_MB, plan, gather_g=False, gather_x=False, like=b_EAB)
+        return da_MA, db_EAB, None, None
+
+
+def _of_rows(a_MA: Tensor, ends_E: Tensor) -> Plan:
+    """A plan for rows that are sorted already: each is its own token."""
+    row_M = torch.arange(len(a_MA), dtype=torch.int32, device=a_MA.device)
+    return Plan(ends_E, row_M, row_M, row_M[:, None])
+
+
 def _steps(name: BackendName, device: torch.device, tile: int) -> Steps:
     if name == "torch":
         return PlainSteps(tile)
-    from composer_nb.kernels.steps_triton import TritonSteps
+    from composer_nb.kernels.triton_steps import TritonSteps
 
     return TritonSteps(architecture(device))
 

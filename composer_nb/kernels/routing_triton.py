@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_nb.kernels.aot import Expect, Spec
 from composer_nb.kernels.plain import Plan
 from composer_nb.kernels.triton_runtime import repair_interpreter
 
@@ -130,3 +131,34 @@ def plan(experts_NK: Tensor, experts: int) -> Plan:
         CHUNK=min(wide, 32), BM=CHOICES,
     )  # fmt: skip
     return Plan(ends_E, token_M, slot_M, row_M.view(experts_NK.shape))
+
+
+SPECS = (
+    *(
+        Spec(
+            name=f"router, {'sigmoid and bias' if sigmoid else 'softmax'}",
+            kernel=router_kernel,
+            types={
+                "logits": "*fp32", "bias": "*fp32", "experts": "*i32", "gates": "*fp32", "tokens": "i32", "stride_n": "i32",
+            },
+            constants={
+                "E": 128, "K": 8, "SIGMOID": sigmoid, "BIASED": sigmoid, "SCALE": 1.0, "BE": 128, "BK": 8, "BN": 16,
+            },
+        )
+        for sigmoid in (False, True)
+    ),
+    Spec(
+        name="plan, histograms",
+        kernel=histogram_kernel,
+        types={"experts": "*i32", "counts": "*i32", "choices": "i32"},
+        constants={"E": 128, "BE": 128, "BM": CHOICES},
+        expect=Expect(narrow=2),
+    ),
+    Spec(
+        name="plan, places",
+        kernel=place_kernel,
+        types={**dict.fromkeys(("experts", "base", "token", "slot", "row"), "*i32"), "choices": "i32"},
+        constants={"K": 8, "E": 128, "BE": 128, "CHUNK": 32, "BM": CHOICES},
+        expect=Expect(narrow=16),  # each choice to a place of its own
+    ),
+)  # fmt: skip

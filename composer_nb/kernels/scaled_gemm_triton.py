@@ -18,6 +18,7 @@ from torch import Tensor
 
 from composer_nb.kernels.formats import NVFP4_BLOCK, MXTensor, NVFP4Tensor
 from composer_nb.kernels.grouped_gemm_triton import Tiles, find_tile, programs, tile_table
+from composer_nb.kernels.aot import Expect, Spec
 from composer_nb.kernels.plain import Plan
 from composer_nb.kernels.recipes import Operand
 from composer_nb.kernels.triton_runtime import interpreting, repair_interpreter
