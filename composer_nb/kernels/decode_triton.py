@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_nb.kernels.aot import Expect, Spec
 from composer_nb.kernels.triton_runtime import interpreting, repair_interpreter
 
 repair_interpreter()
@@ -81,3 +82,21 @@ def decode_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_up_EFD:
         act, w_down_EDI, experts_NK, out_ND, D=width, I=half, K=chosen, BD=rows, BI=deep, num_warps=4
     )
     return out_ND
+
+
+SPECS = (
+    Spec(
+        name="decode, up",
+        kernel=decode_up_kernel,
+        types={"x": "*bf16", "w": "*bf16", "experts": "*i64", "gates": "*fp32", "act": "*fp32"},
+        constants={"D": 2048, "I": 768, "K": 8, "BI": 8, "BD": 256},
+        expect=Expect(narrow=4),
+    ),
+    Spec(
+        name="decode, down",
+        kernel=decode_down_kernel,
+        types={"act": "*fp32", "w": "*bf16", "experts": "*i64", "out": "*bf16"},
+        constants={"D": 2048, "I": 768, "K": 8, "BD": 8, "BI": 256},
+        expect=Expect(narrow=2),
+    ),
+)

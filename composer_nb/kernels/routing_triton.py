@@ -144,6 +144,7 @@ SPECS = (
             constants={
                 "E": 128, "K": 8, "SIGMOID": sigmoid, "BIASED": sigmoid, "SCALE": 1.0, "BE": 128, "BK": 8, "BN": 16,
             },
+            expect=Expect(narrow=3),  # results, of which a token has eight, and the bias
         )
         for sigmoid in (False, True)
     ),

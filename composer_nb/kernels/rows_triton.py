@@ -6,6 +6,8 @@ Dimensions: N tokens, K experts a token, M = N · K rows sorted by expert, D mod
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -176,3 +178,23 @@ def swiglu_backward(
         PACKED=_packed(half, block, wide), BM=high, BI=wide,
     )  # fmt: skip
     return dh_MF, kept or quantise_rows(dh_MF, format, "triton"), act_MI, dgate_M
+
+
+def _spec(name: str, kernel: Any, tensors: str, constants: dict[str, Any], **expect: Any) -> Spec:
+    """`tensors` are in bf16 but for those with a colon."""
+    pairs = (each.partition(":") for each in tensors.split())
+    types = {name: f"*{kind or 'bf16'}" for name, _, kind in pairs}
+    size = "tokens" if "tokens" in kernel.arg_names else "rows"
+    return Spec(name=name, kernel=kernel, types={**types, size: "i32"}, constants=constants, expect=Expect(**expect))
+
+
+_D, _I = {"D": 2048, "BD": columns(2048)}, {"I": 768, "BM": 4, "BI": swiglu_shape(768, 32)[1]}
+_BACKWARD = "d h gate:fp32 dh act dgate:fp32 q:u8 scale:u8"
+SPECS = (
+    _spec("permute", permute_kernel, "x out token:i32", {**_D, "BM": 4}, narrow=8),
+    _spec("combine", combine_kernel, "y out row:i32", {**_D, "K": 8, "BN": 4}, narrow=64),
+    _spec("swiglu", swiglu_kernel, "h gate:fp32 out q:u8 scale:u8", {**_I, "BLOCK": 0, "PACKED": False}, narrow=4),
+    _spec("swiglu to mxfp8", swiglu_kernel, "h gate:fp32 out q:u8 scale:u8", {**_I, "BLOCK": 32, "PACKED": True}, narrow=5),
+    _spec("swiglu backward", swiglu_backward_kernel, _BACKWARD, {**_I, "BLOCK": 0, "PACKED": False}, narrow=8),
+    _spec("swiglu backward to mxfp8", swiglu_backward_kernel, _BACKWARD, {**_I, "BLOCK": 32, "PACKED": True}, narrow=10),
+)

@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_nb.kernels.formats import NVFP4_BLOCK, MXTensor, NVFP4Tensor
-from composer_nb.kernels.grouped_gemm_triton import Tiles, find_tile, programs, tile_table
+from composer_nb.kernels.grouped_gemm_triton import QWEN, Tiles, find_tile, programs, tile_table
 from composer_nb.kernels.aot import Expect, Spec
+from composer_nb.kernels.explanation import INSTRUCTIONS
 from composer_nb.kernels.plain import Plan
-from composer_nb.kernels.recipes import Operand
+from composer_nb.kernels.recipes import Format, Operand
 from composer_nb.kernels.triton_runtime import interpreting, repair_interpreter
 
 repair_interpreter()
@@ -29,8 +30,8 @@ repair_interpreter()
 def scaled_tiles(block: int) -> Tiles:
     """128 of K a step: four blocks of 32, eight of 16, one of 128."""
     if interpreting():
-        return Tiles(m=32, n=32, k=128, group=2)
-    return Tiles(k=128, stages=3 if block == 128 else 2)
+        return Tiles(m=32, n=64, k=128, group=2)
+    return Tiles(n=128, k=128, stages=3 if block == 128 else 2)
 
 
 @triton.jit
@@ -169,3 +170,38 @@ def _rows_global(x: MXTensor | NVFP4Tensor) -> Tensor:
 
 def _room(q: Tensor, plan: Plan, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(len(plan.token_M), width, dtype=dtype, device=q.device)
+
+
+def _spec(name: str, format: Format, arch: int, *, widen: bool = False) -> Spec:
+    """Gathered rows times Qwen3-30B-A3B's gates and ups."""
+    four, wide = format == "nvfp4", format == "fp8_block128"
+    shape = scaled_tiles(128 if wide else NVFP4_BLOCK if four else 32)
+    data = "*u8" if four else "*fp8e4nv"
+    types = {
+        "a": data, "a_scale": "*fp8e4nv" if four else "*u8", "b": data, "b_scale": "*fp8e4nv" if four else "*u8",
+        "c": "*bf16", "ends": "*i32", "row_of": "*i32",
+    }  # fmt: skip
+    constants = {**QWEN, "N": 1536, "K": 2048, "GATHER": True, "BM": shape.m, "BN": shape.n, "GROUP": shape.group}
+    if not wide:
+        types |= {"a_global": "*fp32", "b_global": "*fp32"}
+        constants |= {"FOUR": four, "WIDEN": widen, "BK": shape.k}
+    return Spec(
+        name=f"grouped product, {name}",
+        kernel=block128_product_kernel if wide else scaled_product_kernel,
+        types=types,
+        constants=constants,
+        warps=shape.warps,
+        stages=shape.stages,
+        architectures=(arch,),
+        expect=Expect(ptx={arch: INSTRUCTIONS[format, arch][1]}, narrow=48),  # scales, and rows to gather
+    )
+
+
+SPECS = (
+    _spec("mxfp8", "mxfp8", 90),
+    _spec("mxfp8", "mxfp8", 100),
+    _spec("fp8_block128", "fp8_block128", 90),
+    _spec("fp8_block128", "fp8_block128", 100),
+    _spec("nvfp4 widened", "nvfp4", 90, widen=True),
+    _spec("nvfp4", "nvfp4", 100),
+)
