@@ -195,14 +195,18 @@ def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int)
         raise ValueError(f"x of shape {tuple(x.shape)}: must be [..., D] with one token at least")
     count, double, width = w_gate_up.shape
     if width != x.shape[-1]:
-        raise ValueError(f"w_gate_up of shape {tuple(w_gate_up.shape)}: must be [E, 2I, D] with D = {x.shape[-1]}, that of x")
+        raise ValueError(
+            f"w_gate_up of shape {tuple(w_gate_up.shape)}: must be [E, 2I, D] with D = {x.shape[-1]}, that of x"
+        )
     if double % 2 or w_down.shape != (count, width, double // 2):
         raise ValueError(
             f"w_down of shape {tuple(w_down.shape)}: must be [E, D, I] = {(count, width, double // 2)}, as w_gate_up "
             f"[E, 2I, D] is {tuple(w_gate_up.shape)}"
         )
     if logits.shape != (*x.shape[:-1], count):
-        raise ValueError(f"router_logits of shape {tuple(logits.shape)}: must be {(*x.shape[:-1], count)}, E for each token")
+        raise ValueError(
+            f"router_logits of shape {tuple(logits.shape)}: must be {(*x.shape[:-1], count)}, E for each token"
+        )
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
         raise ValueError(f"k={k!r}: must be an integer in 1..{count}, the number of experts")
 

@@ -30,7 +30,9 @@ PIECE = 1024
 
 
 @triton.jit
-def logit_tile(hidden, weight, u, v, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr):
+def logit_tile(
+    hidden, weight, u, v, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
+):
     """float32 [BM, BV]."""
     acc = tl.zeros([BM, BV], tl.float32)
     for d0 in range(0, D, BD):

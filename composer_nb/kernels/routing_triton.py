@@ -91,7 +91,9 @@ def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr
     chosen = tl.load(experts + m, mask=m < choices, other=0).to(tl.int32)
     e = tl.arange(0, BE)
     found = tl.histogram(chosen, BE)
-    found -= tl.where(e == 0, tl.sum((m >= choices).to(tl.int32), 0), 0)  # what fills the last block up counted as expert 0
+    found -= tl.where(
+        e == 0, tl.sum((m >= choices).to(tl.int32), 0), 0
+    )  # what fills the last block up counted as expert 0
     tl.store(counts + b * E + e, found, mask=e < E)
 
 

@@ -35,7 +35,9 @@ def permute_kernel(x, out, token, rows, D: tl.constexpr, BM: tl.constexpr, BD: t
     mask = (m < rows)[:, None] & (d < D)[None, :]
     source = tl.load(token + m, mask=m < rows, other=0).to(tl.int64)
     tl.store(
-        out + m[:, None].to(tl.int64) * D + d[None, :], tl.load(x + source[:, None] * D + d[None, :], mask=mask), mask=mask
+        out + m[:, None].to(tl.int64) * D + d[None, :],
+        tl.load(x + source[:, None] * D + d[None, :], mask=mask),
+        mask=mask,
     )
 
 
@@ -194,7 +196,11 @@ SPECS = (
     _spec("permute", permute_kernel, "x out token:i32", {**_D, "BM": 4}, narrow=8),
     _spec("combine", combine_kernel, "y out row:i32", {**_D, "K": 8, "BN": 4}, narrow=64),
     _spec("swiglu", swiglu_kernel, "h gate:fp32 out q:u8 scale:u8", {**_I, "BLOCK": 0, "PACKED": False}, narrow=4),
-    _spec("swiglu to mxfp8", swiglu_kernel, "h gate:fp32 out q:u8 scale:u8", {**_I, "BLOCK": 32, "PACKED": True}, narrow=5),
+    _spec(
+        "swiglu to mxfp8", swiglu_kernel, "h gate:fp32 out q:u8 scale:u8", {**_I, "BLOCK": 32, "PACKED": True}, narrow=5
+    ),
     _spec("swiglu backward", swiglu_backward_kernel, _BACKWARD, {**_I, "BLOCK": 0, "PACKED": False}, narrow=8),
-    _spec("swiglu backward to mxfp8", swiglu_backward_kernel, _BACKWARD, {**_I, "BLOCK": 32, "PACKED": True}, narrow=10),
+    _spec(
+        "swiglu backward to mxfp8", swiglu_backward_kernel, _BACKWARD, {**_I, "BLOCK": 32, "PACKED": True}, narrow=10
+    ),
 )
