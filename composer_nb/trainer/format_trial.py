@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
 import torch
@@ -66,8 +67,7 @@ def train(
     torch.manual_seed(seed)
     model = Model(TINY)
     model.kernels = Kernels(recipe=recipe)
-    corpus = read_corpus("stdlib")
-    train_text, held_text = ("".join(texts[:200]).encode() for texts in (corpus.train, corpus.validation))
+    train_text, held_text = _texts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     dice, losses, gaps = Random(seed), [], []
     with dividing(division):
@@ -87,6 +87,13 @@ def train(
             held_out = sum(float(_loss(model, _batch(held_text, dice))) for _ in range(HELD_OUT)) / HELD_OUT
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return Curve(recipe=recipe, division=division, losses=losses, held_out=held_out, gap=gaps, weights=weights)
+
+
+@cache
+def _texts() -> tuple[bytes, bytes]:
+    """Of training, and held out."""
+    corpus = read_corpus("stdlib")
+    return "".join(corpus.train[:200]).encode(), "".join(corpus.validation[:200]).encode()
 
 
 def _batch(text: bytes, dice: Random) -> Tensor:
