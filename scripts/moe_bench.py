@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """`moe` on a CPU against `transformers`' experts, each of its back ends: `scripts/moe_bench.py [--rounds N]`. Prints Markdown.
 
-Each is given the same tokens, router logits and weights, chooses its experts itself, and goes forward and backward, gradients of all
-four. CPU seconds of this process, one thread, the forms in turns after a round to warm up; the ratio is the median of the rounds'
-own ratios, with a 95 % interval by bootstrap, so other work beside it changes little.
+Each is given the same tokens, router logits and weights, chooses its experts itself, and goes forward and backward, gradients
+of all four. CPU seconds of this process, one thread, the forms in turns after a round to warm up; the ratio is the median of
+the rounds' own ratios, with a 95 % interval by bootstrap, so other work beside it changes little.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,9 @@ def theirs(made: Any, k: int) -> Callable[[Tensor, Tensor], Tensor]:
     return layer
 
 
-def timed(layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, logits: Tensor, weights: list[Tensor], pull: Tensor) -> tuple[float, float]:
+def timed(
+    layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, logits: Tensor, weights: list[Tensor], pull: Tensor
+) -> tuple[float, float]:
     """CPU seconds of the forward pass and of both."""
     for tensor in (x, logits, *weights):
         tensor.grad = None
@@ -68,12 +71,17 @@ def timed(layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, logits: Tensor, 
     return middle - begin, time.process_time() - begin
 
 
-def forms(case: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, Callable[[], tuple[float, float]]], dict[str, Tensor]]:
+def forms(
+    case: tuple[int, ...], dtype: torch.dtype
+) -> tuple[dict[str, Callable[[], tuple[float, float]]], dict[str, Tensor]]:
     """Each way to compute the layer, and what each gives."""
     n, d, i, e, k = case
     g = torch.Generator().manual_seed(0)
     x, logits, pull = (torch.randn(n, width, generator=g).to(dtype) for width in (d, e, d))
-    up, down = (torch.randn(e, 2 * i, d, generator=g) / d**0.5).to(dtype), (torch.randn(e, d, i, generator=g) / i**0.5).to(dtype)
+    up, down = (
+        (torch.randn(e, 2 * i, d, generator=g) / d**0.5).to(dtype),
+        (torch.randn(e, d, i, generator=g) / i**0.5).to(dtype),
+    )
     own = SimpleNamespace(up=up.clone().requires_grad_(), down=down.clone().requires_grad_())
     x, logits = x.requires_grad_(), logits.requires_grad_()
     layers: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]] = {
@@ -85,7 +93,7 @@ def forms(case: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, Callable
             layers[backend] = (theirs(made, k), [made.gate_up_proj, made.down_proj])
     outs = {name: layer(x, logits).detach() for name, (layer, _) in layers.items()}
     return {
-        name: (lambda layer=layer, weights=weights: timed(layer, x, logits, weights, pull)) for name, (layer, weights) in layers.items()
+        name: partial(timed, layer, x, logits, weights, pull) for name, (layer, weights) in layers.items()
     }, outs  # fmt: skip
 
 
@@ -100,11 +108,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print("| layer | dtype | against | forward, CPU ms | both, CPU ms | theirs / ours, forward | theirs / ours, both |\n|---|---|---|---|---|---|---|")
+    print(
+        "| layer | dtype | form | forward, ms | both, ms | theirs / ours, forward | both |\n|---|---|---|---|---|---|---|"
+    )
     for name, case in SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):
             made, outs = forms(case, dtype)
-            for backend, out in outs.items():
+            for out in outs.values():
                 torch.testing.assert_close(out, outs["ours"], atol=5e-2 if dtype == torch.bfloat16 else 1e-4, rtol=5e-2)
             times: dict[str, list[tuple[float, float]]] = {form: [] for form in made}
             for number in range(rounds + 1):

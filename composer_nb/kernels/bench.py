@@ -38,7 +38,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row of the plan on one shape. `forms`: ways to compute it, ours by the name `ours`; text instead: why it can not run."""
+    """One row of the plan on one shape. `forms`: ways to compute it, ours by the name `ours`; text instead: why it can not
+    run."""
 
     number: str
     title: str
@@ -86,7 +87,8 @@ class Found:
 
 
 def route_logits(kind: Routes, tokens: int, experts: int, device: torch.device | str, seed: int = 0) -> Tensor:
-    """float32 [N, E] whose k largest are k draws without replacement (Gumbel's trick): all experts alike, or the r-th most popular
+    """float32 [N, E] whose k largest are k draws without replacement (Gumbel's trick): all experts alike, or the r-th most
+    popular
     with probability ∝ 1 / r, in a random order."""
     random = torch.Generator(device=device).manual_seed(seed)
     noise = -torch.rand(tokens, experts, generator=random, device=device).clamp(1e-20, 1 - 1e-7).log().neg().log()
@@ -126,7 +128,9 @@ def run_case(
             for _ in range(2):
                 _, out = timed(form, device, None)
         except Exception as error:  # a peer's fault is a hole in the table, ours too: it is named
-            found.holes[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
+            found.holes[name] = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
+            )
             continue
         ready[name] = form
         if isinstance(out, Tensor):

@@ -101,4 +101,8 @@ def _instruction(name: BackendName, format: Format | None, arch: int) -> str:
         return "Triton's interpreter: NumPy in float32"
     family = 100 if 100 <= arch < 110 else 90 if 90 <= arch < 100 else 0
     key: tuple[Format | None, int] = ("nvfp4" if format == "nvfp4_tensor" else format, family)
-    return INSTRUCTIONS[key][0] if key in INSTRUCTIONS else f"whatever Triton makes of it for sm_{arch}, which no gate has seen"
+    return (
+        INSTRUCTIONS[key][0]
+        if key in INSTRUCTIONS
+        else f"whatever Triton makes of it for sm_{arch}, which no gate has seen"
+    )

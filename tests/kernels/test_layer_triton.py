@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from composer_nb.kernels import grouped_mm, moe
 from composer_nb.kernels.formats import MXTensor
 from composer_nb.kernels.logprob import logprob_entropy as plain_logprob_entropy
-from composer_nb.kernels.plain import Plan, PlainSteps, Steps
+from composer_nb.kernels.plain import PlainSteps, Plan, Steps
 from composer_nb.kernels.recipes import as_numbers, quantise_rows, quantise_weights
 from composer_nb.kernels.routing import Rule, choose_experts, route
 from composer_nb.kernels.triton_runtime import triton_version
@@ -105,7 +103,11 @@ def test_the_product(device: str, steps: Steps, gather: bool, transposed: bool, 
     plan = planned(device)
     for a, b in ((40, 72), (128, 64)):
         x = normal(40 if gather else 80, a, device=device, dtype=dtype)
-        w = normal(5, a, b, seed=1, device=device, dtype=dtype).mT if transposed else normal(5, b, a, seed=1, device=device, dtype=dtype)
+        w = (
+            normal(5, a, b, seed=1, device=device, dtype=dtype).mT
+            if transposed
+            else normal(5, b, a, seed=1, device=device, dtype=dtype)
+        )
         found = steps.product(x, w, plan, gather=gather, dtype=dtype)
         exact = PLAIN.product(x.double(), w.double(), plan, gather=gather, dtype=torch.float64)
         close(found, exact.to(dtype), limit)
@@ -132,16 +134,22 @@ def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str,
     x, w = normal(20, depth, device=device), normal(3, width, depth, seed=1, device=device)
     x[3], w[1, :40] = x[3] * 1e4, w[1, :40] * 1e-4
     qx, qw = quantise_rows(x, format), quantise_weights(w, format)
-    wanted = PLAIN.product(as_numbers(qx, torch.float64), as_numbers(qw, torch.float64), plan, gather=True, dtype=torch.float64)
+    wanted = PLAIN.product(
+        as_numbers(qx, torch.float64), as_numbers(qw, torch.float64), plan, gather=True, dtype=torch.float64
+    )
     # Hopper keeps sums of float8 products in fewer bits than float32, even over 128 of them.
-    close(steps.product(qx, qw, plan, gather=True, dtype=torch.float32), wanted.float(), 1e-6 if device == "cpu" else 5e-4)
+    close(
+        steps.product(qx, qw, plan, gather=True, dtype=torch.float32), wanted.float(), 1e-6 if device == "cpu" else 5e-4
+    )
 
 
 def test_nvfp4_widened_in_registers_is_the_same_product(device: str):
     from composer_nb.kernels.scaled_gemm_triton import scaled_product
 
     plan = planned(device, n=20, e=3)
-    qx, qw = (quantise_rows(t, "nvfp4") for t in (normal(20, 160, device=device), normal(3, 96, 160, seed=1, device=device)))
+    qx, qw = (
+        quantise_rows(t, "nvfp4") for t in (normal(20, 160, device=device), normal(3, 96, 160, seed=1, device=device))
+    )
     wanted = PLAIN.product(qx, qw, plan, gather=True, dtype=torch.float32)
     close(scaled_product(qx, qw, plan, gather=True, dtype=torch.float32, widen=True), wanted, 1e-6)
 
@@ -185,9 +193,7 @@ def layer(n: int, d: int, i: int, e: int, device: str, dtype: torch.dtype = torc
     return tuple(tensor.to(device, dtype).requires_grad_() for tensor in made)
 
 
-@pytest.mark.parametrize(
-    "recipe, limit", [("bf16", 2e-6), ("mxfp8", 4e-3), ("fp8_block128", 4e-3), ("nvfp4", 2e-2)]
-)
+@pytest.mark.parametrize("recipe, limit", [("bf16", 2e-6), ("mxfp8", 4e-3), ("fp8_block128", 4e-3), ("nvfp4", 2e-2)])
 def test_the_layer_and_its_gradients_are_those_of_torch(device: str, recipe: str, limit: float):
     made = layer(8, 128, 128, 2, device) if recipe == "fp8_block128" else layer(12, 64, 32, 2, device)
     pull = normal(*made[0].shape, seed=4, device=device)
@@ -200,7 +206,10 @@ def test_the_layer_and_its_gradients_are_those_of_torch(device: str, recipe: str
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
 def test_a_token_does_not_depend_on_what_is_beside_it(device: str, recipe: str):
     made = [tensor.detach() for tensor in layer(18, 32, 32, 2, device, torch.bfloat16)]
-    run: Callable[..., Tensor] = lambda rows: moe(made[0][rows], made[1][rows], *made[2:], 2, recipe=recipe, backend="triton")  # noqa: E731
+
+    def run(rows: slice | Tensor) -> Tensor:
+        return moe(made[0][rows], made[1][rows], *made[2:], 2, recipe=recipe, backend="triton")
+
     whole = run(slice(None))
     order = torch.randperm(18, generator=torch.Generator().manual_seed(0))
     assert torch.equal(run(slice(0, 1)), whole[:1]) and torch.equal(run(order), whole[order])
@@ -242,7 +251,10 @@ def test_log_probabilities_and_entropies_without_logits(device: str, scale: floa
     from composer_nb.kernels import logprob_triton
 
     monkeypatch.setattr(logprob_triton, "PIECE", 16)
-    hidden, weight = (normal(37, 40, device=device) * scale**0.5).requires_grad_(), normal(150, 40, seed=1, device=device) * scale**0.5
+    hidden, weight = (
+        (normal(37, 40, device=device) * scale**0.5).requires_grad_(),
+        normal(150, 40, seed=1, device=device) * scale**0.5,
+    )
     weight.requires_grad_()
     rows = torch.tensor([*range(36), 5, 5, 5], device=device)
     tokens = torch.cat([torch.arange(36) * 4, torch.tensor([7, 7, 20])]).to(device)
