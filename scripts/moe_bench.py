@@ -77,7 +77,8 @@ def forms(
     """Each way to compute the layer, and what each gives."""
     n, d, i, e, k = case
     g = torch.Generator().manual_seed(0)
-    x, logits, pull = (torch.randn(n, width, generator=g).to(dtype) for width in (d, e, d))
+    x, logits, pull = (torch.randn(n, width, generator=g) for width in (d, e, d))
+    x, pull = x.to(dtype), pull.to(dtype)  # logits stay float32: bf16 has ties, which the two sides break in other ways
     up, down = (
         (torch.randn(e, 2 * i, d, generator=g) / d**0.5).to(dtype),
         (torch.randn(e, d, i, generator=g) / i**0.5).to(dtype),
