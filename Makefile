@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-whole test-slow test-browser check bench lab render clean moved
+.PHONY: help setup demo test test-whole test-slow test-browser check check-kernels bench lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -48,6 +48,9 @@ check: .venv/.ready ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
+
+check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell, and read the machine code; needs no GPU
+	@$(BIN)/python -m composer_nb.kernels.aot
 
 bench: .venv/.ready ## measure this machine
 	@$(BIN)/composer-nb bench $(ARGS)

@@ -34,6 +34,7 @@ TARGETS = {
     "test-slow": "-m slow",
     "test-browser": "-m browser",
     "check": "ruff format --check",
+    "check-kernels": "composer_nb.kernels.aot",
     "bench": "composer-nb bench",
     "lab": "jupyterlab",
     "render": "composer-nb jobs render",
@@ -282,7 +283,7 @@ def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
     assert (clone / "log").read_text().splitlines() == [
         "packages bwrap git make python3-venv",
         "engine",
-        "make check test ARGS=-m 'not slow and not browser' CI=true",
+        "make check check-kernels test ARGS=-m 'not slow and not browser' CI=true",
     ]
     stat = Path("/proc", (clone / "pid").read_text().strip(), "stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -269,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--arch {asked.arch!r}: must be numbers such as 90,100")
     if unknown := set(architectures) - set(ARCHITECTURES):
         parser.error(f"--arch {sorted(unknown)}: must be of {', '.join(map(str, ARCHITECTURES))}")
+    os.environ.pop("TRITON_INTERPRET", None)  # also for the processes that compile
     import triton
 
     began = time.perf_counter()

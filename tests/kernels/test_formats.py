@@ -1,4 +1,4 @@
-"""MXFP8 and NVFP4 against definitions that are written down independently: tables of all values, exact powers, NumPy's float32."""
+"""MXFP8 and NVFP4 against definitions written down independently: tables of all values, exact powers, NumPy's float32."""
 
 from __future__ import annotations
 
