@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-whole test-slow test-browser check check-kernels bench lab render clean moved
+.PHONY: help setup demo test test-whole test-slow test-browser check check-kernels bench bench-gpu lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -54,6 +54,9 @@ check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell
 
 bench: .venv/.ready ## measure this machine
 	@$(BIN)/composer-nb bench $(ARGS)
+
+bench-gpu: .venv/.ready ## the MoE kernels on a GPU against their peers, in eight minutes; table and JSON in build/bench_gpu/
+	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
 lab: .venv/.ready ## the notebooks in JupyterLab
 	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \

@@ -29,35 +29,35 @@ MOST_TOKENS = 64
 
 @triton.jit
 def decode_up_kernel(
-    x, w, experts, gates, act, D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr
+    x, w, experts, gates, act, D: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     choice, i = tl.program_id(0), tl.program_id(1) * BI + tl.arange(0, BI)
     expert = tl.load(experts + choice).to(tl.int64)
-    at = w + expert * (2 * I * D) + i[:, None].to(tl.int64) * D
+    at = w + expert * (2 * INNER * D) + i[:, None].to(tl.int64) * D
     gate_sum, up_sum = tl.zeros([BI, BD], tl.float32), tl.zeros([BI, BD], tl.float32)
     for d0 in range(0, D, BD):
         d = d0 + tl.arange(0, BD)
-        mask = (i < I)[:, None] & (d < D)[None, :]
+        mask = (i < INNER)[:, None] & (d < D)[None, :]
         token = tl.load(x + (choice // K).to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
         gate_sum += tl.load(at + d[None, :], mask=mask, other=0.0).to(tl.float32) * token
-        up_sum += tl.load(at + I * D + d[None, :], mask=mask, other=0.0).to(tl.float32) * token
+        up_sum += tl.load(at + INNER * D + d[None, :], mask=mask, other=0.0).to(tl.float32) * token
     a, b = tl.sum(gate_sum, 1), tl.sum(up_sum, 1)
-    tl.store(act + choice * I + i, a / (1.0 + tl.exp(-a)) * b * tl.load(gates + choice), mask=i < I)
+    tl.store(act + choice * INNER + i, a / (1.0 + tl.exp(-a)) * b * tl.load(gates + choice), mask=i < INNER)
 
 
 @triton.jit
 def decode_down_kernel(
-    act, w, experts, out, D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr
+    act, w, experts, out, D: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr
 ):  # fmt: skip
     token, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros([BD, BI], tl.float32)
     for place in tl.static_range(K):
         choice = token * K + place
-        at = w + tl.load(experts + choice).to(tl.int64) * (D * I) + d[:, None].to(tl.int64) * I
-        for i0 in range(0, I, BI):
+        at = w + tl.load(experts + choice).to(tl.int64) * (D * INNER) + d[:, None].to(tl.int64) * INNER
+        for i0 in range(0, INNER, BI):
             i = i0 + tl.arange(0, BI)
-            hidden = tl.load(act + choice * I + i, mask=i < I, other=0.0)[None, :]
-            mask = (d < D)[:, None] & (i < I)[None, :]
+            hidden = tl.load(act + choice * INNER + i, mask=i < INNER, other=0.0)[None, :]
+            mask = (d < D)[:, None] & (i < INNER)[None, :]
             total += tl.load(at + i[None, :], mask=mask, other=0.0).to(tl.float32) * hidden
     tl.store(out + token.to(tl.int64) * D + d, tl.sum(total, 1).to(out.dtype.element_ty), mask=d < D)
 
@@ -75,11 +75,11 @@ def decode_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_up_EFD:
     out_ND = x_ND.new_empty(tokens, width)
     rows, deep = decode_block(width)
     decode_up_kernel[(tokens * chosen, triton.cdiv(half, rows))](
-        x_ND, w_up_EFD, experts_NK, gates_NK, act, D=width, I=half, K=chosen, BI=rows, BD=deep, num_warps=4
+        x_ND, w_up_EFD, experts_NK, gates_NK, act, D=width, INNER=half, K=chosen, BI=rows, BD=deep, num_warps=4
     )
     rows, deep = decode_block(half)
     decode_down_kernel[(tokens, triton.cdiv(width, rows))](
-        act, w_down_EDI, experts_NK, out_ND, D=width, I=half, K=chosen, BD=rows, BI=deep, num_warps=4
+        act, w_down_EDI, experts_NK, out_ND, D=width, INNER=half, K=chosen, BD=rows, BI=deep, num_warps=4
     )
     return out_ND
 
@@ -89,14 +89,14 @@ SPECS = (
         name="decode, up",
         kernel=decode_up_kernel,
         types={"x": "*bf16", "w": "*bf16", "experts": "*i64", "gates": "*fp32", "act": "*fp32"},
-        constants={"D": 2048, "I": 768, "K": 8, "BI": 8, "BD": 256},
+        constants={"D": 2048, "INNER": 768, "K": 8, "BI": 8, "BD": 256},
         expect=Expect(narrow=4),
     ),
     Spec(
         name="decode, down",
         kernel=decode_down_kernel,
         types={"act": "*fp32", "w": "*bf16", "experts": "*i64", "out": "*bf16"},
-        constants={"D": 2048, "I": 768, "K": 8, "BD": 8, "BI": 256},
+        constants={"D": 2048, "INNER": 768, "K": 8, "BD": 8, "BI": 256},
         expect=Expect(narrow=2),
     ),
 )

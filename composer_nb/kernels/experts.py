@@ -1,7 +1,8 @@
 """The experts by torch alone, as fast as they get on a CPU: tokens grouped by expert, two grouped GEMMs with SwiGLU between,
 combine. `experts_reference` is the plain loop that this is tested against; number formats and Triton are in `layer.py`.
 
-Dimensions: N tokens, D model width, E experts, K experts a token, M = N · K, P those rows with what fills them up, H expert width.
+Dimensions: N tokens, D model width, E experts, K experts a token, M = N · K, P those rows with what fills them up, H expert
+width.
 """
 
 from __future__ import annotations

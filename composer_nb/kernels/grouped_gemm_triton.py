@@ -6,8 +6,8 @@
 `product` is persistent: as many programs as the GPU has multiprocessors, each of which works out from the experts' ends, in
 device memory, which tiles are its own. Within an expert they go in groups of GROUP tiles of rows, so that the programs that run
 side by side cover a square of its output and share what they read in L2 (Cursor's supergroups, cursor.com/blog/kernels).
-Rows can be gathered through an index, so tokens are never copied for their experts. No sum is split, and the shape of a tile never
-depends on how many rows there are: a row's result does not depend on what is beside it.
+Rows can be gathered through an index, so tokens are never copied for their experts. No sum is split, and the shape of a tile
+never depends on how many rows there are: a row's result does not depend on what is beside it.
 
 Dimensions: M rows sorted by expert, A the width that is summed over, B output width, E experts.
 """
@@ -125,8 +125,8 @@ def product_tma_kernel(
     a, b, c, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows that lie side by side and weights [E · B, A]: tiles come by the tensor memory accelerator. One that reaches
-    over an expert's end brings rows of the next one, which are not stored."""
+    """The same for rows that lie side by side and weights [E · B, A]: tiles come by the tensor memory accelerator. One that
+    reaches over an expert's end brings rows of the next one, which are not stored."""
     begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
     for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
         expert, m0, last, n0 = find_tile(t, begin, end, down, through, N, BM, BN, BE, GROUP)

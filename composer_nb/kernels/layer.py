@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: `moe` from router logits, `experts` from experts and gates that are chosen already.
 
-One autograd function goes through the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a recipe.
-The default, unquantised by torch, is `experts.py`, which is faster on a CPU.
+One autograd function goes through the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a
+recipe. The default, unquantised by torch, is `experts.py`, which is faster on a CPU.
 
     h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
     act = silu(h₁) · h₂ · gate         [M, I]
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from composer_nb.kernels.experts import grouped_experts
 from composer_nb.kernels.explanation import architecture
 from composer_nb.kernels.formats import MXTensor
-from composer_nb.kernels.plain import Plan, PlainSteps, Steps
+from composer_nb.kernels.plain import PlainSteps, Plan, Steps
 from composer_nb.kernels.quantize import mx_quantize
 from composer_nb.kernels.recipes import Recipe, as_recipe
 from composer_nb.kernels.triton_runtime import BackendName, choose
@@ -72,8 +72,8 @@ def experts(
     backend: str | None = None,
     tile: int = 0,
 ) -> Tensor:
-    """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. `tile`, of torch's back end: as in
-    `linear.py`. Raises ValueError as `moe` does."""
+    """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. `tile`, of torch's back end:
+    as in `linear.py`. Raises ValueError as `moe` does."""
     chosen = as_recipe(recipe)
     name, _ = choose(x_ND.device, backend)
     _check_widths(w_up_EFD, w_down_EDI, chosen)
@@ -88,8 +88,8 @@ def experts(
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -> Tensor:
     """[M, B] in the dtype of a: rows of a [M, A] up to offs[0] times b[0], the next ones up to offs[1] times b[1], and so on.
 
-    b [E, A, B] of the dtype of a, offs int32 [E], the ends, of which the last is M; a group may be empty. Gradients reach a and b.
-    As torch's own `grouped_mm`, by any back end and for any widths. Raises ValueError that names what does not fit.
+    b [E, A, B] of the dtype of a, offs int32 [E], the ends, of which the last is M; a group may be empty. Gradients reach a
+    and b. As torch's own `grouped_mm`, by any back end and for any widths. Raises ValueError that names what does not fit.
     """
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")

@@ -2,8 +2,8 @@
 
 forward    a program takes BM rows through the whole vocabulary, BV tokens at a time: logits of a tile live in registers, and
            three numbers a row are carried along (Milakov and Gimelshein, arXiv 1805.02867, with the entropy's sum beside theirs):
-           the largest logit so far, t; s = Σ e^(z − t); r = Σ (z − t) e^(z − t). Then log Σ e^z = t + ln s, entropy = ln s − r / s.
-backward   logits of PIECE rows are computed once more and turned into their gradient on the spot, g · (one-hot − p); two
+           the largest logit so far, t; s = Σ e^(z − t); r = Σ (z − t) e^(z − t). Then log Σ e^z = t + ln s, entropy = ln s − r
+/ s. backward   logits of PIECE rows are computed once more and turned into their gradient on the spot, g · (one-hot − p); two
            ordinary products finish a piece before the next one is begun.
 
 Dimensions: U rows of hidden states of width D, V vocabulary, S sampled tokens.
@@ -121,7 +121,8 @@ class _LogprobEntropy(torch.autograd.Function):
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         chosen_kernel[(triton.cdiv(len(from_S), 16),)](
-            hidden_UD, weight_VD, from_S, token_S, logit_S, len(from_S), D=width, BS=16, BD=min(256, triton.next_power_of_2(width)),
+            hidden_UD, weight_VD, from_S, token_S, logit_S, len(from_S), D=width, BS=16,
+            BD=min(256, triton.next_power_of_2(width)),
         )  # fmt: skip
         logprob_S = logit_S - total_U[from_S]
         ctx.save_for_backward(hidden_UD, weight_VD, from_S, token_S, total_U, logprob_S)

@@ -1,5 +1,5 @@
-"""The steps of an expert layer in plain torch, on any device: the oracle of the kernels in Triton (`triton_steps.py`), and the back end
-that emulates number formats. Every step says what its kernel must do.
+"""The steps of an expert layer in plain torch, on any device: the oracle of the kernels in Triton (`triton_steps.py`), and the
+back end that emulates number formats. Every step says what its kernel must do.
 
 Dimensions: N tokens, K experts a token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I, E experts;
 A the width that a product sums over, B its output width.

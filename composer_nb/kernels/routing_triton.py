@@ -1,7 +1,7 @@
 """Router and route plan in Triton, without a wait for the GPU: nothing is read back, every size is known from shapes.
 
-`choose` is `routing.choose_experts`, with the scores of `routing.route`; `plan` is `PlainSteps.plan`: a stable counting sort of the
-choices by expert, by a histogram a block of choices and a running count inside it, so no atomic adds and one order.
+`choose` is `routing.choose_experts`, with the scores of `routing.route`; `plan` is `PlainSteps.plan`: a stable counting sort
+of the choices by expert, by a histogram a block of choices and a running count inside it, so no atomic adds and one order.
 
 Dimensions: N tokens, E experts, K experts a token, M = N · K choices, B blocks of choices.
 """
@@ -29,8 +29,8 @@ def router_kernel(
     logits, bias, experts, gates, tokens, stride_n, E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr,
     BIASED: tl.constexpr, SCALE: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Experts int32 [N, K] and gates float32 [N, K]. What is compared are integers that have the order of the floats, so that ties
-    and NaN are as `choose_experts` has them; softmax does not change the order, so logits are compared."""
+    """Experts int32 [N, K] and gates float32 [N, K]. What is compared are integers that have the order of the floats, so that
+    ties and NaN are as `choose_experts` has them; softmax does not change the order, so logits are compared."""
     n, e, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BE), tl.arange(0, BK)
     inside = (n < tokens)[:, None] & (e < E)[None, :]
     x = tl.load(logits + n[:, None].to(tl.int64) * stride_n + e[None, :], mask=inside, other=0.0).to(tl.float32)

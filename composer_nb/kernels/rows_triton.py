@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_nb.kernels.formats import MXTensor, mx_scale_shape
 from composer_nb.kernels.aot import Expect, Spec
+from composer_nb.kernels.formats import MXTensor, mx_scale_shape
 from composer_nb.kernels.plain import Plan
 from composer_nb.kernels.quantize_triton import _mx_tile as mx_codes
 from composer_nb.kernels.quantize_triton import _store_mx as store_mx
@@ -72,26 +72,27 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
 
 @triton.jit
 def swiglu_kernel(
-    h, gate, out, q, scale, rows, I: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr
+    h, gate, out, q, scale, rows, INNER: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr,
+    BI: tl.constexpr,
 ):  # fmt: skip
     """The activation, as it is (BLOCK 0) or as MXFP8 with a scale for BLOCK columns."""
     m, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BI + tl.arange(0, BI)
-    mask = (m < rows)[:, None] & (i < I)[None, :]
-    at = m[:, None].to(tl.int64) * (2 * I) + i[None, :]
+    mask = (m < rows)[:, None] & (i < INNER)[None, :]
+    at = m[:, None].to(tl.int64) * (2 * INNER) + i[None, :]
     a = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(h + at + I, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(h + at + INNER, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + m, mask=m < rows, other=0.0)
     act = (a / (1.0 + tl.exp(-a)) * b * g[:, None]).to(h.dtype.element_ty)
     if BLOCK:
         code, byte = mx_codes(act.to(tl.float32), 1, BLOCK, True)
-        store_mx(q, scale, code, byte, 0, tl.program_id(0) * BM, tl.program_id(1) * BI, rows, I, 1, BLOCK, PACKED)
+        store_mx(q, scale, code, byte, 0, tl.program_id(0) * BM, tl.program_id(1) * BI, rows, INNER, 1, BLOCK, PACKED)
     else:
-        tl.store(out + m[:, None].to(tl.int64) * I + i[None, :], act, mask=mask)
+        tl.store(out + m[:, None].to(tl.int64) * INNER + i[None, :], act, mask=mask)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    d, h, gate, dh, act, dgate, q, scale, rows, I: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr,
+    d, h, gate, dh, act, dgate, q, scale, rows, INNER: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr,
     BI: tl.constexpr,
 ):  # fmt: skip
     """A block of rows from end to end, so that the gate's gradient is summed by one program. With s = sigmoid(a):
@@ -99,12 +100,12 @@ def swiglu_backward_kernel(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     g = tl.load(gate + m, mask=m < rows, other=0.0)[:, None]
     total = tl.zeros([BM], tl.float32)
-    for i0 in range(0, I, BI):
+    for i0 in range(0, INNER, BI):
         i = i0 + tl.arange(0, BI)
-        mask = (m < rows)[:, None] & (i < I)[None, :]
-        at_i, at = m[:, None].to(tl.int64) * I + i[None, :], m[:, None].to(tl.int64) * (2 * I) + i[None, :]
+        mask = (m < rows)[:, None] & (i < INNER)[None, :]
+        at_i, at = m[:, None].to(tl.int64) * INNER + i[None, :], m[:, None].to(tl.int64) * (2 * INNER) + i[None, :]
         a = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(h + at + I, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(h + at + INNER, mask=mask, other=0.0).to(tl.float32)
         slope = tl.load(d + at_i, mask=mask, other=0.0).to(tl.float32)
         s = 1.0 / (1.0 + tl.exp(-a))
         plain = a * s * b
@@ -112,14 +113,14 @@ def swiglu_backward_kernel(
         da = (slope * g * b * s * (1.0 + a * (1.0 - s))).to(h.dtype.element_ty)
         db = (slope * g * a * s).to(h.dtype.element_ty)
         tl.store(dh + at, da, mask=mask)
-        tl.store(dh + at + I, db, mask=mask)
+        tl.store(dh + at + INNER, db, mask=mask)
         tl.store(act + at_i, (plain * g).to(h.dtype.element_ty), mask=mask)
         if BLOCK:
             row = tl.program_id(0) * BM
             code, byte = mx_codes(da.to(tl.float32), 1, BLOCK, True)
-            store_mx(q, scale, code, byte, 0, row, i0, rows, 2 * I, 1, BLOCK, PACKED)
+            store_mx(q, scale, code, byte, 0, row, i0, rows, 2 * INNER, 1, BLOCK, PACKED)
             code, byte = mx_codes(db.to(tl.float32), 1, BLOCK, True)
-            store_mx(q, scale, code, byte, 0, row, I + i0, rows, 2 * I, 1, BLOCK, PACKED)
+            store_mx(q, scale, code, byte, 0, row, INNER + i0, rows, 2 * INNER, 1, BLOCK, PACKED)
     tl.store(dgate + m, total, mask=m < rows)
 
 
@@ -160,7 +161,7 @@ def swiglu(h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
     kept = _room(rows, half, block, h_MF)
     high, wide = swiglu_shape(half, block)
     swiglu_kernel[(triton.cdiv(rows, high), triton.cdiv(half, wide))](
-        h_MF, gate_M, act_MI, *_parts(kept, act_MI), rows, I=half, BLOCK=block, PACKED=_packed(half, block, wide),
+        h_MF, gate_M, act_MI, *_parts(kept, act_MI), rows, INNER=half, BLOCK=block, PACKED=_packed(half, block, wide),
         BM=high, BI=wide,
     )  # fmt: skip
     return kept or quantise_rows(act_MI, format, "triton")
@@ -176,7 +177,7 @@ def swiglu_backward(
     kept = _room(rows, 2 * half, block, h_MF)
     high, wide = swiglu_shape(half, block)
     swiglu_backward_kernel[(triton.cdiv(rows, high),)](
-        d_MI, h_MF, gate_M, dh_MF, act_MI, dgate_M, *_parts(kept, act_MI), rows, I=half, BLOCK=block,
+        d_MI, h_MF, gate_M, dh_MF, act_MI, dgate_M, *_parts(kept, act_MI), rows, INNER=half, BLOCK=block,
         PACKED=_packed(half, block, wide), BM=high, BI=wide,
     )  # fmt: skip
     return dh_MF, kept or quantise_rows(dh_MF, format, "triton"), act_MI, dgate_M
@@ -190,7 +191,7 @@ def _spec(name: str, kernel: Any, tensors: str, constants: dict[str, Any], **exp
     return Spec(name=name, kernel=kernel, types={**types, size: "i32"}, constants=constants, expect=Expect(**expect))
 
 
-_D, _I = {"D": 2048, "BD": columns(2048)}, {"I": 768, "BM": 4, "BI": swiglu_shape(768, 32)[1]}
+_D, _I = {"D": 2048, "BD": columns(2048)}, {"INNER": 768, "BM": 4, "BI": swiglu_shape(768, 32)[1]}
 _BACKWARD = "d h gate:fp32 dh act dgate:fp32 q:u8 scale:u8"
 SPECS = (
     _spec("permute", permute_kernel, "x out token:i32", {**_D, "BM": 4}, narrow=8),

@@ -1,10 +1,10 @@
 """Grouped GEMM of quantised operands in Triton, with the tile map of `grouped_gemm_triton.py`.
 
-    mxfp8, nvfp4     `tl.dot_scaled`. On Blackwell that is a tensor core instruction which takes the scales; on Hopper Triton widens
-                     mxfp8 in registers, exactly, and multiplies in bf16. nvfp4, which Triton 3.6 does not compile for
+    mxfp8, nvfp4     `tl.dot_scaled`. On Blackwell that is a tensor core instruction which takes the scales; on Hopper Triton
+                     widens mxfp8 in registers, exactly, and multiplies in bf16. nvfp4, which Triton 3.6 does not compile for
                      Hopper, is widened here.
-    fp8_block128     a plain float8 product for every 128 of K, added to float32 sums times both scales: Hopper keeps sums of float8
-                     products in about 14 bits (DeepSeek-V3, arXiv 2412.19437, §3.5.2), too few for long ones.
+    fp8_block128     a plain float8 product for every 128 of K, added to float32 sums times both scales: Hopper keeps sums of
+                     float8 products in about 14 bits (DeepSeek-V3, arXiv 2412.19437, §3.5.2), too few for long ones.
 
 Dimensions: M rows sorted by expert, K the width that is summed over, N output width, E experts.
 """
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_nb.kernels.formats import NVFP4_BLOCK, MXTensor, NVFP4Tensor
-from composer_nb.kernels.grouped_gemm_triton import QWEN, Tiles, find_tile, programs, tile_table
 from composer_nb.kernels.aot import Expect, Spec
 from composer_nb.kernels.explanation import INSTRUCTIONS
+from composer_nb.kernels.formats import NVFP4_BLOCK, MXTensor, NVFP4Tensor
+from composer_nb.kernels.grouped_gemm_triton import QWEN, Tiles, find_tile, programs, tile_table
 from composer_nb.kernels.plain import Plan
 from composer_nb.kernels.recipes import Format, Operand
 from composer_nb.kernels.triton_runtime import interpreting, repair_interpreter

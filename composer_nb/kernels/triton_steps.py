@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_nb.kernels import grouped_gemm_triton, rows_triton, routing_triton
+from composer_nb.kernels import grouped_gemm_triton, routing_triton, rows_triton
 from composer_nb.kernels.plain import Plan
 from composer_nb.kernels.recipes import Format, Operand, quantise_rows, quantise_weights
 from composer_nb.kernels.scaled_gemm_triton import scaled_product

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_nb.kernels.attention import cached_attention
-from composer_nb.kernels.linear import linear, matmul
 from composer_nb.kernels.layer import experts
+from composer_nb.kernels.linear import linear, matmul
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
 from composer_nb.kernels.recipes import RecipeName
 from composer_nb.kernels.routing import Replay, Routing, Rule, load_balance, route

@@ -114,7 +114,10 @@ def test_replaying_a_model_s_own_routes_changes_nothing():
     x, router, w_in, w_out = layer(4, 30, 8, 6, 4)
     own = route(x, router, Rule(chosen=3))
     again = route(x, router, Rule(chosen=3), replay=Replay(experts=own.experts_NK))
-    assert torch.equal(grouped_experts(x, own.experts_NK, own.gates_NK, w_in, w_out), grouped_experts(x, again.experts_NK, again.gates_NK, w_in, w_out))
+    assert torch.equal(
+        grouped_experts(x, own.experts_NK, own.gates_NK, w_in, w_out),
+        grouped_experts(x, again.experts_NK, again.gates_NK, w_in, w_out),
+    )
 
 
 @pytest.mark.parametrize("shape", [(11, 2), (12, 3), (12, 1), (2, 12)])
@@ -128,7 +131,9 @@ def test_routes_that_do_not_fit_the_tokens_are_refused(shape: tuple[int, int]):
 def test_experts_without_a_token_do_nothing_and_get_no_gradient(form):
     x, router, w_in, w_out = layer(5, 9, 8, 6, 4)
     routing = route(x, router, Rule(chosen=2), replay=Replay(experts=torch.tensor([[4, 1]] * 9)))
-    slope_in, slope_out = torch.autograd.grad(form(x, routing.experts_NK, routing.gates_NK, w_in, w_out).sum(), (w_in, w_out))
+    slope_in, slope_out = torch.autograd.grad(
+        form(x, routing.experts_NK, routing.gates_NK, w_in, w_out).sum(), (w_in, w_out)
+    )
     for expert in range(6):
         for slope in (slope_in, slope_out):
             assert bool(slope[expert].abs().sum() > 0) == (expert in (1, 4))

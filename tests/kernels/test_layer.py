@@ -1,4 +1,5 @@
-"""`moe` against loops in float64: the formats of each recipe, causality and batch invariance, what is refused, what is explained."""
+"""`moe` against loops in float64: the formats of each recipe, causality and batch invariance, what is refused, what is
+explained."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ LOW = ["mxfp8", "fp8_block128", "nvfp4"]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def inputs(seed: int, n: int = 24, d: int = 128, i: int = 128, e: int = 5, dtype: torch.dtype = torch.float32) -> Inputs:
+def inputs(
+    seed: int, n: int = 24, d: int = 128, i: int = 128, e: int = 5, dtype: torch.dtype = torch.float32
+) -> Inputs:
     """x [N, D], logits [N, E], w_gate_up [E, 2I, D], w_down [E, D, I], all to be learnt."""
     g = torch.Generator().manual_seed(seed)
 
@@ -101,11 +104,15 @@ def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str):
     out = moe(*made, 2, recipe=recipe)
     limit = 2e-6 if recipe == "bf16" else 2e-3
     assert error(out, wanted) < limit
-    for name, found, exact in zip(("x", "router_logits", "w_gate_up", "w_down"), slopes(out, made, pull), gradients, strict=True):
+    for name, found, exact in zip(
+        ("x", "router_logits", "w_gate_up", "w_down"), slopes(out, made, pull), gradients, strict=True
+    ):
         assert error(found, exact) < limit, name
 
 
-@pytest.mark.parametrize("recipe, least, most", [("mxfp8", 0.03, 0.08), ("fp8_block128", 0.03, 0.08), ("nvfp4", 0.12, 0.3)])
+@pytest.mark.parametrize(
+    "recipe, least, most", [("mxfp8", 0.03, 0.08), ("fp8_block128", 0.03, 0.08), ("nvfp4", 0.12, 0.3)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_how_far_a_recipe_is_from_high_precision(recipe: str, least: float, most: float, dtype: torch.dtype):
     """Bounded on both sides: an error of nothing would mean that nothing was quantised."""
@@ -143,7 +150,9 @@ def test_widths_that_torch_s_own_product_refuses():
 
 
 def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
-    logits = torch.tensor([[1.0, 2, 2, 0], [0, 0, 0, 0], [-0.0, 0.0, -1, -2], [1, float("nan"), 3, 2], [-5, -3, -3, -4]])
+    logits = torch.tensor(
+        [[1.0, 2, 2, 0], [0, 0, 0, 0], [-0.0, 0.0, -1, -2], [1, float("nan"), 3, 2], [-5, -3, -3, -4]]
+    )
     assert choose_experts(logits, 3).tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]]
     many = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     assert torch.equal(choose_experts(many, 8), many.topk(8).indices)
@@ -212,7 +221,9 @@ def test_what_is_saved_for_the_backward_pass_can_be_quantised_too():
         return sum(sizes.values()), slopes(out, made, pull)
 
     plain = RECIPES["mxfp8"]
-    (bytes_plain, exact), (bytes_small, near) = (kept(r) for r in (plain, Recipe(name="s", forward="mxfp8", dgrad="mxfp8", save="mxfp8")))
+    (bytes_plain, exact), (bytes_small, near) = (
+        kept(r) for r in (plain, Recipe(name="s", forward="mxfp8", dgrad="mxfp8", save="mxfp8"))
+    )
     hidden = 256 * 2 * 256  # choices times gates and ups
     assert bytes_plain - bytes_small == 2 * hidden - hidden * 33 // 32
     for found, wanted in zip(near, exact, strict=True):
@@ -237,7 +248,8 @@ def test_bad_input_is_refused_by_name():
     refuse("k=0: must be", k=0)
     refuse("k=2.0: must be", k=2.0)
     refuse("recipe='fp8_block128' has blocks that D = 64 is no multiple of: must be one of 128", recipe="fp8_block128")
-    refuse("recipe='mxfp8' has blocks that D = 48 is no multiple of", recipe="mxfp8", x=x[:, :48], w_gate_up=up[..., :48], w_down=down[:, :48])  # fmt: skip
+    narrow = {"x": x[:, :48], "w_gate_up": up[..., :48], "w_down": down[:, :48]}
+    refuse("recipe='mxfp8' has blocks that D = 48 is no multiple of", recipe="mxfp8", **narrow)
     refuse("x is torch.float16: must be", x=x.half())
     refuse("x of shape (64,): must be [..., D]", x=x[0])
     refuse("x of shape (0, 64): must be [..., D] with one token at least", x=x[:0])
@@ -248,8 +260,8 @@ def test_bad_input_is_refused_by_name():
     refuse("router_logits of shape (24, 4): must be (24, 5)", router_logits=logits[:, :4])
     refuse("router_logits is torch.int64: must be", router_logits=logits.long())
     refuse("w_down is on meta: must be on cpu, as x is", w_down=down.detach().to("meta"))
-    whole = (tensor.double() for tensor in (x, logits, up, down))
-    refuse("recipe='mxfp8' is of float32 and bfloat16", recipe="mxfp8", **dict(zip(("x", "router_logits", "w_gate_up", "w_down"), whole, strict=True)))  # fmt: skip
+    whole = {"x": x.double(), "w_gate_up": up.double(), "w_down": down.double()}
+    refuse("recipe='mxfp8' is of float32 and bfloat16", recipe="mxfp8", **whole)
 
 
 def test_an_old_gpu_is_refused_and_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch):
@@ -308,7 +320,9 @@ def test_the_grouped_product_and_its_gradients(widths: tuple[int, int]):
     wanted = torch.cat([a[:3] @ b[0], a[3:10] @ b[2], a[10:] @ b[3]])
     found = grouped_mm(a, b, offs)
     torch.testing.assert_close(found, wanted)
-    for one, other in zip(torch.autograd.grad(found.sum(), (a, b)), torch.autograd.grad(wanted.sum(), (a, b)), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), (a, b)), torch.autograd.grad(wanted.sum(), (a, b)), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
