@@ -9,6 +9,7 @@ Dimensions: B rows of T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -48,8 +49,8 @@ class Curve:
     held_out: float
     """After the last one."""
     gap: list[tuple[int, float]]
-    """(step, mean |Δ log p| of held-out bytes between this division and IEEE's at the same weights): what an engine that divides
-    differently from the trainer does to importance ratios. Empty for IEEE's own."""
+    """(step, mean |Δ log p| of held-out bytes between this division and IEEE's, both on the same published cast to bfloat16): what
+    an engine that divides differently from the trainer does to importance ratios. Empty for IEEE's own."""
     weights: Tensor
     """All of the last step, one after another."""
 
@@ -113,6 +114,7 @@ def _loss(model: Model, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _gap(model: Model, ids: Tensor) -> float:
-    mine = _logprobs(model, ids)
+    published = deepcopy(model).bfloat16()
+    mine = _logprobs(published, ids).float()
     with dividing("ieee"):
-        return float((mine - _logprobs(model, ids)).abs().mean())
+        return float((mine - _logprobs(published, ids).float()).abs().mean())
