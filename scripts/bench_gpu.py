@@ -69,7 +69,8 @@ def measure(b: Bench, seconds: float, rounds: int) -> tuple[list[Found], dict[st
     for part, count in PLAN:
         for case in part(b):
             share = max(0.0, end - time.monotonic()) / max(1, left)
-            one = run_case(case, b.device, seconds=share / 2, rounds=rounds, least=2 if b.rehearsal else 5, flush=flush)
+            few = {"rounds": 1, "least": 1, "warm": 1} if b.rehearsal else {"rounds": rounds}
+            one = run_case(case, b.device, seconds=share / 2, flush=flush, **few)
             print(
                 f"{case.number:>2} {case.title}, {case.shape}: {one.median(OURS) or float('nan'):.3f} ms {one.holes or ''}",
                 file=sys.stderr,
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     b = Bench(asked.device)
     explain(device=b.device, backend="triton")  # refuses a GPU that is too old, and a machine without Triton
     facts = machine(b)
-    found, tops = measure(b, asked.seconds, 2 if b.rehearsal else asked.rounds)
+    found, tops = measure(b, asked.seconds, asked.rounds)
     notes = [*memory(b), *([REHEARSAL] if b.rehearsal else [])]
     asked.out.mkdir(parents=True, exist_ok=True)
     head = ", ".join(f"{name} {value}" for name, value in facts.items())
