@@ -92,7 +92,6 @@ def test_forms_take_turns_and_one_that_fails_is_a_hole():
         number="1",
         title="",
         shape="",
-        peer="b",
         forms={"ours": form("a", 1.1), "b": form("b", 1.0), "c": broken, "d": "missing"},
     )
     result = run_case(case, CPU, seconds=10, rounds=3)
