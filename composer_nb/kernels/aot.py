@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from composer_nb.kernels.triton_runtime import interpreting
+from composer_nb.kernels.triton_runtime import interpreting, triton_version
 
 ARCHITECTURES = (90, 100)
 """Compute capability times ten: Hopper, Blackwell."""
@@ -229,16 +229,43 @@ def examine(names: Sequence[str], index: int, architecture: int) -> Row:
     return Row(name=spec.name, architecture=architecture, compiled=compiled, failed=failures(compiled, spec.expect))
 
 
-def gate(names: Sequence[str], architectures: Sequence[int], *, processes: int = 2) -> list[Row]:
-    """All specs of these modules, in order."""
-    work = [
-        (names, index, architecture)
-        for index, spec in enumerate(specs_of(names))
-        for architecture in architectures
-        if architecture in spec.architectures
-    ]
-    with ProcessPoolExecutor(min(processes, len(work) or 1), mp_context=get_context("spawn")) as pool:
+def gate(names: Sequence[str], architectures: Sequence[int], *, only: str = "", processes: int = 2) -> list[Row]:
+    """The specs of these modules whose names contain `only`, in order, in processes of their own, which compile also where this
+    one interprets. Raises ValueError where there are none."""
+    names = list(names)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_compile_here) as pool:
+        known = pool.submit(_known, names).result()
+        work = [
+            (names, index, architecture)
+            for index, (name, wanted) in enumerate(known)
+            for architecture in architectures
+            if only in name and architecture in wanted
+        ]
+        if not work:
+            raise ValueError(
+                f"nothing to compile: only={only!r} must be in one of {', '.join(name for name, _ in known)}"
+            )
         return list(pool.map(examine, *zip(*work, strict=True)))
+
+
+def _compile_here() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def _known(names: Sequence[str]) -> list[tuple[str, Sequence[int]]]:
+    return [(spec.name, spec.architectures) for spec in specs_of(names)]
+
+
+def excerpt(text: str, pattern: str, around: int = 1) -> str:
+    """Lines of a listing that match a regular expression, each with so many before and after it, and dots between."""
+    lines = text.splitlines()
+    hits = {at for at, line in enumerate(lines) if re.search(pattern, line)}
+    shown = sorted({at + by for at in hits for by in range(-around, around + 1) if 0 <= at + by < len(lines)})
+    out: list[str] = []
+    for before, at in zip([-1, *shown], shown, strict=False):
+        out += ["    …"] if at > before + 1 else []
+        out += [lines[at]]
+    return "\n".join(out)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -262,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="comma-separated: 90,100")
     parser.add_argument("--module", action="append", help="a module with SPECS, in place of the package's own")
+    parser.add_argument("--only", default="", help="kernels whose names contain this")
     parser.add_argument("--processes", type=int, default=2)
     asked = parser.parse_args(arguments)
     try:
@@ -270,16 +298,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--arch {asked.arch!r}: must be numbers such as 90,100")
     if unknown := set(architectures) - set(ARCHITECTURES):
         parser.error(f"--arch {sorted(unknown)}: must be of {', '.join(map(str, ARCHITECTURES))}")
-    os.environ.pop("TRITON_INTERPRET", None)  # also for the processes that compile
-    import triton
-
     began = time.perf_counter()
-    rows = gate(asked.module or modules(), architectures, processes=asked.processes)
+    try:
+        rows = gate(asked.module or modules(), architectures, only=asked.only, processes=asked.processes)
+    except ValueError as error:
+        parser.error(str(error))
     failed = sum(bool(row.failed) for row in rows)
     print(table(rows))
-    print(
-        f"{len(rows)} compiled by Triton {triton.__version__} in {time.perf_counter() - began:.0f} s, {failed} failed"
-    )
+    print(f"{len(rows)} compiled by Triton {triton_version()} in {time.perf_counter() - began:.0f} s, {failed} failed")
     return min(1, failed)
 
 
