@@ -16,8 +16,7 @@ from torch import Tensor
 from composer_nb.kernels.aot import Expect, Spec
 from composer_nb.kernels.formats import MXTensor, mx_scale_shape
 from composer_nb.kernels.plain import Plan
-from composer_nb.kernels.quantize_triton import _mx_tile as mx_codes
-from composer_nb.kernels.quantize_triton import _store_mx as store_mx
+from composer_nb.kernels.quantize_triton import mx_codes, store_mx
 from composer_nb.kernels.recipes import Format, Operand, quantise_rows
 from composer_nb.kernels.triton_runtime import interpreting, ran, repair_interpreter
 
