@@ -22,19 +22,15 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from gpu_cases import Bench, ceilings, decoding, layers, memory, products, rows
+from gpu_cases import Bench, ceilings, compiled, decoding, layers, memory, products, rows
 
 from composer_nb.kernels import explain
 from composer_nb.kernels.bench import L2_BYTES, OURS, Case, Found, as_json, run_case, table
 
 REHEARSAL = "REHEARSAL on a CPU, in Triton's interpreter: the flow is tested, the times mean nothing."
 PLAN: tuple[tuple[Callable[[Bench], Iterator[Case]], int], ...] = (
-    (ceilings, 3),
-    (products, 10),
-    (rows, 6),
-    (layers, 16),
-    (decoding, 4),
-)
+    (ceilings, 3), (products, 10), (rows, 6), (decoding, 4), (layers, 16), (compiled, 1),
+)  # fmt: skip
 """What is measured, and about how many cases each has."""
 
 
@@ -60,16 +56,17 @@ def machine(b: Bench) -> dict[str, str]:
 def measure(b: Bench, seconds: float, rounds: int) -> tuple[list[Found], dict[str, float]]:
     """All cases, within about `seconds`: each takes its part of what is left."""
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=b.device) if b.device.type == "cuda" else None
-    end, found, tops, left = (
-        time.monotonic() + seconds,
-        list[Found](),
-        dict[str, float](),
-        sum(count for _, count in PLAN),
-    )
+    end, left = time.monotonic() + seconds, sum(count for _, count in PLAN)
+    found: list[Found] = []
+    tops: dict[str, float] = {}
     for part, count in PLAN:
         for case in part(b):
             share = max(0.0, end - time.monotonic()) / max(1, left)
-            one = run_case(case, b.device, seconds=share / 2, rounds=rounds, least=2 if b.rehearsal else 5, flush=flush)
+            if time.monotonic() > end:
+                found.append(Found(case=case, holes=dict.fromkeys(case.forms, "out of time")))
+                continue
+            few = {"rounds": 1, "least": 1, "warm": 1} if b.rehearsal else {"rounds": rounds}
+            one = run_case(case, b.device, seconds=share / 2, flush=flush, **few)
             print(
                 f"{case.number:>2} {case.title}, {case.shape}: {one.median(OURS) or float('nan'):.3f} ms {one.holes or ''}",
                 file=sys.stderr,
@@ -100,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     b = Bench(asked.device)
     explain(device=b.device, backend="triton")  # refuses a GPU that is too old, and a machine without Triton
     facts = machine(b)
-    found, tops = measure(b, asked.seconds, 2 if b.rehearsal else asked.rounds)
+    found, tops = measure(b, asked.seconds, asked.rounds)
     notes = [*memory(b), *([REHEARSAL] if b.rehearsal else [])]
     asked.out.mkdir(parents=True, exist_ok=True)
     head = ", ".join(f"{name} {value}" for name, value in facts.items())

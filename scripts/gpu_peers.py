@@ -48,7 +48,7 @@ def loop_mm(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     return torch.cat([part @ w for part, w in zip(a.split(sizes), b.unbind(), strict=True)])
 
 
-def their_layer(s: Shape, up: Tensor, down: Tensor, backend: str, *, compiled: bool = False) -> Callable[..., Tensor]:
+def their_layer(s: Shape, backend: str) -> Callable[..., Tensor]:
     """`transformers`' Qwen3-MoE experts, with the arithmetic of their router."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -68,7 +68,7 @@ def their_layer(s: Shape, up: Tensor, down: Tensor, backend: str, *, compiled: b
         out: Tensor = torch.func.functional_call(made, {"gate_up_proj": w_up, "down_proj": w_down}, (x, experts, gates))
         return out
 
-    return torch.compile(layer) if compiled else layer
+    return layer
 
 
 def liger_layer(s: Shape) -> Callable[..., Tensor]:

@@ -48,11 +48,8 @@ class Case:
     work: float = 0.0
     """Floating point operations or bytes of a call."""
     unit: Literal["TFLOP/s", "GB/s", ""] = ""
-    peer: str = ""
-    """Which form `target` is against."""
-    target: Target | None = None
-    share_of: str = ""
-    """Instead of a peer: the ceiling whose rate `target` is a share of."""
+    goals: Mapping[str, Target] = field(default_factory=dict)
+    """By what they are about: another form, whose time is divided by ours; a ceiling, of whose rate ours is a share; the unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +60,7 @@ class Found:
     times: dict[str, list[float]] = field(default_factory=dict)
     holes: dict[str, str] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
-    """Relative distance of what a form gives from what the peer (or the first form) gives."""
+    """Relative distance of what a form gives from what the first of the others gives."""
 
     def median(self, form: str) -> float | None:
         return statistics.median(self.times[form]) if self.times.get(form) else None
@@ -78,12 +75,14 @@ class Found:
         ours, other = self.median(OURS), self.median(form)
         return None if not ours or other is None else other / ours
 
-    def value(self, ceilings: Mapping[str, float]) -> float | None:
-        """What the case's target is about."""
-        if self.case.share_of:
-            ours, top = self.rate(OURS), ceilings.get(self.case.share_of)
-            return None if ours is None or not top else ours / top
-        return self.ratio(self.case.peer)
+    def value(self, goal: str, ceilings: Mapping[str, float]) -> float | None:
+        """What a goal of this name is about; None where it was not measured."""
+        ours = self.rate(OURS)
+        if goal == self.case.unit:
+            return ours
+        if goal in ceilings:
+            return None if ours is None else ours / ceilings[goal]
+        return self.ratio(goal)
 
 
 def route_logits(kind: Routes, tokens: int, experts: int, device: torch.device | str, seed: int = 0) -> Tensor:
@@ -115,9 +114,16 @@ def timed(form: Form, device: torch.device, flush: Tensor | None) -> tuple[float
 
 
 def run_case(
-    case: Case, device: torch.device, *, seconds: float, rounds: int = 30, least: int = 5, flush: Tensor | None = None
+    case: Case,
+    device: torch.device,
+    *,
+    seconds: float,
+    rounds: int = 30,
+    least: int = 5,
+    warm: int = 2,
+    flush: Tensor | None = None,
 ) -> Found:
-    """Warms every form up once, then rounds until there are enough or the time is over (but `least` of them)."""
+    """Warms every form up, then rounds until there are enough or the time is over (but `least` of them)."""
     found, outs = Found(case=case), dict[str, Tensor]()
     ready: dict[str, Form] = {}
     for name, form in case.forms.items():
@@ -125,7 +131,7 @@ def run_case(
             found.holes[name] = form
             continue
         try:
-            for _ in range(2):
+            for _ in range(warm):
                 _, out = timed(form, device, None)
         except Exception as error:  # a peer's fault is a hole in the table, ours too: it is named
             found.holes[name] = (
@@ -135,7 +141,7 @@ def run_case(
         ready[name] = form
         if isinstance(out, Tensor):
             outs[name] = out.detach()
-    exact = outs.get(case.peer, next(iter(outs.values()), None))
+    exact = next((out for name, out in outs.items() if name != OURS), None)
     found.errors.update({name: distance(out, exact) for name, out in outs.items() if exact is not None})
     outs.clear()
     end = time.perf_counter() + seconds
@@ -158,7 +164,7 @@ def distance(out: Tensor, exact: Tensor) -> float:
 def table(results: Sequence[Found], ceilings: Mapping[str, float]) -> str:
     """Markdown, a line a form; ours first."""
     lines = [
-        "| # | what | shape | form | ms | rate | theirs / ours | target (floor / target / stretch) | error |",
+        "| # | what | shape | form | ms | rate | theirs / ours | goals (floor / target / stretch) | error |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for found in results:
@@ -175,20 +181,28 @@ def table(results: Sequence[Found], ceilings: Mapping[str, float]) -> str:
                 f"{found.median(name):.3f}",
                 "" if rate is None else f"{rate:,.0f} {case.unit}",
                 "" if ratio is None or name == OURS else f"{ratio:.2f}",
-                target_cell(found, ceilings) if name == OURS else "",
+                goals_cell(found, ceilings) if name == OURS else "",
                 f"{found.errors[name]:.1e}" if name in found.errors else "",
             ]
             lines.append(f"| {' | '.join(head)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def target_cell(found: Found, ceilings: Mapping[str, float]) -> str:
-    target, value = found.case.target, found.value(ceilings)
-    if target is None:
-        return ""
-    against = f"of {found.case.share_of}" if found.case.share_of else f"over {found.case.peer}"
-    said = f"{target.floor:g} / {target.target:g} / {target.stretch:g} {against}"
-    return f"{said}: not measured" if value is None else f"{said}: {value:.2f}, {target.verdict(value)}"
+def goals_cell(found: Found, ceilings: Mapping[str, float]) -> str:
+    said = []
+    for goal, target in found.case.goals.items():
+        value = found.value(goal, ceilings)
+        reached = "not measured" if value is None else f"{value:.2f}, {target.verdict(value)}"
+        said.append(
+            f"{target.floor:g} / {target.target:g} / {target.stretch:g} {_about(found.case, goal, ceilings)}: {reached}"
+        )
+    return "; ".join(said)
+
+
+def _about(case: Case, goal: str, ceilings: Mapping[str, float]) -> str:
+    if goal == case.unit:
+        return goal
+    return f"of {goal}" if goal in ceilings else f"over {goal}"
 
 
 def as_json(found: Found, ceilings: Mapping[str, float]) -> dict[str, Any]:
@@ -205,7 +219,8 @@ def as_json(found: Found, ceilings: Mapping[str, float]) -> dict[str, Any]:
         "ratio": {name: found.ratio(name) for name in found.times},
         "holes": found.holes,
         "errors": found.errors,
-        "target": None if case.target is None else [case.target.floor, case.target.target, case.target.stretch],
-        "against": case.share_of or case.peer,
-        "value": found.value(ceilings),
+        "goals": {
+            goal: {"levels": [target.floor, target.target, target.stretch], "value": found.value(goal, ceilings)}
+            for goal, target in case.goals.items()
+        },
     }

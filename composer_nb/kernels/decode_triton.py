@@ -28,7 +28,7 @@ MOST_TOKENS = 64
 
 
 @triton.jit
-def decode_up_kernel(
+def decode_up_kernel(  # type: ignore[no-untyped-def]
     x, w, experts, gates, act, D: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     choice, i = tl.program_id(0), tl.program_id(1) * BI + tl.arange(0, BI)
@@ -46,7 +46,7 @@ def decode_up_kernel(
 
 
 @triton.jit
-def decode_down_kernel(
+def decode_down_kernel(  # type: ignore[no-untyped-def]
     act, w, experts, out, D: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr
 ):  # fmt: skip
     token, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)

@@ -13,8 +13,8 @@ from composer_nb.kernels.recipes import Format, Recipe, as_recipe
 from composer_nb.kernels.triton_runtime import BackendName, choose, interpreting
 
 INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
-    (None, 90): ("wgmma in bf16", r"wgmma\.mma_async\S*\.bf16\.bf16"),
-    (None, 100): ("tcgen05.mma in bf16", r"tcgen05\.mma\S*kind::f16"),
+    (None, 90): ("wgmma in bf16, multiply-adds in float32", r"wgmma\.mma_async\S*\.bf16\.bf16"),
+    (None, 100): ("tcgen05.mma in bf16, multiply-adds in float32", r"tcgen05\.mma\S*kind::f16"),
     ("mxfp8", 90): (
         "wgmma in bf16, on operands widened exactly in registers: Hopper has no block-scaled tensor core",
         r"wgmma\.mma_async\S*\.bf16\.bf16",

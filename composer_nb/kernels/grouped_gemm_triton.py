@@ -66,7 +66,7 @@ def programs(device: torch.device) -> int:
 
 
 @triton.jit
-def tile_table(ends, E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def tile_table(ends, E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
     """For each expert: first row, end, tiles of rows, and all tiles up to its last."""
     e = tl.arange(0, BE)
     end = tl.load(ends + e, mask=e < E, other=0)
@@ -76,7 +76,7 @@ def tile_table(ends, E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, BM: tl.
 
 
 @triton.jit
-def find_tile(
+def find_tile(  # type: ignore[no-untyped-def]
     t, begin, end, down, through, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def find_tile(
 
 
 @triton.jit
-def product_kernel(
+def product_kernel(  # type: ignore[no-untyped-def]
     a, b, c, ends, row_of, stride_am, stride_be, stride_bn: tl.constexpr, stride_bk: tl.constexpr,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -121,7 +121,7 @@ def product_kernel(
 
 
 @triton.jit
-def product_tma_kernel(
+def product_tma_kernel(  # type: ignore[no-untyped-def]
     a, b, c, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +169,7 @@ def _tma_fits(a_RA: Tensor, b_EBA: Tensor, shape: Tiles) -> bool:
 
 
 @triton.jit
-def outer_kernel(
+def outer_kernel(  # type: ignore[no-untyped-def]
     g, x, dw, ends, row_of, stride_g, stride_x, stride_we, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, GATHER_G: tl.constexpr, GATHER_X: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,

@@ -51,7 +51,7 @@ def moe(
     divide, an unknown recipe or back end, and a GPU that the kernels are not for.
     """
     chosen = as_recipe(recipe)
-    name, _ = choose(x.device, backend)
+    name = _backend(x, backend)
     _check(x, router_logits, w_gate_up, w_down, k)
     x_ND, logits_NE = x.flatten(0, -2), router_logits.flatten(0, -2)
     experts_NK = _steps(name, x.device, 0).choose(logits_NE.detach(), k)
@@ -75,7 +75,7 @@ def experts(
     """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. `tile`, of torch's back end:
     as in `linear.py`. Raises ValueError as `moe` does."""
     chosen = as_recipe(recipe)
-    name, _ = choose(x_ND.device, backend)
+    name = _backend(x_ND, backend)
     _check_widths(w_up_EFD, w_down_EDI, chosen)
     if name == "torch" and chosen.forward is None and chosen.dgrad is None and chosen.save is None:
         return grouped_experts(
@@ -99,7 +99,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
         raise ValueError(f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
     if len({a.device, b.device, offs.device}) > 1:
         raise ValueError(f"a is on {a.device}, b on {b.device}, offs on {offs.device}: must be on one device")
-    name, _ = choose(a.device, backend)
+    name = _backend(a, backend)
     return _GroupedMm.apply(a.contiguous(), b, offs, _steps(name, a.device, 0))
 
 
@@ -124,6 +124,16 @@ def _of_rows(a_MA: Tensor, ends_E: Tensor) -> Plan:
     """A plan for rows that are sorted already: each is its own token."""
     row_M = torch.arange(len(a_MA), dtype=torch.int32, device=a_MA.device)
     return Plan(ends_E, row_M, row_M, row_M[:, None])
+
+
+def _backend(x: Tensor, backend: str | None) -> BackendName:
+    """As `choose` says; float64, which only references need, is torch's."""
+    name, _ = choose(x.device, backend)
+    if name == "triton" and x.dtype == torch.float64:
+        if backend == "triton":
+            raise ValueError("backend='triton': its kernels are for float32 and bfloat16, and x is torch.float64")
+        return "torch"
+    return name
 
 
 def _steps(name: BackendName, device: torch.device, tile: int) -> Steps:

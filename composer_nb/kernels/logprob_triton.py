@@ -30,7 +30,7 @@ PIECE = 1024
 
 
 @triton.jit
-def logit_tile(
+def logit_tile(  # type: ignore[no-untyped-def]
     hidden, weight, u, v, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
 ):
     """float32 [BM, BV]."""
@@ -47,7 +47,7 @@ def logit_tile(
 
 
 @triton.jit
-def normaliser_kernel(
+def normaliser_kernel(  # type: ignore[no-untyped-def]
     hidden, weight, total, entropy, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     u = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -70,7 +70,7 @@ def normaliser_kernel(
 
 
 @triton.jit
-def chosen_kernel(hidden, weight, from_s, token_s, out, S, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+def chosen_kernel(hidden, weight, from_s, token_s, out, S, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):  # type: ignore[no-untyped-def]
     """The logits of the sampled tokens alone."""
     i = tl.program_id(0) * BS + tl.arange(0, BS)
     row = tl.load(from_s + i, mask=i < S, other=0).to(tl.int64)
@@ -85,7 +85,7 @@ def chosen_kernel(hidden, weight, from_s, token_s, out, S, D: tl.constexpr, BS: 
 
 
 @triton.jit
-def slope_kernel(
+def slope_kernel(  # type: ignore[no-untyped-def]
     hidden, weight, total, g, slope, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """−g · p of a piece of rows, [U, V] in the dtype of `slope`."""

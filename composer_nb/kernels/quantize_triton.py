@@ -32,7 +32,7 @@ repair_interpreter()
 
 
 @triton.jit
-def _mx_tile(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, RCEIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def mx_codes(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, RCEIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """e4m3 codes [H, W] as bytes, and scale bytes [H / ROWS, W / BLOCK] as int32, of float32 x [H, W]."""
     H: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
@@ -47,7 +47,7 @@ def _mx_tile(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, RCEIL: tl.constexpr):  
 
 
 @triton.jit
-def _store_mx(  # type: ignore[no-untyped-def]
+def store_mx(  # type: ignore[no-untyped-def]
     q_ptr, s_ptr, code, byte, at_b, row, col, R, K, ROWS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr
 ):
     """A tile of codes and of scales into contiguous [B, R, K] and [B, ⌈R / ROWS⌉, ⌈K / BLOCK⌉], from (row, col) on."""
@@ -103,11 +103,11 @@ def mx_kernel(  # type: ignore[no-untyped-def]
     at = x_ptr + at_b * stride_b + r.to(tl.int64)[:, None] * stride_r + k[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if ALONG:
-        code, byte = _mx_tile(x, ROWS, BLOCK, RCEIL)
-        _store_mx(q_ptr, s_ptr, code, byte, at_b, row, col, R, K, ROWS, BLOCK, PACKED)
+        code, byte = mx_codes(x, ROWS, BLOCK, RCEIL)
+        store_mx(q_ptr, s_ptr, code, byte, at_b, row, col, R, K, ROWS, BLOCK, PACKED)
     if DOWN:
-        code, byte = _mx_tile(tl.trans(x), ROWS, BLOCK, RCEIL)
-        _store_mx(qt_ptr, st_ptr, code, byte, at_b, col, row, K, R, ROWS, BLOCK, PACKED_DOWN)
+        code, byte = mx_codes(tl.trans(x), ROWS, BLOCK, RCEIL)
+        store_mx(qt_ptr, st_ptr, code, byte, at_b, col, row, K, R, ROWS, BLOCK, PACKED_DOWN)
 
 
 def mx_tile(along: bool, down: bool, rows: int) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ TAKEN = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def router_kernel(
+def router_kernel(  # type: ignore[no-untyped-def]
     logits, bias, experts, gates, tokens, stride_n, E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr,
     BIASED: tl.constexpr, SCALE: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def router(
 
 
 @triton.jit
-def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
+def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
     """counts[b, e]: choices of expert e in block b."""
     b = tl.program_id(0)
     m = b * BM + tl.arange(0, BM)
@@ -98,7 +98,7 @@ def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr
 
 
 @triton.jit
-def place_kernel(
+def place_kernel(  # type: ignore[no-untyped-def]
     experts, base, token, slot, row, choices, K: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip

@@ -16,8 +16,7 @@ from torch import Tensor
 from composer_nb.kernels.aot import Expect, Spec
 from composer_nb.kernels.formats import MXTensor, mx_scale_shape
 from composer_nb.kernels.plain import Plan
-from composer_nb.kernels.quantize_triton import _mx_tile as mx_codes
-from composer_nb.kernels.quantize_triton import _store_mx as store_mx
+from composer_nb.kernels.quantize_triton import mx_codes, store_mx
 from composer_nb.kernels.recipes import Format, Operand, quantise_rows
 from composer_nb.kernels.triton_runtime import interpreting, ran, repair_interpreter
 
@@ -30,7 +29,7 @@ def columns(width: int) -> int:
 
 
 @triton.jit
-def permute_kernel(x, out, token, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+def permute_kernel(x, out, token, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):  # type: ignore[no-untyped-def]
     m, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BD + tl.arange(0, BD)
     mask = (m < rows)[:, None] & (d < D)[None, :]
     source = tl.load(token + m, mask=m < rows, other=0).to(tl.int64)
@@ -51,7 +50,7 @@ def permute(x_ND: Tensor, plan: Plan) -> Tensor:
 
 
 @triton.jit
-def combine_kernel(y, out, row, tokens, D: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+def combine_kernel(y, out, row, tokens, D: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):  # type: ignore[no-untyped-def]
     n, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BD + tl.arange(0, BD)
     mask = (n < tokens)[:, None] & (d < D)[None, :]
     total = tl.zeros([BN, BD], tl.float32)
@@ -71,7 +70,7 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
 
 
 @triton.jit
-def swiglu_kernel(
+def swiglu_kernel(  # type: ignore[no-untyped-def]
     h, gate, out, q, scale, rows, INNER: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr,
     BI: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +90,7 @@ def swiglu_kernel(
 
 
 @triton.jit
-def swiglu_backward_kernel(
+def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     d, h, gate, dh, act, dgate, q, scale, rows, INNER: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr,
     BI: tl.constexpr,
 ):  # fmt: skip

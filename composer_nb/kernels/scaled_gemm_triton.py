@@ -35,7 +35,7 @@ def scaled_tiles(block: int) -> Tiles:
 
 
 @triton.jit
-def e8m0_value(byte):
+def e8m0_value(byte):  # type: ignore[no-untyped-def]
     """2^(byte − 127) in float32: 0 is a subnormal number, 255 is NaN."""
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
@@ -43,7 +43,7 @@ def e8m0_value(byte):
 
 
 @triton.jit
-def e2m1_value(code):
+def e2m1_value(code):  # type: ignore[no-untyped-def]
     """float32 of codes in the lower four bits: sign, two bits of exponent, one of mantissa."""
     wide = code.to(tl.int32)
     exponent, half = (wide >> 1) & 3, wide & 1
@@ -53,14 +53,14 @@ def e2m1_value(code):
 
 
 @triton.jit
-def widened(packed, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def widened(packed, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """bf16 [ROWS, COLUMNS] of NVFP4, exact: two bits of a code times four of a scale."""
     value = tl.join(e2m1_value(packed & 15), e2m1_value(packed >> 4)).reshape([ROWS, COLUMNS // 16, 16])
     return (value * scale.to(tl.float32)[:, :, None]).reshape([ROWS, COLUMNS]).to(tl.bfloat16)
 
 
 @triton.jit
-def scaled_product_kernel(
+def scaled_product_kernel(  # type: ignore[no-untyped-def]
     a, a_scale, a_global, b, b_scale, b_global, c, ends, row_of, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     FOUR: tl.constexpr, WIDEN: tl.constexpr, GATHER: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
@@ -99,7 +99,7 @@ def scaled_product_kernel(
 
 
 @triton.jit
-def block128_product_kernel(
+def block128_product_kernel(  # type: ignore[no-untyped-def]
     a, a_scale, b, b_scale, c, ends, row_of, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
