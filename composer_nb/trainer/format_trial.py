@@ -49,7 +49,7 @@ class Curve:
     held_out: float
     """After the last one."""
     gap: list[tuple[int, float]]
-    """(step, mean |Δ log p| of held-out bytes between this division and IEEE's, both on the same published cast to bfloat16): what
+    """(step, mean |Δ log p| of held-out bytes between this division and IEEE's, both on one published cast to bfloat16): what
     an engine that divides differently from the trainer does to importance ratios. Empty for IEEE's own."""
     weights: Tensor
     """All of the last step, one after another."""
