@@ -105,7 +105,7 @@ def _batch(text: bytes, dice: Random) -> Tensor:
 
 def _logprobs(model: Model, ids: Tensor) -> Tensor:
     logits, _ = model(ids[:, :-1])
-    return -F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return -F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
 
 
 def _loss(model: Model, ids: Tensor) -> Tensor:
@@ -115,6 +115,6 @@ def _loss(model: Model, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def _gap(model: Model, ids: Tensor) -> float:
     published = deepcopy(model).bfloat16()
-    mine = _logprobs(published, ids).float()
+    mine = _logprobs(published, ids)
     with dividing("ieee"):
-        return float((mine - _logprobs(published, ids).float()).abs().mean())
+        return float((mine - _logprobs(published, ids)).abs().mean())
