@@ -48,9 +48,10 @@ class Curve:
     """Of each step, in nats a byte."""
     held_out: float
     """After the last one."""
-    gap: list[tuple[int, float]]
-    """(step, mean |Δ log p| of held-out bytes between this division and IEEE's, both on one published cast to bfloat16): what
-    an engine that divides differently from the trainer does to importance ratios. Empty for IEEE's own."""
+    gap: list[tuple[int, float, float]]
+    """(step, mean |Δ log p| of held-out bytes between this division and IEEE's, both on one published cast to bfloat16, and
+    between that cast and the float32 weights, to compare with): what an engine that divides differently from the trainer does to
+    importance ratios. Empty for IEEE's own."""
     weights: Tensor
     """All of the last step, one after another."""
 
@@ -82,7 +83,7 @@ def train(
             losses.append(float(loss.detach()))
             told(step, losses[-1])
             if division != "ieee" and step % max(1, steps // 10) == 0:
-                gaps.append((step, _gap(model, _batch(held_text, Random(step)))))
+                gaps.append((step, *_gap(model, _batch(held_text, Random(step)))))
         dice = Random(seed)
         with torch.no_grad():
             held_out = sum(float(_loss(model, _batch(held_text, dice))) for _ in range(HELD_OUT)) / HELD_OUT
@@ -113,8 +114,9 @@ def _loss(model: Model, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _gap(model: Model, ids: Tensor) -> float:
+def _gap(model: Model, ids: Tensor) -> tuple[float, float]:
     published = deepcopy(model).bfloat16()
     mine = _logprobs(published, ids)
     with dividing("ieee"):
-        return float((mine - _logprobs(published, ids)).abs().mean())
+        exact, wide = _logprobs(published, ids), _logprobs(model, ids)
+    return float((mine - exact).abs().mean()), float((exact - wide).abs().mean())

@@ -163,12 +163,14 @@ def losses(curves: Sequence[Curve], smooth: int = 20) -> Picture:
 
 
 def gaps(curves: Sequence[Curve]) -> Picture:
-    """Mean |Δ log p| between a trainer that divides as IEEE 754 says and an engine that does not, at the same weights."""
+    """Mean |Δ log p| between a trainer that divides as IEEE 754 says and an engine that does not, at the same published weights;
+    beside it what publishing them in bfloat16 does."""
     picture = Picture(9.5, 2.4)
     [ax] = picture.panels(1, 1)
     for curve, color in zip(curves, LINES, strict=False):
-        steps, gap = zip(*curve.gap, strict=True)
-        ax.plot(steps, gap, "o-", color=color, linewidth=1.1, markersize=3, label=curve.division)
+        steps, gap, cast = zip(*curve.gap, strict=True)
+        ax.plot(steps, gap, "o-", color=color, linewidth=1.1, markersize=3, label=f"division: {curve.division}")
+        ax.plot(steps, cast, "--", color=style.GREY, linewidth=1.1, label="bfloat16 instead of float32")
     ax.set_yscale("log")
     ax.legend(fontsize=8, frameon=False)
     title(ax, "what another division adds to the mismatch", "step", "mean |Δ log p|")

@@ -50,12 +50,17 @@ def test_roofs_and_curves():
     curves = [
         Curve(recipe="bf16", division="ieee", losses=[2.0] * 9, held_out=2.0, gap=[], weights=torch.ones(1)),
         Curve(
-            recipe="nvfp4", division="inverse", losses=[2.2] * 9, held_out=2.2, gap=[(1, 0.1)], weights=torch.ones(1)
+            recipe="nvfp4",
+            division="inverse",
+            losses=[2.2] * 9,
+            held_out=2.2,
+            gap=[(1, 0.1, 0.2)],
+            weights=torch.ones(1),
         ),
     ]
     left, right = formats.losses(curves, smooth=3).axes
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["bf16", "nvfp4, inverse"]
     assert right.get_lines()[1].get_ydata() == pytest.approx([10.0] * 7)
     [ax] = formats.gaps(curves[1:]).axes
-    assert ax.get_lines()[0].get_ydata().tolist() == [0.1]
+    assert [line.get_ydata().tolist() for line in ax.get_lines()] == [[0.1], [0.2]]
     assert formats.values().png().startswith(b"\x89PNG")
