@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 curves = []
 print(
-    "| seed | recipe | division | held-out loss | to the first | farthest step | weights from IEEE's | gap of log p | of the cast | CPU s |"
+    "| seed | recipe | division | held-out loss | to the first | farthest | weights away | gap of log p | of the cast | CPU s |"
 )
 print("|---|---|---|---|---|---|---|---|---|---|")
 for seed in asked.seeds:
