@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_nb.kernels.attention import cached_attention
+from composer_nb.kernels.layer import experts
 from composer_nb.kernels.linear import linear, matmul
-from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, route
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
+from composer_nb.kernels.recipes import RecipeName
+from composer_nb.kernels.routing import Replay, Routing, Rule, load_balance, route
 from composer_nb.kernels.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -66,6 +68,17 @@ class Yarn:
     def temper(self, mscale: float) -> float:
         """0.1 · mscale · ln(factor) + 1: the paper's temperature, to the power of -1/2."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """By what, and in which number formats, the routed experts are computed: in the trainer and in every engine alike, so that
+    the two read the same numbers. Attention, router, dense layers and shared experts are not touched."""
+
+    recipe: RecipeName = "bf16"
+    """bf16: as they are, in the dtype of the model. Others quantise what products read (`kernels/recipes.py`)."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """auto: Triton on a GPU that its kernels are for, else torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +290,7 @@ class Model(nn.Module):
         """Of the router's product; None: of its weights. At least float32 in float64 models."""
         self.recompute = False
         """Layers are computed again in the backward pass instead of being kept: less memory, a third more time."""
+        self.kernels = Kernels()
         self.tile = 0
         """Rows that products are computed in at a time; 0: all. Any other number makes what is computed for a token, but for
         attention, independent of the tokens beside it to the last bit (`kernels/linear.py`)."""
@@ -343,7 +357,16 @@ class Model(nn.Module):
         if layer.dense:
             return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out, self.tile), None
         routing = self._route(layer, h_ND, replay)
-        y_ND = moe(h_ND, routing, layer.w_in, layer.w_out, tile=self.tile)
+        y_ND = experts(
+            h_ND,
+            routing.experts_NK,
+            routing.gates_NK,
+            layer.w_in.mT,
+            layer.w_out.mT,
+            recipe=self.kernels.recipe,
+            backend=None if self.kernels.backend == "auto" else self.kernels.backend,
+            tile=self.tile,
+        )
         if c.n_shared_experts:
             y_ND = y_ND + _feed_forward(h_ND, layer.shared_in, layer.shared_out, self.tile)
         return x_ND + y_ND, routing
