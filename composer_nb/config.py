@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.reward import RewardSettings
 from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.model import ModelConfig
 from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.replay_settings import ReplaySettings
@@ -201,6 +202,7 @@ class Settings:
     """Control: instead of RL, so many steps on all demonstrations from the mid-trained policy."""
     ranks: Some = 2
     """Processes, one thread each."""
+    mesh: MeshSettings = field(default_factory=MeshSettings)
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -217,6 +219,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ValueError where settings of two groups do not fit together."""
+        Mesh.of(self.mesh, self.ranks).require_experts(self.model.num_experts)
         if self.services.on:
             self.schedule()
         elif self.rl.prompts < self.ranks:
