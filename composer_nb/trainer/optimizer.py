@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from composer_nb.trainer.ranks import Ranks
+
 
 class FlatAdamW:
     """AdamW (arXiv 1711.05101) with the learning rate given at each step.
@@ -39,6 +41,10 @@ class FlatAdamW:
 
     def zero_(self) -> None:
         self.gradients.zero_()
+
+    def sum_(self, ranks: Ranks) -> None:
+        """Sums the gradients over `ranks`."""
+        ranks.sum_(self.gradients)
 
     def step(self, lr: float, clip: float) -> float:
         """One update with the gradients that lie in the buffer, scaled to a norm of at most `clip`. Returns the norm

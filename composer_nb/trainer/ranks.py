@@ -34,6 +34,19 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of a batch's streams is this rank's."""
+        return self.rank, self.world
+
+    def level(self, chunks: list[Any]) -> list[Any]:
+        """This rank's micro-batches, with empty ones where all ranks must have as many."""
+        return chunks
+
+    def split(self, batch: Any) -> Any:
+        """What this rank computes of a batch that it shares with others."""
+        return batch
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the ranks, in place."""
         if self.world > 1:

@@ -172,14 +172,14 @@ class Learner:
         norms = []
         parts = [order[part::minibatches] for part in range(minibatches)]
         # An optimiser step on no gradient would still move the weights, by momentum: there is none without streams.
-        steps = [microbatches(_share(streams, numbers, ranks), budget) for numbers in parts if numbers]
-        for step in [[self._batch(chunk) for chunk in step] for step in steps]:
+        steps = [ranks.level(microbatches(_share(streams, numbers, ranks), budget)) for numbers in parts if numbers]
+        for step in [[self._batch(chunk, ranks) for chunk in step] for step in steps]:
             self.optimizer.zero_()
             for batch in step:
                 loss, metrics = self._loss(batch, denominator / minibatches)
                 loss.backward()
                 totals.update(metrics)
-            ranks.sum_(self.optimizer.gradients)
+            self.optimizer.sum_(ranks)
             norms.append(self.optimizer.step(lr, clip))
             after()
         names = ("masked", "ratio_off_20", "k3", "tokens", "entropy", "rows", "agreed", "chosen", "implausible")
@@ -195,9 +195,9 @@ class Learner:
             found["replay_implausible"] = implausible / max(1.0, chosen)
         return found
 
-    def _batch(self, streams: Sequence[Stream]) -> FlatBatch:
-        """The streams as one batch, with the routes that they are to be trained on, if any."""
-        batch = flatten(streams, self.replay)
+    def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
+        """What this rank computes of the streams as one batch, with the routes that they are to be trained on, if any."""
+        batch: FlatBatch = ranks.split(flatten(streams, self.replay))
         if not self.replay.on or self.replay.source == "engine":
             return batch
         seen: list[Routing] = []
@@ -219,22 +219,24 @@ class Learner:
         )
         if penalty is not None:
             loss = loss + penalty
-        if self.replay.on:
-            metrics |= overlap(seen) | {"rows": float(batch.rows)}
-        return loss, metrics | {"entropy": float(entropy_S.sum())}
+        found = {"entropy": float(entropy_S.sum()), **metrics}
+        if not batch.counts:
+            found = dict.fromkeys(found, 0.0)
+        return loss, found | (overlap(seen) | {"rows": float(batch.rows)} if self.replay.on else {})
 
 
 def _share(streams: Sequence[Stream], numbers: Sequence[Sequence[int]], ranks: Ranks) -> list[Stream]:
     """This rank's families, dealt so that the ranks' work is about equal."""
-    parts: list[list[Stream]] = [[] for _ in range(ranks.world)]
-    load = [0] * ranks.world
+    share, shares = ranks.share
+    parts: list[list[Stream]] = [[] for _ in range(shares)]
+    load = [0] * shares
     members = [[streams[number] for number in family] for family in numbers]
     cost = [tree_tokens(family) for family in members]
     for place in sorted(range(len(members)), key=lambda place: (-cost[place], place)):
         lightest = load.index(min(load))
         parts[lightest] += members[place]
         load[lightest] += cost[place]
-    return parts[ranks.rank]
+    return parts[share]
 
 
 def clocked(clock: dict[str, float], name: str, start: float) -> float:

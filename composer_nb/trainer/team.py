@@ -1,0 +1,77 @@
+"""Ranks that hold one model between them: process groups over a `Mesh`, and what a learner asks of them.
+
+gloo on CPUs, nccl on GPUs (by `device`); the program is the same. Every communication sums, none divides: a loss is a sum over
+a denominator of the whole batch, so ragged shares of tokens need no care.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composer_nb.trainer.context import split
+from composer_nb.trainer.mesh import Mesh
+from composer_nb.trainer.packing import FlatBatch, Stream
+from composer_nb.trainer.ranks import Ranks
+
+
+def join(rank: int, world: int, rendezvous: Path | str, *, device: str = "cpu", timeout_s: float = 600.0) -> None:
+    """Makes this process rank `rank` of `world`. They meet in a file that all see, or at the "host:port" of rank 0."""
+    if isinstance(rendezvous, Path):
+        store: dist.Store = dist.FileStore(str(rendezvous), world)
+    else:
+        host, _, port = rendezvous.rpartition(":")
+        store = dist.TCPStore(host, int(port), world, rank == 0, timedelta(seconds=timeout_s))
+    backend = "gloo" if device == "cpu" else "cuda:nccl,cpu:gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+class Team(Ranks):
+    """This process among ranks that have joined, in the places that `mesh` gives them. Raises ValueError when the mesh is of
+    another number of ranks."""
+
+    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
+        self.rank, self.world, self.mesh, self.device = dist.get_rank(), dist.get_world_size(), mesh, device
+        if mesh.world != self.world:
+            raise ValueError(f"a mesh of {mesh.world} ranks, and {self.world} have joined")
+        self.place = mesh.place(self.rank)
+        self._dense = init_device_mesh(device, (mesh.replicate, mesh.fsdp), mesh_dim_names=("replicate", "fsdp"))
+        self.experts = init_device_mesh(
+            device, mesh.expert_shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep")
+        )
+        """For weights of experts; dealt over the last dimension, cut over the one before."""
+        rows = init_device_mesh(device, (mesh.data, mesh.cp), mesh_dim_names=("data", "cp"))
+        self.context = rows["cp"].get_group()
+
+    @property
+    def dense(self) -> DeviceMesh:
+        """For all other weights: (replicate, fsdp), or fsdp alone where nothing is replicated."""
+        return self._dense if self.mesh.replicate > 1 else self._dense["fsdp"]
+
+    @property
+    def cut_experts(self) -> DeviceMesh:
+        """The part of `experts` that cuts one expert's weights."""
+        dims = ("expert_replicate", "expert_shard") if self.mesh.expert_replicate > 1 else ("expert_shard",)
+        return self.experts[dims]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self.place["data"], self.mesh.data
+
+    def level(self, chunks: list[list[Stream]]) -> list[list[Stream]]:
+        most = torch.tensor(len(chunks), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return chunks + [[] for _ in range(int(most) - len(chunks))]
+
+    def split(self, batch: FlatBatch) -> FlatBatch:
+        return split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
+
+    def sums(self, values: dict[str, float]) -> dict[str, float]:
+        total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))
+        return dict(zip(values, total.tolist(), strict=True))

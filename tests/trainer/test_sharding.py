@@ -1,0 +1,144 @@
+"""Many ranks against one process: losses, gradients and updates, on every mesh that its ranks can form."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from composer_nb.harness.policy import route_checks
+from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.mesh import Mesh, MeshSettings
+from composer_nb.trainer.model import Model, ModelConfig
+from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.packing import Stream
+from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.replay_settings import ReplaySettings
+from composer_nb.trainer.rl import Learner
+from composer_nb.trainer.sharded_optimizer import ShardedAdamW
+from composer_nb.trainer.sharding import shard
+from composer_nb.trainer.team import Team
+from tests.trainer.forked import on_ranks
+
+SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts=8)
+GQA = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=8, moe_intermediate_size=16, max_position_embeddings=64)
+MLA = ModelConfig(
+    **SIZES,
+    family="deepseek_v3",
+    num_key_value_heads=4,
+    head_dim=12,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    moe_intermediate_size=16,
+    intermediate_size=40,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+REPLAY = ReplaySettings(level="ids+order")
+
+
+def streams(config: ModelConfig, count: int, seed: int = 0) -> list[Stream]:
+    """Rollouts of uneven lengths, two of each prompt, with routes that the router would not choose."""
+    rng = np.random.default_rng(seed)
+    found = []
+    prompt = np.zeros(0, np.int32)
+    for number in range(count):
+        if number % 2 == 0:
+            prompt = rng.integers(0, config.vocab_size, rng.integers(2, 9)).astype(np.int32)
+        rest = rng.integers(0, config.vocab_size, rng.integers(3, 24)).astype(np.int32)
+        ids = np.concatenate([prompt, rest])
+        acted = np.arange(len(ids)) >= len(prompt)
+        acted[len(prompt) + 2 :: 5] = False
+        routes = rng.random((len(ids), config.moe_layers, config.num_experts)).argsort(-1)
+        routes = routes[..., : config.num_experts_per_tok].astype(np.uint8)
+        routes[: len(prompt)] = np.arange(config.num_experts_per_tok)
+        found.append(
+            Stream(
+                token_ids=ids,
+                acted=acted,
+                logprob=rng.normal(-4, 0.3, len(ids)).astype(np.float32),
+                advantage=np.where(acted, rng.normal(), 0).astype(np.float32),
+                routes=routes,
+                route_valid=np.arange(len(ids)) < len(ids) - 1,
+                checks=route_checks(np.arange(len(ids)), ids, routes),
+            )
+        )
+    return found
+
+
+def made(config: ModelConfig, dtype: torch.dtype, recompute: bool) -> Model:
+    torch.manual_seed(1)
+    model = Model(config).to(dtype)
+    model.recompute = recompute
+    return model
+
+
+def learn(learner: Learner, ranks: Ranks, given: list[Stream], steps: int = 2) -> list[dict[str, float]]:
+    return [
+        learner.learn(
+            given, ranks, Random(step), minibatches=2, denominator=500.0, lr=1e-2, clip=0.02, budget=48
+        )
+        for step in range(steps)
+    ]  # fmt: skip
+
+
+def whole(model: Model) -> dict[str, torch.Tensor]:
+    """All weights, under the names of the model in one piece."""
+    return {
+        name.replace(".experts.", "."): x.full_tensor() if isinstance(x, DTensor) else x
+        for name, x in ((name, x.detach()) for name, x in model.named_parameters())
+    }
+
+
+def same(
+    config: ModelConfig,
+    mesh: MeshSettings,
+    *,
+    count: int = 12,
+    dtype: torch.dtype = torch.float64,
+    within: float = 1e-12,
+    recompute: bool = False,
+    replay: ReplaySettings | None = None,
+    loss: LossSettings | None = None,
+) -> None:
+    """Two batches of two optimiser steps each by the ranks, and by each rank alone."""
+    team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
+    alone, cut = (made(config, dtype, recompute) for _ in range(2))
+    shard(cut, team)
+    given, settings = streams(config, count), loss or LossSettings(ratio="none")
+    learners = [
+        Learner(alone, FlatAdamW(alone), settings),
+        Learner(cut, ShardedAdamW(cut, team), settings),
+    ]
+    for learner in learners:
+        learner.replay = replay or learner.replay
+    [one, many] = [
+        learn(learner, ranks, given) for learner, ranks in zip(learners, (Ranks(), team), strict=True)
+    ]
+    for expected, found in zip(one, many, strict=True):
+        assert found == pytest.approx(expected, rel=max(within, 1e-9), abs=1e-12)
+    weights = whole(cut)
+    for name, expected in alone.named_parameters():
+        error = float((weights[name] - expected).abs().max() / expected.abs().max())
+        assert error <= within, f"{name} is off by {error:.1e}"
+
+
+def _dense() -> None:
+    same(GQA, MeshSettings(shard=2))
+
+
+TWO = {"dense": _dense}
+
+
+def test_two_ranks_are_one_process(tmp_path: Path):
+    assert not on_ranks(2, TWO, tmp_path)
