@@ -39,6 +39,7 @@ from composer_nb.trainer.environments import Assignment, EnvironmentService, Out
 from composer_nb.trainer.head import resolve
 from composer_nb.trainer.journal import Journal, change_live
 from composer_nb.trainer.launch import LOST
+from composer_nb.trainer.manifest import WeightFault
 from composer_nb.trainer.orchestrator import Orchestrator
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.rl import (
@@ -73,7 +74,6 @@ from composer_nb.trainer.schedule import (
 )
 from composer_nb.trainer.services import EngineService, EvaluationService, Running, TrainerService, store_url
 from composer_nb.trainer.store import log
-from composer_nb.trainer.weights import WeightFault
 
 BEGINS_S = 240.0
 """Ray takes ten seconds to start, on a busy machine a minute."""

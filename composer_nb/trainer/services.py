@@ -38,16 +38,17 @@ from composer_nb.trainer.checkpoint import (
 )
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.environments import Answers, Exchange
+from composer_nb.trainer.manifest import state_hash
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.ranks import Ranks, set_up_process
+from composer_nb.trainer.receiver import Receiver
 from composer_nb.trainer.rl import Learner
 from composer_nb.trainer.rundir import RunDir
 from composer_nb.trainer.tokenizer import load_tokenizer
 from composer_nb.trainer.variants import as_engine
-from composer_nb.trainer.version_store import BackgroundPublisher, Publisher, Receiver
-from composer_nb.trainer.weights import state_hash
+from composer_nb.trainer.version_store import BackgroundPublisher, Publisher
 
 APPEARS_S = 120.0
 """A version that was announced is in the store within so long, or the publisher is in trouble."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -28,7 +29,16 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 """By the format's own names: what weights are kept as."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FORMATS: dict[str, torch.dtype] = {
+    **DTYPES,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""All that a file of ours may hold: also scales, and weights that are packed into integers."""
+_NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +162,34 @@ class Reader:
             self._open[entry.file] = _opened(entry.file)
         tensor: Tensor = self._open[entry.file].get_tensor(entry.name)
         return tensor
+
+
+class Mapped(Mapping[str, Tensor]):
+    """The tensors of shards by name, each mapped when it is asked for and let go of with the last who holds it, so that a walk
+    over all of them has one in memory at a time. What is written into one reaches no file."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        """Raises ValueError that names a tensor of a dtype which is not known."""
+        self._entries = {entry.name: entry for shard in shards for entry in shard.entries}
+        for entry in self._entries.values():
+            if entry.dtype not in FORMATS:
+                raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; known are {', '.join(FORMATS)}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        dtype = FORMATS[entry.dtype]
+        if entry.size == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        pages: np.ndarray = np.memmap(entry.file, np.uint8, "c", entry.start, (entry.size,))
+        if entry.start % dtype.itemsize:
+            pages = pages.copy()
+        return torch.from_numpy(pages).view(dtype).reshape(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 # Writing

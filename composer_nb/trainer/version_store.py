@@ -1,10 +1,13 @@
-"""Weight versions through a store: one publisher, any number of receivers, and no way to wrong weights.
+"""Publishing weight versions: one publisher, any number of writers and receivers, and no way to wrong weights.
 
-A delta is encoded against the newest acknowledged version, so every receiver that works can decode it. A chain starts with
-a full version and is never longer than `full_every`; where nothing of the chain is acknowledged, or anyone asks, the next
-version is full. Everything is checked before it is used, so a fault costs bytes and versions, never correctness.
+A delta is encoded against the newest acknowledged version, so every receiver that works can decode it. Beside every
+`full_every`-th delta, and whenever deltas add up to half a full version, lies an anchor: the same weights in full, for whoever
+joins or lags. Where nothing is acknowledged, or anyone asks, the next version is full. Everything is checked before it is
+used, so a fault costs bytes and versions, never correctness.
 
-Covers whole versions in memory. Leaves out, for now: shards, region caches.
+The weights may be spread over ranks. Each holds whole tensors and is a `Writer`: it hashes its tensors (`survey`), the publisher
+decides what they are encoded against (`begin`), each writer writes its files (`write`), and the publisher's manifest makes them a
+version (`finish`). `Publisher.publish` does all of that for one rank that holds everything.
 """
 
 from __future__ import annotations
@@ -13,56 +16,126 @@ import math
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from composer_nb.trainer.store import LEASE, Lease, Note, Store, StoreError, folder
-from composer_nb.trainer.weights import (
+from composer_nb.trainer.manifest import (
     MANIFEST,
+    Base,
     DamagedVersion,
     Entry,
     ForeignBase,
     Manifest,
-    MisplacedVersion,
     MissingVersion,
+    Part,
+    Record,
     State,
     WeightFault,
     check_same_form,
-    pack,
-    unpack,
+    hash_of,
+    seal,
 )
-
-_HELD = 4
-"""States a publisher or receiver keeps as bases while acknowledgements are on their way."""
-
-
-class SecondWriter(WeightFault):
-    """Someone else publishes into this store, or did so after losing it."""
+from composer_nb.trainer.payload import SHARD_BYTES, side_names, write_part, write_side
+from composer_nb.trainer.receiver import HELD, SecondWriter, check_version
+from composer_nb.trainer.shards import size_of
+from composer_nb.trainer.store import LEASE, Lease, Published, Store, StoreError, anchor, folder
 
 
 class VersionReused(WeightFault):
     """A version number that other weights have had."""
 
 
+class Plan(Record):
+    """What all writers of a version must know."""
+
+    version: int
+    base: Base | None
+    where: str
+    """The folder that they write into."""
+    hash: str
+    """Of all tensors together."""
+    needs: list[int]
+    """Versions that may still be asked for as a base."""
+    there: bool = False
+    """The very same weights are there already, under the same number, and can be read: nothing is to be written."""
+
+
+class Writer:
+    """One rank's side: the tensors that it holds, and those of the versions that it may encode them against."""
+
+    def __init__(self, url: str | Path, *, rank: str = "", shard_bytes: int = SHARD_BYTES) -> None:
+        """`rank` tells the files of several writers apart, as "rank00002". Raises ValueError for `shard_bytes` below 1."""
+        if shard_bytes < 1:
+            raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
+        self._store, self._rank, self._shard_bytes = Store(url), rank, shard_bytes
+        self._held: dict[int, State] = {}
+
+    def survey(self, version: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Entry]:
+        """Hashes CPU tensors, under Hugging Face's names, which must not change from now on. They may be mapped from files one by
+        one (`shards.Mapped`). Raises ValueError for one that can not be published."""
+        state = State.of(version, tensors)
+        self._held[version] = state
+        return state.entries
+
+    def write(self, plan: Plan) -> Part:
+        """Writes this rank's tensors. Raises MissingVersion when this writer does not hold the base, as one that was made again
+        does not (`Publisher.refuse`, and begin anew); StoreError."""
+        base = None if plan.base is None else self._held.get(plan.base.version)
+        if plan.base is not None and base is None:
+            raise MissingVersion(f"{self._rank or 'the writer'} does not hold version {plan.base.version}")
+        self._held = {v: state for v, state in self._held.items() if v in plan.needs}
+        target = self._held[plan.version]
+        return write_part(self._store, plan.where, target, base, shard_bytes=self._shard_bytes, rank=self._rank)
+
+
+def deal(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Which tensors each of `ranks` writers holds, so that none has much more to write than another: the largest first, each to
+    the one with the least. `sizes` are bytes by name; their order does not matter. Raises ValueError for less than one rank."""
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += sizes[name]
+    return shares
+
+
 class Publisher:
-    """Writes versions. One a store: `owner` holds the lease until `close`; the same owner may take it up again after a crash
+    """Makes versions. One a store: `owner` holds the lease until `close`; the same owner may take it up again after a crash
     (its former self is then refused), another one only with `takeover`. Any thread may acknowledge while one publishes."""
 
-    def __init__(self, url: str | Path, *, owner: str, full_every: int = 25, takeover: bool = False) -> None:
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        owner: str,
+        full_every: int = 25,
+        takeover: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         """Raises SecondWriter when the store is another owner's, StoreError when it can not be written."""
         if full_every < 1:
             raise ValueError(f"full_every={full_every} must be at least 1")
+        self._writer = Writer(url, shard_bytes=shard_bytes)
         self._store, self._owner, self._full_every = Store(url), owner, full_every
         self._publishing, self._lock = threading.Lock(), threading.Lock()
         self._hashes: dict[int, str] = {}
-        self._pending: dict[int, State] = {}
-        self._baseline: State | None = None
-        self._since_full = self._chain = 0
+        self._pending: dict[int, str] = {}
+        self._baseline: Base | None = None
+        self._chain = 0
+        """Counts chains: an acknowledgement of a version before the present one moves nothing."""
+        self._begun = 0
+        """The chain that the version under way belongs to."""
+        self._deltas = self._delta_bytes = 0
+        """Since the last version that is there in full."""
+        self._ledger: dict[int, Published] = {}
+        self._unwritten: set[int] = set()
         self._form: Mapping[str, Entry] | None = None
         self.last = max((v for v in self._store.folders() if self._store.exists(v)), default=-1)
         with suppress(WeightFault):
@@ -89,52 +162,86 @@ class Publisher:
         if held != self._lease:
             raise SecondWriter(f"{self._store.url} is now written by {held.owner!r}; this publisher lost it")
 
+    # A version
+
     def publish(self, version: int, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> Manifest:
         """Publishes CPU tensors, under Hugging Face's names and never changed afterwards, with their side files. The same
-        weights under the same number again (a step done over after a crash) are no error, and mend what was damaged.
+        weights under the same number again (a step done over after a crash) are no error, and mend what was damaged. An anchor
+        that can not be written is tried again beside the next version.
 
         Raises, with the store and the baseline as they were: ValueError for tensors that do not fit the versions before,
         VersionReused, SecondWriter, StoreError.
         """
         with self._publishing:
-            target = State.of(version, tensors)
-            if "config.json" not in files:
-                raise ValueError("files must hold config.json: a full version is a Hugging Face checkpoint")
-            if self._form is not None:
-                check_same_form(self._form, target.entries)
-            self._check_lease()
-            if version <= self.last:
-                return self._again(target, files)
-            base, chain = self._base()
-            manifest, everything = pack(target, base, files, self._lease.token)
-            self._write(manifest, everything)
-            self._commit(target, base, chain)
+            plan = self.begin(version, [self._writer.survey(version, tensors)], files)
+            if plan.there:
+                return self._store.manifest(version)
+            manifest = self._carry_out(plan, files)
+            due = self.anchor(manifest)
+            if due is not None:
+                with suppress(StoreError):
+                    self._carry_out(due, files)
             return manifest
 
-    def _again(self, target: State, files: Mapping[str, bytes]) -> Manifest:
-        """A version that is there already. Where it can not be read any more it is written anew, in full."""
+    def _carry_out(self, plan: Plan, files: Mapping[str, bytes]) -> Manifest:
         try:
-            manifest = self._store.manifest(target.version)
-        except MissingVersion:
-            manifest = None
-        if manifest is None or manifest.hash != target.hash:
-            raise VersionReused(f"version {target.version} was other weights; publish as {self.last + 1} or later")
-        try:
-            Receiver(self._store.url, name="publisher").fetch(target.version)
-        except WeightFault:
-            manifest, everything = pack(target, None, files, self._lease.token)
-            self._write(manifest, everything)
-        return manifest
+            return self.finish(plan, [self._writer.write(plan)], files)
+        except BaseException:
+            self.abandon(plan)
+            raise
 
-    def _base(self) -> tuple[State | None, int]:
-        """What the next version is encoded against, and the number of the chain that it belongs to."""
+    def begin(self, version: int, surveys: Sequence[Mapping[str, Entry]], files: Mapping[str, bytes]) -> Plan:
+        """Decides how a version is written, from what its writers found, before any of them writes. Raises as `publish`."""
+        entries = {name: entry for survey in surveys for name, entry in survey.items()}
+        if len(entries) < sum(map(len, surveys)):
+            raise ValueError(f"version {version}: a tensor is held by two writers; each must have its own")
+        if "config.json" not in files:
+            raise ValueError("files must hold config.json: a full version is a Hugging Face checkpoint")
+        side_names(files)
+        if self._form is not None:
+            check_same_form(self._form, entries)
+        self._check_lease()
+        self._write_ledger()
+        hash = hash_of(entries)
+        there = version <= self.last and self._again(version, hash)
+        base = None if version <= self.last else self._base()
+        if base is None and not there:
+            self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
+        return Plan(
+            version=version, base=base, where=folder(version), hash=hash, needs=self._needs(version), there=there
+        )
+
+    def _again(self, version: int, hash: str) -> bool:
+        """Whether a version that was published before can be read. One that can not is written anew, in full."""
+        try:
+            known = self._store.manifest(version).hash
+        except MissingVersion:
+            known = ""
+        if known != hash:
+            raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
+        try:
+            check_version(self._store, version)
+        except WeightFault:
+            return False
+        return True
+
+    def _base(self) -> Base | None:
+        """What the next version is encoded against."""
         asked = self._store.names("refused")
         for name in asked:  # before the answer is written: a note that comes after it is about it
             self._store.remove(f"refused/{name}")
+        for report in self._store.reports():
+            with suppress(ForeignBase):  # which ends the chain
+                self.acknowledge(report.version, report.hash, report.receiver)
         with self._lock:
-            if asked or self._since_full >= self._full_every:
+            if asked:
                 self._end_chain()
-            return self._baseline, self._chain
+            self._begun = self._chain
+            return self._baseline
+
+    def _needs(self, version: int) -> list[int]:
+        with self._lock:
+            return [version, *self._pending, *([self._baseline.version] if self._baseline else [])]
 
     def _end_chain(self) -> None:
         """Nothing that is published from now on builds on anything before."""
@@ -142,26 +249,72 @@ class Publisher:
         self._pending.clear()
         self._chain += 1
 
-    def _write(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-        where = folder(manifest.version)
-        for name, data in files.items():
-            self._store.write(f"{where}/{name}", data)
+    def finish(self, plan: Plan, parts: Sequence[Part], files: Mapping[str, bytes]) -> Manifest:
+        """Makes a version of what was written. Raises ValueError when a part is missing or there twice; SecondWriter,
+        StoreError."""
+        side = write_side(self._store, plan.where, parts, files)
+        manifest = seal(plan.version, plan.base, parts, side, self._lease.token)
+        if manifest.hash != plan.hash:
+            raise ValueError(f"version {plan.version}: the parts are not all of the tensors that were surveyed")
         self._check_lease()
-        if not self._store.create(f"{where}/{MANIFEST}", manifest.dump()):
+        name = f"{plan.where}/{MANIFEST}"
+        if not self._store.create(name, manifest.dump()):
             self._check_lease()  # still ours: what is there is by a writer that lost the store, and nobody takes it
-            self._store.write(f"{where}/{MANIFEST}", manifest.dump())
+            self._store.write(name, manifest.dump())
+        if plan.version > self.last or plan.where != folder(plan.version):
+            self._commit(plan, manifest)
+        return manifest
 
-    def _commit(self, target: State, base: State | None, chain: int) -> None:
+    def abandon(self, plan: Plan) -> None:
+        """Removes what was written of a version that does not come to be."""
+        with suppress(StoreError):
+            if plan.where not in (folder(v) for v in self._hashes) and not self._store.exists(plan.version):
+                self._store.remove(plan.where)
+
+    def _commit(self, plan: Plan, manifest: Manifest) -> None:
+        version = plan.version
         with self._lock:
-            self._since_full = 1 if base is None else self._since_full + 1
-            self._hashes[target.version] = target.hash
-            self.last, self._form = target.version, target.entries
-            if chain == self._chain:  # otherwise it was refused while it was written
-                self._pending[target.version] = target
-            if len(self._pending) > _HELD:  # the oldest stays: it is the likeliest to be acknowledged next
-                del self._pending[sorted(self._pending)[1]]
+            if plan.base is None:
+                self._deltas = self._delta_bytes = 0
+            else:
+                self._deltas, self._delta_bytes = self._deltas + 1, self._delta_bytes + manifest.size
+            if plan.where == folder(version):
+                self._enter(manifest)
+            else:
+                self._note(version, anchor_bytes=manifest.size)
+        self._write_ledger()
 
-    def acknowledge(self, version: int, hash: str) -> None:
+    def _enter(self, manifest: Manifest) -> None:
+        version = manifest.version
+        self._hashes[version] = manifest.hash
+        self.last, self._form = version, manifest.tensors
+        self._ledger[version] = Published(
+            version=version,
+            base=None if manifest.base is None else manifest.base.version,
+            hash=manifest.hash,
+            bytes=manifest.size,
+            owner=self._owner,
+            acknowledged=[],
+            files={name: file.hash for name, file in manifest.files.items()},
+        )
+        self._unwritten.add(version)
+        if self._begun == self._chain:  # otherwise it was refused while it was written
+            self._pending[version] = manifest.hash
+        if len(self._pending) > HELD:  # the oldest stays: it is the likeliest to be acknowledged next
+            del self._pending[sorted(self._pending)[1]]
+
+    def anchor(self, manifest: Manifest) -> Plan | None:
+        """How the version that was just made is written in full beside its delta, when that is due."""
+        whole = sum(size_of(entry.torch_form) for entry in manifest.tensors.values())
+        if manifest.base is None or (self._deltas < self._full_every and 2 * self._delta_bytes < whole):
+            return None
+        version = manifest.version
+        where, needs = anchor(version), self._needs(version)
+        return Plan(version=version, base=None, where=where, hash=manifest.hash, needs=needs)
+
+    # What receivers say
+
+    def acknowledge(self, version: int, hash: str, receiver: str = "") -> None:
         """A receiver runs `version` and found `hash` for it: later deltas may build on it. Late and repeated ones change
         nothing. Raises ForeignBase when the hash is not that version's; the next version is then full."""
         with self._lock:
@@ -169,41 +322,77 @@ class Publisher:
                 self._end_chain()
                 raise ForeignBase(f"a receiver runs {hash[:8]} as version {version}, not {self._hashes[version][:8]}")
             if version in self._pending:
-                self._baseline = self._pending[version]
-                self._pending = {v: state for v, state in self._pending.items() if v > version}
+                self._baseline = Base(version=version, hash=self._pending[version])
+                self._pending = {v: known for v, known in self._pending.items() if v > version}
+            line = self._ledger.get(version)
+            if line is not None and receiver and receiver not in line.acknowledged:
+                self._note(version, acknowledged=[*line.acknowledged, receiver])
 
     def refuse(self) -> None:
         """A receiver could not use a version: the next one is full."""
         with self._lock:
             self._end_chain()
 
+    def _note(self, version: int, **change: object) -> None:
+        if version in self._ledger:
+            self._ledger[version] = self._ledger[version].model_copy(update=change)
+            self._unwritten.add(version)
+
+    def _write_ledger(self) -> None:
+        """Lines that can not be written now are written with later ones: nothing depends on them."""
+        with suppress(StoreError):
+            while self._unwritten:
+                version = min(self._unwritten)
+                self._store.write(f"ledger/{folder(version)}.json", self._ledger[version].dump())
+                self._unwritten.discard(version)
+        for version in sorted(self._ledger)[: -4 * HELD]:
+            if version not in self._unwritten:
+                del self._ledger[version]
+
+    # Retention
+
     def prune(self, keep: int, pins: Iterable[int] = (), since: float = math.inf) -> list[int]:
-        """Removes all but the newest `keep` versions, those from `since` on, `pins`, the baseline, and what any of these is
-        decoded from. Returns the numbers removed: none while a manifest that decides can not be read."""
+        """Removes all but the newest `keep` versions, those from `since` on, `pins`, the baseline, what receivers report to run
+        or to want (unless they lag by more than 2 · `keep` versions), and what any of these is decoded from. Returns the numbers
+        removed: none while a manifest that decides can not be read."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         with self._publishing:
             self._check_lease()
             every = [v for v in self._store.folders() if v <= self.last]
             there = [v for v in every if self._store.exists(v)]
+            in_use = {version for r in self._store.reports() for version in (r.version, r.wants)}
             with self._lock:
-                needed = {*there[-keep:], *(v for v in there if v >= since), *pins, *self._pending} & set(there)
+                needed = {*there[-keep:], *(v for v in there if v >= since), *pins, *self._pending}
                 needed |= {self._baseline.version} if self._baseline else set()
+            needed |= {v for v in in_use if v in there[-2 * keep :]}
             try:
-                for version in sorted(needed):
-                    while (base := self._store.manifest(version).base) is not None:
-                        needed.add(version := base.version)
+                kept, anchored = self._reach(needed & set(there))
             except WeightFault:
                 return []
-            gone = [v for v in every if v not in needed]
+            for version in set(self._store.anchors()) - anchored:
+                self._store.remove(anchor(version))
+            gone = [v for v in every if v not in kept]
             for version in gone:
                 self._store.remove(folder(version))
             return gone
+
+    def _reach(self, needed: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Versions, and anchors, from which all that is needed is decoded; the newest anchor always."""
+        anchors = [v for v in self._store.anchors() if self._store.exists(v, anchor(v))]
+        kept, anchored = set(needed), set(anchors[-1:])
+        for version in sorted(needed):
+            while version not in anchors and (base := self._store.manifest(version).base) is not None:
+                version = base.version
+                kept.add(version)
+            anchored |= {version} & set(anchors)
+        return kept, anchored
 
     def close(self) -> None:
         """Gives the lease back, if it is still this publisher's; its versions stay good."""
         with self._publishing:
             self._check_lease()
+            self._write_ledger()
             self._store.write(LEASE, self._lease.model_copy(update={"owner": None}).dump())
 
 
@@ -229,90 +418,3 @@ class BackgroundPublisher:
     def _settle(self, most: int) -> None:
         while self._under_way and (len(self._under_way) > most or self._under_way[0].done()):
             self._under_way.popleft().result()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """A version in memory, decoded and checked; nothing runs it yet. `read_bytes`: what was read to get it."""
-
-    manifest: Manifest
-    state: State
-    base: State | None
-    files: Mapping[str, bytes]
-    read_bytes: int
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self.state.tensors
-
-
-class Receiver:
-    """Follows a store. `fetch` in any thread while an engine runs; `install` when the engine has loaded it."""
-
-    def __init__(self, url: str | Path, *, name: str = "receiver") -> None:
-        """`name` tells receivers of one store apart in their notes."""
-        self._store, self._name = Store(url), name
-        self._held: dict[int, State] = {}
-        self._refused: set[int] = set()
-        self.version = -1
-
-    def newest(self) -> int | None:
-        """The newest version that was not refused here; None when there is none."""
-        every = (v for v in reversed(self._store.folders()) if v not in self._refused)
-        return next((v for v in every if self._store.exists(v)), None)
-
-    def fetch(self, version: int) -> Fetched:
-        """Reads a version and what it builds on, back to a state at hand or to a full version, and checks all of it. What
-        runs is not touched. Raises WeightFault after leaving a note that asks for a full version; StoreError."""
-        try:
-            return self._fetch(version)
-        except WeightFault as fault:
-            self._refused.add(version)
-            note = Note(receiver=self._name, version=version, fault=type(fault).__name__, detail=str(fault))
-            try:
-                self._store.write(f"refused/{self._name}.json", note.dump())
-            except StoreError as error:
-                fault.add_note(f"and no full version could be asked for: {error}")
-            raise
-
-    def _fetch(self, version: int) -> Fetched:
-        chain, state = self._chain(version)
-        before, read = state, 0
-        for manifest in reversed(chain):
-            where = folder(manifest.version)
-            files = {name: self._store.read(f"{where}/{name}") for name in manifest.files}
-            before, state = state, unpack(manifest, files, state, f"{self._store.url}/{where}")
-            read += manifest.size
-        assert state is not None, "a chain has a last link"
-        return Fetched(manifest=chain[0], state=state, base=before, files=files, read_bytes=read)
-
-    def _chain(self, version: int) -> tuple[list[Manifest], State | None]:
-        """Manifests from `version` back to what is next to a state at hand (also returned), or to a full version."""
-        lease, held, chain = self._store.lease(), self._held, list[Manifest]()
-        wanted: str | None = None
-        while True:
-            manifest = self._store.manifest(version)
-            if version >= lease.since and manifest.writer != lease.token:
-                raise SecondWriter(f"{self._store.url}: version {version} is by a writer that had lost the store")
-            if wanted not in (None, manifest.hash):
-                self._refused.add(version)  # one of the two is not ours: neither is believed
-                raise ForeignBase(
-                    f"{self._store.url}: version {chain[-1].version} builds on other weights than version {version} has"
-                )
-            chain.append(manifest)
-            if manifest.base is None:
-                return chain, None
-            version, wanted = manifest.base.version, manifest.base.hash
-            if version in held and held[version].hash == wanted:
-                return chain, held[version]
-
-    def install(self, fetched: Fetched) -> str:
-        """Notes that the engine now runs `fetched`. Returns the hash to acknowledge. Raises MisplacedVersion for a version
-        older than the one that runs."""
-        new, base = fetched.state, fetched.base
-        if new.version < self.version:
-            raise MisplacedVersion(f"version {new.version} can not follow version {self.version}, which runs already")
-        states = self._held | {state.version: state for state in (base, new) if state is not None}
-        keep = {*sorted(states)[-_HELD:], base.version if base else new.version}
-        self._held, self.version = {v: states[v] for v in keep}, new.version
-        return new.hash

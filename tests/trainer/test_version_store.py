@@ -1,14 +1,14 @@
-"""Publisher and receivers on real stores: what moves when, who may write, and a thousand damaged versions."""
+"""Publisher and receivers on real stores: what moves when, who may write, what is kept."""
 
 from __future__ import annotations
 
-import json
-import random
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from composer_nb.trainer.checkpoint import load_pretrained, save_pretrained, to_hugging_face
-from composer_nb.trainer.store import Lease, Store, StoreError, folder, log
-from composer_nb.trainer.version_store import BackgroundPublisher, Publisher, Receiver, SecondWriter, VersionReused
-from composer_nb.trainer.weights import (
+from composer_nb.trainer.manifest import (
     DamagedVersion,
     ForeignBase,
     MisplacedVersion,
     MissingVersion,
     WeightFault,
-    side_files,
     state_hash,
-    verify,
 )
+from composer_nb.trainer.receiver import Receiver, SecondWriter
+from composer_nb.trainer.store import Lease, Store, StoreError, anchor, folder, log, ready
+from composer_nb.trainer.version_store import BackgroundPublisher, Plan, Publisher, VersionReused, Writer, deal
+from composer_nb.trainer.weights import side_files, verify
 
 FILES = {"config.json": b'{"model_type": "small"}'}
 
 
-def weights(version: int, rows: int = 8) -> dict[str, Tensor]:
+def weights(version: int, rows: int = 512) -> dict[str, Tensor]:
     """The weights of a version: some change with it, one never does."""
     noise = torch.Generator().manual_seed(version)
     w = torch.linspace(-1, 1, rows * 16).reshape(rows, 16)
@@ -110,14 +110,14 @@ def test_acknowledgements_that_come_late_still_make_deltas(url: str, delay: int)
         if len(waiting) > delay:
             publisher.acknowledge(*waiting.pop(0))
     full = [row["version"] for row in log(url) if row["base"] is None]
-    assert len(full) == 2 * (1 + delay), "a chain begins with full versions until one of them is acknowledged"
+    assert len(full) == 1 + delay, "a chain begins with full versions until one of them is acknowledged"
 
 
 def test_a_refusal_while_a_version_is_written_ends_its_chain(url: str, monkeypatch):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
     follow(publisher, receiver, 0)
-    write = publisher._write
-    monkeypatch.setattr(publisher, "_write", lambda *parts: (write(*parts), publisher.refuse()))
+    finish = publisher.finish
+    monkeypatch.setattr(publisher, "finish", lambda *parts: (publisher.refuse(), finish(*parts))[1])
     assert publisher.publish(1, weights(1), FILES).base is not None
     monkeypatch.undo()
     publisher.acknowledge(1, receiver.install(receiver.fetch(1)))
@@ -133,11 +133,197 @@ def test_the_hash_of_other_weights_is_refused_and_the_next_version_is_full(url: 
     assert publisher.publish(2, weights(2), FILES).base is None
 
 
-def test_every_nth_version_is_full(url: str):
+def anchors(url: str) -> list[int]:
+    return [row["version"] for row in log(url) if row["anchor_bytes"]]
+
+
+def test_an_anchor_lies_beside_every_nth_delta(url: str):
     publisher, receiver = Publisher(url, owner="run", full_every=3), Receiver(url)
     for version in range(8):
         follow(publisher, receiver, version)
-    assert [row["version"] for row in log(url) if row["base"] is None] == [0, 3, 6]
+    assert anchors(url) == Store(url).anchors() == [3, 6]
+    assert [row["base"] for row in log(url)] == [None, 0, 1, 2, 3, 4, 5, 6], "who follows never reads one"
+    joiner = Receiver(url)
+    assert_right(joiner, 7)
+    sizes = {row["version"]: row for row in log(url)}
+    assert joiner.fetch(7).read_bytes == sizes[6]["anchor_bytes"] + sizes[7]["bytes"]
+    assert verify_anchor(url, 6) == state_hash(weights(6))
+
+
+def verify_anchor(url: str, version: int) -> str:
+    return Store(url).manifest(version, anchor(version)).hash
+
+
+def test_deltas_that_add_up_to_half_a_full_version_bring_an_anchor(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+
+    def noisy(version: int) -> dict[str, Tensor]:
+        """A fifth of the weights is new: a delta is about a fifth of a full version."""
+        w = torch.zeros(500, 16)
+        w[:100] = torch.rand(100, 16, generator=torch.Generator().manual_seed(version))
+        return {"w": w}
+
+    for version in range(8):
+        publisher.publish(version, noisy(version), FILES)
+        publisher.acknowledge(version, receiver.install(receiver.fetch(version)))
+    rows = {row["version"]: row["bytes"] for row in log(url)}
+    due = next(v for v in range(1, 8) if 2 * sum(rows[n] for n in range(1, v + 1)) >= 500 * 16 * 4)
+    assert due in (2, 3) and anchors(url)[0] == due
+    assert len(anchors(url)) == 7 // due
+
+
+def test_a_laggard_takes_deltas_where_they_are_fewer_bytes_and_the_anchor_where_not(url: str):
+    publisher, first, near, far = Publisher(url, owner="run", full_every=4), Receiver(url), Receiver(url), Receiver(url)
+    follow(publisher, first, 0)
+    far.install(far.fetch(0))
+    for version in range(1, 4):
+        follow(publisher, first, version)
+    near.install(near.fetch(3))
+    for version in range(4, 7):
+        follow(publisher, first, version)
+    sizes = {row["version"]: row for row in log(url)}
+    deltas = [sizes[v]["bytes"] for v in range(1, 7)]
+    assert near.fetch(6).read_bytes == sum(deltas[3:])
+    assert far.fetch(6).read_bytes == min(sum(deltas), sizes[4]["anchor_bytes"] + sum(deltas[4:])) == sum(deltas)
+    for version in range(1, 5):
+        Store(url).remove(folder(version))
+    with pytest.raises(MissingVersion):
+        near.fetch(6)
+    assert anchors(url) == [4], "its line is still in the ledger"
+
+
+def test_where_one_way_is_broken_the_other_is_taken(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=4), Receiver(url)
+    for version in range(6):
+        follow(publisher, receiver, version)
+    store = Store(url)
+    store.write(f"{anchor(4)}/model.safetensors", b"damaged")
+    assert_right(Receiver(url, name="by the chain"), 5)
+    store.write(f"{folder(2)}/delta.safetensors", b"damaged")
+    with pytest.raises(DamagedVersion):
+        Receiver(url).fetch(5)
+    publisher.publish(6, weights(6), FILES)
+    assert_right(Receiver(url), 6)
+
+
+# Several writers, one version
+
+
+def test_ranks_write_their_shards_and_one_seals_them(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=2), Receiver(url)
+    ranks = [Writer(url, rank=f"rank{r:05d}", shard_bytes=1 << 12) for r in range(3)]
+
+    def shares(version: int) -> list[dict[str, Tensor]]:
+        names = deal({name: t.nbytes for name, t in weights(version).items()}, 3)
+        return [{name: weights(version)[name] for name in mine} for mine in names]
+
+    for version in range(4):
+        held = shares(version)
+        surveys = [rank.survey(version, mine) for rank, mine in zip(ranks, held, strict=True)]
+        plan: Plan | None = publisher.begin(version, surveys, FILES)
+        while plan is not None:
+            with ThreadPoolExecutor(3) as pool:
+                parts = list(pool.map(Writer.write, ranks, [plan] * 3))
+            manifest = publisher.finish(plan, parts, FILES)
+            plan = publisher.anchor(manifest) if plan.where == folder(version) else None
+        publisher.acknowledge(version, receiver.install(receiver.fetch(version)), "engine")
+        assert_right(receiver, version)
+    assert anchors(url) == [2]
+    files = Store(url).manifest(0).files
+    assert {name[:15] for name in files if name.startswith("model-rank")} == {f"model-rank0000{r}" for r in range(3)}
+    assert [row["acknowledged"] for row in log(url)][:3] == [["engine"]] * 3
+
+
+def test_a_rank_that_was_made_again_asks_for_a_full_version(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    first = Writer(url)
+    first_plan = publisher.begin(0, [first.survey(0, weights(0))], FILES)
+    publisher.finish(first_plan, [first.write(first_plan)], FILES)
+    publisher.acknowledge(0, receiver.install(receiver.fetch(0)))
+    again = Writer(url)
+    surveys = [again.survey(1, weights(1))]
+    plan = publisher.begin(1, surveys, FILES)
+    with pytest.raises(MissingVersion, match="does not hold version 0"):
+        again.write(plan)
+    publisher.refuse()
+    plan = publisher.begin(1, surveys, FILES)
+    assert publisher.finish(plan, [again.write(plan)], FILES).base is None
+    assert_right(receiver, 1)
+
+
+def test_parts_that_are_missing_or_there_twice_make_no_version(url: str):
+    publisher = Publisher(url, owner="run")
+    ranks = [Writer(url, rank=name) for name in "ab"]
+    whole = weights(0)
+    halves = [{"layer.w": whole["layer.w"]}, {name: whole[name] for name in ("norm", "frozen")}]
+    surveys = [rank.survey(0, half) for rank, half in zip(ranks, halves, strict=True)]
+    with pytest.raises(ValueError, match="held by two writers"):
+        publisher.begin(0, [*surveys, surveys[0]], FILES)
+    plan = publisher.begin(0, surveys, FILES)
+    parts = [rank.write(plan) for rank in ranks]
+    with pytest.raises(ValueError, match="not all of the tensors"):
+        publisher.finish(plan, parts[:1], FILES)
+    with pytest.raises(ValueError, match="tensor layer.w was written by two writers"):
+        publisher.finish(plan, [parts[0], *parts], FILES)
+    assert Receiver(url).newest() is None
+    publisher.finish(plan, parts, FILES)
+    assert_right(Receiver(url), 0)
+
+
+def test_tensors_are_dealt_evenly_and_the_same_everywhere():
+    sizes = {f"t{n}": n * n for n in range(40)}
+    shares = deal(sizes, 4)
+    assert sorted(sum(shares, [])) == sorted(sizes) and shares == deal(dict(reversed(sizes.items())), 4)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes.values()) / 4
+    with pytest.raises(ValueError, match="ranks=0"):
+        deal(sizes, 0)
+
+
+# What the store remembers
+
+
+def test_the_ledger_outlives_what_is_pruned(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    for version in range(6):
+        publisher.publish(version, weights(version), FILES)
+        publisher.acknowledge(version, receiver.install(receiver.fetch(version)), "engine-a")
+    publisher.refuse()
+    publisher.publish(6, weights(6), FILES)
+    publisher.prune(1)
+    publisher.close()
+    rows = log(url)
+    assert [row["version"] for row in rows] == list(range(7)) and [row["there"] for row in rows] == [False] * 6 + [True]
+    assert [row["hash"] for row in rows] == [state_hash(weights(version)) for version in range(7)]
+    assert [row["acknowledged"] for row in rows] == [["engine-a"]] * 6 + [[]]
+    assert {row["owner"] for row in rows} == {"run"}
+
+
+def test_receivers_without_a_line_to_the_publisher_acknowledge_through_the_store(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url, name="far")
+    assert ready(url, 0, []) == {} if publisher.publish(0, weights(0), FILES) else False
+    assert ready(url, 0, ["far"]) == {"far": False}
+    receiver.install(receiver.fetch(0))
+    receiver.report()
+    assert ready(url, 0, ["far", "other"]) == {"far": True, "other": False}
+    assert publisher.publish(1, weights(1), FILES).base is not None
+    assert log(url)[0]["acknowledged"] == ["far"]
+
+
+def test_what_a_receiver_is_fetching_is_not_pruned_unless_it_is_hopelessly_behind(url: str):
+    publisher, first, slow = Publisher(url, owner="run"), Receiver(url, name="first"), Receiver(url, name="slow")
+    for version in range(3):
+        follow(publisher, first, version)
+    slow.report(wants=2)
+    publisher.refuse()
+    for version in range(3, 6):
+        follow(publisher, first, version)
+    publisher.prune(2)
+    assert_right(slow, 2)
+    for version in range(6, 12):
+        follow(publisher, first, version)
+    publisher.prune(2)
+    assert not Store(url).exists(2)
 
 
 def test_a_receiver_that_lags_and_one_that_joins_decode_the_chain(url: str):
@@ -316,23 +502,32 @@ def test_side_files_that_can_not_be_are_refused(url: str, files: dict[str, bytes
 def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: int, monkeypatch):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
     follow(publisher, receiver, 0)
-    kind, calls = type(fsspec.core.url_to_fs(url)[0]), iter(range(99))
-    write = kind.pipe_file
+    placing, calls = Store._placing, iter(range(99))
 
-    def full(self, path, value, **options):
-        if next(calls) == fails_at:
-            raise OSError(28, "No space left on device")
-        write(self, path, value, **options)
+    @contextmanager
+    def full(store, path):
+        with placing(store, path) as part:
+            if next(calls) == fails_at:
+                raise StoreError("can not be written (make room): No space left on device")
+            yield part
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "pipe_file", full)
+        patch.setattr(Store, "_placing", full)
         with pytest.raises(StoreError, match="can not be written .make room.*No space left"):
             publisher.publish(1, weights(1), FILES)
+    assert Store(url).folders() == [0], "what was begun is removed"
     assert receiver.newest() == 0 and publisher.last == 0
-    assert not any(name.endswith(".part") for name in Store(url).names(folder(1)))
     manifest = publisher.publish(1, weights(1), FILES)
     assert manifest.base is not None and manifest.base.version == 0
     assert_right(receiver, 1)
+
+
+def test_a_full_version_that_would_not_fit_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    publisher = Publisher(tmp_path / "store", owner="run")
+    with pytest.raises(StoreError, match="16,406 bytes are needed and 100 free"):
+        publisher.publish(0, weights(0), FILES)
+    assert Store(tmp_path / "store").folders() == []
 
 
 def test_a_store_that_can_not_be_written_is_refused_at_once(tmp_path: Path):
@@ -479,186 +674,6 @@ def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_n
     assert publisher.prune(1) == [1] and store.folders() == [0, 2, 9]
     store.write(f"{folder(2)}/manifest.json", b"{}")
     assert publisher.prune(1) == []
-
-
-# A thousand damaged versions
-
-LAST = 3
-"""The newest version that was published before the damage: 0 is full, the others build on it one by one."""
-
-
-class Killed(BaseException):
-    """A process that ends at this point."""
-
-
-class Case:
-    """A store with four versions, one receiver that runs the last but one, and one that runs nothing."""
-
-    def __init__(self, url: str, seed: int) -> None:
-        self.url, self.random, self.store = url, random.Random(seed), Store(url)
-        self.publisher, self.follower, self.joiner = (
-            Publisher(url, owner="run"),
-            Receiver(url, name="follower"),
-            Receiver(url, name="joiner"),
-        )
-        for version in range(LAST):
-            follow(self.publisher, self.follower, version)
-        self.publisher.publish(LAST, weights(LAST), FILES)
-
-    def any_file(self) -> str:
-        names = [f"{folder(v)}/{name}" for v in range(LAST + 1) for name in self.store.names(folder(v))]
-        return self.random.choice([*names, "writer.json"])
-
-    def copy(self, source: int, target: int, names: list[str] | None = None, url: str = "") -> None:
-        origin = Store(url or self.url)
-        for name in names or origin.names(folder(source)):
-            self.store.write(f"{folder(target)}/{name}", origin.read(f"{folder(source)}/{name}"))
-
-    # Each returns (version to ask for, the fault it must have, what its message must name)
-
-    def flipped(self):
-        name = self.any_file()
-        data = bytearray(self.store.read(name))
-        for _ in range(self.random.choice([1, 1, 1, 2, 9])):
-            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
-        if bytes(data) == self.store.read(name):
-            data[0] ^= 1
-        self.store.write(name, bytes(data))
-        return LAST, DamagedVersion, name
-
-    def truncated(self):
-        name = self.any_file()
-        data = self.store.read(name)
-        self.store.write(name, data[: self.random.randrange(len(data))])
-        return LAST, DamagedVersion, name
-
-    def extended(self):
-        name = self.any_file()
-        data = self.store.read(name)
-        self.store.write(name, data + self.random.choice([b"\0", b"\n", b" ", data]))
-        return LAST, DamagedVersion, name
-
-    def lost(self):
-        name = self.any_file()
-        self.store.remove(name)
-        return LAST, MissingVersion, name
-
-    def lost_whole(self):
-        version = self.random.randrange(LAST + 1)
-        self.store.remove(folder(version))
-        return LAST, MissingVersion, folder(version)
-
-    def renamed(self):
-        source = self.random.randrange(LAST + 1)
-        self.copy(source, LAST + 1)
-        self.store.remove(folder(source))
-        return LAST + 1, MisplacedVersion, folder(LAST + 1)
-
-    def duplicated(self):
-        self.copy(self.random.randrange(LAST + 1), LAST + 1)
-        return LAST + 1, MisplacedVersion, folder(LAST + 1)
-
-    def reordered(self):
-        a, b = self.random.sample(range(1, LAST + 1), 2)
-        self.copy(a, LAST + 5)
-        self.copy(b, a)
-        self.copy(LAST + 5, b)
-        self.store.remove(folder(LAST + 5))
-        return LAST, MisplacedVersion, folder(max(a, b))
-
-    def payload_of_another(self):
-        a, b = self.random.sample(range(1, LAST + 1), 2)
-        self.copy(a, b, ["delta.safetensors"])
-        return LAST, DamagedVersion, folder(b)
-
-    def foreign(self):
-        """A store of another run, version by version as whole as ours, is mixed in: without its lease, or with it."""
-        other = Publisher(self.url + "-other", owner="other")
-        receiver = Receiver(self.url + "-other")
-        for version in range(LAST + 1):
-            other.publish(version, weights(version + 50), FILES)
-            other.acknowledge(version, receiver.install(receiver.fetch(version)))
-        version = self.random.randrange(LAST + 1)
-        self.store.remove(folder(version))
-        self.copy(version, version, url=self.url + "-other")
-        return LAST, SecondWriter, f"version {version} "
-
-    def foreign_base(self):
-        """A version before the last is replaced by one that the lease allows, whole in itself."""
-        version = self.random.randrange(LAST)
-        other = self.url + "-other"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("uuid.uuid4", lambda: uuid.UUID(self.publisher._lease.token))
-            Publisher(other, owner="other").publish(version, weights(version + 50), FILES)
-        self.store.remove(folder(version))
-        self.copy(version, version, url=other)
-        return LAST, ForeignBase, f"version {version} "
-
-    def second_writer(self):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.publisher, "_take", None)
-            zombie = self.publisher
-            self.publisher = Publisher(self.url, owner="two", takeover=True)
-            patch.setattr(zombie, "_check_lease", lambda: None)
-            zombie.publish(LAST + 1, weights(99), FILES)
-        return LAST + 1, SecondWriter, f"version {LAST + 1} "
-
-    def killed(self):
-        """The process ends at some write of the next version, or in the middle of it; another one takes up the work."""
-        write, at, calls = Store._write, self.random.randrange(3), iter(range(9))
-
-        def dying(store, name, data, *, new):
-            if next(calls) == at:
-                if self.random.random() < 0.5:
-                    write(store, f"{name}.cut.part", data[: self.random.randrange(len(data))], new=False)
-                raise Killed
-            write(store, name, data, new=new)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Store, "_write", dying)
-            with pytest.raises(Killed):
-                self.publisher.publish(LAST + 1, weights(99), FILES)
-        self.publisher = Publisher(self.url, owner="run")
-        return LAST + 1, MissingVersion, folder(LAST + 1)
-
-
-KINDS = [name for name, value in vars(Case).items() if callable(value) and name not in ("__init__", "any_file", "copy")]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_damaged_versions(kind: str, tmp_path: Path):
-    """1,040 in all, 80 of each kind: no receiver ever gets other weights than those published under the number it asked
-    for, each fault is named, and the next version brings all of them back."""
-    memory = fsspec.filesystem("memory")
-    for seed in range(80):
-        url = f"{tmp_path}/{seed}" if seed % 8 == 0 else f"memory://damage-{uuid.uuid4().hex}"
-        case = Case(url, seed)
-        asked, fault, named = getattr(case, kind)()
-        with pytest.raises(WeightFault) as caught:
-            case.joiner.fetch(asked)
-        assert type(caught.value) is fault and named in str(caught.value), (kind, seed, caught.value)
-        for receiver in (case.follower, case.joiner):
-            while (newest := receiver.newest()) is not None and newest > receiver.version:
-                try:
-                    assert_right(receiver, newest)
-                    break
-                except WeightFault as other:
-                    assert str(other)
-        note = json.loads(case.store.read("refused/joiner.json"))
-        assert note["fault"] in {kind.__name__ for kind in WeightFault.__subclasses__()} and note["detail"]
-        publisher, version = case.publisher, LAST + 2
-        assert publisher.publish(version, weights(version), FILES).base is None
-        for receiver in (case.follower, case.joiner):
-            assert receiver.newest() == version
-            assert_right(receiver, version)
-            publisher.acknowledge(version, receiver.install(receiver.fetch(version)))
-        after = publisher.publish(version + 1, weights(version + 1), FILES)
-        assert after.base is not None and after.base.version == version, "deltas again"
-        assert_right(case.joiner, version + 1)
-        if url.startswith("memory"):
-            for root in (url, url + "-other"):
-                if memory.exists(root):
-                    memory.rm(root, recursive=True)
 
 
 def test_a_note_that_can_not_be_written_is_said_so(url: str, monkeypatch):
