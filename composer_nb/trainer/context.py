@@ -93,10 +93,10 @@ class _Collect(torch.autograd.Function):
         ctx.part = part
         most = max(part.from_each)
         padded = torch.cat([x_s, x_s.new_zeros(most - len(x_s))])
-        everyone = x_s.new_empty(len(part.from_each), most)
+        everyone = x_s.new_empty(len(part.from_each) * most)
         if most:
             dist.all_gather_into_tensor(everyone, padded, group=part.group)
-        given = [row[:count] for row, count in zip(everyone, part.from_each, strict=True)]
+        given = [everyone[r * most :][:count] for r, count in enumerate(part.from_each)]
         return torch.cat(given).index_select(0, part.place_S)
 
     @staticmethod
