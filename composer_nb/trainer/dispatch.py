@@ -30,6 +30,8 @@ class DealtExperts(nn.Module):
         """Takes the weights of `layer`, which are the same on all ranks, out of it."""
         super().__init__()
         self.group = ep.get_group()
+        self.dealt = len(layer.w_in) // ep.size()
+        """e"""
         for name in ("w_in", "w_out"):
             weight = getattr(layer, name)
             delattr(layer, name)

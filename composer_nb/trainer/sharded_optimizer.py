@@ -20,6 +20,10 @@ from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.team import Team
 
 
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""What there is of each weight in a state."""
+
+
 class ShardedAdamW:
     """`FlatAdamW` for a model that `sharding.shard` has cut."""
 
@@ -68,24 +72,23 @@ class ShardedAdamW:
         return norm
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs: what this rank holds, as DTensors that share memory with it."""
+        """Everything that a resumed run needs: what this rank holds, as DTensors that share memory with it. Names are those of
+        the model in one piece."""
         found: dict[str, Any] = {}
         for name, weight in self.weights.items():
-            moments = self._moments(self.masters[name])
-            found[f"master.{name}"] = _like(weight, self.masters[name].detach())
-            found |= {f"{moment}.{name}": _like(weight, moments[moment]) for moment in ("exp_avg", "exp_avg_sq")}
-        found["step"] = self._moments(next(iter(self.masters.values())))["step"]
+            parts = {"master": self.masters[name].detach(), **self._moments(self.masters[name])}
+            found["step"] = parts["step"]
+            found |= {f"{kind}.{_plain(name)}": _like(weight, parts[kind]) for kind in KINDS}
         return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up where `state`, of the same mesh or another, was taken: `checkpoint` writes and reads it."""
         for name, master in self.masters.items():
-            master.copy_(state[f"master.{name}"].to_local())
-            moments = self._moments(master)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                moments[moment].copy_(state[f"{moment}.{name}"].to_local())
-            moments["step"].copy_(state["step"])
+            parts = {"master": master, **self._moments(master)}
+            parts["step"].copy_(state["step"])
+            for kind in KINDS:
+                parts[kind].copy_(state[f"{kind}.{_plain(name)}"].to_local())
         self._publish()
 
     def _moments(self, master: nn.Parameter) -> dict[str, Tensor]:
@@ -102,6 +105,10 @@ class ShardedAdamW:
         if self.published is not None:
             for name, master in self.masters.items():
                 self.weights[name].to_local().copy_(master.to(self.published))
+
+
+def _plain(name: str) -> str:
+    return name.replace(".experts.", ".")
 
 
 def _cut(weight: nn.Parameter) -> DTensor:

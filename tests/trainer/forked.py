@@ -23,6 +23,7 @@ def on_ranks(
 ) -> dict[str, list[str]]:
     """Runs the checks one after the other on `world` ranks, each as check(*values). Returns what failed, by name: the tracebacks
     of ranks. After a failure the group is made anew."""
+    folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     ranks = [

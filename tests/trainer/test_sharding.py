@@ -12,6 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.policy import route_checks
+from composer_nb.trainer.checkpoint import published
+from composer_nb.trainer.distributed_checkpoint import restore, save
+from composer_nb.trainer.distributed_checkpoint import whole as whole_state
+from composer_nb.trainer.held import held
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.model import Model, ModelConfig
@@ -232,8 +236,66 @@ def _all_latent() -> None:
 EIGHT = {"context 2 and experts 8": _all, "context 2 and experts 8, latent": _all_latent}
 
 
+def cut_learner(mesh: MeshSettings, published_as: torch.dtype | None = torch.bfloat16) -> tuple[Learner, Team]:
+    team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
+    model = shard(made(MLA, torch.float32, False), team)
+    return Learner(model, ShardedAdamW(model, team, published=published_as), LossSettings(ratio="none")), team
+
+
+def _saves(folder: Path) -> None:
+    """A step, a checkpoint that is written while the next step is learnt, and what that comes to."""
+    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=4))
+    given = streams(MLA, 6)
+    learn(learner, team, given, range(1))
+    saving = save(learner.optimizer, folder / "saved", torch.distributed.new_group(backend="gloo"))
+    learn(learner, team, given, range(1, 2))
+    saving.result()
+    found = learner.optimizer.state()
+    state = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    if team.first:
+        torch.save(state, folder / "next.pt")
+
+
+def _goes_on(folder: Path) -> None:
+    learner, team = cut_learner(MeshSettings(shard=torch.distributed.get_world_size()))
+    restore(learner.optimizer, folder / "saved")
+    learn(learner, team, streams(MLA, 6), range(1, 2))
+    for name, expected in torch.load(folder / "next.pt").items():
+        found = learner.optimizer.state()[name]
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def _publishes(folder: Path) -> None:
+    """What the ranks hold makes up what one process would publish, nothing twice."""
+    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=1))
+    learn(learner, team, streams(MLA, 6), range(1))
+    parts = team.gather(held(learner.model, team))
+    alone = made(MLA, torch.float32, False)
+    optimizer = FlatAdamW(alone, published=torch.bfloat16)
+    learn(Learner(alone, optimizer, LossSettings(ratio="none")), Ranks(), streams(MLA, 6), range(1))
+    expected = published(alone)
+    assert sum(map(len, parts)) == len(expected) and {n for part in parts for n in part} == expected.keys()
+    assert all(parts), "every rank has a share"
+    for name, tensor in ((name, tensor) for part in parts for name, tensor in part.items()):
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=1e-6)
+
+
 def test_two_ranks_are_one_process(tmp_path: Path):
     assert not on_ranks(2, TWO, tmp_path)
+
+
+def test_a_checkpoint_of_four_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
+    assert not on_ranks(4, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
+    assert not on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
+    assert not on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
+    model = made(MLA, torch.float32, False)
+    learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), LossSettings(ratio="none"))
+    learner.optimizer.load(whole_state(tmp_path / "saved", model))
+    learn(learner, Ranks(), streams(MLA, 6), range(1, 2))
+    expected = torch.load(tmp_path / "next.pt")
+    flat = torch.cat([expected[f"master.{name}"].reshape(-1) for name, _ in model.named_parameters()])
+    torch.testing.assert_close(learner.optimizer.state()["master"], flat, rtol=1e-5, atol=1e-7)
 
 
 def test_four_ranks_are_one_process(tmp_path: Path):
