@@ -22,6 +22,7 @@ from composer_nb.harness.reward import RewardSettings
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.model import ModelConfig
+from composer_nb.trainer.muon import OptimizerSettings
 from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.replay_settings import ReplaySettings
 from composer_nb.trainer.schedule import Schedule
@@ -207,6 +208,7 @@ class Settings:
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
     limits: Limits = field(default_factory=Limits)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     midtrain: MidtrainSettings = field(default_factory=MidtrainSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     rl: RlSettings = field(default_factory=RlSettings)

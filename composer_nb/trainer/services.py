@@ -40,7 +40,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.environments import Answers, Exchange
 from composer_nb.trainer.manifest import state_hash
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.muon import make_optimizer
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.ranks import Ranks, set_up_process
 from composer_nb.trainer.receiver import Receiver
@@ -256,7 +256,8 @@ class TrainerService:
         model = load_pretrained(run / "weights" / "start")
         model.recompute = settings.rl.recompute
         reference = load_pretrained(run / "weights" / "start") if settings.loss.beta else None
-        self._learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), settings.loss, reference)
+        optimizer = make_optimizer(model, settings.optimizer, published=torch.bfloat16)
+        self._learner = Learner(model, optimizer, settings.loss, reference)
         self._learner.replay = settings.replay
         self.step = 0
         if not from_start and (found := self._run.checkpoint("rl")):
