@@ -245,6 +245,11 @@ class Settings:
                 f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most})"
             )
 
+    @property
+    def trainers(self) -> int:
+        """Processes of the trainer service: one, which holds everything, unless `mesh` says how ranks share the weights."""
+        return 1 if self.mesh == MeshSettings() else self.ranks
+
     def schedule(self) -> Schedule:
         """What the services' orchestrator goes by. Raises ValueError that names the setting that does not fit."""
         v = self.services

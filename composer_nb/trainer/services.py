@@ -267,6 +267,7 @@ class TrainerService:
         self.version = self.step * settings.rl.minibatches
         self._before: dict[str, Tensor] = {}
         self._newest = published(model)
+        self._ranks = Ranks()
         publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
         self._publisher, self._background = publisher, BackgroundPublisher(publisher)
         publisher.publish(self.version, self._newest, self._files)
@@ -290,13 +291,13 @@ class TrainerService:
             self._publisher.acknowledge(report.version, report.hash)
         if step % self._settings.services.full_every == 0:
             keep, since = 2 * self._settings.services.full_every, saved * self._settings.rl.minibatches
-            self._publisher.prune(keep, since=since)
+            self._prune(keep, since)
         start = time.perf_counter()
         self._before = self._newest
         s, rl = self._settings, self._settings.rl
         metrics = self._learner.learn(
             streams,
-            Ranks(),
+            self._ranks,
             Random(f"minibatches {s.rl_seed} {step}"),
             minibatches=rl.minibatches,
             denominator=rl.denominator(s.loss),
@@ -310,7 +311,7 @@ class TrainerService:
         return {
             **metrics,
             "version": self.version,
-            "hash": state_hash(self._newest),
+            "hash": self._hash(),
             "train_s": time.perf_counter() - start,
         }
 
@@ -318,6 +319,12 @@ class TrainerService:
         self.version += 1
         self._newest = published(self._learner.model)
         self._background.publish(self.version, self._newest, self._files)
+
+    def _hash(self) -> str:
+        return state_hash(self._newest)
+
+    def _prune(self, keep: int, since: int) -> None:
+        self._publisher.prune(keep, since=since)
 
     def _catch_up(self) -> None:
         """A batch always makes the same number of versions, also one that had nothing to learn from."""

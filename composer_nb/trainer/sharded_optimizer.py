@@ -19,7 +19,6 @@ from composer_nb.trainer.model import Model
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.team import Team
 
-
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """What there is of each weight in a state."""
 
@@ -95,7 +94,11 @@ class ShardedAdamW:
         """AdamW's, which it makes at its first step only."""
         found: dict[str, Tensor] = self._adam.state[master]
         if not found:
-            found |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            found |= {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
         return found
 
     @torch.no_grad()

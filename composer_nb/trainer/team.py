@@ -7,7 +7,6 @@ a denominator of the whole batch, so ragged shares of tokens need no care.
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,18 +17,19 @@ from composer_nb.trainer.mesh import Mesh
 from composer_nb.trainer.packing import FlatBatch, Stream
 from composer_nb.trainer.ranks import Ranks
 
+PATIENCE = timedelta(minutes=10)
+"""A rank waits for another one so long in one communication. One that dies is noticed at once, by its closed connections."""
 
-def join(rank: int, world: int, rendezvous: Path | str, *, device: str = "cpu", timeout_s: float = 600.0) -> None:
-    """Makes this process rank `rank` of `world`. They meet in a file that all see, or at the "host:port" of rank 0."""
-    if isinstance(rendezvous, Path):
-        store: dist.Store = dist.FileStore(str(rendezvous), world)
-    else:
-        host, _, port = rendezvous.rpartition(":")
-        store = dist.TCPStore(host, int(port), world, rank == 0, timedelta(seconds=timeout_s))
+
+def meeting_place(host: str) -> dist.TCPStore:
+    """Where ranks find each other, at a free port of this machine: for the first of them."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+
+
+def join(rank: int, world: int, place: dist.Store, device: str = "cpu") -> None:
+    """Makes this process rank `rank` of `world`, which meet at `place`."""
     backend = "gloo" if device == "cpu" else "cuda:nccl,cpu:gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=PATIENCE)
 
 
 class Team(Ranks):

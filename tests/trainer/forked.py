@@ -54,7 +54,12 @@ def on_ranks(
 
 
 def _rank(
-    rank: int, world: int, checks: Mapping[str, Callable[..., None]], folder: Path, values: tuple[Any, ...], answers: Any
+    rank: int,
+    world: int,
+    checks: Mapping[str, Callable[..., None]],
+    folder: Path,
+    values: tuple[Any, ...],
+    answers: Any,
 ) -> None:
     torch.set_num_threads(1)
     for number, (name, check) in enumerate(checks.items()):

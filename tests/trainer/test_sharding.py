@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from random import Random
 
@@ -137,9 +136,7 @@ def same(
     ]
     for learner in learners:
         learner.replay = replay or learner.replay
-    [one, many] = [
-        learn(learner, ranks, given) for learner, ranks in zip(learners, (Ranks(), team), strict=True)
-    ]
+    [one, many] = [learn(learner, ranks, given) for learner, ranks in zip(learners, (Ranks(), team), strict=True)]
     for expected, found in zip(one, many, strict=True):
         if team.mesh.data > 1:  # tokens that rollouts share are counted once a micro-batch, and those are others then
             expected, found = ({**point, "replay_overlap": 0.0} for point in (expected, found))
@@ -184,7 +181,9 @@ def _float32() -> None:
 
 
 def _uneven_loss() -> None:
-    same(GQA, MeshSettings(cp=2), count=5, loss=LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_norm=True))
+    same(
+        GQA, MeshSettings(cp=2), count=5, loss=LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_norm=True)
+    )
 
 
 TWO = {
