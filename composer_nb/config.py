@@ -224,6 +224,8 @@ class Settings:
         Mesh.of(self.mesh, self.ranks).require_experts(self.model.num_experts)
         if self.services.on:
             self.schedule()
+        elif self.trainers > 1:
+            raise ValueError("mesh.* is of the trainer service: set services.on to true, or leave mesh.* as it is")
         elif self.rl.prompts < self.ranks:
             raise ValueError(
                 f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}), or services.on be true"

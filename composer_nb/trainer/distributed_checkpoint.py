@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.sharded_optimizer import KINDS, ShardedAdamW
+from composer_nb.trainer.sharded_optimizer import KINDS, ShardedOptimizer
 
 
-def save(optimizer: ShardedAdamW, folder: Path, group: dist.ProcessGroup) -> Future[Any]:
+def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) -> Future[Any]:
     """Begins to write a checkpoint, on all ranks. It is complete when the future is done, which raises what went wrong. `group`,
     of gloo and of all ranks, must not be used for anything else meanwhile."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
@@ -28,7 +28,7 @@ def save(optimizer: ShardedAdamW, folder: Path, group: dist.ProcessGroup) -> Fut
     return begun
 
 
-def restore(optimizer: ShardedAdamW, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Takes up where a checkpoint was taken, on all ranks. Raises ValueError that names the folder when it can not be read."""
     state = optimizer.state()
     _load(state, folder, group)

@@ -37,6 +37,9 @@ class MeshSettings:
     expert_shard: int = 0
     """Ranks over which each expert's weights are cut; 0: so that they are cut as finely as all others, as far as ep allows."""
 
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """What layers compute in, whatever their weights are kept in; gradients are summed in the dtype of the weights."""
+
     def __post_init__(self) -> None:
         for name, least in (("shard", 1), ("cp", 1), ("ep", 1), ("expert_shard", 0)):
             if getattr(self, name) < least:

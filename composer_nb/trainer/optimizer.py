@@ -11,11 +11,32 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from composer_nb.trainer.ranks import Ranks
+
+
+class Optimizer(Protocol):
+    """What a learner asks of one."""
+
+    def zero_(self) -> None:
+        """Forgets the gradients."""
+
+    def sum_(self, ranks: Ranks) -> None:
+        """Sums the gradients over `ranks`, if the backward pass has not."""
+
+    def step(self, lr: float, clip: float) -> float:
+        """One update with the gradients, scaled to a norm of at most `clip`. Returns the norm before. Raises FloatingPointError,
+        with the weights as they were, when it is not a finite number."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes up where `state` was taken."""
 
 
 class FlatOptimizer(ABC):

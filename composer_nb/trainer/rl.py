@@ -33,7 +33,7 @@ from composer_nb.harness.task import Task
 from composer_nb.kernels.moe import Routing
 from composer_nb.trainer.loss import LossSettings, advantages, kl_penalty, policy_loss
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatOptimizer
+from composer_nb.trainer.optimizer import Optimizer
 from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.replay_settings import NO_REPLAY, ReplaySettings
@@ -138,7 +138,7 @@ class Learner:
     """A model, its optimiser and the loss: turns streams into optimiser steps."""
 
     model: Model
-    optimizer: FlatOptimizer
+    optimizer: Optimizer
     settings: LossSettings
     reference: Model | None = None
     """Frozen, for the KL weight; needed when beta is above 0."""

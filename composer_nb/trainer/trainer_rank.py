@@ -27,7 +27,7 @@ from composer_nb.trainer.receiver import Receiver
 from composer_nb.trainer.rl import Learner
 from composer_nb.trainer.rundir import RunDir
 from composer_nb.trainer.services import TrainerService, store_url
-from composer_nb.trainer.sharded_optimizer import ShardedAdamW
+from composer_nb.trainer.sharded_optimizer import ShardedOptimizer
 from composer_nb.trainer.sharding import shard
 from composer_nb.trainer.shared_publisher import SharedPublisher
 from composer_nb.trainer.team import PATIENCE, Team, join, meeting_place
@@ -72,13 +72,14 @@ class TrainerRank(TrainerService):
         join(self._rank, s.trainers, place)
         self._ranks = team = Team(Mesh.of(s.mesh, s.trainers))
         model = self._load(team)
-        self._optimizer = ShardedAdamW(model, team, published=torch.bfloat16)
+        self._optimizer = ShardedOptimizer(model, team, s.optimizer, published=torch.bfloat16)
         self._learner = Learner(model, self._optimizer, s.loss, self._load(team) if s.loss.beta else None, s.replay)
         self._aside = [dist.new_group(backend="gloo") for _ in range(2)]
-        self.step = 0
+        self.step, self._kept = 0, -1
         if (found := self._run.pointer("rl")) is not None:
             self.step, folder, _ = found
             restore(self._optimizer, folder, self._aside[0])
+            self._kept = self.step
         self._saving: Future[Any] | None = None
         self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
         self.version = self._version_before = self.step * s.rl.minibatches
@@ -91,7 +92,7 @@ class TrainerRank(TrainerService):
     def _load(self, team: Team) -> Model:
         model = load_pretrained(self._run.path / "weights" / "start")
         model.recompute = self._settings.rl.recompute
-        return shard(model, team)
+        return shard(model, team, torch.bfloat16 if self._settings.mesh.compute == "bfloat16" else None)
 
     def learn(self, step: int, *values: Any) -> dict[str, Any]:
         """As `TrainerService.learn`."""
@@ -118,7 +119,9 @@ class TrainerRank(TrainerService):
         """Begins a checkpoint. Returns the steps done and its folder, which is complete when `saved` returns."""
         self.saved()
         name = f"rl-{self.step:06d}.ranks"
-        self._saving = save(self._optimizer, self._run.path / "checkpoints" / name, self._aside[0])
+        if self._kept != self.step:  # else it is there, and may be what a resumed run goes on from
+            self._kept = self.step
+            self._saving = save(self._optimizer, self._run.path / "checkpoints" / name, self._aside[0])
         return self.step, name
 
     def saved(self) -> None:

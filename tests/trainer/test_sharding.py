@@ -18,12 +18,13 @@ from composer_nb.trainer.held import held
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.model import Model, ModelConfig
+from composer_nb.trainer.muon import OptimizerSettings, make_optimizer
 from composer_nb.trainer.optimizer import FlatAdamW
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.replay_settings import ReplaySettings
 from composer_nb.trainer.rl import Learner
-from composer_nb.trainer.sharded_optimizer import ShardedAdamW
+from composer_nb.trainer.sharded_optimizer import ShardedOptimizer
 from composer_nb.trainer.sharding import shard
 from composer_nb.trainer.team import Team
 from tests.trainer.forked import on_ranks
@@ -47,6 +48,7 @@ MLA = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=False,
 )
+ADAMW = OptimizerSettings()
 REPLAY = ReplaySettings(level="ids+order")
 
 
@@ -124,6 +126,7 @@ def same(
     recompute: bool = False,
     replay: ReplaySettings | None = None,
     loss: LossSettings | None = None,
+    optimizer: OptimizerSettings = ADAMW,
 ) -> None:
     """Two batches of two optimiser steps each by the ranks, and by each rank alone."""
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
@@ -131,8 +134,8 @@ def same(
     shard(cut, team)
     given, settings = streams(config, count), loss or LossSettings(ratio="none")
     learners = [
-        Learner(alone, FlatAdamW(alone), settings),
-        Learner(cut, ShardedAdamW(cut, team), settings),
+        Learner(alone, make_optimizer(alone, optimizer), settings),
+        Learner(cut, ShardedOptimizer(cut, team, optimizer), settings),
     ]
     for learner in learners:
         learner.replay = replay or learner.replay
@@ -180,6 +183,23 @@ def _float32() -> None:
     same(MLA, MeshSettings(shard=2, ep=2), dtype=torch.float32, within=1e-6)
 
 
+def _mixed() -> None:
+    """Layers compute in bfloat16, weights and sums of gradients are float32."""
+    team, given = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(MLA, 12)
+    alone, cut = (made(MLA, torch.float32, False) for _ in range(2))
+    shard(cut, team, torch.bfloat16)
+    [one, many] = [
+        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))[0]
+        for model, optimizer, ranks in (
+            (alone, FlatAdamW(alone), Ranks()),
+            (cut, ShardedOptimizer(cut, team, ADAMW), team),
+        )
+    ]
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05) and many["grad_norm"] != one["grad_norm"]
+    assert {weight.dtype for weight in cut.parameters()} == {torch.float32}
+    assert {weight.grad.dtype for weight in cut.parameters() if weight.grad is not None} == {torch.float32}
+
+
 def _uneven_loss() -> None:
     same(
         GQA, MeshSettings(cp=2), count=5, loss=LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_norm=True)
@@ -197,6 +217,7 @@ TWO = {
     "few": _few,
     "float32": _float32,
     "losses of whole rollouts": _uneven_loss,
+    "mixed precision": _mixed,
 }
 
 
@@ -216,7 +237,12 @@ def _one_stream() -> None:
     same(MLA, MeshSettings(shard=2, cp=2, ep=2), count=1)
 
 
+def _muon() -> None:
+    same(MLA, MeshSettings(shard=4, ep=2), optimizer=OptimizerSettings(name="muon"))
+
+
 FOUR = {
+    "muon": _muon,
     "hybrid": _hybrid,
     "experts cut": _experts_cut,
     "context hybrid": _context_hybrid,
@@ -235,15 +261,16 @@ def _all_latent() -> None:
 EIGHT = {"context 2 and experts 8": _all, "context 2 and experts 8, latent": _all_latent}
 
 
-def cut_learner(mesh: MeshSettings, published_as: torch.dtype | None = torch.bfloat16) -> tuple[Learner, Team]:
+def cut_learner(mesh: MeshSettings) -> tuple[Learner, Team]:
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
     model = shard(made(MLA, torch.float32, False), team)
-    return Learner(model, ShardedAdamW(model, team, published=published_as), LossSettings(ratio="none")), team
+    optimizer = ShardedOptimizer(model, team, OptimizerSettings(), published=torch.bfloat16)
+    return Learner(model, optimizer, LossSettings(ratio="none")), team
 
 
 def _saves(folder: Path) -> None:
     """A step, a checkpoint that is written while the next step is learnt, and what that comes to."""
-    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=4))
+    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=8))
     given = streams(MLA, 6)
     learn(learner, team, given, range(1))
     saving = save(learner.optimizer, folder / "saved", torch.distributed.new_group(backend="gloo"))
@@ -267,7 +294,7 @@ def _goes_on(folder: Path) -> None:
 
 def _publishes(folder: Path) -> None:
     """What the ranks hold makes up what one process would publish, nothing twice."""
-    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=1))
+    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=2))
     learn(learner, team, streams(MLA, 6), range(1))
     parts = team.gather(held(learner.model, team))
     alone = made(MLA, torch.float32, False)
@@ -284,8 +311,8 @@ def test_two_ranks_are_one_process(tmp_path: Path):
     assert not on_ranks(2, TWO, tmp_path)
 
 
-def test_a_checkpoint_of_four_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
-    assert not on_ranks(4, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
+def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
+    assert not on_ranks(8, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
     assert not on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
     assert not on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
     model = made(MLA, torch.float32, False)
