@@ -5,7 +5,7 @@
 Ranks of an expert group work on different tokens, any number of them, none included. Counts travel first, since a rank can not
 know what it will get.
 
-Dimensions: N tokens, D width, K experts a token, E experts, R ranks, e = E / R experts here, M = N · K rows sent, P rows received.
+Dimensions: N tokens, D width, K experts a token, E experts, R ranks, e = E / R experts here, M = N · K rows sent, P received.
 """
 
 from __future__ import annotations

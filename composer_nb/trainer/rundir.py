@@ -167,7 +167,7 @@ class RunDir:
         step, file, seconds = found
         if file.is_dir():
             raise ValueError(
-                f"{file} was written by the ranks of a mesh; go on with the same mesh, or read it with `distributed_checkpoint.whole`"
+                f"{file} was written by ranks: go on with their mesh.*, or read it with `distributed_checkpoint.whole`"
             )
         try:
             return step, load_file(file), seconds

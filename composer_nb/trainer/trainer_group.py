@@ -1,4 +1,4 @@
-"""The ranks of the trainer as one service: what the coordinator calls is called on all of them, and they live and die together."""
+"""The ranks of the trainer as one service: a call is one of all of them, and they live and die together."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from queue import Empty
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 imports it when it first cuts a model: seconds, here once instead of once a rank
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 DEADLOCK_S = 60.0
 """A rank that waits longer for another one in one communication fails."""
