@@ -26,6 +26,9 @@ from composer_nb.trainer.model import Layer
 class DealtExperts(nn.Module):
     """The experts of one layer, e of them on this rank."""
 
+    w_in: nn.Parameter
+    w_out: nn.Parameter
+
     def __init__(self, layer: Layer, ep: DeviceMesh) -> None:
         """Takes the weights of `layer`, which are the same on all ranks, out of it."""
         super().__init__()
