@@ -236,6 +236,33 @@ def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
     return chunks
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Streams of one family, side by side in the tree."""
+
+    numbers: list[int]
+    tokens: int
+    """Of the tree."""
+    pairs: int
+    """Of a token and one that it attends to, over all rows that are computed: a row that owns a token is computed whole."""
+
+
+def runs(streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool]) -> list[Run]:
+    """A family cut, in the order of its tree, where one stream more would be too much; each holds one at least."""
+    found: list[Run] = []
+    run, before = Run([], 0, 0), np.zeros((0, 1), np.int32)
+    for number in _in_order(streams, family):
+        signature = _signature(streams[number])
+        length = len(signature)
+        own, pairs = length - _shared(before, signature), length * (length + 1) // 2
+        grown = Run([*run.numbers, number], run.tokens + own, run.pairs + (pairs if own else 0))
+        if run.numbers and full(grown):
+            found.append(run)
+            grown = Run([number], length, pairs)
+        run, before = grown, signature
+    return [*found, run]
+
+
 def _in_order(streams: Sequence[Stream], family: Sequence[int]) -> list[int]:
     return sorted(family, key=lambda number: _signature(streams[number]).tobytes())
 

@@ -39,9 +39,10 @@ class Ranks:
         """Which of how many shares of a batch's streams is this rank's."""
         return self.rank, self.world
 
-    def level(self, chunks: list[Any]) -> list[Any]:
-        """This rank's micro-batches, with empty ones where all ranks must have as many."""
-        return chunks
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks meet in every micro-batch, and so must have as many: one that has none left computes an empty one."""
+        return False
 
     def split(self, batch: Any) -> Any:
         """What this rank computes of a batch that it shares with others."""

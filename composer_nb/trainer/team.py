@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_nb.trainer.context import split
 from composer_nb.trainer.mesh import Mesh
-from composer_nb.trainer.packing import FlatBatch, Stream
+from composer_nb.trainer.packing import FlatBatch
 from composer_nb.trainer.ranks import Ranks
 
 PATIENCE = timedelta(minutes=10)
@@ -64,10 +64,9 @@ class Team(Ranks):
     def share(self) -> tuple[int, int]:
         return self.place["data"], self.mesh.data
 
-    def level(self, chunks: list[list[Stream]]) -> list[list[Stream]]:
-        most = torch.tensor(len(chunks), device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return chunks + [[] for _ in range(int(most) - len(chunks))]
+    @property
+    def lockstep(self) -> bool:
+        return True
 
     def split(self, batch: FlatBatch) -> FlatBatch:
         return split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
