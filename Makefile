@@ -21,11 +21,11 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-whole test-slow test-browser check bench lab render clean moved
+.PHONY: help setup demo test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 25
 
 setup: .venv/.ready ## the environment alone
 
@@ -49,8 +49,24 @@ check: .venv/.ready ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
 
+check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell, and read the machine code; needs no GPU
+	@$(BIN)/python -m composer_nb.kernels.aot
+
+test-older-triton: build/triton-3.6/.ready ## the kernels by Triton 3.6, which other machines have: interpreted, and compiled; formats against peers
+	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rs tests/kernels -k 'triton or quantize or peers or layer' $(ARGS)
+	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m composer_nb.kernels.aot
+
+# Laid over the environment: its interpreter of Triton wants NumPy before 2.4. Peers are there to compare with, and nothing else uses them.
+build/triton-3.6/.ready: .venv/.ready
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/triton-3.6 \
+	  triton==3.6.0 numpy==2.3.5 ml_dtypes==0.6.0 torchao==0.18.0
+	@touch $@
+
 bench: .venv/.ready ## measure this machine
 	@$(BIN)/composer-nb bench $(ARGS)
+
+bench-gpu: .venv/.ready ## the MoE kernels on a GPU against their peers, in eight minutes; table and JSON in build/bench_gpu/
+	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
 lab: .venv/.ready ## the notebooks in JupyterLab
 	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \

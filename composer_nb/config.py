@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.reward import RewardSettings
+from composer_nb.kernels.recipes import RECIPES
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.mesh import Mesh, MeshSettings
-from composer_nb.trainer.model import ModelConfig
+from composer_nb.trainer.model import Kernels, ModelConfig
 from composer_nb.trainer.muon import OptimizerSettings
 from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.replay_settings import ReplaySettings
@@ -214,6 +215,7 @@ class Settings:
     rl: RlSettings = field(default_factory=RlSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
+    kernels: Kernels = field(default_factory=Kernels)
     reward: RewardSettings = field(default_factory=RewardSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
@@ -242,6 +244,12 @@ class Settings:
                     f"engine.numerics={self.engine.numerics!r}: model.hidden_size and model.moe_intermediate_size must be "
                     f"multiples of {group}, the group of its integers"
                 )
+        multiple = RECIPES[self.kernels.recipe].multiple
+        if any(width % multiple for width in narrow):
+            raise ValueError(
+                f"kernels.recipe={self.kernels.recipe!r}: model.hidden_size and model.moe_intermediate_size must be multiples "
+                f"of {multiple}, for the blocks of its formats"
+            )
         if self.limits.tokens > (most := self.model.max_position_embeddings):
             raise ValueError(
                 f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most})"

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Ranks and kernels are processes of their own; they find the package whether or not it is installed.
 # A thread each: several processes share the machine, and sums of floats depend on how they are split.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Kernels in Triton run in its interpreter, which is decided for a process before it imports Triton. Tests on a GPU: 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 TINY: dict[str, Any] = {

@@ -34,7 +34,10 @@ TARGETS = {
     "test-slow": "-m slow",
     "test-browser": "-m browser",
     "check": "ruff format --check",
+    "check-kernels": "composer_nb.kernels.aot",
+    "test-older-triton": "triton==3.6.0",
     "bench": "composer-nb bench",
+    "bench-gpu": "bench_gpu.py",
     "lab": "jupyterlab",
     "render": "composer-nb jobs render",
     "clean": "rm -rf .venv",
@@ -282,7 +285,7 @@ def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
     assert (clone / "log").read_text().splitlines() == [
         "packages bwrap git make python3-venv",
         "engine",
-        "make check test ARGS=-m 'not slow and not browser' CI=true",
+        "make check check-kernels test ARGS=-m 'not slow and not browser' CI=true",
     ]
     stat = Path("/proc", (clone / "pid").read_text().strip(), "stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"

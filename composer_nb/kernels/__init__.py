@@ -1,0 +1,11 @@
+"""Arithmetic: number formats, grouped GEMM, the mixture-of-experts layer, attention, log-probabilities.
+
+Each kernel lies beside a plain reference in torch; docs/kernels.md tells which runs where.
+"""
+
+from composer_nb.kernels.explanation import Explanation, explain
+from composer_nb.kernels.layer import grouped_mm, moe
+from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
+from composer_nb.kernels.recipes import Recipe
+
+__all__ = ["Explanation", "Recipe", "explain", "grouped_mm", "moe", "mx_quantize", "nvfp4_quantize"]

@@ -44,9 +44,10 @@ def silu(x: Tensor, tile: int = 0) -> Tensor:
 
 
 def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor, tile: int = 0) -> Tensor:
-    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. In tiles, and in float64, which
-    torch's kernel does not know, expert by expert."""
-    if not tile and x_MA.dtype != torch.float64:
+    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. In tiles, and where torch's kernel
+    does not know the dtype (float64) or the widths (rows of other than whole 16 bytes), expert by expert."""
+    whole = all(width * x_MA.itemsize % 16 == 0 for width in w_EAB.shape[1:])
+    if not tile and x_MA.dtype != torch.float64 and whole:
         return F.grouped_mm(x_MA, w_EAB, offs=offsets_E)
     sizes = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
     return torch.cat([matmul(part, w, tile) for part, w in zip(x_MA.split(sizes), w_EAB, strict=True)])

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of an output layer, a piece of the rows at a time.
 
 What a loss needs of [U, V] logits is a number or two a row. Here logits live in one piece that fits a core's cache; only the
-probabilities are kept, and only where a gradient will be asked for.
+probabilities are kept, and only where a gradient will be asked for. On a GPU `logprob_triton.py` does without logits in memory.
 
 Dimensions: U rows of hidden states of width D, V vocabulary, S sampled tokens; one row may have predicted several.
 """
@@ -20,6 +20,7 @@ from composer_nb.kernels.attention import power_of_two
 from composer_nb.kernels.compiled import compiled, dot
 from composer_nb.kernels.compiled import total as sum_of
 from composer_nb.kernels.linear import linear
+from composer_nb.kernels.triton_runtime import choose
 
 LOG2E = math.log2(math.e)
 PIECE = 256
@@ -31,6 +32,10 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """log p of `token_S` by the rows `from_S` (int64), [S], and the entropy of every row in nats, [U], which takes no part in
     gradients. Both in float32, or float64 where the hidden states are. `tile`: as in `linear.py`."""
+    if not tile and hidden_UD.dtype != torch.float64 and choose(hidden_UD.device)[0] == "triton":
+        from composer_nb.kernels import logprob_triton
+
+        return logprob_triton.logprob_entropy(hidden_UD, weight_VD, from_S, token_S)
     keep = torch.is_grad_enabled() and (hidden_UD.requires_grad or weight_VD.requires_grad)
     return _LogprobEntropy.apply(hidden_UD, weight_VD, from_S, token_S, tile, keep)
 

@@ -17,10 +17,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from composer_nb.kernels.linear import grouped_mm
-from composer_nb.kernels.moe import Routing
-from composer_nb.kernels.swiglu import swiglu
-from composer_nb.trainer.model import Layer
+from composer_nb.kernels.routing import Routing
+from composer_nb.trainer.model import Experts, Layer
 
 
 class DealtExperts(nn.Module):
@@ -41,8 +39,8 @@ class DealtExperts(nn.Module):
             dealt = weight if ep.size() == 1 else distribute_tensor(weight.detach(), ep, [Shard(0)], src_data_rank=None)
             setattr(self, name, nn.Parameter(dealt.detach(), requires_grad=weight.requires_grad))
 
-    def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:
-        """The experts' output, [N, D], as that of `kernels.moe.moe`."""
+    def forward(self, x_ND: Tensor, routing: Routing, compute: Experts) -> Tensor:
+        """The experts' output, [N, D], as `compute` makes it of tokens and experts on one rank."""
         w_in, w_out = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w_in, self.w_out))
         chosen, ranks = routing.experts_NK.shape[1], dist.get_world_size(self.group)
         experts_M = routing.experts_NK.reshape(-1)
@@ -52,12 +50,9 @@ class DealtExperts(nn.Module):
         dist.all_to_all_single(got_RE, sent_RE, group=self.group)
         sent, got = sent_RE.sum(1).tolist(), got_RE.sum(1).tolist()
         x_P = all_to_all_single_autograd(x_ND.index_select(0, order_M // chosen), got, sent, self.group)
-        # What came is by rank, and within by expert.
+        # What came is by rank, and within by expert; to these experts each row is a token with one choice.
         expert_P = torch.arange(len(w_in), device=x_ND.device).repeat(ranks).repeat_interleave(got_RE.reshape(-1))
-        by_expert_P = expert_P.argsort(stable=True)
-        ends_E = got_RE.sum(0).cumsum(0).to(torch.int32)
-        y_P = grouped_mm(swiglu(grouped_mm(x_P.index_select(0, by_expert_P), w_in, ends_E)), w_out, ends_E)
-        y_P = y_P.index_select(0, _inverse(by_expert_P))
+        y_P = compute(x_P, expert_P[:, None], x_P.new_ones(len(x_P), 1), w_in, w_out)
         y_M = all_to_all_single_autograd(y_P, sent, got, self.group)
         y_NKD = y_M.index_select(0, _inverse(order_M)).unflatten(0, (-1, chosen)) if len(x_ND) else y_M[:, None]
         return (y_NKD * routing.gates_NK.to(x_ND.dtype)[:, :, None]).sum(1)

@@ -301,7 +301,13 @@ def pack(model: Model) -> DecodeWeights | None:
     other."""
     layers = model.layers
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
-    plain = plain and not model.config.latent and not model.tile and model.router_dtype in (None, torch.float32)
+    plain = (
+        plain
+        and not model.config.latent
+        and not model.tile
+        and model.kernels.recipe == "bf16"
+        and model.router_dtype in (None, torch.float32)
+    )
     if not plain or not fits(max(sum(4 * p.numel() for p in layer.parameters()) for layer in layers)):
         return None
     heads = model.config.num_attention_heads, model.config.num_key_value_heads

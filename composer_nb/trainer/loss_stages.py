@@ -28,7 +28,7 @@ from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.replay_settings import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.report import stored_steps
-from composer_nb.trainer.rescore import StoredBatch, stored_batch, weights_of
+from composer_nb.trainer.rescore import StoredBatch, model_before, stored_batch
 from composer_nb.trainer.retrace import retrace
 from composer_nb.trainer.rl import Learner, Scored, to_stream
 from composer_nb.trainer.rundir import RunDir
@@ -65,9 +65,12 @@ def stages(run: RunDir, step: int = -1, versions: Sequence[int] = VERSIONS) -> I
     began from, where the run keeps it, otherwise the weights themselves. Raises ValueError for a step whose rollouts or weights
     are not kept, and for `versions` without another stored batch to learn them from."""
     batch = stored_batch(run, step)
-    model = load_pretrained(weights_of(run, batch.step))
+    model = model_before(run, batch.step)
     start = run.path / "weights" / "start"
-    reference = load_pretrained(start) if start.is_dir() else model
+    reference = model
+    if start.is_dir():
+        reference = load_pretrained(start)
+        reference.kernels = model.kernels
     recorded = raw_streams(batch.groups)
     own = with_logprobs(model, recorded)
 

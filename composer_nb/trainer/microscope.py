@@ -29,7 +29,6 @@ from torch import Tensor
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.render import CompactRenderer
-from composer_nb.trainer.checkpoint import load_pretrained
 from composer_nb.trainer.evidence import (
     Cause,
     Inside,
@@ -44,7 +43,7 @@ from composer_nb.trainer.evidence import (
 from composer_nb.trainer.frozen import Batch
 from composer_nb.trainer.mismatch import gap_figures
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.rescore import stored_batch, weights_of
+from composer_nb.trainer.rescore import model_before, stored_batch
 from composer_nb.trainer.rundir import RunDir
 from composer_nb.trainer.rungs import (
     RUNGS,
@@ -182,7 +181,7 @@ def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollou
     if rollouts < 1:
         raise ValueError(f"rollouts={rollouts}: must be at least 1")
     batch = stored_batch(run, step)
-    model = load_pretrained(weights_of(run, batch.step))
+    model = model_before(run, batch.step)
     choices = engines(model)
     if engine not in ("recorded", *choices):
         raise ValueError(f"engine {engine!r}: must be one of recorded, {', '.join(choices)}")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.reward import Reward
-from composer_nb.kernels.moe import Routing
+from composer_nb.kernels.routing import Routing
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.packing import flatten, microbatches, score
 from composer_nb.trainer.replay_settings import FULL, ReplaySettings

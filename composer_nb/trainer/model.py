@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_nb.kernels.attention import cached_attention
+from composer_nb.kernels.layer import experts
 from composer_nb.kernels.linear import linear, matmul
-from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, route
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
+from composer_nb.kernels.recipes import RecipeName
+from composer_nb.kernels.routing import Replay, Routing, Rule, load_balance, route
 from composer_nb.kernels.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -38,6 +40,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 Gather = Callable[[Tensor], Tensor]
 """Rows [N, …] that a rank computed -> [N', …], those of all ranks that share a context. Keys and values go through it, or the
 latents that they are made of; `attend` then gets k and v of N' tokens."""
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(tokens [N, D], experts [N, K], gates [N, K], weights [E, D, F], weights [E, H, D]) -> [N, D]"""
 
 T = TypeVar("T")
 
@@ -72,6 +77,17 @@ class Yarn:
     def temper(self, mscale: float) -> float:
         """0.1 · mscale · ln(factor) + 1: the paper's temperature, to the power of -1/2."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """By what, and in which number formats, the routed experts are computed: in the trainer and in every engine alike, so that
+    the two read the same numbers. Attention, router, dense layers and shared experts are not touched."""
+
+    recipe: RecipeName = "bf16"
+    """bf16: as they are, in the dtype of the model. Others quantise what products read (`kernels/recipes.py`)."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """auto: Triton on a GPU that its kernels are for, else torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +228,7 @@ class Layer(nn.Module):
         self.dense = dense
         # Plain, so that no cast of the model rounds it: it moves in steps of a thousandth (arXiv 2412.19437, §4.2).
         self.router_bias: Tensor | None = None
-        self.experts: Callable[[Tensor, Routing], Tensor] | None = None
+        self.experts: Callable[[Tensor, Routing, Experts], Tensor] | None = None
         """Holds `w_in` and `w_out` in this layer's stead, and computes with them, where they are dealt over ranks."""
         scale = (2 * c.num_hidden_layers) ** -0.5
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
@@ -289,6 +305,7 @@ class Model(nn.Module):
         """Of the router's product; None: of its weights. At least float32 in float64 models."""
         self.recompute = False
         """Layers are computed again in the backward pass instead of being kept: less memory, a third more time."""
+        self.kernels = Kernels()
         self.tile = 0
         """Rows that products are computed in at a time; 0: all. Any other number makes what is computed for a token, but for
         attention, independent of the tokens beside it to the last bit (`kernels/linear.py`)."""
@@ -371,12 +388,20 @@ class Model(nn.Module):
             return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out, self.tile), None
         routing = self._route(layer, h_ND, replay)
         if layer.experts is None:
-            y_ND = moe(h_ND, routing, layer.w_in, layer.w_out, tile=self.tile)
+            y_ND = self._experts(h_ND, routing.experts_NK, routing.gates_NK, layer.w_in, layer.w_out)
         else:
-            y_ND = layer.experts(h_ND, routing)
+            y_ND = layer.experts(h_ND, routing, self._experts)
         if c.n_shared_experts:
             y_ND = y_ND + _feed_forward(h_ND, layer.shared_in, layer.shared_out, self.tile)
         return x_ND + y_ND, routing
+
+    def _experts(
+        self, x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor
+    ) -> Tensor:
+        """The routed experts as this model computes them."""
+        recipe, backend = self.kernels.recipe, None if self.kernels.backend == "auto" else self.kernels.backend
+        weights = w_in_EDF.mT, w_out_EHD.mT
+        return experts(x_ND, experts_NK, gates_NK, *weights, recipe=recipe, backend=backend, tile=self.tile)
 
     def _route(self, layer: Layer, h_ND: Tensor, replay: Replay | None) -> Routing:
         router: Tensor = layer.router

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.logprob import logprob_entropy
-from composer_nb.kernels.moe import Replay, Routing
+from composer_nb.kernels.routing import Replay, Routing
 from composer_nb.trainer.model import Gather, Model
 from composer_nb.trainer.replay_settings import FULL, NO_REPLAY, ReplaySettings
 

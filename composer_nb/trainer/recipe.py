@@ -73,6 +73,7 @@ def midtrain(s: Stages) -> None:
         m = s.settings.midtrain
         torch.manual_seed(s.settings.seed)
         model = Model(replace(s.settings.model, vocab_size=s.tokenizer().get_vocab_size()))
+        model.kernels = s.settings.kernels
         s.publish(model, "base")
         _train(s, model, Plan.midtraining(m, _watched(s)), _midtrain_batches(s), info)
         s.publish(model, "midtrained")

@@ -243,8 +243,7 @@ def open_lab(run: RunDir, step: int = -1) -> Lab:
     """Reads a step and works out its gradients: some seconds. Raises ValueError for a step that is not there or whose weights
     are not kept (those of the first and of the last step are; an excerpt has the last step's)."""
     batch = stored_batch(run, step)
-    folder = weights_of(run, batch.step)
-    gradients = policy_gradients(load_pretrained(folder), batch)
+    gradients = policy_gradients(model_before(run, batch.step), batch)
     return Lab(batch=batch, stored=stored_scores(batch), gradients=gradients)
 
 
@@ -254,6 +253,13 @@ def weights_of(run: RunDir, step: int) -> Path:
     if step not in names or not (run.path / "weights" / names[step]).is_dir():
         raise ValueError(f"the weights that RL step {step} started from are not kept in {run.path.name}")
     return run.path / "weights" / names[step]
+
+
+def model_before(run: RunDir, step: int) -> Model:
+    """The policy that RL step `step` (from 1) started from, computing as the run did. Raises ValueError like `weights_of`."""
+    model = load_pretrained(weights_of(run, step))
+    model.kernels = from_dict(run.settings()).kernels
+    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.policy import Trace, route_checks, route_dtype
 from composer_nb.harness.rollout import Segment
-from composer_nb.kernels.moe import Replay, Routing
+from composer_nb.kernels.routing import Replay, Routing
 from composer_nb.trainer.model import Model, PackedRows
 
 BUDGET = 4096

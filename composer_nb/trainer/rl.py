@@ -30,7 +30,7 @@ from composer_nb.harness.policy import Policy
 from composer_nb.harness.reward import Reward, RewardSettings, reward
 from composer_nb.harness.sandbox import SandboxFailure
 from composer_nb.harness.task import Task
-from composer_nb.kernels.moe import Routing
+from composer_nb.kernels.routing import Routing
 from composer_nb.trainer.balance import Cost, deal_out, first_fit
 from composer_nb.trainer.loss import LossSettings, advantages, kl_penalty, policy_loss
 from composer_nb.trainer.model import Model

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from composer_nb.kernels.moe import Replay, Routing
+from composer_nb.kernels.routing import Replay, Routing
 from composer_nb.trainer.model import ModelConfig
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.replay_settings import FULL, ReplaySettings

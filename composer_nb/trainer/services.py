@@ -6,6 +6,7 @@ fetches a version while it decodes, and swaps it in between two steps. What an e
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,7 @@ class EngineService:
         config = load_pretrained(run / "weights" / "start").config
         self._config = config
         self._computes = settings.engine.numerics, settings.engine.batch_invariant
+        self._kernels = settings.kernels
         fetched = self._fetch(version)  # which may still be on its way, where this takes the place of one that died
         self._engine = Engine(
             as_engine(self._model(fetched.tensors), *self._computes),
@@ -106,6 +108,7 @@ class EngineService:
 
     def _model(self, tensors: Mapping[str, Tensor]) -> Model:
         model = empty_model(self._config)
+        model.kernels = self._kernels
         from_hugging_face(model, tensors)
         return model
 
@@ -254,8 +257,8 @@ class TrainerService:
         set_up_process(settings.seed)
         self._run, self._settings = RunDir(run), settings
         model = load_pretrained(run / "weights" / "start")
-        model.recompute = settings.rl.recompute
-        reference = load_pretrained(run / "weights" / "start") if settings.loss.beta else None
+        model.recompute, model.kernels = settings.rl.recompute, settings.kernels
+        reference = copy.deepcopy(model) if settings.loss.beta else None
         optimizer = make_optimizer(model, settings.optimizer, published=torch.bfloat16)
         self._learner = Learner(model, optimizer, settings.loss, reference)
         self._learner.replay = settings.replay
@@ -367,6 +370,7 @@ class EvaluationService:
         receiver = Receiver(store_url(self._run, s), name="evaluation")
         config = load_pretrained(self._run / "weights" / "start").config
         model = empty_model(config)
+        model.kernels = s.kernels
         from_hugging_face(model, receiver.fetch(version).tensors)
         tokenizer = load_tokenizer(self._run / "data")
         agent = Agent(CompactRenderer(tokenizer), limits=s.limits)

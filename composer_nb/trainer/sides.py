@@ -24,7 +24,7 @@ from torch import Tensor
 
 from composer_nb.harness.policy import Trace, route_checks, route_dtype
 from composer_nb.kernels.attention import cached_attention
-from composer_nb.kernels.moe import Replay, Routing
+from composer_nb.kernels.routing import Replay, Routing
 from composer_nb.trainer.frozen import Batch, Row, row_of
 from composer_nb.trainer.model import Attend, Model, PackedRows
 from composer_nb.trainer.packing import Stream, flatten

@@ -65,7 +65,9 @@ class Stages:
         return self.settings.seed * 10_007 + self.settings.rl_seed
 
     def load(self, name: str) -> Model:
-        return load_pretrained(self.run.path / "weights" / name)
+        model = load_pretrained(self.run.path / "weights" / name)
+        model.kernels = self.settings.kernels
+        return model
 
     def publish(self, model: Model, name: str) -> None:
         if self.ranks.first:

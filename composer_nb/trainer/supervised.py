@@ -15,7 +15,7 @@ from torch import Tensor
 
 from composer_nb.config import MidtrainSettings
 from composer_nb.kernels.logprob import logprob_entropy
-from composer_nb.kernels.moe import Routing
+from composer_nb.kernels.routing import Routing
 from composer_nb.trainer.data import Batch, Row
 from composer_nb.trainer.model import Model, PackedRows, balance_loss
 from composer_nb.trainer.optimizer import FlatOptimizer, trapezoid

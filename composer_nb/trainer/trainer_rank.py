@@ -91,7 +91,7 @@ class TrainerRank(TrainerService):
 
     def _load(self, team: Team) -> Model:
         model = load_pretrained(self._run.path / "weights" / "start")
-        model.recompute = self._settings.rl.recompute
+        model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
         return shard(model, team, torch.bfloat16 if self._settings.mesh.compute == "bfloat16" else None)
 
     def learn(self, step: int, *values: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.moe import Replay, Rule, route
+from composer_nb.kernels.routing import Replay, Rule, route
 
 E = 8
 

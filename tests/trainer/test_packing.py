@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.kernels.moe import Replay
+from composer_nb.kernels.routing import Replay
 from composer_nb.trainer.model import Model, ModelConfig
 from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
 from composer_nb.trainer.replay_settings import FULL, NO_REPLAY

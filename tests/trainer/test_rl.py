@@ -19,7 +19,7 @@ from composer_nb.harness.reward import Reward, RewardSettings
 from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
 from composer_nb.harness.task import Task
 from composer_nb.harness.tools import ToolCall
-from composer_nb.kernels.moe import Replay
+from composer_nb.kernels.routing import Replay
 from composer_nb.trainer import rl
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.loss import LossSettings

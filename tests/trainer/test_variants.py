@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer_nb.kernels.groupwise import rounded
-from composer_nb.kernels.moe import Rule, route
+from composer_nb.kernels.routing import Rule, route
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.mismatch import measure_mismatch
 from composer_nb.trainer.variants import ENGINES, PAIRS, TOUR, EngineName, Numerics, as_engine, variant

@@ -1,28 +1,18 @@
-"""The mixture-of-experts layer: route, group tokens by expert, two grouped GEMMs with SwiGLU between, combine.
+"""Which experts a token goes to: the router's choice, what of it is replayed, how evenly it loads the experts.
 
-Dimensions: N tokens, D model width, E experts, K experts a token, L MoE layers, M = N · K, P those rows with what fills them up,
-H expert width.
-The CPU and GPU back end of this file is torch's grouped GEMM; `moe_reference` is the plain loop that it is tested against.
+Dimensions: N tokens, D model width, E experts, K experts a token, L MoE layers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.compiled import compiled
-from composer_nb.kernels.linear import grouped_mm, linear, sigmoid
-from composer_nb.kernels.swiglu import swiglu
-
-ALIGN = 32
-"""Rows of an expert are filled up to a multiple of this for bf16 on a CPU: its GEMM is made anew, in a millisecond, for every
-number of rows that it has not met lately."""
+from composer_nb.kernels.linear import linear, sigmoid
 
 Level = Literal["ids", "ids+order", "weights"]
 """What of the routes on record is replayed: the set of experts (in the order of the live scores), their order too, or also
@@ -142,6 +132,18 @@ def _choose(choice_NE: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     return top.indices[:, :k], margin_N.clamp_max(1.0)  # no other expert was left where the next is -inf
 
 
+def choose_experts(logits_NE: Tensor, k: int) -> Tensor:
+    """int64 [N, K]: the k largest, largest first, of equal ones the lower number first, which torch's `topk` leaves open; NaN
+    counts as larger than all. In float32."""
+    value_NE = logits_NE.float() + 0.0  # no negative zeros
+    bits_NE = value_NE.contiguous().view(torch.int32)
+    order_NE = torch.where(value_NE.isnan(), 0x7FFFFFFF, bits_NE ^ ((bits_NE >> 31) & 0x7FFFFFFF))
+    last = logits_NE.shape[1] - 1
+    place_E = torch.arange(last, -1, -1, device=logits_NE.device)
+    key_NE = (order_NE.to(torch.int64) << 16) | place_E
+    return last - (key_NE.topk(k, dim=-1).values & 0xFFFF)
+
+
 def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tensor) -> tuple[Tensor, Tensor | None]:
     """Experts to use, and which of the given ones were replaced because the live router finds them implausible."""
     experts_NK = replay.experts
@@ -179,90 +181,6 @@ def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | No
     if implausible_NK is not None:
         use_N &= ~implausible_NK.any(-1)
     return torch.where(use_N[:, None], replay.gates.to(live_NK.dtype), live_NK)
-
-
-def moe(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor, *, tile: int = 0) -> Tensor:
-    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H. `tile`: as in
-    `linear.py`.
-
-    A token's K results are added up in the order of its experts, so that the order on record can matter, and nothing that
-    other tokens do can. Where rows are filled up to a multiple (`ALIGN`), those that are nobody's hold some token with gate 0:
-    they come out as zeros, and their gradients are zeros.
-    """
-    chosen = routing.experts_NK.shape[1]
-    experts_M = routing.experts_NK.reshape(-1)
-    order_M = torch.argsort(experts_M, stable=True)
-    counts_E = torch.bincount(experts_M, minlength=w_in_EDF.shape[0])
-    align = ALIGN if x_ND.dtype == torch.bfloat16 and x_ND.device.type == "cpu" and not tile else 1
-    room_E = -(-counts_E // align) * align
-    offsets_E = room_E.cumsum(0)
-    shift_E = (offsets_E - room_E) - (counts_E.cumsum(0) - counts_E)
-    at_M = torch.arange(len(order_M), device=order_M.device) + shift_E[experts_M[order_M]]
-    place_NK = torch.empty_like(order_M).scatter_(0, order_M, at_M).view(-1, chosen)
-    rows = int(offsets_E[-1]) if align > 1 else len(order_M)
-    token_P = order_M.new_zeros(rows).scatter_(0, at_M, order_M // chosen)
-    gate_P = x_ND.new_zeros(rows).scatter(0, at_M, routing.gates_NK.reshape(-1)[order_M].to(x_ND.dtype))
-    ends_E = offsets_E.to(torch.int32)
-    hidden_PF = grouped_mm(_Dispatch.apply(x_ND, token_P, place_NK), w_in_EDF, ends_E, tile)
-    act_PH = swiglu(hidden_PF, gate_P, tile)
-    return _Combine.apply(grouped_mm(act_PH, w_out_EHD, ends_E, tile), token_P, place_NK)
-
-
-def _gathered_sum(x_PD: Tensor, place_NK: Tensor) -> Tensor:
-    """[N, D]: each token's K rows added up, in order."""
-    if x_PD.dtype == torch.float32 and x_PD.device.type == "cpu":
-        out_ND = x_PD.new_empty(len(place_NK), x_PD.shape[1])
-        _add_up(x_PD.detach().contiguous().numpy(), place_NK.numpy(), out_ND.numpy())
-        return out_ND
-    return x_PD.index_select(0, place_NK.reshape(-1)).unflatten(0, place_NK.shape).sum(1)
-
-
-@compiled("f4[:,::1], i8[:,::1], f4[:,::1]")
-def _add_up(x, place, out):  # type: ignore[no-untyped-def]
-    for n in range(len(out)):
-        out[n] = x[place[n, 0]]
-        for k in range(1, place.shape[1]):
-            row = x[place[n, k]]
-            for d in range(len(row)):
-                out[n, d] += row[d]
-
-
-class _Dispatch(torch.autograd.Function):
-    """A row of its token for each choice. Both this and `_Combine` know where each row goes, so neither adds into memory that
-    others add into, and the order of sums is that of the choices."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, place_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(place_NK)
-        return x_ND.index_select(0, token_P)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered_sum(gradients[0], *ctx.saved_tensors), None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_PD: Tensor, token_P: Tensor, place_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(token_P)
-        return _gathered_sum(x_PD, place_NK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
-
-
-def moe_reference(x_ND: Tensor, routing: Routing, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:
-    """The same by the definition: for each expert, its tokens through its SwiGLU, weighted and summed."""
-    out_ND = torch.zeros_like(x_ND)
-    for expert in range(w_in_EDF.shape[0]):
-        token_M, slot_M = (routing.experts_NK == expert).nonzero(as_tuple=True)
-        gate_MH, up_MH = (x_ND[token_M] @ w_in_EDF[expert]).chunk(2, dim=-1)
-        y_MD = (F.silu(gate_MH) * up_MH) @ w_out_EHD[expert]
-        out_ND = out_ND.index_add(0, token_M, y_MD * routing.gates_NK[token_M, slot_M, None].to(y_MD.dtype))
-    return out_ND
 
 
 def load_balance(routing: Routing) -> Tensor:

@@ -1,4 +1,4 @@
-"""The MoE layer against its definition, against a loop in float64, and at the edges."""
+"""The experts and the router against its definition, against a loop in float64, and at the edges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.moe import Replay, Routing, Rule, load_balance, moe, moe_reference, route
+from composer_nb.kernels.experts import experts_reference, grouped_experts
+from composer_nb.kernels.routing import Replay, Routing, Rule, load_balance, route
 
 
 def layer(seed: int, n: int, d: int, e: int, h: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -55,8 +56,8 @@ def test_the_grouped_layer_equals_the_definition_and_so_do_its_gradients(size: t
     wanted = by_hand(*exact, routing.experts_NK)
     pull = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     slopes = torch.autograd.grad((wanted * pull).sum(), exact)
-    for form in (moe, moe_reference):
-        got = form(inputs[0], routing, *inputs[2:])
+    for form in (grouped_experts, experts_reference):
+        got = form(inputs[0], routing.experts_NK, routing.gates_NK, *inputs[2:])
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-4)
         found = torch.autograd.grad((got * pull).sum(), inputs, retain_graph=True)
@@ -71,7 +72,7 @@ def test_the_definition_has_the_gradients_that_finite_differences_find():
     def whole(x: Tensor, router: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         chosen = (x @ router.T).softmax(-1).gather(1, experts)
         gates = chosen / chosen.sum(-1, keepdim=True)
-        return moe_reference(x, Routing(experts, gates, gates[:, 0], gates, experts), w_in, w_out)
+        return experts_reference(x, experts, gates, w_in, w_out)
 
     assert torch.autograd.gradcheck(whole, inputs)
 
@@ -101,7 +102,7 @@ def test_replay_takes_the_given_experts_in_their_order_and_the_router_still_lear
     live = routing.probs_NE.gather(1, given)
     torch.testing.assert_close(routing.gates_NK, live / live.sum(-1, keepdim=True))
     torch.testing.assert_close(routing.margin_N, own.margin_N)
-    out = moe(x, routing, w_in, w_out)
+    out = grouped_experts(x, routing.experts_NK, routing.gates_NK, w_in, w_out)
     wanted = by_hand(*(tensor.double() for tensor in (x, router, w_in, w_out)), given)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-4)
     (slope,) = torch.autograd.grad(out.square().sum(), router)
@@ -113,7 +114,10 @@ def test_replaying_a_model_s_own_routes_changes_nothing():
     x, router, w_in, w_out = layer(4, 30, 8, 6, 4)
     own = route(x, router, Rule(chosen=3))
     again = route(x, router, Rule(chosen=3), replay=Replay(experts=own.experts_NK))
-    assert torch.equal(moe(x, own, w_in, w_out), moe(x, again, w_in, w_out))
+    assert torch.equal(
+        grouped_experts(x, own.experts_NK, own.gates_NK, w_in, w_out),
+        grouped_experts(x, again.experts_NK, again.gates_NK, w_in, w_out),
+    )
 
 
 @pytest.mark.parametrize("shape", [(11, 2), (12, 3), (12, 1), (2, 12)])
@@ -123,11 +127,13 @@ def test_routes_that_do_not_fit_the_tokens_are_refused(shape: tuple[int, int]):
         route(x, router, Rule(chosen=2), replay=Replay(experts=torch.zeros(shape, dtype=torch.int64)))
 
 
-@pytest.mark.parametrize("form", [moe, moe_reference])
+@pytest.mark.parametrize("form", [grouped_experts, experts_reference])
 def test_experts_without_a_token_do_nothing_and_get_no_gradient(form):
     x, router, w_in, w_out = layer(5, 9, 8, 6, 4)
     routing = route(x, router, Rule(chosen=2), replay=Replay(experts=torch.tensor([[4, 1]] * 9)))
-    slope_in, slope_out = torch.autograd.grad(form(x, routing, w_in, w_out).sum(), (w_in, w_out))
+    slope_in, slope_out = torch.autograd.grad(
+        form(x, routing.experts_NK, routing.gates_NK, w_in, w_out).sum(), (w_in, w_out)
+    )
     for expert in range(6):
         for slope in (slope_in, slope_out):
             assert bool(slope[expert].abs().sum() > 0) == (expert in (1, 4))
@@ -136,7 +142,7 @@ def test_experts_without_a_token_do_nothing_and_get_no_gradient(form):
 def test_bf16_stays_bf16_and_near_the_truth():
     inputs = layer(6, 40, 16, 4, 8, torch.bfloat16)
     routing = route(inputs[0], inputs[1], Rule(chosen=2))
-    out = moe(inputs[0], routing, *inputs[2:]).detach()
+    out = grouped_experts(inputs[0], routing.experts_NK, routing.gates_NK, *inputs[2:]).detach()
     assert out.dtype == torch.bfloat16 and routing.gates_NK.dtype == torch.float32
     truth = by_hand(*(tensor.detach().double() for tensor in inputs), routing.experts_NK)
     assert float((out - truth).abs().max()) < 0.05 * float(truth.abs().max())

@@ -1,0 +1,64 @@
+"""Quantisation to MXFP8 and NVFP4 by whatever back end is there; `made_by` of the result says which it was.
+
+What they compute is defined in `formats.py`, to the byte.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from composer_nb.kernels.formats import (
+    MXTensor,
+    NVFP4Tensor,
+    Rule,
+    Share,
+    check_mx,
+    check_nvfp4,
+    mx_quantize_reference,
+    nvfp4_quantize_reference,
+)
+from composer_nb.kernels.triton_runtime import choose
+
+
+def mx_quantize(
+    x: Tensor, *, block: int = 32, rows: int = 1, rule: Rule = "rceil", backend: str | None = None
+) -> MXTensor:
+    """MXFP8 of x [..., R, K]; see `mx_quantize_reference`. `backend` as `choose` takes it."""
+    check_mx(x, block, rows, rule)
+    if choose(x.device, backend)[0] == "torch":
+        return mx_quantize_reference(x, block=block, rows=rows, rule=rule)
+    from composer_nb.kernels import quantize_triton
+
+    return quantize_triton.mx_quantize(x, block, rows, rule)
+
+
+def mx_quantize_dual(
+    x_RK: Tensor, *, block: int = 32, rule: Rule = "rceil", backend: str | None = None
+) -> tuple[MXTensor, MXTensor]:
+    """MXFP8 of x [R, K] and of its transpose [K, R]: a GPU reads x once for both.
+
+    The second one is what a gradient of weights takes, whose sum runs over rows. Its blocks are R's: where rows are sorted by
+    expert, each expert's must begin at a multiple of `block`, or a block holds rows of two. Raises ValueError for other than two
+    dimensions.
+    """
+    check_mx(x_RK, block, 1, rule)
+    if x_RK.dim() != 2 or not x_RK.shape[0]:
+        raise ValueError(f"x of shape {tuple(x_RK.shape)} must be a matrix with rows to have a transpose")
+    if choose(x_RK.device, backend)[0] == "torch":
+        return (
+            mx_quantize_reference(x_RK, block=block, rule=rule),
+            mx_quantize_reference(x_RK.T, block=block, rule=rule),
+        )
+    from composer_nb.kernels import quantize_triton
+
+    return quantize_triton.mx_quantize_dual(x_RK, block, rule)
+
+
+def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = None) -> NVFP4Tensor:
+    """NVFP4 of x [..., K]; see `nvfp4_quantize_reference`. `backend` as `choose` takes it."""
+    check_nvfp4(x, share)
+    if choose(x.device, backend)[0] == "torch":
+        return nvfp4_quantize_reference(x, share=share)
+    from composer_nb.kernels import quantize_triton
+
+    return quantize_triton.nvfp4_quantize(x, share)

@@ -1,0 +1,157 @@
+"""The kernels of quantisation, in Triton's interpreter, against their references: not one byte may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.kernels.formats import MXTensor, NVFP4Tensor, mx_quantize_reference, nvfp4_quantize_reference
+from composer_nb.kernels.quantize import mx_quantize, mx_quantize_dual, nvfp4_quantize
+from composer_nb.kernels.triton_runtime import triton_version
+
+# Infinity times zero is part of what is tested.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+ALL_BF16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU; the same test ran in the interpreter")
+    return str(request.param)
+
+
+def same(found: MXTensor | NVFP4Tensor, wanted: MXTensor | NVFP4Tensor) -> None:
+    assert found.made_by in ("interpret", "triton") and wanted.made_by == "torch"
+    parts = ("qdata", "scale") if isinstance(found, MXTensor) else ("qdata", "scale", "global_scale")
+    for part in parts:
+        a, b = getattr(found, part), getattr(wanted, part).to(getattr(found, part).device)
+        assert a.shape == b.shape and a.dtype == b.dtype
+        if part == "global_scale":  # a NaN is a NaN
+            assert torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
+        else:
+            assert int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) == 0, part
+
+
+def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, bad: float) -> Tensor:
+    """Sizes over the whole range of exponents, zeros, subnormal numbers, and `bad` of them not finite."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=random) * 2.0 ** torch.randint(-140, 120, (*shape[:-1], 1), generator=random)
+    x = x * 2.0 ** torch.randint(-12, 6, shape, generator=random)
+    x[torch.rand(shape, generator=random) < 0.1] = 0
+    kind = torch.rand(shape, generator=random)
+    for index, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        x[(kind > index * bad) & (kind < (index + 1) * bad)] = value
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+def test_mx_of_every_bf16_value(device: str, rule: str):
+    """In blocks of neighbours, and beside 1: so both as the largest of a block and as what is divided by another's scale."""
+    together = ALL_BF16.view(64, 1024)
+    beside = together.clamp(-1, 1)
+    beside[:, ::32] = 1
+    for x in (together, beside):
+        same(mx_quantize(x.to(device), rule=rule, backend="triton"), mx_quantize_reference(x, rule=rule))
+
+
+@settings(max_examples=8)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    rule=st.sampled_from(["rceil", "floor"]),
+    block=st.sampled_from([32, 128]),
+    bad=st.sampled_from([0.0, 0.003]),
+)
+def test_mx_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, rule: str, block: int, bad: float) -> None:
+    if triton_version() is None:
+        pytest.skip("no Triton here")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = (*tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))), data.draw(st.integers(1, 600)))
+    x = numbers(shape, seed, dtype, bad).to(device)
+    same(mx_quantize(x, block=block, rule=rule, backend="triton"), mx_quantize_reference(x, block=block, rule=rule))
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("rows, columns", [(64, 96), (130, 200), (128, 512), (3, 1)])
+def test_both_orientations_from_one_reading(device: str, block: int, rows: int, columns: int):
+    x = numbers((rows, columns), rows, torch.bfloat16, 0.001)
+    along, down = mx_quantize_dual(x.to(device), block=block, backend="triton")
+    same(along, mx_quantize_reference(x, block=block))
+    same(down, mx_quantize_reference(x.T, block=block))
+    for found, wanted in zip(mx_quantize_dual(x, block=block, backend="torch"), (along, down), strict=True):
+        assert torch.equal(found.scale, wanted.scale.cpu())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.mT,  # a weight, transposed for the backward pass
+        lambda x: x[:, 3:70, 5:101],
+        lambda x: x[:, :, ::2],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[0, 0],
+        lambda x: x[:, :0],
+    ],
+)
+def test_views_are_read_as_they_lie(device: str, view: Callable[[Tensor], Tensor]):
+    x = numbers((3, 80, 160), 7, torch.bfloat16, 0.0)
+    same(mx_quantize(view(x.to(device)), backend="triton"), mx_quantize_reference(view(x)))
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 256), (130, 300), (2, 300, 130)])
+def test_squares(device: str, shape: tuple[int, ...]):
+    x = numbers(shape, 11, torch.float32, 0.0)
+    for each in (x, x.mT):
+        found = mx_quantize(each.to(device), block=128, rows=128, backend="triton")
+        same(found, mx_quantize_reference(each, block=128, rows=128))
+
+
+@pytest.mark.parametrize("share", ["token", "tensor"])
+def test_nvfp4_of_every_bf16_value(device: str, share: str):
+    finite = ALL_BF16.masked_fill(~ALL_BF16.isfinite(), 0)
+    for x in (finite.view(16, 4096), finite.view(4096, 16).T, ALL_BF16.view(16, 4096)):
+        same(nvfp4_quantize(x.to(device), share=share, backend="triton"), nvfp4_quantize_reference(x, share=share))
+
+
+@settings(max_examples=8)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    share=st.sampled_from(["token", "tensor"]),
+    bad=st.sampled_from([0.0, 0.001]),
+)
+def test_nvfp4_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, share: str, bad: float) -> None:
+    if triton_version() is None:
+        pytest.skip("no Triton here")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = (*tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))), 16 * data.draw(st.integers(1, 80)))
+    x = numbers(shape, seed, dtype, bad).to(device)
+    same(nvfp4_quantize(x, share=share, backend="triton"), nvfp4_quantize_reference(x, share=share))
+
+
+def test_the_default_on_a_cpu_is_the_reference():
+    x = torch.randn(4, 64)
+    assert mx_quantize(x).made_by == nvfp4_quantize(x).made_by == "torch"
+    assert all(each.made_by == "torch" for each in mx_quantize_dual(x))
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="matrix with rows"):
+        mx_quantize_dual(torch.ones(2, 3, 32))
+    for call in (mx_quantize, mx_quantize_dual, nvfp4_quantize):
+        with pytest.raises(ValueError, match="backend='cuda': must be one of torch, triton"):
+            call(torch.ones(2, 32), backend="cuda")

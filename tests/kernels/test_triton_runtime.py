@@ -1,0 +1,234 @@
+"""The interpreter's faults, each shown and then repaired; and who computes what.
+
+When a version of Triton has a fault no longer, its first assertion fails here, and the repair can go.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_nb.kernels import triton_runtime
+from composer_nb.kernels.formats import mx_quantize_reference, nvfp4_quantize_reference
+from composer_nb.kernels.triton_runtime import choose, repair_interpreter
+
+pytest.importorskip("triton", reason="no Triton here; it has wheels for Linux")
+
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.skipif(not triton_runtime.interpreting(), reason="kernels are compiled here, not interpreted")
+repair_interpreter()
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The interpreter as it comes, until `undo`."""
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    owners = {"_convert_float": interpreter, "create_dot": builder, "binary_op": builder, "dot_scaled": TritonSemantic}
+    assert set(owners) == set(triton_runtime.ORIGINAL)
+    for name, owner in owners.items():
+        monkeypatch.setattr(owner, name, triton_runtime.ORIGINAL[name])
+    monkeypatch.delattr(builder, "create_dot_scaled")
+    return monkeypatch
+
+
+@triton.jit
+def cast_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y_ptr + at, tl.load(x_ptr + at).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def double_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, x + x)
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    a, b = tl.load(a_ptr + i * N + j), tl.load(b_ptr + i * N + j)
+    tl.store(c_ptr + i * N + j, tl.dot(a, b))
+
+
+@triton.jit
+def dot_scaled_kernel(
+    a_ptr,
+    a_scale,
+    b_ptr,
+    b_scale,
+    c_ptr,
+    FORM: tl.constexpr,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """a [N, K] and b [N, K], both quantised along K: a · bᵀ."""
+    i, k, s = tl.arange(0, N), tl.arange(0, BYTES), tl.arange(0, SCALES)
+    a, b = tl.load(a_ptr + i[:, None] * BYTES + k[None, :]), tl.load(b_ptr + i[None, :] * BYTES + k[:, None])
+    at = i[:, None] * SCALES + s[None, :]
+    c = tl.dot_scaled(a, tl.load(a_scale + at), FORM, b, tl.load(b_scale + at), FORM)
+    tl.store(c_ptr + i[:, None] * N + i[None, :], c)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    y = torch.zeros(x.shape, dtype=dtype)
+    cast_kernel[(1,)](x, y, N=len(x))
+    return y
+
+
+def hard(count: int = 1024) -> Tensor:
+    """Numbers where casts go wrong: carries, ties, and what is below the normal numbers."""
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    x[: count // 2] *= 2.0 ** torch.randint(-10, 9, (count // 2,), generator=torch.Generator().manual_seed(1))
+    x[0], x[1], x[2] = 127.7, 1.0625, 0.0029
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_casts_round_to_nearest(faulty: pytest.MonkeyPatch, dtype: torch.dtype):
+    x = hard()
+    wrong = cast(x, dtype).float()
+    assert not torch.equal(wrong, x.to(dtype).float())
+    if dtype == torch.float8_e4m3fn:
+        assert wrong[0] == 64 and x[0].to(dtype) == 128, "the carry is lost"
+    faulty.undo()
+    assert torch.equal(cast(x, dtype).float(), x.to(dtype).float())
+    beyond = torch.tensor([1e9, -1e9, float("nan"), -float("nan")])
+    if dtype != torch.bfloat16:
+        largest = torch.finfo(dtype).max
+        found = cast(beyond, dtype)
+        assert found.float()[:2].tolist() == [largest, -largest], "float8 saturates"
+        assert found.view(torch.uint8)[2:].tolist() == [0x7F, 0x7F], "and its NaN has no sign"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_widening_is_exact(dtype: torch.dtype):
+    codes = (
+        torch.arange(256, dtype=torch.uint8) if dtype.itemsize == 1 else torch.arange(-(2**15), 2**15).to(torch.int16)
+    )
+    x = codes.view(dtype)
+    assert torch.equal(cast(x, torch.float32).nan_to_num(-7), x.float().nan_to_num(-7))
+
+
+def test_bfloat16_products_are_of_numbers(faulty: pytest.MonkeyPatch):
+    a, b = torch.randn(2, 16, 16).bfloat16()
+    c = torch.zeros(16, 16)
+    exact = a.double() @ b.double()
+    dot_kernel[(1,)](a, b, c, N=16)
+    assert (c - exact).abs().max() > 1e6, "bits, multiplied as integers"
+    faulty.undo()
+    dot_kernel[(1,)](a, b, c, N=16)
+    assert (c - exact).abs().max() < 1e-5
+
+
+def test_bfloat16_sums_are_refused(faulty: pytest.MonkeyPatch):
+    x, y = torch.ones(16).bfloat16(), torch.zeros(16).bfloat16()
+    double_kernel[(1,)](x, y, N=16)
+    assert y[0] != 2, "bits, added as integers"
+    faulty.undo()
+    with pytest.raises(Exception, match="only in float32"):
+        double_kernel[(1,)](x, y, N=16)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e2m1"])
+def test_block_scaled_products(faulty: pytest.MonkeyPatch, form: str):
+    a, b = torch.randn(2, 32, 64)
+    if form == "e4m3":
+        qa, qb = mx_quantize_reference(a), mx_quantize_reference(b)
+        scales = 1.0
+    else:
+        qa, qb = nvfp4_quantize_reference(a), nvfp4_quantize_reference(b)
+        scales = (qa.global_scale * qb.global_scale.T).double()
+    c = torch.zeros(32, 32)
+
+    def multiply() -> None:
+        dot_scaled_kernel[(1,)](
+            qa.qdata,
+            qa.scale,
+            qb.qdata,
+            qb.scale,
+            c,
+            FORM=form,
+            N=32,
+            BYTES=qa.qdata.shape[1],
+            SCALES=qa.scale.shape[1],
+        )
+
+    with pytest.raises(Exception, match="has no attribute"):
+        multiply()
+    faulty.undo()
+    multiply()
+    exact = qa.dequantize().double() @ qb.dequantize().double().T
+    assert ((c * scales - exact).abs().max() / exact.abs().max()) < 1e-6
+
+
+def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_runtime, "ORIGINAL", {})
+    monkeypatch.setattr(triton_runtime, "triton_version", lambda: "4.0.0")
+    with pytest.raises(RuntimeError, match=r"Triton 4\.0\.0 was never checked; 3\.6, 3\.7 were"):
+        repair_interpreter()
+
+
+# -- who computes --------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(triton_runtime.VARIABLE, raising=False)
+    yield
+
+
+def test_on_a_cpu_it_is_torch_unless_the_interpreter_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    assert choose(CPU)[0] == "torch"
+    assert choose(CPU, "triton") == ("triton", "backend asks for it, in its interpreter")
+    monkeypatch.setenv(triton_runtime.VARIABLE, "triton")
+    assert choose(CPU) == ("triton", f"{triton_runtime.VARIABLE} asks for it, in its interpreter")
+    assert choose(CPU, "torch")[0] == "torch"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="the device is a CPU, where kernels run only in Triton's interpreter"):
+        choose(CPU)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_runtime, "triton_version", lambda: None)
+    assert choose(CPU) == ("torch", "triton is not installed")
+    with pytest.raises(ValueError, match="triton is not installed; 'torch' computes the same"):
+        choose(CPU, "triton")
+    with pytest.raises(ValueError, match="backend='gpu': must be one of torch, triton"):
+        choose(CPU, "gpu")
+
+
+@pytest.mark.parametrize("capability, wanted", [((8, 9), "torch"), ((9, 0), "triton"), ((10, 0), "triton")])
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], wanted: str):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda", 0)
+    assert choose(gpu)[0] == wanted
+    if wanted == "torch":
+        with pytest.raises(ValueError, match=r"this GPU has compute capability 8\.9, the kernels need 9\.0"):
+            choose(gpu, "triton")
+
+
+def test_nothing_imports_triton_before_a_kernel_runs():
+    import subprocess
+
+    program = """
+import sys, torch
+from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
+x = torch.randn(2, 32)
+assert mx_quantize(x).made_by == nvfp4_quantize(x).made_by == "torch"
+assert "triton" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
