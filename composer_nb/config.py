@@ -21,7 +21,9 @@ from composer_nb.harness.agent import Limits
 from composer_nb.harness.reward import RewardSettings
 from composer_nb.kernels.recipes import RECIPES
 from composer_nb.trainer.loss import LossSettings
+from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.model import Kernels, ModelConfig
+from composer_nb.trainer.muon import OptimizerSettings
 from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.replay_settings import ReplaySettings
 from composer_nb.trainer.schedule import Schedule
@@ -205,10 +207,12 @@ class Settings:
     """Control: instead of RL, so many steps on all demonstrations from the mid-trained policy."""
     ranks: Some = 2
     """Processes, one thread each."""
+    mesh: MeshSettings = field(default_factory=MeshSettings)
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
     limits: Limits = field(default_factory=Limits)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     midtrain: MidtrainSettings = field(default_factory=MidtrainSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     rl: RlSettings = field(default_factory=RlSettings)
@@ -222,8 +226,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ValueError where settings of two groups do not fit together."""
+        Mesh.of(self.mesh, self.ranks).require_experts(self.model.num_experts)
         if self.services.on:
             self.schedule()
+        elif self.trainers > 1:
+            raise ValueError("mesh.* is of the trainer service: set services.on to true, or leave mesh.* as it is")
         elif self.rl.prompts < self.ranks:
             raise ValueError(
                 f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}), or services.on be true"
@@ -250,6 +257,11 @@ class Settings:
             raise ValueError(
                 f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most})"
             )
+
+    @property
+    def trainers(self) -> int:
+        """Processes of the trainer service: one, which holds everything, unless `mesh` says how ranks share the weights."""
+        return 1 if self.mesh == MeshSettings() else self.ranks
 
     def schedule(self) -> Schedule:
         """What the services' orchestrator goes by. Raises ValueError that names the setting that does not fit."""

@@ -48,6 +48,11 @@ class Replay:
     """Replayed experts whose live score is below this times the lowest of the router's own K are replaced by the best of its
     own that are not among those kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
 
+    def take(self, own_N: Tensor) -> Replay:
+        """Those of some tokens."""
+        parts = {name: getattr(self, name) for name in ("experts", "gates", "valid_N")}
+        return replace(self, **{name: None if x is None else x[own_N] for name, x in parts.items()})
+
     def layer(self, index: int) -> Replay:
         gates = None if self.gates is None else self.gates[:, index]
         return replace(self, experts=self.experts[:, index], gates=gates)

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from composer_nb.harness.journal import Journal
 from composer_nb.trainer.cluster import Cluster
+
+RANK_CPU = 0.1
+"""What a rank takes of a node's CPUs, by Ray's account."""
+PLACE_S = 60.0
 
 
 class ActorDied(RuntimeError):
@@ -35,6 +39,11 @@ class Actors(Protocol):
 
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> Remote:
         """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
+
+    def make_ranks(
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int
+    ) -> Sequence[Remote]:
+        """`count` services that work as one, `kind(rank, *values)` each, placed together or not at all."""
 
     def close(self) -> None:
         """Ends everything that was made."""
@@ -79,6 +88,9 @@ class Threads:
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> ThreadRemote:
         self.made[name] = ThreadRemote(kind, values, threads)
         return self.made[name]
+
+    def make_ranks(self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int) -> list[Remote]:
+        raise ValueError("ranks of a mesh are processes; threads can not be")
 
     def close(self) -> None:
         for remote in self.made.values():
@@ -137,6 +149,7 @@ class RayActors:
         """Raises ConnectionError when nothing answers at `address`, or no cluster can be started."""
         self._cluster = Cluster(address, namespace, journal)
         self._made: list[RayRemote] = []
+        self._places: dict[str, Any] = {}
 
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
         import ray
@@ -146,6 +159,36 @@ class RayActors:
         self._made.append(remote)
         return remote
 
+    def make_ranks(
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int
+    ) -> list[RayRemote]:
+        """Raises RuntimeError when the cluster has no room for all of them."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._release(name)
+        place = self._places[name] = placement_group([{"CPU": RANK_CPU}] * count, strategy="PACK")
+        if not place.wait(PLACE_S):
+            self._release(name)
+            raise RuntimeError(f"the cluster has no room for {count} trainer ranks of {RANK_CPU} CPU each: lower ranks")
+        made = []
+        for rank in range(count):
+            where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
+            actor = ray.remote(kind).options(
+                num_cpus=RANK_CPU, max_concurrency=threads, max_restarts=0, scheduling_strategy=where
+            )
+            made.append(RayRemote(actor.remote(rank, *values), f"{name}-{rank}"))
+        self._made += made
+        return made
+
+    def _release(self, name: str) -> None:
+        """Gives back the place of ranks that came before."""
+        from ray.util.placement_group import remove_placement_group
+
+        if (place := self._places.pop(name, None)) is not None:
+            remove_placement_group(place)
+
     def lost(self) -> str | None:
         """Which part of the cluster does not answer any more; None while all do."""
         return self._cluster.lost()
@@ -153,4 +196,6 @@ class RayActors:
     def close(self) -> None:
         for remote in self._made:
             remote.kill()
+        for name in list(self._places):
+            self._release(name)
         self._cluster.close()

@@ -74,6 +74,7 @@ from composer_nb.trainer.schedule import (
 )
 from composer_nb.trainer.services import EngineService, EvaluationService, Running, TrainerService, store_url
 from composer_nb.trainer.store import log
+from composer_nb.trainer.trainer_group import TrainerGroup
 
 BEGINS_S = 240.0
 """Ray takes ten seconds to start, on a busy machine a minute."""
@@ -172,8 +173,8 @@ class Coordinator:
 
     def _restore(self) -> None:
         schedule = self.settings.schedule()
-        found = self.run.checkpoint("rl")
-        self.saved, _, self.before = found if found else (0, {}, 0.0)
+        found = self.run.pointer("rl")
+        self.saved, _, self.before = found if found else (0, None, 0.0)
         snapshot = self.journal.snapshot()
         if snapshot is None:
             self.orchestrator = Orchestrator(schedule)
@@ -184,7 +185,12 @@ class Coordinator:
             self.journal.save(self.orchestrator.snapshot())
 
     def _make_trainer(self) -> None:
-        self.trainer = self.actors.make(TrainerService, self.run.path, self.started_with, name="trainer", threads=2)
+        run, s = self.run.path, self.started_with
+        self.trainer = (
+            TrainerGroup(self.actors, run, s)
+            if s.trainers > 1
+            else self.actors.make(TrainerService, run, s, name="trainer", threads=2)
+        )
 
     def _make_pair(self) -> None:
         self.made += 1
@@ -319,7 +325,7 @@ class Coordinator:
                 f"staleness {metrics['staleness']:.2f}, entropy {metrics.get('entropy', 0):.2f}, {self.seconds:.0f} s"
             )
 
-    def _saved(self, wanted: int, step: int, state: dict[str, Any]) -> None:
+    def _saved(self, wanted: int, step: int, state: dict[str, Any] | str) -> None:
         self.run.commit("rl", step, state, [], [], self.seconds)
         self.saved = step
 

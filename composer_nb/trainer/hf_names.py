@@ -88,18 +88,18 @@ def _layer_views(layer: Layer, c: ModelConfig, prefix: str) -> dict[str, Tensor]
         for name, part in zip("qkv", layer.qkv.split(sizes), strict=True):
             views[f"self_attn.{name}_proj.weight"] = part
     if layer.dense:
-        views |= _swiglu_views(layer.dense_in, layer.dense_out, "mlp.")
+        views |= swiglu_views(layer.dense_in, layer.dense_out, "mlp.")
         return {prefix + name: view for name, view in views.items()}
     views["mlp.gate.weight"] = layer.router
     if layer.router_bias is not None:
         views[ROUTER_BIAS] = layer.router_bias
     if c.n_shared_experts:
-        views |= _swiglu_views(layer.shared_in, layer.shared_out, "mlp.shared_experts.")
+        views |= swiglu_views(layer.shared_in, layer.shared_out, "mlp.shared_experts.")
     for expert in range(c.num_experts):
-        views |= _swiglu_views(layer.w_in[expert], layer.w_out[expert], f"mlp.experts.{expert}.")
+        views |= swiglu_views(layer.w_in[expert], layer.w_out[expert], f"mlp.experts.{expert}.")
     return {prefix + name: view for name, view in views.items()}
 
 
-def _swiglu_views(w_in: Tensor, w_out: Tensor, prefix: str) -> dict[str, Tensor]:
+def swiglu_views(w_in: Tensor, w_out: Tensor, prefix: str) -> dict[str, Tensor]:
     gate, up = w_in.chunk(2, dim=1)
     return {prefix + "gate_proj.weight": gate.T, prefix + "up_proj.weight": up.T, prefix + "down_proj.weight": w_out.T}

@@ -188,7 +188,7 @@ def trained(
 
 def _mean_by_rollout(values_N: Tensor, rollout_N: Tensor) -> Tensor:
     """Each token gets the mean of its rollout's values."""
-    count = int(rollout_N.max()) + 1
+    count = int(rollout_N.max()) + 1 if len(rollout_N) else 0
     total = values_N.new_zeros(count).index_add(0, rollout_N, values_N)
     lengths = torch.bincount(rollout_N, minlength=count).clamp_min(1)
     return (total / lengths)[rollout_N]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,15 @@ from composer_nb.kernels.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, q [N, Q, C], k [N, G, C], v [N, G, C'], scale of the scores) -> [N, Q, C']"""
+
+Gather = Callable[[Tensor], Tensor]
+"""Rows [N, …] that a rank computed -> [N', …], those of all ranks that share a context. Keys and values go through it, or the
+latents that they are made of; `attend` then gets k and v of N' tokens."""
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(tokens [N, D], experts [N, K], gates [N, K], weights [E, D, F], weights [E, H, D]) -> [N, D]"""
+
+T = TypeVar("T")
 
 Watch = Callable[[int, str, Tensor], None]
 """(layer, what was added last, residual stream [N, D]): called after the "embedding" (layer -1), and after "attention" and
@@ -219,6 +228,8 @@ class Layer(nn.Module):
         self.dense = dense
         # Plain, so that no cast of the model rounds it: it moves in steps of a thousandth (arXiv 2412.19437, §4.2).
         self.router_bias: Tensor | None = None
+        self.experts: Callable[[Tensor, Routing, Experts], Tensor] | None = None
+        """Holds `w_in` and `w_out` in this layer's stead, and computes with them, where they are dealt over ranks."""
         scale = (2 * c.num_hidden_layers) ** -0.5
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
         if c.latent:
@@ -243,6 +254,10 @@ class Layer(nn.Module):
         if c.n_shared_experts:
             self.shared_in = _normal(c.hidden_size, 2 * inner * c.n_shared_experts, along=0)
             self.shared_out = _normal(inner * c.n_shared_experts, c.hidden_size, along=0, scale=scale)
+
+    def forward(self, compute: Callable[..., T], *values: Any) -> T:
+        """`compute(self, *values)`: weights that are cut over ranks are put together around a call of their module."""
+        return compute(self, *values)
 
     def _latent(self, c: ModelConfig) -> None:
         heads = c.num_attention_heads
@@ -317,7 +332,12 @@ class Model(nn.Module):
         return self.embed if self.config.tie_word_embeddings else self.head
 
     def trunk(
-        self, token_ids_N: Tensor, position_N: Tensor, attend: Attend, replay: Replay | None = None
+        self,
+        token_ids_N: Tensor,
+        position_N: Tensor,
+        attend: Attend,
+        replay: Replay | None = None,
+        gather: Gather | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """Hidden states [N, D] after the final norm, and each MoE layer's routing. Raises ValueError where routes do not fit."""
         c = self.config
@@ -330,10 +350,8 @@ class Model(nn.Module):
         routings: list[Routing] = []
         for index, layer in enumerate(self.layers):
             given = None if replay is None or layer.dense else replay.layer(len(routings))
-            if self.recompute and torch.is_grad_enabled():
-                x_ND, routing = checkpoint(self._layer, index, layer, x_ND, rope_N, attend, given, use_reentrant=False)
-            else:
-                x_ND, routing = self._layer(index, layer, x_ND, rope_N, attend, given)
+            compute = self._recomputed if self.recompute and torch.is_grad_enabled() else self._layer
+            x_ND, routing = layer(compute, index, x_ND, rope_N, attend, given, gather)
             if self.watch is not None:
                 self.watch(index, "experts", x_ND)
             routings += [] if routing is None else [routing]
@@ -343,13 +361,25 @@ class Model(nn.Module):
         """x · wᵀ as this model computes products."""
         return linear(x_NA, w_BA, self.tile)
 
+    def _recomputed(self, layer: Layer, *values: Any) -> tuple[Tensor, Routing | None]:
+        found: tuple[Tensor, Routing | None] = checkpoint(self._layer, layer, *values, use_reentrant=False)
+        return found
+
     def _layer(
-        self, index: int, layer: Layer, x_ND: Tensor, rope_N: Tensor, attend: Attend, replay: Replay | None
+        self,
+        layer: Layer,
+        index: int,
+        x_ND: Tensor,
+        rope_N: Tensor,
+        attend: Attend,
+        replay: Replay | None,
+        gather: Gather | None,
     ) -> tuple[Tensor, Routing | None]:
         """One decoder layer; no routing where it is dense."""
         c = self.config
         h_ND = rms_norm(x_ND, layer.attention_norm, c.rms_norm_eps)
-        q, k, v = self._latent_qkv(layer, h_ND, rope_N) if c.latent else self._grouped_qkv(layer, h_ND, rope_N)
+        qkv = self._latent_qkv if c.latent else self._grouped_qkv
+        q, k, v = qkv(layer, h_ND, rope_N, gather)
         x_ND = x_ND + self.linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
         if self.watch is not None:
             self.watch(index, "attention", x_ND)
@@ -357,19 +387,21 @@ class Model(nn.Module):
         if layer.dense:
             return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out, self.tile), None
         routing = self._route(layer, h_ND, replay)
-        y_ND = experts(
-            h_ND,
-            routing.experts_NK,
-            routing.gates_NK,
-            layer.w_in.mT,
-            layer.w_out.mT,
-            recipe=self.kernels.recipe,
-            backend=None if self.kernels.backend == "auto" else self.kernels.backend,
-            tile=self.tile,
-        )
+        if layer.experts is None:
+            y_ND = self._experts(h_ND, routing.experts_NK, routing.gates_NK, layer.w_in, layer.w_out)
+        else:
+            y_ND = layer.experts(h_ND, routing, self._experts)
         if c.n_shared_experts:
             y_ND = y_ND + _feed_forward(h_ND, layer.shared_in, layer.shared_out, self.tile)
         return x_ND + y_ND, routing
+
+    def _experts(
+        self, x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor
+    ) -> Tensor:
+        """The routed experts as this model computes them."""
+        recipe, backend = self.kernels.recipe, None if self.kernels.backend == "auto" else self.kernels.backend
+        weights = w_in_EDF.mT, w_out_EHD.mT
+        return experts(x_ND, experts_NK, gates_NK, *weights, recipe=recipe, backend=backend, tile=self.tile)
 
     def _route(self, layer: Layer, h_ND: Tensor, replay: Replay | None) -> Routing:
         router: Tensor = layer.router
@@ -377,26 +409,35 @@ class Model(nn.Module):
             router = router.to(self.router_dtype)
         return route(h_ND, router, self.config.rule, layer.router_bias, replay, tile=self.tile)
 
-    def _grouped_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _grouped_qkv(
+        self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         queries, keys = c.num_attention_heads, c.num_key_value_heads
         turned, v = self.linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
         weight_HC = torch.cat([layer.q_norm.expand(queries, -1), layer.k_norm.expand(keys, -1)])
         q, k = norm_rope(turned, weight_HC, rope_N, c.rms_norm_eps).split([queries, keys], dim=1)
+        if gather is not None:
+            k, v = gather(torch.cat([k, v], dim=-1)).chunk(2, dim=-1)
         return q, k, v
 
-    def _latent_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _latent_qkv(
+        self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values are written out a head; a cache of the latents alone would be smaller and is not built."""
         c = self.config
         low = rms_norm(self.linear(h_ND, layer.q_a), layer.q_a_norm, LATENT_EPS) if c.q_lora_rank else h_ND
         q = self.linear(low, layer.q_b).unflatten(-1, (-1, c.head_dim))
         latent, k_turned = self.linear(h_ND, layer.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        kv = self.linear(rms_norm(latent, layer.kv_a_norm, LATENT_EPS), layer.kv_b).unflatten(
-            -1, (c.num_attention_heads, -1)
-        )
+        latent = rms_norm(latent, layer.kv_a_norm, LATENT_EPS)
+        k_turned = rotate(_half_split(k_turned[:, None]), rope_N).squeeze(1)
+        if gather is not None:  # a few hundred numbers a token, where its keys and values are tens of thousands
+            parts = [c.kv_lora_rank, c.qk_rope_head_dim]
+            latent, k_turned = gather(torch.cat([latent, k_turned], dim=-1)).split(parts, dim=-1)
+        kv = self.linear(latent, layer.kv_b).unflatten(-1, (c.num_attention_heads, -1))
         q_plain, q_turned = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         k_plain, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        k_turned = rotate(_half_split(k_turned[:, None]), rope_N).expand(-1, c.num_attention_heads, -1)
+        k_turned = k_turned[:, None].expand(-1, c.num_attention_heads, -1)
         q = torch.cat([q_plain, rotate(_half_split(q_turned), rope_N)], dim=-1)
         return q, torch.cat([k_plain, k_turned], dim=-1), v
 
@@ -431,7 +472,7 @@ class Model(nn.Module):
             torch.cat([embedded_ND, rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)], dim=-1), head.join
         )
         rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
-        x_ND, routing = self._layer(c.num_hidden_layers + depth, head.layer, x_ND, rope_N, attend, None)
+        x_ND, routing = self._layer(head.layer, c.num_hidden_layers + depth, x_ND, rope_N, attend, None, None)
         assert routing is not None, "its layer has experts"
         return rms_norm(x_ND, head.final_norm, c.rms_norm_eps), routing
 

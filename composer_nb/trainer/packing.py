@@ -24,7 +24,7 @@ from torch import Tensor
 from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.routing import Replay, Routing
-from composer_nb.trainer.model import Model
+from composer_nb.trainer.model import Gather, Model
 from composer_nb.trainer.replay_settings import FULL, NO_REPLAY, ReplaySettings
 
 
@@ -68,7 +68,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class Bucket:
     """Rows of about one length, for one call of attention."""
 
     rows: int
@@ -88,7 +88,7 @@ class FlatBatch:
     """The routes on record, where they are to be replayed."""
     rows: int
     """Forwarded tokens of all streams: each row of their routes belongs to one of the N."""
-    buckets: list[_Bucket]
+    buckets: list[Bucket]
     order_N: Tensor
     """Where the buckets' results, one after another, hold each token."""
     place_U: Tensor
@@ -99,6 +99,8 @@ class FlatBatch:
     sampled_S: Tensor
     advantage_S: Tensor
     rollout_S: Tensor
+    counts: bool
+    """Whether its tokens are counted here; of ranks that share a batch, one counts them."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention along each path of the tree."""
@@ -109,12 +111,28 @@ class FlatBatch:
             )
             out = F.scaled_dot_product_attention(q_R, k_R, v_R, is_causal=True, scale=scale, enable_gqa=True)
             parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.own_M))
-        return torch.cat(parts).index_select(0, self.order_N)
+        return torch.cat(parts).index_select(0, self.order_N) if parts else attend_none(q, k, v)
+
+    @property
+    def gather(self) -> Gather | None:
+        """Puts together what ranks that share the batch have each computed of it; None where all of it is here."""
+        return None
+
+    def collect(self, x_S: Tensor) -> Tensor:
+        """Numbers of the sampled tokens that are predicted here -> of all of them."""
+        return x_S
+
+
+def attend_none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[0, Q, C']: attention without a query. All take part in it, so that ranks with no tokens have gradients to sum."""
+    return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
 
 
 def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> FlatBatch:
     """The tree of `streams`; the last token of each is only predicted, never forwarded. Where routes on record are to be
     replayed only beginnings of equal routes are shared, and routes that are not the streams' own raise ValueError."""
+    if not streams:
+        return _nothing()
     for number, stream in enumerate(streams) if replay.recorded else ():
         if fault := stream.route_fault(replay):
             raise ValueError(f"stream {number} of {len(streams)} can not be replayed: {fault}")
@@ -147,7 +165,15 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
         sampled_S=of_sampled([stream.logprob for stream in streams]),
         advantage_S=of_sampled([stream.advantage for stream in streams]),
         rollout_S=torch.from_numpy(np.concatenate([np.full(a.sum(), i) for i, a in enumerate(acted)])),
+        counts=True,
     )
+
+
+def _nothing() -> FlatBatch:
+    """The batch of no streams, which ranks that have none left compute while others do theirs."""
+    ids, numbers = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    tokens = {name: ids for name in ("inputs_N", "position_N", "order_N", "place_U", "from_S", "token_S", "rollout_S")}
+    return FlatBatch(**tokens, recorded=None, rows=0, buckets=[], sampled_S=numbers, advantage_S=numbers, counts=True)
 
 
 def _recorded(
@@ -169,12 +195,12 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [S] and (detached) entropy [S] of each sampled token; with `replay` (as a rule `batch.recorded`) on those
     routes instead of the model's own. Each layer's routing is added to `seen`."""
-    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay)
+    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay, batch.gather)
     if seen is not None:
         seen += routings
     hidden_UD = hidden_ND.index_select(0, batch.place_U)
     logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S, tile=model.tile)
-    return logprob_S, entropy_U[batch.from_S]
+    return batch.collect(logprob_S), batch.collect(entropy_U[batch.from_S])
 
 
 def families(streams: Sequence[Stream]) -> list[list[int]]:
@@ -208,6 +234,33 @@ def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
         chunks[-1].append(stream)
         room, before = room - cost, signature
     return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Streams of one family, side by side in the tree."""
+
+    numbers: list[int]
+    tokens: int
+    """Of the tree."""
+    pairs: int
+    """Of a token and one that it attends to, over all rows that are computed: a row that owns a token is computed whole."""
+
+
+def runs(streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool]) -> list[Run]:
+    """A family cut, in the order of its tree, where one stream more would be too much; each holds one at least."""
+    found: list[Run] = []
+    run, before = Run([], 0, 0), np.zeros((0, 1), np.int32)
+    for number in _in_order(streams, family):
+        signature = _signature(streams[number])
+        length = len(signature)
+        own, pairs = length - _shared(before, signature), length * (length + 1) // 2
+        grown = Run([*run.numbers, number], run.tokens + own, run.pairs + (pairs if own else 0))
+        if run.numbers and full(grown):
+            found.append(run)
+            grown = Run([number], length, pairs)
+        run, before = grown, signature
+    return [*found, run]
 
 
 def _in_order(streams: Sequence[Stream], family: Sequence[int]) -> list[int]:
@@ -250,7 +303,7 @@ class _Tree:
         self.owner_N, self.position_N = np.concatenate(owners), np.concatenate(positions)
 
 
-def _buckets(tree: _Tree) -> tuple[list[_Bucket], NDArray[np.int64]]:
+def _buckets(tree: _Tree) -> tuple[list[Bucket], NDArray[np.int64]]:
     """Rows that own tokens, in buckets of which the shortest is at least three quarters of the longest, and the tokens in the
     order in which the buckets compute them."""
     own: dict[int, NDArray[np.int64]] = {
@@ -267,6 +320,6 @@ def _buckets(tree: _Tree) -> tuple[list[_Bucket], NDArray[np.int64]]:
             padded[place, : len(tree.nodes[row])] = tree.nodes[row]
         places = [place * longest + tree.position_N[own[row]] for place, row in enumerate(part)]
         flat = torch.from_numpy(padded.reshape(-1))
-        buckets.append(_Bucket(len(part), flat, torch.from_numpy(np.concatenate(places))))
+        buckets.append(Bucket(len(part), flat, torch.from_numpy(np.concatenate(places))))
         computed += [own[row] for row in part]
     return buckets, np.concatenate(computed)

@@ -34,6 +34,20 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of a batch's streams is this rank's."""
+        return self.rank, self.world
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks meet in every micro-batch, and so must have as many: one that has none left computes an empty one."""
+        return False
+
+    def split(self, batch: Any) -> Any:
+        """What this rank computes of a batch that it shares with others."""
+        return batch
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the ranks, in place."""
         if self.world > 1:

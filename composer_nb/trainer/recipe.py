@@ -20,7 +20,8 @@ import torch
 from composer_nb.trainer.data import Row, code_rows, deal, mixture, mixture_code, read_corpus
 from composer_nb.trainer.evaluate import compare_numerics, evaluate
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
+from composer_nb.trainer.muon import make_optimizer
+from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.prepare import make_data, make_tokenizer
 from composer_nb.trainer.reinforce import reinforce
 from composer_nb.trainer.stages import Stages
@@ -48,7 +49,7 @@ def run_recipe(s: Stages) -> None:
 
 def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], info: dict[str, Any]) -> None:
     """A supervised stage: a checkpoint at every look, from the last of which it goes on."""
-    optimizer = FlatAdamW(model, weight_decay=plan.weight_decay)
+    optimizer = make_optimizer(model, s.settings.optimizer, weight_decay=plan.weight_decay)
     begin = 0
     start, before = time.perf_counter(), 0.0
     if found := s.run.checkpoint(plan.stage):

@@ -15,7 +15,7 @@ from composer_nb.harness.task import Task, load_tasks
 from composer_nb.trainer.batches import batch_file, save_batch
 from composer_nb.trainer.environments import prompt_order
 from composer_nb.trainer.evaluate import evaluate_model
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.muon import make_optimizer
 from composer_nb.trainer.rl import (
     Learner,
     batch_metrics,
@@ -51,7 +51,9 @@ class RlLoop:
         settings = s.settings
         model = s.load("start")
         model.recompute = settings.rl.recompute
-        optimizer = FlatAdamW(model, published=torch.bfloat16, scaled=(model.final_norm, settings.rl.scale_rate))
+        optimizer = make_optimizer(
+            model, settings.optimizer, published=torch.bfloat16, scale_rate=settings.rl.scale_rate
+        )
         reference = s.load("start") if settings.loss.beta else None
         self.learner = Learner(model, optimizer, settings.loss, reference, settings.replay)
         self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")

@@ -31,10 +31,11 @@ from composer_nb.harness.reward import Reward, RewardSettings, reward
 from composer_nb.harness.sandbox import SandboxFailure
 from composer_nb.harness.task import Task
 from composer_nb.kernels.routing import Routing
+from composer_nb.trainer.balance import Cost, deal_out, first_fit
 from composer_nb.trainer.loss import LossSettings, advantages, kl_penalty, policy_loss
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW
-from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
+from composer_nb.trainer.optimizer import Optimizer
+from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score
 from composer_nb.trainer.ranks import Ranks
 from composer_nb.trainer.replay_settings import NO_REPLAY, ReplaySettings
 from composer_nb.trainer.routes import overlap, own_routes, require_routes
@@ -138,7 +139,7 @@ class Learner:
     """A model, its optimiser and the loss: turns streams into optimiser steps."""
 
     model: Model
-    optimizer: FlatAdamW
+    optimizer: Optimizer
     settings: LossSettings
     reference: Model | None = None
     """Frozen, for the KL weight; needed when beta is above 0."""
@@ -172,14 +173,14 @@ class Learner:
         norms = []
         parts = [order[part::minibatches] for part in range(minibatches)]
         # An optimiser step on no gradient would still move the weights, by momentum: there is none without streams.
-        steps = [microbatches(_share(streams, numbers, ranks), budget) for numbers in parts if numbers]
-        for step in [[self._batch(chunk) for chunk in step] for step in steps]:
+        shares = [_share(streams, numbers, ranks, budget, Cost.of(self.model.config)) for numbers in parts if numbers]
+        for step in [[self._batch(c, ranks) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]:
             self.optimizer.zero_()
             for batch in step:
                 loss, metrics = self._loss(batch, denominator / minibatches)
                 loss.backward()
                 totals.update(metrics)
-            ranks.sum_(self.optimizer.gradients)
+            self.optimizer.sum_(ranks)
             norms.append(self.optimizer.step(lr, clip))
             after()
         names = ("masked", "ratio_off_20", "k3", "tokens", "entropy", "rows", "agreed", "chosen", "implausible")
@@ -187,6 +188,8 @@ class Learner:
         count, rows, agreed, chosen, implausible = (sums.pop(n) for n in ("tokens", *names[5:]))
         found = {name: value / max(1.0, count) for name, value in sums.items()}
         found |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": lr}
+        if ranks.world > 1 and shares:
+            found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
         if self.replay.on:
             assert rows == sum(len(stream.token_ids) - 1 for stream in streams), (
                 "each row of routes is used exactly once"
@@ -195,9 +198,9 @@ class Learner:
             found["replay_implausible"] = implausible / max(1.0, chosen)
         return found
 
-    def _batch(self, streams: Sequence[Stream]) -> FlatBatch:
-        """The streams as one batch, with the routes that they are to be trained on, if any."""
-        batch = flatten(streams, self.replay)
+    def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
+        """What this rank computes of the streams as one batch, with the routes that they are to be trained on, if any."""
+        batch: FlatBatch = ranks.split(flatten(streams, self.replay))
         if not self.replay.on or self.replay.source == "engine":
             return batch
         seen: list[Routing] = []
@@ -219,22 +222,23 @@ class Learner:
         )
         if penalty is not None:
             loss = loss + penalty
-        if self.replay.on:
-            metrics |= overlap(seen) | {"rows": float(batch.rows)}
-        return loss, metrics | {"entropy": float(entropy_S.sum())}
+        found = {"entropy": float(entropy_S.sum()), **metrics}
+        if not batch.counts:
+            found = dict.fromkeys(found, 0.0)
+        return loss, found | (overlap(seen) | {"rows": float(batch.rows)} if self.replay.on else {})
 
 
-def _share(streams: Sequence[Stream], numbers: Sequence[Sequence[int]], ranks: Ranks) -> list[Stream]:
-    """This rank's families, dealt so that the ranks' work is about equal."""
-    parts: list[list[Stream]] = [[] for _ in range(ranks.world)]
-    load = [0] * ranks.world
-    members = [[streams[number] for number in family] for family in numbers]
-    cost = [tree_tokens(family) for family in members]
-    for place in sorted(range(len(members)), key=lambda place: (-cost[place], place)):
-        lightest = load.index(min(load))
-        parts[lightest] += members[place]
-        load[lightest] += cost[place]
-    return parts[ranks.rank]
+def _share(
+    streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, budget: int, cost: Cost
+) -> tuple[list[list[Stream]], dict[str, float]]:
+    """This rank's micro-batches, as many as the others have; and how long ranks wait for each other, by `cost`."""
+    share, count = ranks.share
+    if count == 1:
+        return microbatches([streams[number] for family in families for number in family], budget), {}
+    parts, packing = deal_out(streams, families, count, budget, cost)
+    lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
+    plain = first_fit(lengths, [cost.row(length) for length in lengths], count, budget)
+    return parts[share], {"imbalance": packing.imbalance, "imbalance_first_fit": plain.imbalance}
 
 
 def clocked(clock: dict[str, float], name: str, start: float) -> float:

@@ -120,19 +120,15 @@ class RunDir:
         self,
         stage: str,
         step: int,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor] | str,
         metrics: Iterable[tuple[int, Mapping[str, Any]]],
         ledger: Iterable[tuple[int, Mapping[str, int]]] = (),
         seconds: float = 0.0,
     ) -> None:
         """Writes a checkpoint of `stage` after `step` steps and moves the pointer to it, with everything that happened
-        since the last one, in one transaction. The file before is removed afterwards."""
-        name = f"{stage}-{step:06d}.safetensors"
-        part = self.path / "checkpoints" / (name + ".part")
-        save_file({key: value.contiguous() for key, value in state.items()}, part)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())  # the pointer is synced by SQLite: it must not outlive the file in a power failure
-        os.replace(part, self.path / "checkpoints" / name)
+        since the last one, in one transaction. The file before is removed afterwards. `state` may also name a folder in
+        `checkpoints` that ranks have written together (`distributed_checkpoint`)."""
+        name = state if isinstance(state, str) else self._write_state(f"{stage}-{step:06d}.safetensors", state)
         before = self.query("SELECT file FROM checkpoint WHERE stage = ?", stage)
         with closing(self.connect()) as db, db:
             db.executemany(
@@ -146,18 +142,33 @@ class RunDir:
             db.execute("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?)", (stage, step, name, seconds))
         for (old,) in before:
             if old != name:
-                (self.path / "checkpoints" / old).unlink(missing_ok=True)
+                _remove(self.path / "checkpoints" / old)
+
+    def _write_state(self, name: str, state: Mapping[str, Tensor]) -> str:
+        part = self.path / "checkpoints" / (name + ".part")
+        save_file({key: value.contiguous() for key, value in state.items()}, part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())  # the pointer is synced by SQLite: it must not outlive the file in a power failure
+        os.replace(part, self.path / "checkpoints" / name)
+        return name
+
+    def pointer(self, stage: str) -> tuple[int, Path, float] | None:
+        """(steps done, file or folder, seconds spent) of the newest checkpoint of `stage`, or None."""
+        rows = self.query("SELECT step, file, seconds FROM checkpoint WHERE stage = ?", stage)
+        return (rows[0][0], self.path / "checkpoints" / rows[0][1], rows[0][2]) if rows else None
 
     def checkpoint(self, stage: str) -> tuple[int, dict[str, Tensor], float] | None:
         """(steps done, state, seconds spent) of the newest checkpoint of `stage`, or None.
 
-        Raises ValueError that names the file when it is damaged.
+        Raises ValueError that names the file when it is damaged, or a folder, which ranks have written.
         """
-        rows = self.query("SELECT step, file, seconds FROM checkpoint WHERE stage = ?", stage)
-        if not rows:
+        if (found := self.pointer(stage)) is None:
             return None
-        step, name, seconds = rows[0]
-        file = self.path / "checkpoints" / name
+        step, file, seconds = found
+        if file.is_dir():
+            raise ValueError(
+                f"{file} was written by ranks: go on with their mesh.*, or read it with `distributed_checkpoint.whole`"
+            )
         try:
             return step, load_file(file), seconds
         except (SafetensorError, OSError) as error:
@@ -185,10 +196,17 @@ class RunDir:
         kept = {name for (name,) in self.query("SELECT file FROM checkpoint")}
         for file in (self.path / "checkpoints").iterdir():
             if file.name not in kept:
-                file.unlink()
+                _remove(file)
         rows = self.query("SELECT stage, step, metrics FROM step ORDER BY rowid")
         lines = [json.dumps({"stage": stage, "step": step, **json.loads(m)}) + "\n" for stage, step, m in rows]
         write_text(self.path / "metrics.jsonl", "".join(lines))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

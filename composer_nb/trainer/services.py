@@ -41,7 +41,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.environments import Answers, Exchange
 from composer_nb.trainer.manifest import state_hash
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.muon import make_optimizer
 from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.ranks import Ranks, set_up_process
 from composer_nb.trainer.receiver import Receiver
@@ -259,7 +259,9 @@ class TrainerService:
         model = load_pretrained(run / "weights" / "start")
         model.recompute, model.kernels = settings.rl.recompute, settings.kernels
         reference = copy.deepcopy(model) if settings.loss.beta else None
-        optimizer = FlatAdamW(model, published=torch.bfloat16, scaled=(model.final_norm, settings.rl.scale_rate))
+        optimizer = make_optimizer(
+            model, settings.optimizer, published=torch.bfloat16, scale_rate=settings.rl.scale_rate
+        )
         self._learner = Learner(model, optimizer, settings.loss, reference)
         self._learner.replay = settings.replay
         self.step = 0
@@ -270,6 +272,7 @@ class TrainerService:
         self.version = self.step * settings.rl.minibatches
         self._before: dict[str, Tensor] = {}
         self._newest = published(model)
+        self._ranks = Ranks()
         publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
         self._publisher, self._background = publisher, BackgroundPublisher(publisher)
         publisher.publish(self.version, self._newest, self._files)
@@ -293,13 +296,13 @@ class TrainerService:
             self._publisher.acknowledge(report.version, report.hash)
         if step % self._settings.services.full_every == 0:
             keep, since = 2 * self._settings.services.full_every, saved * self._settings.rl.minibatches
-            self._publisher.prune(keep, since=since)
+            self._prune(keep, since)
         start = time.perf_counter()
         self._before = self._newest
         s, rl = self._settings, self._settings.rl
         metrics = self._learner.learn(
             streams,
-            Ranks(),
+            self._ranks,
             Random(f"minibatches {s.rl_seed} {step}"),
             minibatches=rl.minibatches,
             denominator=rl.denominator(s.loss),
@@ -313,7 +316,7 @@ class TrainerService:
         return {
             **metrics,
             "version": self.version,
-            "hash": state_hash(self._newest),
+            "hash": self._hash(),
             "train_s": time.perf_counter() - start,
         }
 
@@ -321,6 +324,12 @@ class TrainerService:
         self.version += 1
         self._newest = published(self._learner.model)
         self._background.publish(self.version, self._newest, self._files)
+
+    def _hash(self) -> str:
+        return state_hash(self._newest)
+
+    def _prune(self, keep: int, since: int) -> None:
+        self._publisher.prune(keep, since=since)
 
     def _catch_up(self) -> None:
         """A batch always makes the same number of versions, also one that had nothing to learn from."""

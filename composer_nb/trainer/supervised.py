@@ -18,7 +18,7 @@ from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.routing import Routing
 from composer_nb.trainer.data import Batch, Row
 from composer_nb.trainer.model import Model, PackedRows, balance_loss
-from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
+from composer_nb.trainer.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.ranks import Ranks
 
 LOOKS = 10
@@ -53,7 +53,7 @@ class Plan:
 
 def supervise(
     model: Model,
-    optimizer: FlatAdamW,
+    optimizer: FlatOptimizer,
     batches: Iterable[list[Row]],
     plan: Plan,
     ranks: Ranks,
@@ -93,7 +93,7 @@ def _means(recent: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
 def train_step(
     model: Model,
     rows: Sequence[Row],
-    optimizer: FlatAdamW,
+    optimizer: FlatOptimizer,
     ranks: Ranks,
     *,
     lr: float,

@@ -1,0 +1,53 @@
+"""Checkpoints that ranks write together and that any number of ranks, on any mesh, can go on from.
+
+Each rank writes what it holds (torch.distributed.checkpoint); how the weights were cut is in the metadata, so a reader takes from
+the files whatever it holds itself. Saving copies the state and returns; the copy is written while training goes on.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from composer_nb.trainer.model import Model
+from composer_nb.trainer.sharded_optimizer import KINDS, ShardedOptimizer
+
+
+def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) -> Future[Any]:
+    """Begins to write a checkpoint, on all ranks. It is complete when the future is done, which raises what went wrong. `group`,
+    of gloo and of all ranks, must not be used for anything else meanwhile."""
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    begun = dcp.async_save(optimizer.state(), storage_writer=writer, process_group=group)
+    assert isinstance(begun, Future)
+    return begun
+
+
+def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Takes up where a checkpoint was taken, on all ranks. Raises ValueError that names the folder when it can not be read."""
+    state = optimizer.state()
+    _load(state, folder, group)
+    optimizer.load(state)
+
+
+def whole(folder: Path, model: Model) -> dict[str, Tensor]:
+    """A checkpoint as the state of a `FlatAdamW` of `model`, which is not cut. Raises like `restore`."""
+    weights = dict(model.named_parameters())
+    state: dict[str, Any] = {f"{kind}.{name}": torch.empty_like(w) for name, w in weights.items() for kind in KINDS}
+    state["step"] = torch.zeros(())
+    _load(state, folder, None, alone=True)
+    flat = {kind: torch.cat([state[f"{kind}.{name}"].detach().reshape(-1) for name in weights]) for kind in KINDS}
+    return {**flat, "step": state["step"]}
+
+
+def _load(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, alone: bool = False) -> None:
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=alone)
+    except Exception as error:  # of many kinds, for files that are missing, damaged or of another model
+        first = str(error).strip().splitlines()[-1:]
+        raise ValueError(f"{folder}: not a checkpoint of this model, or a damaged one ({' '.join(first)})") from error
