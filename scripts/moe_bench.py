@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """`moe` on a CPU against `transformers`' experts, each of its back ends: `scripts/moe_bench.py [--rounds N]`. Prints Markdown.
 
-Each is given the same tokens, router logits and weights, other tokens each round, chooses its experts itself, and goes forward and
-backward, gradients of all four. CPU seconds of this process, one thread, the forms in turns after a round to warm up; the ratio is
-the median of the rounds' own ratios, with a 95 % interval by bootstrap, so other work beside it changes little.
+Each is given the same tokens, router logits and weights, other tokens each round, chooses its experts itself, and goes forward
+and backward, gradients of all four. CPU seconds of this process, one thread, the forms in turns after a round to warm up;
+the ratio is the median of the rounds' own ratios, with a 95 % interval by bootstrap, so other work beside it changes little.
 """
 
 from __future__ import annotations
