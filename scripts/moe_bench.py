@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """`moe` on a CPU against `transformers`' experts, each of its back ends: `scripts/moe_bench.py [--rounds N]`. Prints Markdown.
 
-Each is given the same tokens, router logits and weights, chooses its experts itself, and goes forward and backward, gradients
-of all four. CPU seconds of this process, one thread, the forms in turns after a round to warm up; the ratio is the median of
-the rounds' own ratios, with a 95 % interval by bootstrap, so other work beside it changes little.
+Each is given the same tokens, router logits and weights, other tokens each round, chooses its experts itself, and goes forward
+and backward, gradients of all four. CPU seconds of this process, one thread, the forms in turns after a round to warm up;
+the ratio is the median of the rounds' own ratios, with a 95 % interval by bootstrap, so other work beside it changes little.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,12 +56,14 @@ def theirs(made: Any, k: int) -> Callable[[Tensor, Tensor], Tensor]:
     return layer
 
 
-def timed(
-    layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, logits: Tensor, weights: list[Tensor], pull: Tensor
-) -> tuple[float, float]:
+Layer = Callable[[Tensor, Tensor], Tensor]
+
+
+def timed(layer: Layer, weights: list[Tensor], x: Tensor, logits: Tensor, pull: Tensor) -> tuple[float, float]:
     """CPU seconds of the forward pass and of both."""
-    for tensor in (x, logits, *weights):
+    for tensor in weights:
         tensor.grad = None
+    x, logits = x.clone().requires_grad_(), logits.clone().requires_grad_()
     begin = time.process_time()
     out = layer(x, logits)
     middle = time.process_time()
@@ -71,31 +71,28 @@ def timed(
     return middle - begin, time.process_time() - begin
 
 
-def forms(
-    case: tuple[int, ...], dtype: torch.dtype
-) -> tuple[dict[str, Callable[[], tuple[float, float]]], dict[str, Tensor]]:
-    """Each way to compute the layer, and what each gives."""
+def forms(case: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Layer, list[Tensor]]]:
+    """Each way to compute the layer, and its weights, which are the same numbers."""
     n, d, i, e, k = case
     g = torch.Generator().manual_seed(0)
-    x, logits, pull = (torch.randn(n, width, generator=g) for width in (d, e, d))
-    x, pull = x.to(dtype), pull.to(dtype)  # logits stay float32: bf16 has ties, which the two sides break in other ways
-    up, down = (
-        (torch.randn(e, 2 * i, d, generator=g) / d**0.5).to(dtype),
-        (torch.randn(e, d, i, generator=g) / i**0.5).to(dtype),
-    )
-    own = SimpleNamespace(up=up.clone().requires_grad_(), down=down.clone().requires_grad_())
-    x, logits = x.requires_grad_(), logits.requires_grad_()
-    layers: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]] = {
-        "ours": (lambda x, logits: moe(x, logits, own.up, own.down, k), [own.up, own.down])
-    }
+    up = (torch.randn(e, 2 * i, d, generator=g) / d**0.5).to(dtype)
+    down = (torch.randn(e, d, i, generator=g) / i**0.5).to(dtype)
+    own = up.clone().requires_grad_(), down.clone().requires_grad_()
+    found: dict[str, tuple[Layer, list[Tensor]]] = {"ours": (lambda x, logits: moe(x, logits, *own, k), [*own])}
     for backend in BACKENDS:
-        if backend != "batched_mm" or 3 * n * k * d * i * x.itemsize < MOST_COPIED:
+        if backend != "batched_mm" or 3 * n * k * d * i * up.itemsize < MOST_COPIED:
             made = their_experts(up, down, k, backend)
-            layers[backend] = (theirs(made, k), [made.gate_up_proj, made.down_proj])
-    outs = {name: layer(x, logits).detach() for name, (layer, _) in layers.items()}
-    return {
-        name: partial(timed, layer, x, logits, weights, pull) for name, (layer, weights) in layers.items()
-    }, outs  # fmt: skip
+            found[backend] = theirs(made, k), [made.gate_up_proj, made.down_proj]
+    return found
+
+
+def inputs(case: tuple[int, ...], dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, logits and a gradient of a round: other ones each time, so that experts have other numbers of rows, as in training.
+    Logits stay float32: bf16 has ties, which the two sides break in other ways."""
+    n, d, _, e, _ = case
+    g = torch.Generator().manual_seed(number)
+    x, logits, pull = (torch.randn(n, width, generator=g) for width in (d, e, d))
+    return x.to(dtype), logits, pull.to(dtype)
 
 
 def interval(ratios: np.ndarray) -> tuple[float, float]:
@@ -114,13 +111,17 @@ def main() -> None:
     )
     for name, case in SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):
-            made, outs = forms(case, dtype)
-            for out in outs.values():
-                torch.testing.assert_close(out, outs["ours"], atol=5e-2 if dtype == torch.bfloat16 else 1e-4, rtol=5e-2)
+            made = forms(case, dtype)
+            x, logits, _ = inputs(case, dtype, 0)
+            exact = made["ours"][0](x, logits).detach()
+            for layer, _ in made.values():
+                near = 5e-2 if dtype == torch.bfloat16 else 1e-4
+                torch.testing.assert_close(layer(x, logits).detach(), exact, atol=near, rtol=5e-2)
             times: dict[str, list[tuple[float, float]]] = {form: [] for form in made}
             for number in range(rounds + 1):
-                for form, run in made.items():
-                    found = run()
+                drawn = inputs(case, dtype, number)
+                for form, (layer, weights) in made.items():
+                    found = timed(layer, weights, *drawn)
                     if number:
                         times[form].append(found)
             ours = np.array(times["ours"])

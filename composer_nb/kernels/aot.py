@@ -257,13 +257,14 @@ def _known(names: Sequence[str]) -> list[tuple[str, Sequence[int]]]:
 
 
 def excerpt(text: str, pattern: str, around: int = 1) -> str:
-    """Lines of a listing that match a regular expression, each with so many before and after it, and dots between."""
+    """Lines of a listing that match a regular expression, each with so many before and after it; with any, dots stand for what is
+    left out."""
     lines = text.splitlines()
     hits = {at for at, line in enumerate(lines) if re.search(pattern, line)}
     shown = sorted({at + by for at in hits for by in range(-around, around + 1) if 0 <= at + by < len(lines)})
     out: list[str] = []
     for before, at in zip([-1, *shown], shown, strict=False):
-        out += ["    …"] if at > before + 1 else []
+        out += ["    …"] if around and at > before + 1 else []
         out += [lines[at]]
     return "\n".join(out)
 
