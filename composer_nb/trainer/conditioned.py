@@ -83,6 +83,8 @@ class Conditioned:
 def _elements(bits: Bits, layout: Layout) -> Bits:
     """One unsigned integer an element. Shares memory where elements are not packed."""
     if layout.width >= 8:
+        if bits.itemsize * 8 != layout.width:
+            raise ValueError(f"elements of {8 * bits.itemsize} bits are not the dtype's, which has {layout.width} bits")
         return np.require(bits, requirements=["C", "A", "W"])  # one form for the compiler
     packed = bits.view(np.uint8)
     made = np.empty(2 * len(packed), np.uint8)
@@ -93,8 +95,7 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
 def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     """Nothing where nothing changed."""
     shift, mask = np.uint64(layout.shift), np.uint64(layout.mask)
-    at = np.empty(len(base), np.uint32)
-    at = at[: delta.changes(base, target, at)]
+    at = changes(base, target)
     if not len(at):
         return b""
     old, new = base[at].astype(np.uint64), target[at].astype(np.uint64)
@@ -108,6 +109,14 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     first, last = (int(c) for c in np.flatnonzero(codes)[[0, -1]])
     head = _HEAD.pack(len(at), first, last - first) + codes[first : last + 1].tobytes()
     return head + _STATE.pack(state) + words.tobytes()
+
+
+def changes(base: Bits, target: Bits) -> Bits:
+    """Positions at which they differ, ascending."""
+    differs = np.zeros(-(-len(base) // 8) * 8, np.bool_)
+    np.not_equal(base, target, out=differs[: len(base)])
+    at = np.empty(len(differs) + 1, np.uint32)
+    return at[: delta.positions(differs.view("<u8"), at)]
 
 
 def rate_codes(there: Bits, changed: Bits) -> Bits:
