@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The codec of weight updates beside others, on the same pairs: `make bench-weights`, or this script where the peers are installed.
+"""The codec of weight updates beside others, on the same pairs: `make bench-weights`, which brings the peers, or this script.
 
 Pairs of bf16 weights published from float32 masters, one optimiser step apart:
 drawn     w ~ N(0, σ) in five tensors of σ 0.006 to 0.04, a step of learning rate times N(0, 0.23): what AdamW's steps are like
           long after the start, where masters lie anywhere between two bf16 numbers
 trained   a Qwen3-MoE of 11 million weights, 60 steps of AdamW on Python's standard library at 1e-3; then eight at a low learning
           rate with the moments that it has (a fresh optimiser's first steps are several times too large)
-RL        the example's policy, 12 steps of policy gradient on its stored rollouts; the last learning rate is the tour's own
+RL        the example's policy, 12 steps of policy gradient on its stored rollouts; 5e-4 is the tour's own learning rate
 
-TRL's gaps and NeMo-RL's layout are written here from their descriptions (gaps between changed positions in 16 bits, or in 32 where
-one is larger; new values as they are, or XOR and one zstd-1 frame for all tensors). arc_v3 is Fireworks' own package, told to wait
-for all of its candidates. Times are CPU seconds of the process, the best of some rounds, codecs in turns, one thread (arc_v3 has its
-own pool). The bound is the entropy of what changed and by how many steps, given each base exponent, tensor by tensor.
+TRL's gaps and NeMo-RL's layout are written here from their descriptions: gaps between changes in 16 bits, or in 32 where one is
+larger; new values as they are, or XOR and one zstd-1 frame for all tensors. arc_v3 is Fireworks' own package, told to
+wait for all of its candidates. Times are CPU seconds of the process, the best of some rounds, codecs in turns, one thread (arc_v3
+has its own pool). The bound is the entropy of what changed and by how many steps, given each base exponent, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def trained(rates: list[float]) -> Iterator[tuple[float, Pair]]:
 
 def reinforced(rates: list[float]) -> Iterator[tuple[float, Pair]]:
     batch = stored_batch(example_run(), -1)
-    settings = batch.settings.rl.loss
+    settings = batch.settings.loss
     streams = [to_stream(s) for group in batch.groups for s in group if trains(s, settings)]
     tokens = sum(int(stream.acted[1:].sum()) for stream in streams)
     for lr in rates:
@@ -250,20 +250,28 @@ def main() -> None:
         "trained": lambda: trained([1e-7, 3e-7, 1e-6, 3e-6]),
         "RL": lambda: reinforced([1e-7, 1e-6, 1e-5, 5e-4]),
     }
-    print("| pair | lr | changed | ours: of full, bits a change | over the bound | " + " | ".join(f"{n} / ours" for n in list(forms)[1:])
-          + " | GB/s: ours | XOR+zstd-1 |\n|" + "---|" * (6 + len(forms)))  # fmt: skip
+    others = list(forms)[1:]
+    heads = [
+        "pair",
+        "lr",
+        "changed",
+        "ours: of full, bits a change",
+        "over the bound",
+        *(f"{n} / ours" for n in others),
+    ]
+    print(f"| {' | '.join(heads)} | GB/s: ours | XOR+zstd-1 |\n|{'---|' * (len(heads) + 2)}")
     for kind in given.kinds:
         for lr, pair in pairs[kind]():
             found = measure(pair, given.rounds, forms)
             changed = sum(int(np.count_nonzero(a != b)) for a, b in pair)
             full, mine = sum(b.nbytes for _, b in pair), found["ours"][0]
-            others = " | ".join(f"{found[name][0] / mine:.2f}" for name in list(forms)[1:])
+            larger = " | ".join(f"{found[name][0] / mine:.2f}" for name in others)
             speeds = [
                 f"{full / found[n][1] / 1e9:.2f} / {full / found[n][2] / 1e9:.2f}" for n in ("ours", "XOR+zstd-1")
             ]
             print(
                 f"| {kind} | {lr:.1e} | {changed * 2 / full:.2%} | {full / mine:.1f}×, {8 * mine / changed:.2f} | "
-                f"{mine / bound(pair) - 1:+.1%} | {others} | {' | '.join(speeds)} |",
+                f"{mine / bound(pair) - 1:+.1%} | {larger} | {' | '.join(speeds)} |",
                 flush=True,
             )
 

@@ -166,17 +166,18 @@ def histogram(base, shift, mask):  # type: ignore[no-untyped-def]
 
 
 @coder
-def hazards(base, at, rates, shift, mask, before):  # type: ignore[no-untyped-def]
-    """Into `before`: the hazard of the unchanged elements between each change and the one before it."""
+def hazards(base, at, rates, shift, before):  # type: ignore[no-untyped-def]
+    """Into `before`: the hazard of the unchanged elements between each change and the one before it. `rates` by all of an
+    element's bits from `shift` on, the sign too, as in `find`: a step less for each of them."""
     i = U(0)
     for k in range(len(at)):
         end, total = U(at[k]), U(0)
         while i + U(8) <= end:
             for j in range(8):
-                total += rates[(U(base[i + U(j)]) >> shift) & mask]
+                total += rates[U(base[i + U(j)]) >> shift]
             i += U(8)
         while i < end:
-            total += rates[(U(base[i]) >> shift) & mask]
+            total += rates[U(base[i]) >> shift]
             i += U(1)
         before[k] = total
         i += U(1)
@@ -323,13 +324,13 @@ def time_of(slot):  # type: ignore[no-untyped-def]
 
 
 @coder
-def find(block, i, need, rates, shift, mask):  # type: ignore[no-untyped-def]
+def find(block, i, need, rates, shift):  # type: ignore[no-untyped-def]
     """The first element from `i` on at which hazard has added up to `need`, and what there was before it."""
     n, gone = U(len(block)), U(0)
     while i + U(16) <= n:
         group = U(0)
         for j in range(16):
-            group += rates[(U(block[i + U(j)]) >> shift) & mask]
+            group += rates[U(block[i + U(j)]) >> shift]
         if gone + group >= need:
             break
         gone += group
@@ -337,12 +338,12 @@ def find(block, i, need, rates, shift, mask):  # type: ignore[no-untyped-def]
     left, total, passed, before = need - gone, U(0), U(0), U(0)
     if i + U(16) <= n:
         for j in range(16):  # all of them: to leave a loop at a place that nobody can foresee takes longer
-            total += rates[(U(block[i + U(j)]) >> shift) & mask]
+            total += rates[U(block[i + U(j)]) >> shift]
             passed += U(total < left)
             before = total if total < left else before
     else:
         for j in range(n - i):
-            total += rates[(U(block[i + j]) >> shift) & mask]
+            total += rates[U(block[i + j]) >> shift]
             passed += U(total < left)
             before = total if total < left else before
     return i + passed, gone + before
@@ -368,21 +369,21 @@ def decode_block(block, changed, rates, state, words, shift, mask, width):  # ty
             slow = slower(slow, wait)
             speed = pace(slow)
         slot = state & MASK
-        i, gone = find(block, i, waited + ((time_of(slot) << U(16)) + speed - U(1)) // speed, rates, shift, mask)
+        i, gone = find(block, i, waited + ((time_of(slot) << U(16)) + speed - U(1)) // speed, rates, shift)
         if i >= n:
             return 2
         old = U(block[i])
-        c = (old >> shift) & mask
+        own = rates[old >> shift]
         gone = max(gone, waited) - waited
         start = cumulative(gone, speed)
-        state = (cumulative(gone + rates[c], speed) - start) * (state >> U(SCALE)) + slot - start
+        state = (cumulative(gone + own, speed) - start) * (state >> U(SCALE)) + slot - start
         state, used = refill(state, words, used)
-        new, state, used = get_step(state, words, used, models, c * U(MODELS), old, width)
+        new, state, used = get_step(state, words, used, models, ((old >> shift) & mask) * U(MODELS), old, width)
         if new > biggest or new < -biggest - 1:
             return 3
         negative = new >> 63
         block[i] = U(new ^ negative) | (sign & U(negative))
-        slow = after_change(slow, gone, rates[c])
+        slow = after_change(slow, gone, own)
         changed -= U(1)
         i += U(1)
     return 0 if state == LOWEST and used == U(len(words)) else 1

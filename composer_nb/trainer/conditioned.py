@@ -31,6 +31,10 @@ class Layout:
     shift: int
     mask: int
 
+    def by_sign(self, rates: Bits) -> Bits:
+        """Of classes, made to be indexed by bits >> shift."""
+        return np.tile(rates, (1 << (self.width - self.shift)) // len(rates))
+
 
 _NIBBLE = Layout(4, 0, 15)
 LAYOUTS = {
@@ -103,7 +107,7 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     changed = np.bincount(classes.astype(np.int64), minlength=layout.mask + 1)
     codes = rate_codes(delta.histogram(base, shift, mask), changed)
     rates, before = delta.RATES[codes], np.empty(len(at), np.uint64)
-    delta.hazards(base, at, rates, shift, mask, before)
+    delta.hazards(base, at, layout.by_sign(rates), shift, before)
     symbols = delta.model_block(before, classes, old, new, rates, np.uint64(layout.width))
     state, words = delta.rans(symbols)
     first, last = (int(c) for c in np.flatnonzero(codes)[[0, -1]])
@@ -145,7 +149,7 @@ def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
     fault = delta.decode_block(
         block,
         np.uint64(changed),
-        delta.RATES[codes],
+        layout.by_sign(delta.RATES[codes]),
         np.uint64(_STATE.unpack_from(body, words - _STATE.size)[0]),
         np.frombuffer(body, "<u4", offset=words).astype(np.uint32),
         np.uint64(layout.shift),
