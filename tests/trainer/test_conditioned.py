@@ -206,8 +206,8 @@ def spoil(payload: bytes, random: Random) -> bytes:
 
 
 def fuzz(rounds: int) -> int:
-    """How many of the spoilt payloads are refused. The others give a tensor of the right size: digits that are written as they are
-    carry no redundancy, and the hash of the tensor, one level up, is what sees that one of them was flipped."""
+    """How many of the spoilt payloads are refused. The others give a tensor of the right size: digits that are written as they
+    are carry no redundancy, and the hash of the tensor, one level up, is what sees that one of them was flipped."""
     random, refused = Random(0), 0
     pairs = {
         d: weights(600, lr=lr, dtype=d) for d, lr in (("bfloat16", 3e-5), ("float32", 1e-9), ("float8_e4m3fn", 1e-3))
