@@ -116,14 +116,21 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
 
 
 def changes(base: Bits, target: Bits) -> Bits:
-    """Positions at which they differ, ascending."""
-    differs = np.zeros(-(-len(base) // 8) * 8, np.bool_)
-    np.not_equal(base, target, out=differs[: len(base)])
-    at = np.empty(len(differs) + 1, np.uint32)
-    return at[: delta.positions(differs.view("<u8"), at)]
+    """Positions at which they differ, ascending. Piece by piece: what is compared stays in the cache."""
+    piece = 1 << 16
+    differs, at, count = np.zeros(piece, np.bool_), np.empty(len(base) + 1, np.uint32), 0
+    for begin in range(0, len(base), piece):
+        size = min(piece, len(base) - begin)
+        np.not_equal(base[begin : begin + size], target[begin : begin + size], out=differs[:size])
+        differs[size:] = False
+        found = at[count:]
+        more = int(delta.positions(differs.view("<u8"), found))
+        found[:more] += np.uint32(begin)
+        count += more
+    return at[:count]
 
 
-def rate_codes(there: Bits, changed: Bits) -> Bits:
+def rate_codes(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> Bits:
     """For each class the byte whose hazard is nearest to −ln(1 − changed/there); 0 where nothing changed."""
     share = changed / np.maximum(there, 1)
     hazard = -np.log(np.maximum(1 - share, 2.0**-7)) * delta.NAT
