@@ -21,11 +21,11 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-whole test-slow test-browser check bench lab render clean moved
+.PHONY: help setup demo test test-whole test-slow test-browser check bench bench-weights lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 20
 
 setup: .venv/.ready ## the environment alone
 
@@ -51,6 +51,9 @@ check: .venv/.ready ## format, lint and types
 
 bench: .venv/.ready ## measure this machine
 	@$(BIN)/composer-nb bench $(ARGS)
+
+bench-weights: .venv/.peers ## the codec of weight updates beside others, in some minutes
+	@$(BIN)/python scripts/weights_bench.py $(ARGS)
 
 lab: .venv/.ready ## the notebooks in JupyterLab
 	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \
@@ -83,6 +86,11 @@ endif
 	@mkdir -p .cache/ipython .cache/matplotlib
 	@$(BIN)/python -c 'from composer_nb import doctor; print("ready:", doctor.device_line())'
 	@echo '$(CURDIR)' >$@
+
+.venv/.peers: .venv/.ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt \
+	  fireworks-delta-compression==0.1.0
+	@touch $@
 
 .venv/.browser: .venv/.ready
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt \
