@@ -5,7 +5,7 @@ up: after unchanged elements of T together the next change is yet to come with p
 symbol with the distribution 1 − exp(−T), whatever classes lie on the way, and to find it takes a sum and a comparison an element.
 A clock that runs faster where changes have lately come sooner than expected (rows, experts) scales T. A change is then a sign and
 a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. All symbols go through one
-rANS coder (Duda, arXiv 1311.2540) of 64 bits. docs/weights.md has the format.
+rANS coder (Duda, arXiv 1311.2540) of 64 bits. docs/weight_codec.md has the format.
 
 Integers only: every machine computes the same. Everything is uint64, since numba makes float64 of a signed and an unsigned one.
 Nothing is checked by numba: what is read from a payload is compared with a bound before it is an index.

@@ -1,4 +1,4 @@
-"""The codec conditioned on the base: what changed, given the exponent that each weight had (docs/weights.md has the format).
+"""The codec conditioned on the base: what changed, given the exponent that each weight had (docs/weight_codec.md has the format).
 
 A step of Δ changes the published bits of a weight with probability about Δ/ulp(w), and ulp(w) is set by the exponent of the base,
 which the receiver has. So most of what a list of positions says is known before it is sent.
