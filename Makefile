@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu lab render clean moved
+.PHONY: help setup demo test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -68,6 +68,9 @@ bench: .venv/.ready ## measure this machine
 bench-gpu: .venv/.ready ## the MoE kernels on a GPU against their peers, in eight minutes; table and JSON in build/bench_gpu/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
+bench-weights: .venv/.peers ## the codec of weight updates beside others, in some minutes
+	@$(BIN)/python scripts/weights_bench.py $(ARGS)
+
 lab: .venv/.ready ## the notebooks in JupyterLab
 	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LabApp.extension_manager=readonly \
@@ -99,6 +102,11 @@ endif
 	@mkdir -p .cache/ipython .cache/matplotlib
 	@$(BIN)/python -c 'from composer_nb import doctor; print("ready:", doctor.device_line())'
 	@echo '$(CURDIR)' >$@
+
+.venv/.peers: .venv/.ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt \
+	  fireworks-delta-compression==0.1.0
+	@touch $@
 
 .venv/.browser: .venv/.ready
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt \

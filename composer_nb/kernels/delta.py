@@ -5,7 +5,7 @@ up: after unchanged elements of T together the next change is yet to come with p
 symbol with the distribution 1 − exp(−T), whatever classes lie on the way, and to find it takes a sum and a comparison an element.
 A clock that runs faster where changes have lately come sooner than expected (rows, experts) scales T. A change is then a sign and
 a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. All symbols go through one
-rANS coder (Duda, arXiv 1311.2540) of 64 bits. docs/weights.md has the format.
+rANS coder (Duda, arXiv 1311.2540) of 64 bits. docs/weight_codec.md has the format.
 
 Integers only: every machine computes the same. Everything is uint64, since numba makes float64 of a signed and an unsigned one.
 Nothing is checked by numba: what is read from a payload is compared with a bound before it is an index.
@@ -129,29 +129,23 @@ def new_models(mask):  # type: ignore[no-untyped-def]
 def ordinal(bits, width):  # type: ignore[no-untyped-def]
     """Sign-and-magnitude bits as a number that grows with what they stand for: adjacent floats differ by 1, −0 is −1. One to
     one, so that every pattern, NaN and infinities too, has a number of its own."""
-    sign = U(1) << U(width - 1)
-    return np.int64(bits) if bits < sign else -np.int64(bits ^ sign) - 1
+    sign = U(1) << (width - U(1))
+    return np.int64(bits & (sign - U(1))) ^ -np.int64(bits >> (width - U(1)))
 
 
 # Encoding
 
 
 @coder
-def changes(base, target, at):  # type: ignore[no-untyped-def]
-    """Positions at which two blocks differ into `at`; how many."""
-    count, n = U(0), U(len(base))
-    whole = n - n % U(16)
-    for begin in range(U(0), whole, U(16)):
-        differ = U(0)
-        for j in range(16):
-            differ |= U(base[begin + U(j)] ^ target[begin + U(j)])
-        if differ:
-            for i in range(begin, begin + U(16)):
-                at[count] = i
-                count += U(base[i] != target[i])
-    for i in range(whole, n):
-        at[count] = i
-        count += U(base[i] != target[i])
+def positions(differs, at):  # type: ignore[no-untyped-def]
+    """Of the bytes that are 1 (the others 0), eight in each of `differs`, into `at`; how many."""
+    count = U(0)
+    for k in range(len(differs)):
+        eight = differs[k]
+        if eight:
+            for j in range(8):
+                at[count] = 8 * k + j
+                count += (eight >> U(8 * j)) & U(1)
     return count
 
 
@@ -172,17 +166,18 @@ def histogram(base, shift, mask):  # type: ignore[no-untyped-def]
 
 
 @coder
-def hazards(base, at, rates, shift, mask, before):  # type: ignore[no-untyped-def]
-    """Into `before`: the hazard of the unchanged elements between each change and the one before it."""
+def hazards(base, at, rates, shift, before):  # type: ignore[no-untyped-def]
+    """Into `before`: the hazard of the unchanged elements between each change and the one before it. `rates` by all of an
+    element's bits from `shift` on, the sign too, as in `find`: a step less for each of them."""
     i = U(0)
     for k in range(len(at)):
         end, total = U(at[k]), U(0)
         while i + U(8) <= end:
             for j in range(8):
-                total += rates[(U(base[i + U(j)]) >> shift) & mask]
+                total += rates[U(base[i + U(j)]) >> shift]
             i += U(8)
         while i < end:
-            total += rates[(U(base[i]) >> shift) & mask]
+            total += rates[U(base[i]) >> shift]
             i += U(1)
         before[k] = total
         i += U(1)
@@ -314,7 +309,8 @@ def get_step(state, words, used, models, which, old, width):  # type: ignore[no-
             state = ((state >> U(SCALE)) << (U(SCALE) - digits)) + (state & (MASK >> digits))
             state, used = refill(state, words, used)
     d = np.int64(m) + 1
-    return a + (d if away == (a >= 0) else -d), state, used
+    turned = -np.int64(away != (a >= 0))
+    return a + ((d ^ turned) - turned), state, used
 
 
 @coder
@@ -328,23 +324,28 @@ def time_of(slot):  # type: ignore[no-untyped-def]
 
 
 @coder
-def find(block, i, need, rates, shift, mask):  # type: ignore[no-untyped-def]
+def find(block, i, need, rates, shift):  # type: ignore[no-untyped-def]
     """The first element from `i` on at which hazard has added up to `need`, and what there was before it."""
     n, gone = U(len(block)), U(0)
     while i + U(16) <= n:
         group = U(0)
         for j in range(16):
-            group += rates[(U(block[i + U(j)]) >> shift) & mask]
+            group += rates[U(block[i + U(j)]) >> shift]
         if gone + group >= need:
             break
         gone += group
         i += U(16)
-    left, most = need - gone, min(n - i, U(16))
-    total, passed, before = U(0), U(0), U(0)
-    for j in range(most):  # all of them, because leaving a loop at a place that nobody can foresee takes longer
-        total += rates[(U(block[i + j]) >> shift) & mask]
-        passed += U(total < left)
-        before = total if total < left else before
+    left, total, passed, before = need - gone, U(0), U(0), U(0)
+    if i + U(16) <= n:
+        for j in range(16):  # all of them: to leave a loop at a place that nobody can foresee takes longer
+            total += rates[U(block[i + U(j)]) >> shift]
+            passed += U(total < left)
+            before = total if total < left else before
+    else:
+        for j in range(n - i):
+            total += rates[U(block[i + j]) >> shift]
+            passed += U(total < left)
+            before = total if total < left else before
     return i + passed, gone + before
 
 
@@ -354,7 +355,8 @@ def decode_block(block, changed, rates, state, words, shift, mask, width):  # ty
     block, 3 for a number that does not exist. What is not 0 leaves a block that is of no use."""
     models = new_models(mask)
     n, i, used, slow = U(len(block)), U(0), U(0), NORMAL
-    sign, biggest = U(1) << U(width - 1), np.int64((U(1) << U(width - 1)) - U(1))
+    sign = U(1) << (width - U(1))
+    biggest = np.int64(sign - U(1))
     while changed:
         speed, waited = pace(slow), U(0)
         while state & MASK >= GIVEN_UP:
@@ -367,20 +369,21 @@ def decode_block(block, changed, rates, state, words, shift, mask, width):  # ty
             slow = slower(slow, wait)
             speed = pace(slow)
         slot = state & MASK
-        i, gone = find(block, i, waited + ((time_of(slot) << U(16)) + speed - U(1)) // speed, rates, shift, mask)
+        i, gone = find(block, i, waited + ((time_of(slot) << U(16)) + speed - U(1)) // speed, rates, shift)
         if i >= n:
             return 2
         old = U(block[i])
-        c = (old >> shift) & mask
+        own = rates[old >> shift]
         gone = max(gone, waited) - waited
         start = cumulative(gone, speed)
-        state = (cumulative(gone + rates[c], speed) - start) * (state >> U(SCALE)) + slot - start
+        state = (cumulative(gone + own, speed) - start) * (state >> U(SCALE)) + slot - start
         state, used = refill(state, words, used)
-        new, state, used = get_step(state, words, used, models, c * U(MODELS), old, width)
+        new, state, used = get_step(state, words, used, models, ((old >> shift) & mask) * U(MODELS), old, width)
         if new > biggest or new < -biggest - 1:
             return 3
-        block[i] = U(new) if new >= 0 else U(-new - 1) | sign
-        slow = after_change(slow, gone, rates[c])
+        negative = new >> 63
+        block[i] = U(new ^ negative) | (sign & U(negative))
+        slow = after_change(slow, gone, own)
         changed -= U(1)
         i += U(1)
     return 0 if state == LOWEST and used == U(len(words)) else 1

@@ -1,4 +1,4 @@
-"""The codec conditioned on the base: what changed, given the exponent that each weight had (docs/weights.md has the format).
+"""The codec conditioned on the base: what changed, given the exponent that each weight had (docs/weight_codec.md has the format).
 
 A step of Δ changes the published bits of a weight with probability about Δ/ulp(w), and ulp(w) is set by the exponent of the base,
 which the receiver has. So most of what a list of positions says is known before it is sent.
@@ -30,6 +30,10 @@ class Layout:
     width: int
     shift: int
     mask: int
+
+    def by_sign(self, rates: Bits) -> Bits:
+        """Of classes, made to be indexed by bits >> shift."""
+        return np.tile(rates, (1 << (self.width - self.shift)) // len(rates))
 
 
 _NIBBLE = Layout(4, 0, 15)
@@ -83,6 +87,8 @@ class Conditioned:
 def _elements(bits: Bits, layout: Layout) -> Bits:
     """One unsigned integer an element. Shares memory where elements are not packed."""
     if layout.width >= 8:
+        if bits.itemsize * 8 != layout.width:
+            raise ValueError(f"elements of {8 * bits.itemsize} bits are not the dtype's, which has {layout.width} bits")
         return np.require(bits, requirements=["C", "A", "W"])  # one form for the compiler
     packed = bits.view(np.uint8)
     made = np.empty(2 * len(packed), np.uint8)
@@ -93,8 +99,7 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
 def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     """Nothing where nothing changed."""
     shift, mask = np.uint64(layout.shift), np.uint64(layout.mask)
-    at = np.empty(len(base), np.uint32)
-    at = at[: delta.changes(base, target, at)]
+    at = changes(base, target)
     if not len(at):
         return b""
     old, new = base[at].astype(np.uint64), target[at].astype(np.uint64)
@@ -102,7 +107,7 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     changed = np.bincount(classes.astype(np.int64), minlength=layout.mask + 1)
     codes = rate_codes(delta.histogram(base, shift, mask), changed)
     rates, before = delta.RATES[codes], np.empty(len(at), np.uint64)
-    delta.hazards(base, at, rates, shift, mask, before)
+    delta.hazards(base, at, layout.by_sign(rates), shift, before)
     symbols = delta.model_block(before, classes, old, new, rates, np.uint64(layout.width))
     state, words = delta.rans(symbols)
     first, last = (int(c) for c in np.flatnonzero(codes)[[0, -1]])
@@ -110,7 +115,22 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     return head + _STATE.pack(state) + words.tobytes()
 
 
-def rate_codes(there: Bits, changed: Bits) -> Bits:
+def changes(base: Bits, target: Bits) -> Bits:
+    """Positions at which they differ, ascending. Piece by piece: what is compared stays in the cache."""
+    piece = 1 << 16
+    differs, at, count = np.zeros(piece, np.bool_), np.empty(len(base) + 1, np.uint32), 0
+    for begin in range(0, len(base), piece):
+        size = min(piece, len(base) - begin)
+        np.not_equal(base[begin : begin + size], target[begin : begin + size], out=differs[:size])
+        differs[size:] = False
+        found = at[count:]
+        more = int(delta.positions(differs.view("<u8"), found))
+        found[:more] += np.uint32(begin)
+        count += more
+    return at[:count]
+
+
+def rate_codes(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> Bits:
     """For each class the byte whose hazard is nearest to −ln(1 − changed/there); 0 where nothing changed."""
     share = changed / np.maximum(there, 1)
     hazard = -np.log(np.maximum(1 - share, 2.0**-7)) * delta.NAT
@@ -136,7 +156,7 @@ def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
     fault = delta.decode_block(
         block,
         np.uint64(changed),
-        delta.RATES[codes],
+        layout.by_sign(delta.RATES[codes]),
         np.uint64(_STATE.unpack_from(body, words - _STATE.size)[0]),
         np.frombuffer(body, "<u4", offset=words).astype(np.uint32),
         np.uint64(layout.shift),

@@ -1,6 +1,6 @@
 """The decoder of `conditioned` once more, to be read and to be tested against: Python's integers, NumPy for sums. Slow.
 
-It trusts its input. Names are those of docs/weights.md.
+It trusts its input. Names are those of docs/weight_codec.md.
 """
 
 from __future__ import annotations

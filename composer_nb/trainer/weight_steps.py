@@ -104,7 +104,7 @@ def by_exponent(stepped: Stepped) -> tuple[NDArray[np.float64], NDArray[np.float
     weights = torch.cat([stepped.before[name].reshape(-1) for name in stepped.before])
     moved = torch.cat([(stepped.before[n] != stepped.after[n]).reshape(-1) for n in stepped.before]).numpy()
     places = exponents(weights)
-    counted = np.bincount(places, weights=moved, minlength=256)
+    counted = np.bincount(places[moved], minlength=256).astype(float)
     told = np.zeros(256)
     for exponent in np.flatnonzero(stepped.foretold.counts_EB.sum(1)):
         alone = np.zeros_like(stepped.foretold.counts_EB)

@@ -30,7 +30,7 @@ def shares(found: Mapping[str, float], heading: str) -> Picture:
     ax.set_yticks(range(len(found)), list(found))
     ax.set_ylim(len(found) - 0.5, -0.5)
     ax.set_xlim(0, 1.15 * max([*found.values(), 1e-9]))
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
     ax.grid(axis="y", visible=False)
     title(ax, heading, "share of weights whose bits changed")
     return picture

@@ -206,6 +206,7 @@ def test_five_hundred_damaged_versions(kind: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_damaged_versions(kind: str):
     """10,010 in all, 770 of each kind; ten minutes on one idle core."""

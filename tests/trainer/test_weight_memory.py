@@ -69,6 +69,7 @@ def peak(folder: Path, program: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_two_gigabytes_pass_in_less_than_one(tmp_path: Path):
     """Two minutes on one idle core, 12 GB of disk."""
     peak(tmp_path, MAKE)

@@ -1,0 +1,260 @@
+"""The codec conditioned on the base: every pattern comes back, near the entropy, the same on any thread; damage is refused."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.kernels import delta
+from composer_nb.trainer import conditioned_reference
+from composer_nb.trainer.codec import bits
+from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Conditioned, rate_codes
+
+CODEC = Conditioned()
+STORED = {name: f"u{getattr(torch, name).itemsize}" for name in LAYOUTS}
+"""What a tensor of a dtype is kept as."""
+
+
+def round_trip(base: Bits, target: Bits, dtype: str) -> bytes:
+    """The payload, decoded to the target (by the reference too, where that is a matter of seconds), with the base as it was."""
+    before = base.copy()
+    payload = CODEC.encode(base, target, dtype)
+    assert payload is not None
+    decoders = [CODEC.decode, conditioned_reference.decode]
+    for decode in decoders if np.count_nonzero(base != target) < 10_000 else decoders[:1]:
+        made = decode(base, payload, dtype)
+        assert made.dtype == base.dtype and np.array_equal(made, target)
+    assert np.array_equal(base, before)
+    return payload
+
+
+def weights(
+    count: int, sigma: float = 0.02, lr: float = 1e-6, seed: int = 1, dtype: str = "bfloat16"
+) -> tuple[Bits, Bits]:
+    """Before and after a step, published from masters that lie anywhere between two numbers of the dtype."""
+    noise = torch.Generator().manual_seed(seed)
+    w, u = sigma * torch.randn(count, generator=noise), 0.23 * torch.randn(count, generator=noise)
+    kind = getattr(torch, dtype)
+    return bits(w.to(kind)), bits((w - lr * u).to(kind))
+
+
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("nan"),
+    -float("nan"),
+    float("inf"),
+    -float("inf"),
+    1e-40,
+    -1e-40,
+    2.0**-9,
+    448.0,
+    65504.0,
+    1.0,
+]
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_bit_comes_back(data: st.DataObject):
+    dtype = data.draw(st.sampled_from(list(LAYOUTS)))
+    count = data.draw(st.sampled_from([0, 1, 2, 7, 15, 16, 17, 33, 100, 257]))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    kind = np.dtype(STORED[dtype])
+    base = random.integers(0, 256, count * kind.itemsize, np.uint8).view(kind)
+    if LAYOUTS[dtype].width >= 8 and data.draw(st.booleans()):
+        base = np.resize(bits(torch.tensor(SPECIAL).to(getattr(torch, dtype))), count)
+    other = base ^ kind.type(1) if data.draw(st.booleans()) else random.permutation(base)
+    target = np.where(random.random(count) < data.draw(st.sampled_from([0, 0.02, 0.5, 1])), other, base)
+    round_trip(base, target, dtype)
+
+
+@pytest.mark.parametrize("dtype", [name for name, kind in STORED.items() if kind == "u1"])
+def test_every_pattern_can_become_every_other(dtype: str):
+    base, target = (x.reshape(-1).astype(np.uint8) for x in np.mgrid[:256, :256])
+    round_trip(base, target, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_pattern_of_sixteen_bits_changes_and_is_changed_to(dtype: str):
+    every = np.arange(1 << 16, dtype=np.uint16)
+    round_trip(every, np.random.default_rng(0).permutation(every), dtype)
+
+
+def test_adjacent_numbers_are_one_step_apart():
+    finite = torch.linspace(-3, 3, 1001).bfloat16()
+    floats = torch.cat([finite, torch.tensor([0.0, -0.0, float("inf"), -float("inf")]).bfloat16()]).unique()
+    places = [int(delta.ordinal(np.uint64(u), np.uint64(16))) for u in bits(floats)]
+    assert places == sorted(places)
+    every = {int(delta.ordinal(np.uint64(u), np.uint64(8))) for u in range(256)}
+    assert every == set(range(-128, 128)) and delta.ordinal(np.uint64(0x8000), np.uint64(16)) == -1
+
+
+def test_blocks_that_changed_and_blocks_that_did_not():
+    base = np.random.default_rng(0).integers(0, 256, 2 * BLOCK + 3, np.uint8)
+    target = base.copy()
+    target[[5, BLOCK - 1, 2 * BLOCK + 2]] ^= 1
+    payload = round_trip(base, target, "float8_e4m3fn")
+    lengths = struct.unpack_from("<3I", payload)
+    assert lengths[1] == 0 < min(lengths[0], lengths[2]) and len(payload) == 12 + sum(lengths) < 100
+
+
+def test_after_a_long_time_without_a_change_the_next_one_is_still_found():
+    """A thousand changes in a row, then none in a hundred times the time that one is waited for."""
+    base = np.full(200_000, 0x3C00, np.uint16)
+    target = base.copy()
+    target[:1000] += 1
+    target[[5_000, 199_999]] += 1
+    assert len(round_trip(base, target, "bfloat16")) < 1000 * 2
+
+
+def entropy(base: Bits, target: Bits, dtype: str) -> float:
+    """Bytes that positions and steps take, given exponents: Σ N·H(changed) + c·H(step), counted one by one."""
+    layout = LAYOUTS[dtype]
+    number = torch.from_numpy(base).to(torch.int32), torch.from_numpy(target).to(torch.int32)
+    half = 1 << (layout.width - 1)
+    step = np.subtract(*(torch.where(x < half, x, half - 1 - x).numpy() for x in number))
+    total = 0.0
+    for c in np.unique(exponent := (base >> layout.shift) & layout.mask):
+        here = step[exponent == c]
+        for n in np.unique(here, return_counts=True)[1]:
+            total -= n * np.log2(n / len(here))
+    return total / 8
+
+
+@pytest.mark.parametrize(("lr", "over"), [(3e-7, 1.2), (1e-6, 1.08), (1e-5, 1.03), (1e-4, 1.03)])
+def test_payloads_are_near_the_entropy(lr: float, over: float):
+    base, target = weights(1 << 18, lr=lr)
+    payload = round_trip(base, target, "bfloat16")
+    assert 0.99 * entropy(base, target, "bfloat16") < len(payload) < over * entropy(base, target, "bfloat16")
+
+
+def test_rows_that_change_more_than_others_cost_less_than_their_entropy():
+    """The clock finds what exponents do not say: one row in eight changes, and no header tells which."""
+    base, target = weights(1 << 18, lr=1e-5)
+    still = (np.arange(len(base)) // 4096) % 8 != 3
+    target = np.where(still, base, target)
+    assert len(round_trip(base, target, "bfloat16")) < 0.9 * entropy(base, target, "bfloat16")
+
+
+def test_rates_are_near_those_of_the_classes():
+    there, changed = np.array([10**6, 1000, 10, 7, 5]), np.array([1, 10, 5, 7, 0])
+    rates = delta.RATES[rate_codes(there, changed)] / delta.NAT
+    assert rates[:3] == pytest.approx([1e-6, 0.01005, 0.6931], rel=0.1, abs=9 / delta.NAT)
+    assert 4 < rates[3] < 6 and rates[4] == 0
+
+
+def test_threads_make_the_same_payloads():
+    pairs = [weights(60_000, seed=n) for n in range(6)]
+    one = [CODEC.encode(a, b, "bfloat16") for a, b in pairs]
+    with ThreadPoolExecutor(4) as pool:
+        many = list(pool.map(lambda pair: CODEC.encode(*pair, "bfloat16"), pairs * 4))
+        made = list(pool.map(lambda n: CODEC.decode(pairs[n][0], one[n], "bfloat16"), range(6)))
+    assert many == one * 4
+    assert all(np.array_equal(m, b) for m, (_, b) in zip(made, pairs, strict=True))
+
+
+def test_memory_that_is_read_only_or_not_aligned_does_as_well():
+    base, target = weights(1000, lr=1e-4)
+    shifted = np.frombuffer(b"\0" + base.tobytes(), np.uint8)[1:].view(np.uint16)
+    assert not shifted.flags.writeable
+    round_trip(shifted, target, "bfloat16")
+
+
+def test_what_has_no_exponents_is_left_to_other_codecs():
+    for dtype in ("float64", "int64", "bool"):
+        assert CODEC.encode(np.zeros(4, np.uint8), np.ones(4, np.uint8), dtype) is None
+        with pytest.raises(ValueError, match=dtype):
+            CODEC.decode(np.zeros(4, np.uint8), b"", dtype)
+    with pytest.raises(ValueError, match="16 bits"):
+        CODEC.encode(np.zeros(4, np.uint32), np.ones(4, np.uint32), "bfloat16")
+
+
+# Damage
+
+
+def spoil(payload: bytes, random: Random) -> bytes:
+    """Bits flipped, cut, grown, a piece repeated, dropped or of zeros, or a number replaced."""
+    data, at = bytearray(payload), random.randrange(len(payload))
+    match random.randrange(7):
+        case 0:
+            data[at] ^= 1 << random.randrange(8)
+        case 1:
+            del data[at:]
+        case 2:
+            data += random.randbytes(1 + at % 9)
+        case 3:
+            data[at : at + 4] = data[:4]
+        case 4:
+            del data[at : at + random.randint(1, 8)]
+        case 5:
+            data[at : at + 8] = bytes(8)
+        case 6:
+            at = random.randrange(min(30, len(data)))
+            data[at : at + 4] = random.choice([b"\xff" * 4, b"\x7f\xff\xff\xff", random.randbytes(4)])
+    return bytes(data)
+
+
+def fuzz(rounds: int) -> int:
+    """How many of the spoilt payloads are refused. The others give a tensor of the right size: digits that are written as they
+    are carry no redundancy, and the hash of the tensor, one level up, is what sees that one of them was flipped."""
+    random, refused = Random(0), 0
+    pairs = {
+        d: weights(600, lr=lr, dtype=d) for d, lr in (("bfloat16", 3e-5), ("float32", 1e-9), ("float8_e4m3fn", 1e-3))
+    }
+    pairs["uint8"] = tuple(x.view(np.uint8) for x in weights(300, lr=1e-4))
+    for dtype, (base, target) in pairs.items():
+        payload = CODEC.encode(base, target, dtype)
+        for _ in range(rounds // len(pairs)):
+            other = spoil(payload, random)
+            try:
+                made = CODEC.decode(base, other, dtype)
+            except ValueError:
+                refused += 1
+            else:
+                assert made.shape == base.shape and made.dtype == base.dtype
+    return refused
+
+
+def test_what_is_damaged_is_refused_or_of_the_right_size():
+    assert fuzz(8000) > 7500
+
+
+def test_headers_that_claim_too_much_are_refused_before_anything_is_made():
+    base, target = weights(600, lr=3e-5)
+    payload = CODEC.encode(base, target, "bfloat16")
+    for at, value, said in [
+        (0, struct.pack("<I", 2**32 - 1), "not as long as its blocks"),
+        (4, struct.pack("<I", 2**32 - 1), "more than there is"),
+        (4, struct.pack("<I", 0), "more than there is"),
+        (9, b"\xff", "within its header"),
+        (10, b"\xff", "a rate that there is not"),
+    ]:
+        data = payload[:at] + value + payload[at + len(value) :]
+        with pytest.raises(ValueError, match=said):
+            CODEC.decode(base, data, "bfloat16")
+    for data in (b"", payload[:3], payload[:4]):
+        with pytest.raises(ValueError, match="payload"):
+            CODEC.decode(base, data, "bfloat16")
+    with pytest.raises(ValueError, match="block"):
+        CODEC.decode(target[:1], payload, "bfloat16")
+
+
+@pytest.mark.slow
+def test_nothing_is_read_beyond_an_array(tmp_path):
+    """The same payloads with numba's bounds checks, which raise IndexError; compiling takes 15 s of CPU time."""
+    program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import test_conditioned as t; print(t.fuzz(8000))"
+    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 7500
