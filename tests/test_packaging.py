@@ -35,6 +35,7 @@ TARGETS = {
     "test-browser": "-m browser",
     "check": "ruff format --check",
     "bench": "composer-nb bench",
+    "bench-weights": "scripts/weights_bench.py",
     "lab": "jupyterlab",
     "render": "composer-nb jobs render",
     "clean": "rm -rf .venv",
