@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.model import Layer, Model, ModelConfig
@@ -94,6 +95,7 @@ class _Shapes:
         return max(self.largest_expert // mesh.ep, self.largest_other)
 
     @classmethod
+    @lru_cache(maxsize=8)
     def of(cls, c: ModelConfig) -> _Shapes:
         model = Model.planned(c)
         named = dict(model.named_parameters())
@@ -238,8 +240,8 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: i
 
 
 def require_memory(c: ModelConfig, settings: MeshSettings, ranks: int, load: Load, limit: int) -> Need:
-    """What a rank needs, if that is at most `limit` bytes. Raises ValueError that says what is missing and names the first setting
-    that would fit, of: recomputation, smaller micro-batches, weights cut more finely, more ranks."""
+    """What a rank needs, if that is at most `limit` bytes. Raises ValueError that says how much is missing and names settings
+    that fit, the first of: recomputation, smaller micro-batches, weights cut more finely, more ranks."""
     need = estimate(c, Mesh.of(settings, ranks), load)
     if need.peak <= limit:
         return need
