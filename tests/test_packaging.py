@@ -38,7 +38,6 @@ TARGETS = {
     "test-older-triton": "triton==3.6.0",
     "bench": "composer-nb bench",
     "bench-gpu": "bench_gpu.py",
-
     "bench-weights": "scripts/weights_bench.py",
     "lab": "jupyterlab",
     "render": "composer-nb jobs render",
