@@ -92,7 +92,9 @@ class TrainerRank(TrainerService):
     def _load(self, team: Team) -> Model:
         model = load_pretrained(self._run.path / "weights" / "start")
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
-        return shard(model, team, torch.bfloat16 if self._settings.mesh.compute == "bfloat16" else None)
+        mesh = self._settings.mesh
+        compute = torch.bfloat16 if mesh.compute == "bfloat16" else None
+        return shard(model, team, compute, quantised=mesh.dispatch == "mxfp8")
 
     def learn(self, step: int, *values: Any) -> dict[str, Any]:
         """As `TrainerService.learn`."""
