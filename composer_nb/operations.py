@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,14 @@ def add_commands(add: Add) -> None:
         "plan", plan_command, "what a schedule would cost, by replayed durations; or a model, by its config.json"
     )
     plan.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint or a config.json: its weights in memory")
+    plan.add_argument("--mesh", metavar="K=V,…", help="with --model: what a rank needs and sends, as shard=4,cp=2,ep=8")
+    plan.add_argument("--ranks", type=int, default=1, help="of the mesh (1)")
+    plan.add_argument("--tokens", type=int, default=4096, help="of a micro-batch (4096)")
+    plan.add_argument("--microbatches", type=int, default=1, help="a step (1)")
+    plan.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    plan.add_argument("--recompute", action="store_true", help="layers are computed again in the backward pass")
+    plan.add_argument("--half", action="store_true", help="computed in bfloat16, attention fused: a GPU")
+    plan.add_argument("--memory", type=float, metavar="GIB", help="of a rank: refuse what does not fit")
     plan.add_argument("--durations", type=Path, metavar="CSV", help="prompt,draw,seconds,tokens (data/durations.csv)")
     plan.add_argument("--workers", type=int, default=4)
     plan.add_argument("--capacity", type=int, default=16, help="rollouts at a time, a worker (16)")
@@ -223,7 +232,9 @@ def set_command(given: argparse.Namespace) -> int:
 
 
 def plan_command(given: argparse.Namespace) -> int:
-    """A table of schedules, or of what a model weighs."""
+    """A table of schedules, of what a model weighs, or of what a rank of a mesh needs."""
+    if given.mesh is not None:
+        return _plan_mesh(given)
     if given.model is not None:
         from dataclasses import asdict
 
@@ -268,6 +279,33 @@ def plan_command(given: argparse.Namespace) -> int:
             f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
             f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
         )
+    return 0
+
+
+def _plan_mesh(given: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from composer_nb.config import override
+    from composer_nb.trainer.hf_config import read_config
+    from composer_nb.trainer.memory import Load, require_memory, table
+    from composer_nb.trainer.mesh import MeshSettings
+
+    if given.model is None:
+        raise ValueError("--mesh is of a model: give --model, a checkpoint or a config.json")
+    pairs = [part.partition("=") for part in given.mesh.split(",") if part]
+    settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
+    load = Load(
+        tokens=given.tokens,
+        microbatches=given.microbatches,
+        optimizer=given.optimizer,
+        recompute=given.recompute,
+        half=given.half,
+        fused=given.half,
+    )
+    file = given.model / "config.json" if given.model.is_dir() else given.model
+    limit = sys.maxsize if given.memory is None else int(given.memory * 2**30)
+    need = require_memory(read_config(file).model, settings, given.ranks, load, limit)
+    print(json.dumps(asdict(need), indent=2) if given.json else table(need))
     return 0
 
 

@@ -181,8 +181,8 @@ def _exchanged(packing: Packing, size_I: NDArray[np.int64], cost_I: Floats, limi
     for place, items in enumerate(part for row in packing.items for part in row):
         where_I[items] = place
     for _ in range(len(cost_I)):
-        load = np.bincount(where_I, cost_I, count * ranks)
-        room = limit - np.bincount(where_I, size_I, count * ranks)
+        load = np.bincount(where_I, cost_I, count * ranks).astype(np.float64)
+        room = limit - np.bincount(where_I, size_I, count * ranks).astype(np.float64)
         gain, item, place, other = max(_changes(where_I, size_I, cost_I, load, room, ranks))
         if gain <= 1e-6 * packing.step:
             break
@@ -228,11 +228,7 @@ def deal_out(
     even = sum(map(cost.row, lengths)) / ranks
     found = []
     for most in (math.inf, even / 2, even / 8, 0.0):
-        cut = [
-            run
-            for family in families
-            for run in runs(streams, family, lambda run, most=most: run.tokens > limit or cost.run(run) > most)
-        ]
+        cut = _cut(streams, families, limit, cost, most)
         packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
         found.append((packing, cut))
     packing, cut = min(found, key=lambda each: each[0].step)
@@ -241,3 +237,14 @@ def deal_out(
         for rank in range(ranks)
     ]
     return parts, packing
+
+
+def _cut(
+    streams: Sequence[Stream], families: Sequence[Sequence[int]], limit: int, cost: Cost, most: float
+) -> list[Run]:
+    """Families in runs of at most `limit` tokens that cost at most `most`."""
+
+    def full(run: Run) -> bool:
+        return run.tokens > limit or cost.run(run) > most
+
+    return [run for family in families for run in runs(streams, family, full)]
