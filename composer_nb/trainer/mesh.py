@@ -36,9 +36,10 @@ class MeshSettings:
     """Expert parallelism: ranks over which the experts are dealt."""
     expert_shard: int = 0
     """Ranks over which each expert's weights are cut; 0: so that they are cut as finely as all others, as far as ep allows."""
-
     compute: Literal["float32", "bfloat16"] = "float32"
     """What layers compute in, whatever their weights are kept in; gradients are summed in the dtype of the weights."""
+    dispatch: Literal["plain", "mxfp8"] = "plain"
+    """How tokens travel to their experts. Results and gradients travel as they are."""
 
     def __post_init__(self) -> None:
         for name, least in (("shard", 1), ("cp", 1), ("ep", 1), ("expert_shard", 0)):

@@ -340,8 +340,8 @@ class TrainerService:
         """The newest version itself, for an engine that can not use the store's."""
         return self.version, self._newest
 
-    def state(self) -> tuple[int, dict[str, Tensor]]:
-        """Steps done and everything that a resumed trainer needs."""
+    def state(self) -> tuple[int, dict[str, Any] | str]:
+        """Steps done and everything that a resumed trainer needs, or the name of the folder where ranks have written it."""
         return self.step, self._learner.optimizer.state()
 
     def close(self) -> None:

@@ -19,9 +19,10 @@ from composer_nb.trainer.model import Model
 from composer_nb.trainer.team import Team
 
 
-def shard(model: Model, team: Team, compute: torch.dtype | None = None) -> Model:
+def shard(model: Model, team: Team, compute: torch.dtype | None = None, *, quantised: bool = False) -> Model:
     """`model`, the same on all ranks, cut over them in place. With `compute` (bfloat16) layers compute in that dtype, while
-    weights and sums of gradients stay as they are. Raises ValueError for experts that can not be dealt."""
+    weights and sums of gradients stay as they are. `quantised`: tokens travel to experts as MXFP8. Raises ValueError for experts
+    that can not be dealt."""
     team.mesh.require_experts(model.config.num_experts)
     dtype = model.embed.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=dtype if compute else None)
@@ -31,7 +32,7 @@ def shard(model: Model, team: Team, compute: torch.dtype | None = None) -> Model
 
     for layer in model.layers:
         if not layer.dense:
-            experts = DealtExperts(layer, team.experts["ep"])
+            experts = DealtExperts(layer, team.experts["ep"], quantised)
             cut(experts, team.cut_experts)
             layer.experts = experts
         cut(layer, team.dense)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from composer_nb.trainer.held import held
 from composer_nb.trainer.hf_config import config_json
 from composer_nb.trainer.mesh import Mesh
 from composer_nb.trainer.model import Model
+from composer_nb.trainer.packing import Stream
 from composer_nb.trainer.ranks import set_up_process
 from composer_nb.trainer.receiver import Receiver
 from composer_nb.trainer.rl import Learner
 from composer_nb.trainer.rundir import RunDir
-from composer_nb.trainer.services import TrainerService, store_url
+from composer_nb.trainer.services import Running, TrainerService, store_url
 from composer_nb.trainer.sharded_optimizer import ShardedOptimizer
 from composer_nb.trainer.sharding import shard
 from composer_nb.trainer.shared_publisher import SharedPublisher
@@ -94,12 +96,16 @@ class TrainerRank(TrainerService):
     def _load(self, team: Team) -> Model:
         model = load_pretrained(self._run.path / "weights" / "start")
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
-        return shard(model, team, torch.bfloat16 if self._settings.mesh.compute == "bfloat16" else None)
+        mesh = self._settings.mesh
+        compute = torch.bfloat16 if mesh.compute == "bfloat16" else None
+        return shard(model, team, compute, quantised=mesh.dispatch == "mxfp8")
 
-    def learn(self, step: int, *values: Any) -> dict[str, Any]:
+    def learn(
+        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[Running], saved: int = 0
+    ) -> dict[str, Any]:
         """As `TrainerService.learn`."""
         self._version_before = self.version
-        return super().learn(step, *values)
+        return super().learn(step, lr, streams, running, saved)
 
     def _publish(self) -> None:
         self.version += 1

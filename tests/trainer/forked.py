@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import time
 import traceback
@@ -64,6 +65,7 @@ def _rank(
     answers: Any,
 ) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that gathers twice: in tests it may
     for number, (name, check) in enumerate(checks.items()):
         if not dist.is_initialized():
             store = dist.FileStore(str(folder / f"meet-{number}"), world)

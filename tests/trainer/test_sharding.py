@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.policy import route_checks
+from composer_nb.kernels.quantize import mx_quantize
 from composer_nb.trainer.checkpoint import published
 from composer_nb.trainer.distributed_checkpoint import restore, save
 from composer_nb.trainer.distributed_checkpoint import whole as whole_state
@@ -127,8 +128,9 @@ def same(
     replay: ReplaySettings | None = None,
     loss: LossSettings | None = None,
     optimizer: OptimizerSettings = ADAMW,
+    batches: int = 2,
 ) -> None:
-    """Two batches of two optimiser steps each by the ranks, and by each rank alone."""
+    """Batches of two optimiser steps each by the ranks, and by each rank alone."""
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
     alone, cut = (made(config, dtype, recompute) for _ in range(2))
     shard(cut, team)
@@ -140,7 +142,9 @@ def same(
     ]
     for learner in learners:
         learner.replay = replay or learner.replay
-    [one, many] = [learn(learner, ranks, given) for learner, ranks in zip(learners, (Ranks(), team), strict=True)]
+    [one, many] = [
+        learn(learner, ranks, given, range(batches)) for learner, ranks in zip(learners, (Ranks(), team), strict=True)
+    ]
     for expected, found in zip(one, many, strict=True):
         if team.mesh.data > 1:  # tokens that rollouts share are counted once a micro-batch, and those are others then
             expected, found = ({**point, "replay_overlap": 0.0} for point in (expected, found))
@@ -182,7 +186,26 @@ def _few() -> None:
 
 
 def _float32() -> None:
-    same(MLA, MeshSettings(shard=2, ep=2), dtype=torch.float32, within=1e-6)
+    same(MLA, MeshSettings(shard=2, ep=2), dtype=torch.float32, within=1e-6, batches=1)
+
+
+def _quantised() -> None:
+    """As one process whose experts read the rows that travelled."""
+    team, given = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(GQA, 12)
+    alone, cut = (made(GQA, torch.float64, False) for _ in range(2))
+    shard(cut, team, quantised=True)
+
+    def rounded(x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        return Model._experts(alone, x + (mx_quantize(x.float()).dequantize(x.dtype) - x).detach(), *values)
+
+    alone._experts = rounded  # type: ignore[method-assign]
+    plain = made(GQA, torch.float64, False)
+    runs = ((alone, FlatAdamW(alone), Ranks()), (cut, ShardedOptimizer(cut, team, ADAMW), team))
+    for model, optimizer, ranks in (*runs, (plain, FlatAdamW(plain), Ranks())):
+        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))
+    assert_same(cut, alone, 1e-9)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_same(cut, plain, 1e-6)
 
 
 def _mixed() -> None:
@@ -220,6 +243,7 @@ TWO = {
     "float32": _float32,
     "losses of whole rollouts": _uneven_loss,
     "mixed precision": _mixed,
+    "dispatch in MXFP8": _quantised,
 }
 
 
@@ -313,6 +337,7 @@ def test_two_ranks_are_one_process(tmp_path: Path):
     assert not on_ranks(2, TWO, tmp_path)
 
 
+@pytest.mark.slow  # likewise
 def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
     assert not on_ranks(8, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
     assert not on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
@@ -330,5 +355,6 @@ def test_four_ranks_are_one_process(tmp_path: Path):
     assert not on_ranks(4, FOUR, tmp_path)
 
 
+@pytest.mark.slow  # eight processes on two cores
 def test_eight_ranks_are_one_process(tmp_path: Path):
     assert not on_ranks(8, EIGHT, tmp_path)
