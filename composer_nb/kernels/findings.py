@@ -42,7 +42,7 @@ FORMATS: dict[str, Quantize] = {
 
 def changed_past(quantize: Quantize, x_TK: Tensor, factor: float = 3.0) -> Tensor:
     """[T − 1]: by how much the quantised numbers of each earlier token change, relative to their length, when the last token is
-    multiplied by `factor`. Anything but 0 lets the future into the past. (A power of two moves a shared scale and no rounding.)"""
+    multiplied by `factor`. Any but 0 lets the future into the past. (A power of two moves a shared scale and no rounding.)"""
     later_TK = x_TK.clone()
     later_TK[-1] *= factor
     before_TK, after_TK = quantize(x_TK).dequantize()[:-1], quantize(later_TK).dequantize()[:-1]

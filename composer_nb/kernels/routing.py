@@ -50,8 +50,8 @@ class Replay:
 
     def take(self, own_N: Tensor) -> Replay:
         """Those of some tokens."""
-        parts = {name: getattr(self, name) for name in ("experts", "gates", "valid_N")}
-        return replace(self, **{name: None if x is None else x[own_N] for name, x in parts.items()})
+        gates, valid_N = (None if x is None else x[own_N] for x in (self.gates, self.valid_N))
+        return replace(self, experts=self.experts[own_N], gates=gates, valid_N=valid_N)
 
     def layer(self, index: int) -> Replay:
         gates = None if self.gates is None else self.gates[:, index]

@@ -81,6 +81,7 @@ class ShardedOptimizer:
             raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
         for name, weight in self.weights.items():
             gradient = weight.grad
+            assert gradient is None or isinstance(gradient, DTensor)
             own = torch.zeros_like(self.masters[name]) if gradient is None else gradient.to_local()
             self.masters[name].grad = own.mul_(clip / norm) if norm > clip else own
         if self._scale is not None:

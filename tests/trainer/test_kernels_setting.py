@@ -1,4 +1,4 @@
-"""One setting, `kernels.recipe`, reaches the experts of the trainer and of the engine, in which both then read the same numbers."""
+"""One setting, `kernels.recipe`, reaches the experts of the trainer and of the engine, and both then read the same numbers."""
 
 from __future__ import annotations
 
