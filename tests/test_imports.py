@@ -85,7 +85,7 @@ ALLOWED = {
     "kernels": set(),
     "harness": set(),
     "trainer": {"kernels", "harness", "config"},
-    "config": {"harness", "trainer"},
+    "config": {"kernels", "harness", "trainer"},
     "views": {"kernels", "harness", "trainer", "config"},
 }
 """Of the modules at the top (jobs, the command line and the like) nothing below may import any but `config`."""
