@@ -52,7 +52,8 @@ def batch(step: int) -> tuple[Any, ...]:
 def _learns(folder: Path, results: Any) -> None:
     """A batch by a group of two, from where its last checkpoint stands, and a checkpoint."""
     rank = torch.distributed.get_rank()
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # the service joins one of its own
     service = TrainerRank(rank, folder, CUT)
     place = folder / "address"
     if rank == 0:
