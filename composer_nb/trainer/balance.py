@@ -129,8 +129,9 @@ def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: i
 
 def _packing(bins: list[list[int]], cost_I: Floats, ranks: int) -> Packing:
     load = np.array([cost_I[items].sum() for items in bins])
-    items = [[sorted(part) for part in bins[at : at + ranks]] for at in range(0, len(bins), ranks)]
-    return Packing(items, load.reshape(-1, ranks))
+    rows = [[sorted(part) for part in bins[at : at + ranks]] for at in range(0, len(bins), ranks)]
+    worked = [number for number, row in enumerate(rows) if any(row)]
+    return Packing([rows[number] for number in worked], load.reshape(-1, ranks)[worked])
 
 
 def _long_beside_long(

@@ -54,8 +54,9 @@ def test_small_tokens_pay_for_large_ones_when_they_share_a_scale():
     assert own < 0.15 and shared > 1.5 * own
 
 
-@pytest.mark.parametrize("how, within", [("ieee", 0.5), ("inverse", 1.5), ("approximate", 2.0)])
+@pytest.mark.parametrize("how, within", [("ieee", 0.5), ("inverse", 1.5), ("approximate", 2.5)])
 def test_divisions_are_as_far_off_as_they_claim(how: str, within: float):
+    """In units of the quotient's last place: an inverse's may be two of them, and the product is rounded once more."""
     a, b = torch.rand(2, 20000, generator=torch.Generator().manual_seed(0)).add(0.5)
     exact = a.double() / b.double()
     found = quotient(a, b, how)

@@ -76,10 +76,10 @@ def test_the_trainer_s_own_routes_hold_through_all_minibatches(make_model, strea
     model = make_model(3, **SHARP)
     trunk = model.trunk
 
-    def watched(ids: Any, at: Any, attend: Any, replay: Any = None) -> Any:
+    def watched(ids: Any, at: Any, attend: Any, replay: Any = None, *more: Any) -> Any:
         if replay is not None and torch.is_grad_enabled():
             used.append(replay.experts)
-        return trunk(ids, at, attend, replay)
+        return trunk(ids, at, attend, replay, *more)
 
     fresh, order = make_model(3, **SHARP), []
     model.trunk = watched  # type: ignore[method-assign]
@@ -88,9 +88,9 @@ def test_the_trainer_s_own_routes_hold_through_all_minibatches(make_model, strea
     learner = Learner(model, FlatAdamW(model), LossSettings(), replay=settings)
     made = Learner._batch
 
-    def noted(self: Learner, chunk: Any) -> Any:
+    def noted(self: Learner, chunk: Any, ranks: Ranks) -> Any:
         order.append(chunk)
-        return made(self, chunk)
+        return made(self, chunk, ranks)
 
     monkeypatch.setattr(Learner, "_batch", noted)
     metrics = learner.learn(bare, Ranks(), Random(0), **{**LEARN, "lr": 0.05})

@@ -202,11 +202,11 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
         used.extend(chunk)
         return flat(chunk, *how)
 
-    def forward(ids: Tensor, position: Tensor, attend: Any, replayed: Replay | None = None) -> Any:
+    def forward(ids: Tensor, position: Tensor, attend: Any, replayed: Replay | None = None, *more: Any) -> Any:
         assert replayed is not None
         rows = zip(ids.tolist(), position.tolist(), replayed.experts.flatten(1).tolist(), strict=True)
         forwarded.extend((token, place, tuple(row)) for token, place, row in rows)
-        return trunk(ids, position, attend, replayed)
+        return trunk(ids, position, attend, replayed, *more)
 
     monkeypatch.setattr(rl, "flatten", flattened)
     monkeypatch.setattr(model, "trunk", forward)

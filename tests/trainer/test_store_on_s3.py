@@ -12,7 +12,7 @@ from test_version_store import FILES, assert_right, follow, weights
 from composer_nb.trainer.manifest import DamagedVersion, MissingVersion
 from composer_nb.trainer.receiver import Receiver, SecondWriter, pull
 from composer_nb.trainer.relay import Relay
-from composer_nb.trainer.store import Store, StoreError, anchor, folder, log
+from composer_nb.trainer.store import Store, anchor, folder, log
 from composer_nb.trainer.version_store import Publisher
 from composer_nb.trainer.weights import verify
 
@@ -101,8 +101,3 @@ def test_a_relay_brings_versions_from_s3_to_a_folder(bucket: str, tmp_path):
         relay.forward()
     assert [row["base"] for row in log(bucket)] == [None, 0, 1]
     assert_right(engine, 2)
-
-
-def test_a_bucket_that_is_not_there_is_a_store_error(server: str):
-    with pytest.raises((StoreError, MissingVersion)):
-        Publisher("s3://nobodys-bucket/run", owner="run")
