@@ -25,9 +25,10 @@ class Lab:
     pid: int
 
     def kernels(self) -> list[psutil.Process]:
-        """Processes of its kernels."""
+        """Processes of its kernels, oldest first: of earlier notebooks too, but not what a kernel is just about to start."""
         found = psutil.Process(self.pid).children(recursive=True)
-        return [process for process in found if "ipykernel_launcher" in " ".join(process.cmdline())]
+        named = {each.pid: each for each in found if "ipykernel_launcher" in " ".join(each.cmdline())}
+        return sorted((each for each in named.values() if each.ppid() not in named), key=psutil.Process.create_time)
 
 
 class Notebook:
