@@ -157,7 +157,7 @@ class Coordinator:
         self._restore()
         self._make_trainer()
         for _ in range(self.settings.services.engines):
-            self._make_pair()  # beside the trainer: starting takes long, and engines wait for the version that it publishes
+            self._make_pair()  # beside the trainer, whose version they wait for: all take long to start
         self.trainer.wait("at")
         self._handle([Served(at=self._now(), version=self.orchestrator.version)])
         while not self.ended:
