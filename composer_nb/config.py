@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from composer_nb.harness.agent import Limits
 from composer_nb.harness.reward import RewardSettings
 from composer_nb.kernels.recipes import RECIPES
+from composer_nb.trainer.data import CODE_ROW
 from composer_nb.trainer.loss import LossSettings
 from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.model import Kernels, ModelConfig
@@ -90,6 +91,22 @@ class MidtrainSettings:
     code_weight: NotNegative = 0.5
     balance: NotNegative = 1e-3
     """Weight of the load-balancing loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendSettings:
+    """The long-context phase between mid-training and fine-tuning: rows as long as all positions, stretched by YaRN."""
+
+    steps: Count = 0
+    """0: there is no such phase."""
+    factor: Annotated[float, Within(1)] = 4.0
+    """How many times as many positions there are then as `model.max_position_embeddings`."""
+    tokens: Some = 4096
+    """Tokens a step, over all ranks."""
+    code_share: Share = 0.8
+    """Share of tokens in long rows of code; the others are demonstrations as before."""
+    lr: NotNegative = 5e-4
+    clip: NotNegative = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +231,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     midtrain: MidtrainSettings = field(default_factory=MidtrainSettings)
+    extend: ExtendSettings = field(default_factory=ExtendSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     rl: RlSettings = field(default_factory=RlSettings)
     loss: LossSettings = field(default_factory=LossSettings)
@@ -253,10 +271,25 @@ class Settings:
                 f"kernels.recipe={self.kernels.recipe!r}: model.hidden_size and model.moe_intermediate_size must be multiples "
                 f"of {multiple}, for the blocks of its formats"
             )
-        if self.limits.tokens > (most := self.model.max_position_embeddings):
+        if self.model.max_position_embeddings < CODE_ROW:
             raise ValueError(
-                f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most})"
+                f"model.max_position_embeddings={self.model.max_position_embeddings}: must be at least {CODE_ROW}, a row of code"
             )
+        if self.limits.tokens > (most := self.agent_model.max_position_embeddings):
+            raise ValueError(
+                f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most}), times "
+                "extend.factor if extend.steps is above 0"
+            )
+        if self.extend.steps and self.extend.tokens * self.extend.code_share < most:
+            raise ValueError(
+                f"extend.tokens={self.extend.tokens}: extend.code_share of it ({self.extend.code_share:g}) must be at least "
+                f"one row of {most} tokens, all positions that there are then"
+            )
+
+    @property
+    def agent_model(self) -> ModelConfig:
+        """The model that the agent runs on: after the long-context phase, if there is one."""
+        return self.model.stretched(self.extend.factor) if self.extend.steps else self.model
 
     @property
     def trainers(self) -> int:

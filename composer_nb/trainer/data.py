@@ -94,8 +94,10 @@ def read_corpus(code: str) -> Corpus:
     )
 
 
-def code_rows(texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: int | None = None) -> list[Row]:
-    """Texts one after another, cut into rows of CODE_ROW tokens that begin with `<|bos|>`; at most `limit` rows."""
+def code_rows(
+    texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: int | None = None, length: int = CODE_ROW
+) -> list[Row]:
+    """Texts one after another, cut into rows of `length` tokens that begin with `<|bos|>`; at most `limit` rows."""
     bos = tokenizer.token_to_id("<|bos|>")
     rows: list[Row] = []
     stream: list[int] = []
@@ -103,10 +105,10 @@ def code_rows(texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: 
         if limit is not None and len(rows) >= limit:
             break
         stream += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
-        while len(stream) >= CODE_ROW - 1:
-            ids = np.array([bos, *stream[: CODE_ROW - 1]], np.int32)
-            rows.append(Row(ids, np.full(CODE_ROW, weight, np.float32)))
-            del stream[: CODE_ROW - 1]
+        while len(stream) >= length - 1:
+            ids = np.array([bos, *stream[: length - 1]], np.int32)
+            rows.append(Row(ids, np.full(length, weight, np.float32)))
+            del stream[: length - 1]
     return rows[:limit]
 
 
@@ -162,8 +164,9 @@ def mixture(
     seed: int,
 ) -> Iterator[list[Row]]:
     """The batches of mid-training, of about `tokens` each: the first `code_first` of the `steps` on code alone, the others on
-    demonstrations with `code_share` of code. Rows are dealt round, the code of the second part is taken in order, from the place
-    after as many rows as the first part took. Raises ValueError when there are no rows of a kind that is needed."""
+    demonstrations with `code_share` of code, whose rows are all of one length. Rows are dealt round, the code of the second part
+    is taken in order, from the place after as many rows as the first part took. Raises ValueError when there are no
+    rows of a kind that is needed."""
     first = round(code_first * steps)
     only_code = deal(code, tokens, Random(f"rows {seed}"))
     mixed = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))
@@ -176,16 +179,16 @@ def mixture(
             continue
         rows = [demonstrations[number] for number in next(mixed)]
         debt += tokens * code_share
-        while debt >= CODE_ROW:
+        while debt >= (length := len(code[0].token_ids)):
             rows.append(code[used % len(code)])
-            used, debt = used + 1, debt - CODE_ROW
+            used, debt = used + 1, debt - length
         yield rows
 
 
-def mixture_code(steps: int, tokens: int, code_first: float, code_share: float) -> int:
+def mixture_code(steps: int, tokens: int, code_first: float, code_share: float, length: int = CODE_ROW) -> int:
     """How many rows of code `mixture` takes, and a few more."""
     first = round(code_first * steps)
-    return int(tokens * (first + code_share * (steps - first)) / CODE_ROW) + 8
+    return int(tokens * (first + code_share * (steps - first)) / length) + 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ def evaluate(s: Stages, name: str) -> None:
         samples = s.settings.eval.samples
         if name == "base":
             tasks, samples = tasks[:100], 1
-        sampled = evaluate_model(s, s.load(name), tasks, samples, 1.0)
-        greedy = evaluate_model(s, s.load(name), tasks, 1, 0.0)
+        sampled = evaluate_model(s, s.policy(name), tasks, samples, 1.0)
+        greedy = evaluate_model(s, s.policy(name), tasks, 1, 0.0)
         if s.ranks.first:
             save_attempts(s.run.path / "rollouts" / f"eval_{name}.parquet", [*sampled, *greedy])
             info |= summarise(sampled, greedy)

@@ -194,16 +194,16 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return Yarn()
-    if kind != "yarn" or family != "deepseek_v3":
+    if kind != "yarn":
         raise ValueError(
-            f"rope_parameters or rope_scaling of type {kind!r} is not supported, only 'default'"
-            f"{' and yarn' if family == 'deepseek_v3' else ''}"
+            f"rope_parameters or rope_scaling of type {kind!r} is not supported, only 'default' and 'yarn'"
         )
     both = bool(rope.get("mscale")) and bool(rope.get("mscale_all_dim"))
     if (
         rope.get("attention_factor") is not None
         or not rope.get("truncate", True)
         or bool(rope.get("mscale_all_dim")) != both
+        or (both and family == "qwen3_moe")
     ):
         raise ValueError(f"this form of YaRN is not supported: {dict(rope)}")
     if missing := [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]:
@@ -219,6 +219,9 @@ def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
     sizes = c.to_dict()
     family, yarn = sizes.pop("family"), asdict(c.yarn)
     del sizes["yarn"]
+    if not c.latent:  # it knows one temperature, the paper's
+        del yarn["mscale"], yarn["mscale_all_dim"]
+    stretched = {"rope_parameters": {"rope_type": "yarn", **yarn, "rope_theta": c.rope_theta}}
     common = {**_FIXED[c.family], "model_type": family, "torch_dtype": str(dtype).removeprefix("torch.")}
     if not c.latent:
         for name in DEEPSEEK:
@@ -229,17 +232,18 @@ def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
             "architectures": ["Qwen3MoeForCausalLM"],
             "intermediate_size": c.moe_intermediate_size,
             "router_aux_loss_coef": 0.001,
+            **({} if c.yarn.factor == 1 else stretched),
         }
     else:
         for name in ("head_dim", "qk_norm_gain"):
             del sizes[name]
         sizes["n_routed_experts"] = sizes.pop("num_experts")
         sizes["q_lora_rank"] = c.q_lora_rank or None
-        rope = {"rope_type": "default"} if c.yarn.factor == 1 else {"rope_type": "yarn", **yarn}
+        plain = {"rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}}
         config = {
             **sizes,
             **common,
             "architectures": ["DeepseekV3ForCausalLM"],
-            "rope_parameters": {**rope, "rope_theta": c.rope_theta},
+            **(plain if c.yarn.factor == 1 else stretched),
         }
     return json.dumps(config, indent=2) + "\n"

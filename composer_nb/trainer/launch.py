@@ -146,12 +146,13 @@ BEFORE_RL = {
     "tokenizer": ("data/tokenizer.json", "data/corpus.json"),
     "data": ("data/*",),
     "midtrain": ("weights/base", "weights/midtrained"),
+    "extend": ("weights/extended",),
     "sft": ("weights/start",),
     "eval_base": ("rollouts/eval_base.*",),
     "eval_midtrained": ("rollouts/eval_midtrained.*",),
     "eval_start": ("rollouts/eval_start.*",),
 }
-"""The stages before RL and the files and folders that each makes."""
+"""The stages before RL, `extend` only where it was asked for, and the files and folders that each makes."""
 
 
 def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
@@ -160,10 +161,10 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
     """
     known = from_dict(_workable(source).settings())
-    used = ("seed", "data", "tokenizer", "model", "midtrain", "sft", "limits", "eval")
+    used = ("seed", "data", "tokenizer", "model", "midtrain", "extend", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
         raise ValueError(f"a fork can not change {', '.join(changed)}: the stages before RL depend on it")
-    finished = {stage: source.finished(stage) for stage in BEFORE_RL}
+    finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}
     if missing := [stage for stage, info in finished.items() if info is None]:
         raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
     run = create(runs, name)

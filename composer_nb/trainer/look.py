@@ -358,7 +358,7 @@ def _progress(
     if stage == "rl":
         total = settings.get("rl", {}).get("steps", 0)
         return len(steps), total, _rl_left(steps, total, settings.get("rl", {}).get("max_seconds", 0.0))
-    if stage not in ("midtrain", "sft"):
+    if stage not in ("midtrain", "extend", "sft"):
         return 0, 0, None
     total = settings.get(stage, {}).get("steps", 0)
     saved, seconds = checkpoints.get(stage, (0, 0.0))

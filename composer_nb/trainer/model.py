@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -132,6 +132,17 @@ class ModelConfig:
     """Heads that predict a further token each."""
     yarn: Yarn = field(default_factory=Yarn)
 
+    def stretched(self, factor: float) -> ModelConfig:
+        """The same weights on `factor` times as many positions, by YaRN."""
+        plain = self.yarn.factor == 1
+        original = self.max_position_embeddings if plain else self.yarn.original_max_position_embeddings
+        yarn = replace(self.yarn, factor=factor * self.yarn.factor, original_max_position_embeddings=original)
+        if (
+            plain and not self.latent
+        ):  # the queries and keys of Qwen3-MoE are turned as a whole, so one temperature does
+            yarn = replace(yarn, mscale=1.0, mscale_all_dim=0.0)
+        return replace(self, yarn=yarn, max_position_embeddings=round(factor * self.max_position_embeddings))
+
     def __post_init__(self) -> None:
         """Raises ValueError that names the sizes that do not fit together."""
         for name in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"):
@@ -154,6 +165,8 @@ class ModelConfig:
             raise ValueError(f"model.{name}={self.rope_width} must be even")
         if self.latent:
             self._check_deepseek()
+        elif self.yarn.factor != 1 and (self.yarn.mscale, self.yarn.mscale_all_dim) != (1.0, 0.0):
+            raise ValueError("model.yarn: Qwen3-MoE has mscale=1 and mscale_all_dim=0")
         elif foreign := [name for name in DEEPSEEK if getattr(self, name) != _DEFAULTS[name]]:
             raise ValueError(f"model.{foreign[0]} is not of Qwen3-MoE: set model.family=deepseek_v3, or leave it")
 
@@ -440,6 +453,13 @@ class Model(nn.Module):
         k_turned = k_turned[:, None].expand(-1, c.num_attention_heads, -1)
         q = torch.cat([q_plain, rotate(_half_split(q_turned), rope_N)], dim=-1)
         return q, torch.cat([k_plain, k_turned], dim=-1), v
+
+    def on_positions(self, config: ModelConfig) -> Model:
+        """A copy with the same weights on `config`'s positions."""
+        made = Model(config)
+        made.load_state_dict(self.state_dict())
+        made.kernels, made.recompute = self.kernels, self.recompute
+        return made
 
     @property
     def attention_scale(self) -> float:

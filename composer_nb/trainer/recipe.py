@@ -1,6 +1,6 @@
 """The recipe, from nothing to a policy that repairs code, as a sequence of stages that each resume.
 
-    tokenizer → data → midtrain → sft → evaluate (base, midtrained, start) → rl → evaluate (final) → mismatch
+    tokenizer → data → midtrain (→ extend) → sft → evaluate (base, midtrained, start) → rl → evaluate (final) → mismatch
 
 Every rank runs this same program. A finished stage is noted in `run.db` and skipped the next time; mid-training, fine-tuning
 and RL also resume from their last checkpoint, to the same numbers as if nothing had happened.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_nb.trainer.data import Row, code_rows, deal, mixture, mixture_code, read_corpus
+from composer_nb.trainer.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
 from composer_nb.trainer.evaluate import compare_numerics, evaluate
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.muon import make_optimizer
@@ -25,7 +25,7 @@ from composer_nb.trainer.optimizer import trapezoid
 from composer_nb.trainer.prepare import make_data, make_tokenizer
 from composer_nb.trainer.reinforce import reinforce
 from composer_nb.trainer.stages import Stages
-from composer_nb.trainer.supervised import Plan, supervise
+from composer_nb.trainer.supervised import Plan, cross_entropy, supervise
 
 
 def run_recipe(s: Stages) -> None:
@@ -33,6 +33,8 @@ def run_recipe(s: Stages) -> None:
     make_tokenizer(s)
     make_data(s)
     midtrain(s)
+    if s.settings.extend.steps:
+        extend(s)
     fine_tune(s)
     for name in ("base", "midtrained", "start"):
         evaluate(s, name)
@@ -86,21 +88,51 @@ def _watched(s: Stages) -> dict[str, list[Row]]:
 
 
 def _midtrain_batches(s: Stages) -> Iterator[list[Row]]:
-    m, seed = s.settings.midtrain, s.settings.seed
+    m = s.settings.midtrain
+    return _mixture(s, s.settings.seed, m.steps, m.tokens, m.code_first, m.code_share, CODE_ROW)
+
+
+def _mixture(
+    s: Stages, seed: int, steps: int, tokens: int, code_first: float, code_share: float, length: int
+) -> Iterator[list[Row]]:
     texts = list(read_corpus(s.settings.data.code).train)
     Random(f"code {seed}").shuffle(texts)
-    wanted = mixture_code(m.steps, m.tokens, m.code_first, m.code_share)
-    code = code_rows(texts, s.tokenizer(), m.code_weight, limit=wanted)
+    wanted = mixture_code(steps, tokens, code_first, code_share, length)
+    code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=wanted, length=length)
     Random(f"code rows {seed}").shuffle(code)  # neighbours are of one file; a long table would fill many batches
     return mixture(
-        code,
-        s.rows("clean"),
-        steps=m.steps,
-        tokens=m.tokens,
-        code_first=m.code_first,
-        code_share=m.code_share,
-        seed=seed,
+        code, s.rows("clean"), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed
     )
+
+
+def extend(s: Stages) -> None:
+    """The long-context phase (Composer 2, arXiv 2603.24477 §3.1; YaRN, arXiv 2309.00071 §3.4): the mid-trained weights on
+    stretched positions, trained on rows of code that fill them. Notes the loss on held-out rows of that length before it, in
+    nats a token: `plain`, with the positions simply continued, and `stretched`."""
+    with s.stage("extend") as info:
+        if info is None:
+            return
+        e, trained = s.settings.extend, s.load("midtrained")
+        config = trained.config.stretched(e.factor)
+        length = config.max_position_embeddings
+        heldout = code_rows(read_corpus(s.settings.data.code).validation, s.tokenizer(), 1.0, limit=12, length=length)
+        if len(heldout) < s.ranks.world:
+            raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
+        continued = trained.on_positions(replace(trained.config, max_position_embeddings=length))
+        info["plain"] = cross_entropy(continued, heldout, s.ranks)
+        model = trained.on_positions(config)
+        info["stretched"] = cross_entropy(model, heldout, s.ranks)
+        plan = Plan(
+            stage="extend",
+            steps=e.steps,
+            lr=lambda step: e.lr * trapezoid(step, e.steps, 0.05, 0.5, 0.1),
+            balance=s.settings.midtrain.balance,
+            clip=e.clip,
+            weight_decay=0.0,
+            watch={**_watched(s), "heldout_long_loss": heldout},
+        )
+        _train(s, model, plan, _mixture(s, s.settings.seed + 1, e.steps, e.tokens, 0.0, e.code_share, length), info)
+        s.publish(model, "extended")
 
 
 def fine_tune(s: Stages) -> None:
@@ -121,9 +153,10 @@ def control(s: Stages) -> None:
 
 
 def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: dict[str, Any]) -> None:
-    """Trains the mid-trained policy on what the agent wrote in `rows`; the model is left in `info`."""
+    """Trains the mid-trained policy, or what the long-context phase made of it, on what the agent wrote in `rows`; the model is
+    left in `info`."""
     t = s.settings.sft
-    model = s.load("midtrained")
+    model = s.load("extended" if s.settings.extend.steps else "midtrained")
     written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
     dealt = deal(written, t.tokens, Random(f"{stage} {s.settings.seed}"))
     plan = Plan(

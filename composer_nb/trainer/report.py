@@ -60,6 +60,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
     `gain`             final − midtrained, with a paired bootstrap over tasks; and over the better of it and the start
     `midtrain`, `sft`  first and last point of the loss curves
+    `extend`           the same of the long-context phase, with the losses on long rows before it
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts, attempts lost to the infrastructure, flagged rollouts
     `replay`           mismatch of an engine and the trainer (`pair`), with its own routes (off) and the engine's (on)
@@ -88,7 +89,9 @@ def build_report(run: RunDir) -> dict[str, Any]:
     for stage in ("tokenizer", "data"):
         if stage in stages:
             report[stage] = _without_seconds(stages[stage])
-    report |= {stage: curve for stage in ("midtrain", "sft") if (curve := supervised(run, stage))}
+    report |= {stage: curve for stage in ("midtrain", "extend", "sft") if (curve := supervised(run, stage))}
+    if "extend" in stages:
+        report["extend"]["before"] = {name: stages["extend"][name] for name in ("plain", "stretched")}
     scores = {name[5:]: _without_seconds(found) for name, found in stages.items() if name.startswith("eval_")}
     if scores:
         report["eval"] = {name: scores[name] for name in sorted(scores, key=_policy_order)}
@@ -106,7 +109,7 @@ def wall_seconds(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[s
     """Seconds by part of the recipe; an unfinished stage counts up to its last checkpoint."""
     seconds = {name: float(spent) for name, spent in run.query("SELECT stage, seconds FROM checkpoint")}
     seconds |= {name: found["seconds"] for name, found in stages.items()}
-    parts = {name: seconds[name] for name in ("midtrain", "sft", "rl") if name in seconds}
+    parts = {name: seconds[name] for name in ("midtrain", "extend", "sft", "rl") if name in seconds}
     if scored := [spent for name, spent in seconds.items() if name.startswith("eval_")]:
         parts["eval"] = sum(scored)
     return {**parts, "total": sum(seconds.values())}
@@ -117,7 +120,7 @@ def supervised(run: RunDir, stage: str) -> dict[str, Any]:
     steps = run.steps(stage)
     if not steps:
         return {}
-    losses = ("loss", "agent_loss", "heldout_agent_loss", "heldout_code_loss")
+    losses = ("loss", "agent_loss", "heldout_agent_loss", "heldout_code_loss", "heldout_long_loss")
 
     def at(point: Mapping[str, Any]) -> dict[str, Any]:
         return {name: point[name] for name in losses if point.get(name) is not None}

@@ -69,6 +69,13 @@ class Stages:
         model.kernels = self.settings.kernels
         return model
 
+    def policy(self, name: str) -> Model:
+        """Published weights on as many positions as an agent may need: those from before a long-context phase are stretched."""
+        model = self.load(name)
+        if self.settings.limits.tokens <= model.config.max_position_embeddings:
+            return model
+        return model.on_positions(model.config.stretched(self.settings.extend.factor))
+
     def publish(self, model: Model, name: str) -> None:
         if self.ranks.first:
             save_pretrained(model, self.run.path / "weights" / name, tokenizer=self.tokenizer_file)

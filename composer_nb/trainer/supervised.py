@@ -1,6 +1,6 @@
 """Supervised training: mid-training and fine-tuning are one loop over different rows and schedules.
 
-Leaves out: multi-token prediction and the long-context phase.
+Leaves out: multi-token prediction.
 """
 
 from __future__ import annotations

@@ -20,24 +20,28 @@ _LOSSES = {
     "agent_loss": ("training, what the agent writes", style.ORANGE),
     "heldout_agent_loss": ("held out, what the agent writes", style.BLUE),
     "heldout_code_loss": ("held-out code", style.GREEN),
+    "heldout_long_loss": ("held-out code, all positions", style.VERMILION),
 }
 
 
 def supervised(run: RunDir) -> Picture:
-    """Losses of mid-training and of fine-tuning, in nats a token."""
-    stages = {"midtrain": "mid-training", "sft": "fine-tuning on mistakes"}
+    """Losses of mid-training, of the long-context phase if there is one, and of fine-tuning, in nats a token."""
+    stages = {"midtrain": "mid-training", "extend": "on longer rows", "sft": "fine-tuning on mistakes"}
     steps = {name: run.steps(name) for name in stages}
     if not steps["midtrain"]:
         return style.empty("mid-training has not reached its first checkpoint yet")
+    if not steps["extend"]:
+        del stages["extend"]
     picture = Picture(9.5, 3.4)
-    for ax, (name, text) in zip(picture.panels(1, 2, width_ratios=(2, 1)), stages.items(), strict=True):
+    widths = (2, *[1] * (len(stages) - 1))
+    for ax, (name, text) in zip(picture.panels(1, len(stages), width_ratios=widths), stages.items(), strict=True):
         for loss, (label, color) in _LOSSES.items():
             points = [(p["step"], p[loss]) for p in steps[name] if p.get(loss) is not None]
             if points:
                 ax.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, linewidth=1.6, label=label)
         from_zero(whole_steps(ax))
         title(ax, text, "optimiser step", "nats a token" if name == "midtrain" else "")
-        if name == "midtrain":
+        if name == "midtrain" or "extend" in stages:
             key(ax)
     return picture
 

@@ -70,6 +70,7 @@ def make(family: str, seed: int) -> nn.Module:
     theta = pick(1e4, 3e5)
     torch.manual_seed(seed)
     if family == "qwen3_moe":
+        stretch = {"factor": 4.0, "original_max_position_embeddings": pick(64, 128)} if seed % 3 == 2 else {}
         config = Qwen3MoeConfig(
             **common,
             num_key_value_heads=pick(1, 2, 4),
@@ -77,7 +78,7 @@ def make(family: str, seed: int) -> nn.Module:
             num_experts=pick(5, 8),
             num_experts_per_tok=pick(1, 2, 5),
             norm_topk_prob=True,
-            rope_parameters={"rope_type": "default", "rope_theta": theta},
+            rope_parameters={"rope_type": "yarn" if stretch else "default", "rope_theta": theta, **stretch},
         )
         model: nn.Module = Qwen3MoeForCausalLM(config)
     else:

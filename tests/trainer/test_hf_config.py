@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,15 @@ def test_yarn_of_kimi_k2_is_a_step(tmp_path: Path):
 def test_float_blocks_are_read_for_either_family(tmp_path: Path):
     assert described(tmp_path, QWEN | {"quantization_config": FP8}).format == FloatBlocks(rows=128, columns=128)
     assert described(tmp_path, QWEN).format is None
+
+
+def test_yarn_of_qwen3_is_written_and_read_again(tmp_path: Path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    c = described(tmp_path, QWEN | {"rope_scaling": yarn}).model
+    assert c.yarn == Yarn(factor=4.0, original_max_position_embeddings=32768, mscale_all_dim=0.0)
+    (tmp_path / "config.json").write_text(config_json(c, torch.bfloat16))
+    assert read_config(tmp_path / "config.json").model == c
+    with pytest.raises(ValueError, match="this form of YaRN"):
+        described(tmp_path, QWEN | {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}})
+    with pytest.raises(ValueError, match="mscale_all_dim=0"):
+        replace(c, yarn=Yarn(factor=4.0))
