@@ -34,7 +34,7 @@ from composer_nb.trainer.rl import Learner, Stream, flatten, score
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "minimal_twin.ipynb"
-TINY: dict[str, Any] = {"steps": 6, "prompts": 8, "group": 8, "warmup": 2}
+TINY: dict[str, Any] = {"steps": 6, "prompts": 8, "group": 8, "warmup": 2, "scale_rate": 7.0}
 SMOKE: dict[str, Any] = {"steps": 40, "prompts": 16, "group": 8}
 ONE_CHUNK = 10**9
 """A microbatch budget that no minibatch exceeds: gradients are then one sum, in one order, on both sides."""
