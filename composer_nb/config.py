@@ -133,7 +133,7 @@ class RlSettings:
     lr: NotNegative = 5e-4
     """Rises over `warmup` steps, then falls linearly to a twentieth at the last step; or, if that is less, over the second half
     of `max_seconds`."""
-    scale_rate: NotNegative = 40.0
+    scale_rate: Annotated[float, Within(0, 1000)] = 40.0
     """How many times as fast as a weight the scale of all logits learns, a number of its own (`trainer/sharpness.py`); 0: it has
     none."""
     warmup: Count = 6

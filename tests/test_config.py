@@ -216,6 +216,7 @@ def test_any_tree_of_dataclasses_can_be_overridden():
         ("rl.steps", 0, "rl.steps=0: must be at least 1"),
         ("rl.minibatches", "0", "rl.minibatches=0: must be at least 1"),
         ("rl.lr", -1, "rl.lr=-1.0: must be at least 0"),
+        ("rl.scale_rate", 4e3, "rl.scale_rate=4000.0: must be at least 0 and at most 1000"),
         ("data.mistake_rate", 7, "data.mistake_rate=7.0: must be at least 0 and at most 1"),
         ("services.ahead", 3, r"services.bound=2: must be at least services.ahead \(3\)"),
         ("limits.tokens", 600, r"limits.tokens=600: must be at most model.max_position_embeddings \(512\)"),
@@ -308,6 +309,12 @@ def test_runs_from_before_replay_had_levels_are_read():
         saved["rl"]["replay"] = old
         del saved["replay"]
         assert from_dict(saved).replay.level == level
+
+
+def test_runs_from_before_the_scale_of_logits_was_learnt_are_read():
+    saved = to_dict(Settings())
+    del saved["rl"]["scale_rate"]
+    assert from_dict(saved).rl.scale_rate == 0
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ from composer_nb.trainer.rl import (
     to_stream,
     trains,
 )
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.rundir import RunDir, full_disk
 from composer_nb.trainer.schedule import (
     Alive,
     Cancel,
@@ -570,11 +570,15 @@ def main(arguments: list[str]) -> None:
         seconds = time.perf_counter() - start + info.pop("seconds_before")
         run.finish("rl", seconds, info)
         say(f"rl: done in {seconds:.0f} s")
-    except (RunStopped, ValueError, FloatingPointError, OSError) as error:
-        sys.exit(str(error) or repr(error))
     except ActorDied as died:  # where nothing was in its place yet, or any more: the launcher starts us again
         print(died, file=sys.stderr)
         sys.exit(LOST)
+    except Exception as error:
+        if message := full_disk(error, run.path):
+            sys.exit(message)
+        if not isinstance(error, (RunStopped, ValueError, FloatingPointError, OSError)):
+            raise
+        sys.exit(str(error) or repr(error))
     finally:
         actors.close()
 

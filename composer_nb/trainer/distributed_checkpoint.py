@@ -6,7 +6,9 @@ the files whatever it holds itself. Saving copies the state and returns; the cop
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.sharded_optimizer import KINDS, ShardedOptimizer
+from composer_nb.trainer.sharpness import LogScale
 
 
 def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) -> Future[Any]:
@@ -31,23 +34,29 @@ def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) ->
 def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Takes up where a checkpoint was taken, on all ranks. Raises ValueError that names the folder when it can not be read."""
     state = optimizer.state()
-    _load(state, folder, group)
+    with _readable(folder):
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=group)
     optimizer.load(state)
 
 
 def whole(folder: Path, model: Model) -> dict[str, Tensor]:
     """A checkpoint as the state of a `FlatAdamW` of `model`, which is not cut. Raises like `restore`."""
+    reader = dcp.FileSystemReader(folder)
     weights = dict(model.named_parameters())
     state: dict[str, Any] = {f"{kind}.{name}": torch.empty_like(w) for name, w in weights.items() for kind in KINDS}
     state["step"] = torch.zeros(())
-    _load(state, folder, None, alone=True)
+    with _readable(folder):
+        if "scale" in reader.read_metadata().state_dict_metadata:
+            state["scale"] = LogScale(0.0).moments
+        dcp.load(state, storage_reader=reader, no_dist=True)
     flat = {kind: torch.cat([state[f"{kind}.{name}"].detach().reshape(-1) for name in weights]) for kind in KINDS}
-    return {**flat, "step": state["step"]}
+    return flat | {name: state[name] for name in ("step", "scale") if name in state}
 
 
-def _load(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None, alone: bool = False) -> None:
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=alone)
+        yield
     except Exception as error:  # of many kinds, for files that are missing, damaged or of another model
         first = str(error).strip().splitlines()[-1:]
         raise ValueError(f"{folder}: not a checkpoint of this model, or a damaged one ({' '.join(first)})") from error

@@ -109,13 +109,15 @@ class FlatOptimizer(ABC):
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Takes up where `state` was taken. Raises ValueError when it belongs to a model of another size or to another
-        optimiser."""
+        """Takes up where `state` was taken. Raises ValueError when it belongs to a model of another size, to another
+        optimiser, or to one whose scale learnt where this one's does not."""
         if state["master"].shape != self.master.shape:
             raise ValueError(
                 f"the checkpoint holds {state['master'].numel()} weights, the model {self.master.numel()}: "
                 "the model's settings changed since it was written"
             )
+        if ("scale" in state) != (self._scaled is not None):
+            raise ValueError("rl.scale_rate: 0 here and not in the checkpoint, or the other way round; begin a new run")
         self._take({name: value for name, value in state.items() if name not in ("master", "scale")})
         self.master.copy_(state["master"])
         if self._scaled is not None:

@@ -54,6 +54,13 @@ def opened(run: Path, options: str = "") -> sqlite3.Connection:
     return db
 
 
+def full_disk(error: Exception, path: Path) -> str:
+    """What to say of an error whose reason is a full disk, or nothing. Every library has its own exception for this; all name
+    the reason."""
+    full = any(words in str(error) for words in ("No space left", "disk is full", "StorageFull", "code: 28"))
+    return f"the disk is full: free some space for {path}, then go on with --resume ({error})" if full else ""
+
+
 class RunDir:
     """A run's place on disk. Only the first rank writes; nobody writes to an excerpt."""
 

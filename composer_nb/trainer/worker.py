@@ -12,7 +12,7 @@ from composer_nb.harness.journal import FOLDER
 from composer_nb.harness.sandbox import BwrapSandboxes
 from composer_nb.trainer.ranks import Ranks, set_up_process
 from composer_nb.trainer.recipe import run_recipe
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.rundir import RunDir, full_disk
 from composer_nb.trainer.stages import Stages
 
 
@@ -32,14 +32,9 @@ def main(arguments: list[str]) -> None:
             run_recipe(Stages(run, settings, ranks, CachedExecutor(sandboxes), say))
             ranks.close()
     except Exception as error:
-        if not _disk_is_full(error):
+        if not (message := full_disk(error, run.path)):
             raise
-        sys.exit(f"the disk is full: free some space for {run.path}, then go on with --resume ({error})")
-
-
-def _disk_is_full(error: Exception) -> bool:
-    """Every library has its own exception for this; all name the reason."""
-    return any(words in str(error) for words in ("No space left", "disk is full", "StorageFull", "code: 28"))
+        sys.exit(message)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from composer_nb import config
-from composer_nb.config import Settings, override
+from composer_nb.config import Settings, override, to_dict
 from composer_nb.trainer import coordinator
 from composer_nb.trainer.actors import ActorDied, ThreadRemote, Threads
 from composer_nb.trainer.checkpoint import empty_model, from_hugging_face
@@ -24,7 +26,7 @@ from composer_nb.trainer.launch import fork, start_or_resume
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.replay import replay
 from composer_nb.trainer.report import build_report
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.rundir import RunDir, write_json
 from composer_nb.trainer.services import EngineService, TrainerService
 from composer_nb.views.figures import pictures
 
@@ -133,6 +135,7 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
     run, settings = begun("services", IN_STEP)
     info = go(run, settings)
     assert points(run) == points(loop)
+    assert len(set(versions(run).values())) > 1, "equal, and not because nothing was learnt"
     assert weights(run) == weights(loop) and weights(run, "before_final") == weights(loop, "before_final")
     columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage"]
     for step in range(4):
@@ -191,7 +194,7 @@ def test_the_log_of_batches_replays_to_the_same_versions(ahead):
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     found = list(replay(run, settings, 8))
     assert [r.step for r in found] == list(range(1, 9)) and all(r.same for r in found)
-    assert {r.version: r.now for r in found} == versions(run)
+    assert {r.version: r.now for r in found} == versions(run) and len(set(versions(run).values())) > 1
     assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     with pytest.raises(ValueError, match="--step 9 is not there yet"):
         list(replay(run, settings, 9))
@@ -438,6 +441,28 @@ def test_damaged_versions_are_never_served(begun):
     made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
     assert all(made[version] == hash for version, hash, _ in served if version in made)
     assert any(size == 0 for *_, size in served), "some came from the trainer itself"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        sqlite3.OperationalError("database or disk is full"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        OSError(28, "No space left on device", "rollouts/rl_000001_000.parquet"),
+    ],
+)
+def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    class Full:
+        def __init__(self, *given: Any) -> None:
+            raise error
+
+    run = RunDir(tmp_path / "full")
+    write_json(run.path / "settings.json", to_dict(Settings()))
+    monkeypatch.setattr(coordinator, "RayActors", lambda *given, **more: Threads())
+    monkeypatch.setattr(coordinator, "_end_when_lost", lambda actors: None)
+    monkeypatch.setattr(coordinator, "Coordinator", Full)
+    with pytest.raises(SystemExit, match=r"the disk is full: free some space for .*full, then go on with --resume"):
+        coordinator.main([str(run.path)])
 
 
 def test_settings_that_do_not_fit_are_refused_before_anything_starts(begun):

@@ -50,6 +50,8 @@ MLA = ModelConfig(
     tie_word_embeddings=False,
 )
 ADAMW = OptimizerSettings()
+RATE = 3.0
+"""Of the scale of all logits, which learns beside the weights."""
 REPLAY = ReplaySettings(level="ids+order")
 
 
@@ -135,7 +137,7 @@ def same(
     alone, cut = (made(config, dtype, recompute) for _ in range(2))
     shard(cut, team)
     given, settings = streams(config, count), loss or LossSettings(ratio="none")
-    rate = 3.0 if dtype == torch.float64 else 0.0  # of the scale of all logits
+    rate = RATE if dtype == torch.float64 else 0.0
     learners = [
         Learner(alone, make_optimizer(alone, optimizer, scale_rate=rate), settings),
         Learner(cut, ShardedOptimizer(cut, team, optimizer, scale_rate=rate), settings),
@@ -290,7 +292,7 @@ EIGHT = {"context 2 and experts 8": _all, "context 2 and experts 8, latent": _al
 def cut_learner(mesh: MeshSettings) -> tuple[Learner, Team]:
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
     model = shard(made(MLA, torch.float32, False), team)
-    optimizer = ShardedOptimizer(model, team, OptimizerSettings(), published=torch.bfloat16)
+    optimizer = ShardedOptimizer(model, team, OptimizerSettings(), published=torch.bfloat16, scale_rate=RATE)
     return Learner(model, optimizer, LossSettings(ratio="none")), team
 
 
@@ -324,13 +326,35 @@ def _publishes(folder: Path) -> None:
     learn(learner, team, streams(MLA, 6), range(1))
     parts = team.gather(held(learner.model, team))
     alone = made(MLA, torch.float32, False)
-    optimizer = FlatAdamW(alone, published=torch.bfloat16)
+    optimizer = make_optimizer(alone, ADAMW, published=torch.bfloat16, scale_rate=RATE)
     learn(Learner(alone, optimizer, LossSettings(ratio="none")), Ranks(), streams(MLA, 6), range(1))
     expected = published(alone)
     assert sum(map(len, parts)) == len(expected) and {n for part in parts for n in part} == expected.keys()
     assert all(parts), "every rank has a share"
     for name, tensor in ((name, tensor) for part in parts for name, tensor in part.items()):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=1e-6)
+
+
+def _is_read_by_one_process(folder: Path) -> None:
+    """A checkpoint that a rank alone has written is the state of an optimiser that is not cut, with its scale or without."""
+    for rate in (RATE, 0.0):
+        team = Team(Mesh.of(MeshSettings(), 1))
+        cut = shard(made(GQA, torch.float32, False), team)
+        one = ShardedOptimizer(cut, team, ADAMW, published=torch.bfloat16, scale_rate=rate)
+        alone = made(GQA, torch.float32, False)
+        other = make_optimizer(alone, ADAMW, published=torch.bfloat16, scale_rate=rate)
+        for model, optimizer, ranks in ((cut, one, team), (alone, other, Ranks())):
+            learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, streams(GQA, 6), range(1))
+        save(one, folder / f"{rate}", torch.distributed.new_group(backend="gloo")).result()
+        found, expected = whole_state(folder / f"{rate}", alone), other.state()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-7)
+        other.load(found)
+
+
+def test_a_checkpoint_of_ranks_is_read_by_one_process(tmp_path: Path):
+    assert not on_ranks(1, {"is read": _is_read_by_one_process}, tmp_path, tmp_path)
 
 
 def test_two_ranks_are_one_process(tmp_path: Path):
@@ -343,12 +367,13 @@ def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
     assert not on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
     assert not on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
     model = made(MLA, torch.float32, False)
-    learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), LossSettings(ratio="none"))
-    learner.optimizer.load(whole_state(tmp_path / "saved", model))
+    optimizer = make_optimizer(model, ADAMW, published=torch.bfloat16, scale_rate=RATE)
+    learner = Learner(model, optimizer, LossSettings(ratio="none"))
+    optimizer.load(whole_state(tmp_path / "saved", model))
     learn(learner, Ranks(), streams(MLA, 6), range(1, 2))
     expected = torch.load(tmp_path / "next.pt")
     flat = torch.cat([expected[f"master.{name}"].reshape(-1) for name, _ in model.named_parameters()])
-    torch.testing.assert_close(learner.optimizer.state()["master"], flat, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(optimizer.state()["master"], flat, rtol=1e-5, atol=1e-7)
 
 
 def test_four_ranks_are_one_process(tmp_path: Path):

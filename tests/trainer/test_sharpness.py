@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW
+from composer_nb.trainer.optimizer import FlatAdamW, Scaled
 
 
 class Choice(nn.Module):
@@ -85,3 +86,13 @@ def test_it_resumes_from_disk_bit_for_bit(tmp_path: Path) -> None:
     kept, again = optimizer.state(), resumed.state()
     assert kept.keys() == again.keys() >= {"master", "scale"}
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_a_state_with_a_scale_is_for_an_optimiser_with_one(learnt: bool) -> None:
+    model, other = Choice(), Choice()
+    scaled: Scaled = (model.gain, 20.0 * learnt)
+    state = FlatAdamW(model, scaled=scaled).state()
+    optimizer = FlatAdamW(other, scaled=(other.gain, 20.0 * (not learnt)))
+    with pytest.raises(ValueError, match=r"rl\.scale_rate"):
+        optimizer.load(state)
