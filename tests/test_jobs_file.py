@@ -47,6 +47,7 @@ TRAIN = node(outputs={"total": "total", "run_dir": "run.path"})
         ({"a": {"notebook": "gone.ipynb"}}, "gone.ipynb: no such notebook"),
         ({"a": node(timeouts=3)}, "nodes.a.timeouts: unknown; did you mean 'timeout_s'?"),
         ({"a": node(timeout_s=0)}, "nodes.a.timeout_s: Input should be greater than 0"),
+        ({"a": node(timeout_s=float("inf"))}, "nodes.a.timeout_s: Input should be a finite number"),
         ({"a": node(retries="2")}, "nodes.a.retries: Input should be a valid integer"),
         ({"job": node()}, "'job' cannot name a node"),
         ({"a/b": node()}, "'a/b' cannot name a node"),
@@ -81,9 +82,11 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, nodes: Any, message: st
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["- 1", "nodes: [", "name: x", "name: a b\nnodes: {a: {notebook: n.ipynb}}"])
+@pytest.mark.parametrize(
+    "text", ["- 1", "nodes: [", "name: é", "name: x", "name: a b\nnodes: {a: {notebook: n.ipynb}}"]
+)
 def test_what_is_no_job_file_is_refused(folder: Path, text: str):
-    (folder / "bad.yml").write_text(text)
+    (folder / "bad.yml").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"bad\.yml: [^\n]+$"):
         load_job(folder / "bad.yml")
 
@@ -137,6 +140,23 @@ def test_numbers_of_the_command_line_are_read_as_python_reads_them(folder: Path)
     settings = {"rate": "1e-3", "steps": "010", "run_dir": "some/run"}
     [one] = load(folder, {"a": {"notebook": "r.ipynb"}}, settings).nodes.values()
     assert one.parameters == {"rate": 1e-3, "steps": 10, "run_dir": str(Path("some/run").resolve())}
+
+
+def test_a_job_file_may_use_anchors_and_numbers_as_python_writes_them(folder: Path):
+    notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nsteps: int = 1\noverrides: dict = {}")
+    text = "name: job\nnodes:\n  a: &a {notebook: r.ipynb, timeout_s: 6e1}\n  b:\n    <<: *a\n    parameters: {rate: 3e-6}\n"
+    (folder / "job.yml").write_text(text)
+    nodes = load_job(folder / "job.yml", {"a:rl.lr": "1e-4"}).nodes
+    assert nodes["b"].parameters == {"rate": 3e-6} and nodes["b"].spec.timeout_s == 60
+    assert nodes["a"].parameters == {"overrides": {"rl.lr": 1e-4}}
+    (folder / "job.yml").write_text(text + "    parameters: {rate: 1.0}\n")
+    with pytest.raises(ValueError, match="'parameters' stands twice"):
+        load_job(folder / "job.yml")
+
+
+def test_dotted_settings_need_a_dictionary_to_go_into(folder: Path):
+    with pytest.raises(ValueError, match="overrides=.*is no dictionary that --set could add to"):
+        load(folder, {"train": TRAIN, "a": node(parameters={"overrides": "${train.total}"})}, {"rl.steps": "3"})
 
 
 def test_a_cluster_that_does_not_answer_is_named_and_nothing_is_started(folder: Path):

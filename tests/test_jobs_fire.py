@@ -19,6 +19,9 @@ import pytest
 import yaml
 from test_jobs import notebook
 
+from composer_nb.jobs import processes
+from composer_nb.jobs.executor import Local
+
 ROOT = Path(__file__).resolve().parents[1]
 STATES = {"pending", "running", "completed", "failed", "interrupted", "timed_out", "lost"}
 FINAL = STATES - {"pending", "running"}
@@ -282,6 +285,24 @@ def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(
     assert nbformat.read(path, 4).cells[-2].outputs[0].text == "asleep\n"
 
 
+def test_what_wears_no_mark_ends_with_the_run_when_its_notebook_was_killed():
+    """A program that cleared its environment; with a lease it would be spared."""
+    bare = "env -i sleep 600 & echo $!; COMPOSER_NB_NODE=x COMPOSER_NB_LEASE=other sleep 600 & echo $!; wait"
+    with processes.adopting_orphans():
+        local = Local(run=uuid.uuid4().hex, limit=1)
+        attempt = subprocess.Popen(["sh", "-c", bare], stdout=subprocess.PIPE, text=True)
+        assert attempt.stdout is not None
+        lost, leased = (psutil.Process(int(attempt.stdout.readline())) for _ in range(2))
+        attempt.kill()
+        attempt.wait()
+        local.close()
+        try:
+            assert not lost.is_running() and leased.is_running()
+        finally:
+            leased.kill()
+            leased.wait()
+
+
 GROWS = ("'small'", "print('x' * steps)", "print('y' * steps)")
 
 
@@ -341,6 +362,8 @@ def test_what_was_damaged_or_changed_is_repeated_and_nothing_else(bench: Bench):
     (path,) = bench.attempt("a").glob("*.ipynb")
     path.write_bytes(path.read_bytes()[:-20])  # as a bad disk would
     (bench.attempt("c") / "run.json").write_text("{")
+    (copy,) = (bench.runs / "job" / "notebooks").rglob("n.ipynb")
+    copy.write_text("")
     code, output = bench.run("run", str(job), "--resume")
     assert code == 0 and "a: attempt 1 is damaged" in output
     assert bench.attempts() == {"a": 2, "b": 2, "c": 2, "d": 1}

@@ -91,12 +91,15 @@ def alive(folder: Path) -> bool:
 
 def snapshot(notebook: Path, folder: Path) -> Path:
     """A copy of a notebook in the run, so that an edit meanwhile changes nothing."""
-    copy = folder / "notebooks" / notebook_digest(notebook)[:12] / notebook.name
-    if not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        part = copy.with_suffix(".part")
-        shutil.copyfile(notebook, part)
-        os.replace(part, copy)
+    digest = notebook_digest(notebook)
+    copy = folder / "notebooks" / digest[:12] / notebook.name
+    with suppress(FileNotFoundError, ValueError):  # not there yet, or damaged
+        if notebook_digest(copy) == digest:
+            return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    part = copy.with_suffix(".part")
+    shutil.copyfile(notebook, part)
+    os.replace(part, copy)
     return copy
 
 

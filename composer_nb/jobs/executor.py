@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from composer_nb.jobs import processes
 from composer_nb.jobs.file import Node
@@ -42,6 +45,8 @@ class Local:
     run: str
     limit: int | None
     gone: bool = False
+    before: Sequence[psutil.Process] = field(default_factory=lambda: psutil.Process().children(recursive=True))
+    """What ran below us already."""
 
     def start(self, attempt: Path, node: Node) -> subprocess.Popen[bytes]:
         return spawn(attempt, self.run)
@@ -56,7 +61,7 @@ class Local:
         handle.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
 
     def close(self) -> None:
-        processes.end(lambda: processes.of_run(self.run))
+        processes.end(lambda: {*processes.of_run(self.run), *processes.orphans(self.before)})
 
 
 def spawn(attempt: Path, run: str) -> subprocess.Popen[bytes]:

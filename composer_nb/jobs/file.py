@@ -38,6 +38,8 @@ from composer_nb.jobs.check import check_outputs, check_parameters, check_type, 
 REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
 JOB, DIR = "job", "dir"
+MERGE = "tag:yaml.org,2002:merge"
+"""Of the key `<<`, which takes over what an anchor holds."""
 PLACES = ("run_dir", "runs", "first", "second")
 """Parameters that are paths. A notebook runs in its own folder; who names a path on the command line means it from here."""
 
@@ -56,7 +58,7 @@ class NodeFile(pydantic.BaseModel):
     """Name -> variable of the notebook, dots allowed: `{run_dir: run.path}`."""
     after: list[str] = []
     """Nodes to wait for, beyond those that parameters refer to."""
-    timeout_s: float | None = pydantic.Field(default=None, gt=0)
+    timeout_s: float | None = pydantic.Field(default=None, gt=0, allow_inf_nan=False)
     """Seconds for the notebook."""
     cell_timeout_s: int | None = pydantic.Field(default=None, gt=0)
     """Seconds for one cell."""
@@ -163,19 +165,21 @@ def resolve(value: Any, found: Mapping[tuple[str, str], Any]) -> Any:
     return [resolve(inner, found) for inner in value] if isinstance(value, list) else value
 
 
-class _Once(yaml.SafeLoader):
-    """Refuses a mapping that names a key twice, of which YAML's loader would drop the first without a word."""
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that names a key twice, of which YAML's loader would drop the first without a word; and takes 3e-6 for
+    the number that it is, which YAML 1.1 does only with a dot."""
 
 
-def _mapping(loader: _Once, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value if key.tag != MERGE]
     for key in keys:
         if keys.count(key) > 1:
             raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", node.start_mark)
     return loader.construct_mapping(node, deep=True)
 
 
-_Once.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def _read(path: Path) -> JobFile:
@@ -184,8 +188,8 @@ def _read(path: Path) -> JobFile:
     if path.suffix == ".ipynb":
         raise ValueError(f"{path} is a notebook; jobs run takes a job file that names it, jobs render runs it as it is")
     try:
-        return JobFile.model_validate(yaml.load(path.read_text(encoding="utf-8"), _Once))
-    except yaml.YAMLError as error:
+        return JobFile.model_validate(yaml.load(path.read_text(encoding="utf-8"), _Loader))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -260,7 +264,7 @@ def _typed(text: str, wanted: type) -> Any:
         except ValueError:
             return text
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError:
         return text
 
@@ -288,7 +292,10 @@ def _expand(
             raise ValueError(f"{path}: {name!r} is no name for a node; label the grid's values: {{label: value}}")
         parameters = {**given, **{axis: value for axis, _, value in point}}
         if dotted:
-            parameters["overrides"] = {**parameters.get("overrides", {}), **dotted}
+            written = parameters.get("overrides", {})
+            if not isinstance(written, Mapping):
+                raise ValueError(f"{path}: {name}.overrides={written!r} is no dictionary that --set could add to")
+            parameters["overrides"] = {**written, **dotted}
         yield Node(
             name=name,
             family=family,

@@ -97,6 +97,20 @@ def of_run(run: str) -> list[psutil.Process]:
     return [p for p in {*marked(RUN, run), *marked(LEASE, run)} if lease(p) in (None, run)]
 
 
+def orphans(before: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """What runs below us without a lease, but for the processes `before`: also what wears no mark, as a program that cleared
+    its environment does, and came to us when an attempt was killed."""
+    found = set(psutil.Process().children(recursive=True)) - set(before)
+    return [p for p in found if living(p) and lease(p) is None and not _watches(p)]
+
+
+def _watches(process: psutil.Process) -> bool:
+    """Whether it is the watcher of an attempt, which cleans up and ends by itself."""
+    with suppress(psutil.Error):
+        return __file__ in process.cmdline()
+    return False
+
+
 def end(find: Find, polite_s: float = POLITE_S) -> list[dict[str, Any]]:
     """Ends what `find` finds, again and again until it finds nothing: SIGTERM, SIGKILL `polite_s` later.
 

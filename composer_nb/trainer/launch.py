@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -50,19 +51,35 @@ def start_or_resume(
     *,
     runs: Path = Path("runs"),
     name: str = "tour",
+    resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> RunDir:
     """Runs the recipe to its end: in a new directory under `runs`, or on from where `run_dir` stands.
 
     One idempotent call: a run that is complete returns at once; one that was interrupted continues from its last checkpoint
-    to the same numbers. Raises ValueError when `settings` are not those that the run was started with, or for an excerpt of a
-    run; RunBusy when somebody else runs it; RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the
-    run ready to resume.
+    to the same numbers. With `resume` the newest run under `runs` is gone on with instead of beginning a new one, if this very
+    package began it with these settings: a batch job that is cut off and called again loses nothing. Raises ValueError when
+    `settings` are not those that the run was started with, or for an excerpt of a run; RunBusy when somebody else runs it;
+    RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the run ready to resume.
     """
-    run = create(runs, name) if run_dir is None else _workable(existing(run_dir))
+    begun = _begun(runs / name, settings or Settings(), say) if resume and run_dir is None else None
+    run = begun or (create(runs, name) if run_dir is None else _workable(existing(run_dir)))
     with _only_launcher(run), _noted(run, say) as say:
         _launch(run, settle(run, settings), say)
     return run
+
+
+def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunDir | None:
+    """The run that `newest` links to, where this package began it with these settings."""
+    path = newest.resolve()
+    if not (path / "settings.json").is_file():
+        return None  # there is none, or it was cut off before anything was made
+    run = RunDir(path)
+    package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
+    if package == provenance()["package_digest"] and from_dict(run.settings()) == settings:
+        return run
+    say(f"{path.name} was begun with other settings or another version of this package; this is a new run")
+    return None
 
 
 @contextmanager

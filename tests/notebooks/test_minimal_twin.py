@@ -287,6 +287,11 @@ def test_sampled_tokens_follow_the_distribution(twin: ModuleType):
     assert (np.abs(counts - probability) <= 5 * np.sqrt(probability * (1 - probability) / 4000)).all()
 
 
+def test_a_run_shorter_than_its_warm_up_still_goes_uphill(twin: ModuleType):
+    for steps in (1, twin.warmup, twin.warmup + 1, 20):
+        assert all(0 < twin.lr_at(step, steps) <= twin.lr for step in range(steps))
+
+
 def test_reward_is_the_share_of_right_positions(twin: ModuleType):
     assert twin.reward([5, 0, 5, 1, twin.ASK], [0, 1, 5, 5]) == 1.0
     assert twin.reward([5, 0, 5, 1, twin.ASK], [0, 1, 1, twin.ASK]) == 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -52,6 +53,26 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def quiet(line: str) -> None:
     """Says nothing."""
+
+
+def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_launch", lambda run, settings, say: None)
+    said: list[str] = []
+
+    def call(**dotted: int) -> RunDir:
+        settings = override(Settings(), {"seed": 1, **dotted})
+        return start_or_resume(None, settings, runs=tmp_path / "runs", resume=True, say=said.append)
+
+    first = call()
+    assert call().path == first.path and not said
+    other = call(seed=2)
+    assert other.path != first.path and len(said) == 1 and first.path.name in said[0]
+    made = other.path / "provenance.json"
+    write_json(made, json.loads(made.read_text()) | {"package_digest": "another"})
+    assert call(seed=2).path != other.path
+    (tmp_path / "runs" / "tour").unlink()
+    (tmp_path / "runs" / "tour").symlink_to("gone")
+    assert call().path.is_dir()
 
 
 def test_a_second_launcher_is_refused_until_the_first_is_dead(run: RunDir, no_ranks: None) -> None:
