@@ -33,6 +33,10 @@ class Optimizer(Protocol):
         """One update with the gradients, scaled to a norm of at most `clip`. Returns the norm before. Raises FloatingPointError,
         with the weights as they were, when it is not a finite number."""
 
+    @property
+    def logit_scale(self) -> float:
+        """By what the learnt scale has multiplied all logits since the start; 1 where there is none."""
+
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""
 
@@ -101,6 +105,11 @@ class FlatOptimizer(ABC):
     @abstractmethod
     def _take(self, moments: dict[str, Tensor]) -> None:
         """The inverse of `_moments`. Raises ValueError for those of another optimiser, before it changes anything."""
+
+    @property
+    def logit_scale(self) -> float:
+        """See `Optimizer`."""
+        return 1.0 if self._scaled is None else self._scaled[1].scale
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, as flat tensors."""

@@ -188,6 +188,7 @@ class Learner:
         count, rows, agreed, chosen, implausible = (sums.pop(n) for n in ("tokens", *names[5:]))
         found = {name: value / max(1.0, count) for name, value in sums.items()}
         found |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": lr}
+        found["logit_scale"] = self.optimizer.logit_scale
         if ranks.world > 1 and shares:
             found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
         if self.replay.on:

@@ -114,6 +114,11 @@ class ShardedOptimizer:
             return update
         return distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
 
+    @property
+    def logit_scale(self) -> float:
+        """See `Optimizer`."""
+        return 1.0 if self._scale is None else self._scale.scale
+
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs: what this rank holds, as DTensors that share memory with it. Names are those of
         the model in one piece."""

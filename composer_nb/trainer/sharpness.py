@@ -23,13 +23,19 @@ class LogScale:
     def __init__(self, rate: float) -> None:
         """`rate`: times the learning rate of the weights."""
         self.rate = rate
-        self.moments = torch.zeros(3, dtype=torch.float64)
-        """The slope's mean, that of its square, and the steps made. All that a resumed run needs."""
+        self.moments = torch.zeros(4, dtype=torch.float64)
+        """The slope's mean, that of its square, the steps made, and where they have led. All that a resumed run needs."""
+
+    @property
+    def scale(self) -> float:
+        """The product of all factors so far."""
+        return math.exp(float(self.moments[3]))
 
     def factor(self, slope: float, lr: float) -> float:
         """What the gain is to be multiplied by, after a step along the slope dL/ds = Σ g · dL/dg."""
-        mean, square, steps = self.moments.tolist()
+        mean, square, steps, log = self.moments.tolist()
         mean, square, steps = FIRST * mean + (1 - FIRST) * slope, SECOND * square + (1 - SECOND) * slope**2, steps + 1
-        self.moments.copy_(torch.tensor([mean, square, steps], dtype=torch.float64))
         unbiased = mean / (1 - FIRST**steps), square / (1 - SECOND**steps)
-        return math.exp(-self.rate * lr * unbiased[0] / (math.sqrt(unbiased[1]) + EPS))
+        move = -self.rate * lr * unbiased[0] / (math.sqrt(unbiased[1]) + EPS)
+        self.moments.copy_(torch.tensor([mean, square, steps, log + move], dtype=torch.float64))
+        return math.exp(move)

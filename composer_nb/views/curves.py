@@ -63,7 +63,9 @@ def reinforcement(run: RunDir) -> Picture:
     title(as_share(solved, 1.02), "solved", "", "share")
     key(solved, loc="best")
     line(entropy, steps, "entropy", style.PURPLE, "entropy")
-    title(from_zero(entropy), "entropy of what is sampled", "", "nats a token")
+    scale = steps[-1].get("logit_scale", 1.0)
+    sharper = "" if scale == 1 else f" (logits × {scale:.2f} by now)"
+    title(from_zero(entropy), f"entropy of what is sampled{sharper}", "", "nats a token")
     if not entropy.lines:
         style.absent(entropy, "no group had a signal: nothing was trained")
     line(calls, steps, "turns", style.ORANGE, "calls")

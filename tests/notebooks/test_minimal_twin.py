@@ -217,7 +217,9 @@ def test_updates_are_the_package_s(twin: ModuleType, clip: float):
         assert (published_W != theirs.published_W).float().mean() < 1e-3, step
         assert torch.equal(published_W, master_W.detach().bfloat16().float())
         scale = adam.state[adam.param_groups[1]["params"][0]]
-        moments = torch.stack([scale[name].double() for name in ("exp_avg", "exp_avg_sq", "step")])
+        moments = torch.stack(
+            [*(scale[name].double() for name in ("exp_avg", "exp_avg_sq", "step")), torch.tensor(0.0)]
+        )
         optimizer.load({"master": master_W.detach(), **adam.state[master_W], "scale": moments})
         assert torch.equal(published_W, theirs.published_W)
         assert (published_W != before_W).float().mean() > 0.1, "the step changed next to nothing"

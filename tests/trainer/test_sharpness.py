@@ -52,6 +52,7 @@ def test_it_is_adam_on_a_factor_of_the_gain() -> None:
         weights.step()
     torch.testing.assert_close(ours.gain, theirs.gain, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(ours.other, theirs.other, atol=1e-6, rtol=1e-6)
+    assert optimizer.logit_scale == pytest.approx(float(ours.gain.detach().mean()), rel=0.1)
     assert float(ours.gain.detach().mean()) > 1.5  # thirty steps of a thousandth would have made 3 %
 
 
