@@ -178,7 +178,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
     """
     known = from_dict(_workable(source).settings())
-    used = ("seed", "data", "tokenizer", "model", "midtrain", "extend", "sft", "limits", "eval")
+    used = ("seed", "data", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
         raise ValueError(f"a fork can not change {', '.join(changed)}: the stages before RL depend on it")
     finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}
