@@ -190,3 +190,18 @@ def test_a_node_that_is_named_twice_is_refused(folder: Path):
     path.write_text("name: job\nnodes:\n  a: {notebook: n.ipynb}\n  a: {notebook: n.ipynb}\n")
     with pytest.raises(ValueError, match=r"job\.yml: not YAML: 'a' stands twice .*line 3"):
         load_job(path)
+
+
+def test_labels_of_a_grid_may_be_numbers(folder: Path):
+    job = load(folder, {"a": node(grid={"steps": {1: 10, 2.5: 20}})})
+    assert {name: node.parameters["steps"] for name, node in job.nodes.items()} == {"a-steps=1": 10, "a-steps=2.5": 20}
+
+
+def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, tmp_path: Path):
+    load(folder, {"a": node()})
+    made = tmp_path / "runs" / "job"
+    made.mkdir(parents=True)
+    (made / "job.json").write_text("{")
+    with pytest.raises(ValueError, match=r"job.json cannot be read: this run is lost"):
+        run_job(folder / "job.yml", runs=tmp_path / "runs", resume=True)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]

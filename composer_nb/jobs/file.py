@@ -52,7 +52,7 @@ class NodeFile(pydantic.BaseModel):
     notebook: str
     """Path, from the job file's directory."""
     parameters: dict[str, Any] = {}
-    grid: dict[str, list[Any] | dict[str, Any]] = {}
+    grid: dict[str, list[Any] | dict[Any, Any]] = {}
     """Parameter -> its values; as a dictionary, labels (for the nodes' names) -> values."""
     outputs: dict[str, str] = {}
     """Name -> variable of the notebook, dots allowed: `{run_dir: run.path}`."""

@@ -79,6 +79,8 @@ def run_job(
     """
     newest = (runs / name_of(path)).resolve()
     before = read_json(newest / "job.json") if resume else None
+    if resume and before is None and (newest / "job.json").exists():
+        raise ValueError(f"{newest / 'job.json'} cannot be read: this run is lost; start a new one, without --resume")
     settings = {**(before["settings"] if before is not None else {}), **(settings or {})}
     job = load_job(path, settings)
     if ray is not None:
