@@ -205,7 +205,7 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
         or bool(rope.get("mscale_all_dim")) != both
         or (both and family == "qwen3_moe")
     ):
-        raise ValueError(f"this form of YaRN is not supported: {dict(rope)}")
+        raise ValueError(f"rope_parameters or rope_scaling: this form of YaRN is not supported: {dict(rope)}")
     if missing := [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]:
         raise ValueError(f"rope_parameters or rope_scaling of type 'yarn' lacks {', '.join(missing)}")
     known = {name: rope[name] for name in Yarn.__dataclass_fields__ if rope.get(name) is not None}

@@ -26,6 +26,7 @@ SETTINGS = override(
     Settings(),
     {
         **{f"model.{name}": value for name, value in GQA.to_dict().items() if name != "yarn"},
+        "model.max_position_embeddings": 256,
         "limits.tokens": 64,
         "rl.minibatches": 2,
         "rl.prompts": 2,
