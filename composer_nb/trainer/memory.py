@@ -272,7 +272,8 @@ def _smaller(
         for ep in deals[:1] + deals[-1:]:
             mesh = replace(settings, shard=world // settings.cp, ep=ep, expert_shard=world // ep)
             named = f"ranks={world} mesh.shard={mesh.shard} mesh.ep={ep} mesh.expert_shard={mesh.expert_shard}"
-            yield f"rl.recompute=true rl.microbatch_tokens={least.tokens} {named}", mesh, world, least
+            for tried in (replace(load, recompute=True), least):
+                yield f"rl.recompute=true rl.microbatch_tokens={tried.tokens} {named}", mesh, world, tried
 
 
 def measured_peak(step: Callable[[], object]) -> int:
