@@ -121,8 +121,10 @@ def test_what_is_too_large_is_not_read_to_its_end(
 def test_damaged_archives_are_named(tmp_path: Path) -> None:
     held = {"test_a.py": b"", "a.py": os.urandom(20_000).hex().encode()}
     damaged = {}
-    for ending, pack in {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}.items():
-        data = bytearray(pack(gzip.decompress(archive(tmp_path / "a.tar.gz", held).read_bytes())))
+    plain = gzip.decompress(archive(tmp_path / "a.tar.gz", held).read_bytes())
+    packed = {"gz": gzip.compress(plain), "xz": lzma.compress(plain), "bz2": bz2.compress(plain)}
+    for ending, whole in packed.items():
+        data = bytearray(whole)
         data[len(data) // 2] ^= 255
         damaged[f"a.tar.{ending}"] = bytes(data)
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as out:
