@@ -190,7 +190,17 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", '[{"calls": [{"name": "x"}]}]', '[{"calls": [{"name": "x", "arguments": {}}]}]', "no"]
+    "text",
+    [
+        "{}",
+        "[]",
+        '[{"calls": [{"name": "x"}]}]',
+        '[{"calls": [{"name": "x", "arguments": {}}]}]',
+        "no",
+        '[{"text": 5}]',
+        '[{"calls": [{"name": 5, "arguments": {}}]}, {"text": "x"}]',
+        pytest.param("[" * 100_000, id="deep"),
+    ],
 )
 def test_a_bad_script_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "s.json"
