@@ -124,11 +124,13 @@ def run_agent(
     (Parquet and safetensors), `changes.diff` and `verdict.json`, which is `open` until the user decides.
 
     `image`: of the backend `docker`, with what the repository needs in it. The repository itself is not touched. Raises
-    ValueError for an empty instruction, a repository that is empty or too large, a policy that there is not;
-    SandboxUnavailable; ProviderFailure for an endpoint that does not answer at all.
+    ValueError for an instruction that is empty or no Unicode, a repository that is empty or too large, a policy that there
+    is not; SandboxUnavailable; ProviderFailure for an endpoint that does not answer at all.
     """
     if not instruction.strip():
         raise ValueError("agent: the instruction is empty; say what shall be done")
+    if any("\ud800" <= letter <= "\udfff" for letter in instruction):
+        raise ValueError("agent: the instruction is not UTF-8")
     if image and backend != "docker":
         raise ValueError(f"--image {image}: the backend {backend} has no images; use --backend docker")
     source = checkout.read_checkout(root)

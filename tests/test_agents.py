@@ -23,10 +23,13 @@ from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.product.accept import Conflict
 from composer_nb.harness.product.arms import ARMS, arms_of
-from composer_nb.harness.product.loop import LIMITS
+from composer_nb.harness.product.checkout import read_checkout
+from composer_nb.harness.product.loop import LIMITS, Conversation
 from composer_nb.harness.product.scripts import read_script
 from composer_nb.harness.product.serve import ScriptServer
-from composer_nb.harness.product.show import bench_table
+from composer_nb.harness.product.show import bench_table, decide
+from composer_nb.harness.product.work import Work
+from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandboxes.bwrap import BwrapBackend
 from composer_nb.harness.sandboxes.contract import SandboxDied
 from composer_nb.harness.sandboxes.image import host_image
@@ -157,6 +160,7 @@ def test_what_the_user_wrote_meanwhile_stays(repository: Path, script: Path, tmp
     ("changed", "told"),
     [
         ({"instruction": " "}, "the instruction is empty"),
+        ({"instruction": "fix caf\udce9"}, "the instruction is not UTF-8"),
         ({"path": "nowhere"}, "no folder here"),
         ({"policy": "scripted:expert"}, "give scripted:FILE.json"),
         ({"policy": "scripted:none.json"}, "none.json"),
@@ -186,7 +190,17 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", '[{"calls": [{"name": "x"}]}]', '[{"calls": [{"name": "x", "arguments": {}}]}]', "no"]
+    "text",
+    [
+        "{}",
+        "[]",
+        '[{"calls": [{"name": "x"}]}]',
+        '[{"calls": [{"name": "x", "arguments": {}}]}]',
+        "no",
+        '[{"text": 5}]',
+        '[{"calls": [{"name": 5, "arguments": {}}]}, {"text": "x"}]',
+        pytest.param("[" * 100_000, id="deep"),
+    ],
 )
 def test_a_bad_script_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "s.json"
@@ -277,6 +291,26 @@ def test_no_changes_are_no_verdict(repository: Path, tmp_path: Path) -> None:
     path.write_text('[{"text": "' + "x" * 60_000 + '"}]')
     assert main(["agent", str(repository), "fix", "--policy", f"scripted:{path}", "--out", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == "open"
+
+
+def test_a_folder_of_any_name_keeps_what_was_done(repository: Path, script: Path, tmp_path: Path) -> None:
+    named = repository.rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    work = run_agent(named, "fix it", f"scripted:{script}", tmp_path / "out")
+    assert pq.read_table(tmp_path / "out/rollout.parquet")["task_id"].to_pylist() == ["caf\ufffd"]
+    work.accept()
+    assert (named / "f.py").read_text() == RIGHT
+
+
+def test_what_an_endpoint_answers_is_no_markup(repository: Path, tmp_path: Path) -> None:
+    failed = Turn(call="", observation="status 400: [/INST] [red]no", error="ProviderError")
+    done = Conversation(turns=(failed,), stop="infrastructure")
+    work = Work(path=tmp_path, source=read_checkout(repository), conversation=done, changes={})
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    assert decide(work, "later", console) == 1
+    rows = {"all": {"n_tasks": 0, "infra_errors": 1, "lost_to": done.why}}
+    console.print(bench_table({"policy": "[/p]", "samples": 1, "arms": rows}))
+    assert shown.getvalue().count("[/INST] [red]no") == 2
 
 
 def test_a_port_that_is_taken_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,6 +214,8 @@ def settings(toml: str, where: str = "task.toml") -> Settings:
         raise ValueError(f"{where}: {error}") from None
     except ValidationError as error:
         raise ValueError(f"{where}: {first_problem(error)}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list in a list in a list
+        raise ValueError(f"{where}: {error}") from None
 
 
 def first_problem(error: ValidationError) -> str:

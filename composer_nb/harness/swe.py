@@ -154,7 +154,7 @@ def _names(row: Mapping[str, Any], key: str) -> list[str]:
     value = row.get(key, [])
     try:
         names = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{row.get('instance_id', 'row')}: {key} is no list of tests")

@@ -196,3 +196,5 @@ def _json(path: Path, number: int, line: str) -> dict[str, Any]:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{number}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list in a list in a list
+        raise ValueError(f"{path}:{number}: not JSON that can be read: {error}") from None

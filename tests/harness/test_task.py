@@ -167,6 +167,8 @@ def test_a_missing_file_is_named(harbor: Path, name: str) -> None:
     ("text", "message"),
     [
         ("a = \n", r"task\.toml: Invalid value"),
+        pytest.param("a = " + "[" * 100_000, r"task\.toml: .*recursion", id="deep"),
+        pytest.param("a = " + "9" * 5000, r"task\.toml: .*digits", id="long"),
         ("metadata = 1\n", "metadata: .*valid dictionary"),
         ("[metadata]\ncomposer_nb = 1\n", r"metadata\.composer_nb: .*valid dictionary"),
         ("[metadata.composer_nb]\ngrader = 'functions'\n", "must name source_scope"),
@@ -251,6 +253,8 @@ def test_where_there_is_no_task(tmp_path: Path) -> None:
         ("{", "not JSON: Expecting property name"),
         ("", "not JSON"),
         ("[]", "valid dictionary"),
+        pytest.param("[" * 100_000, "recursion", id="deep"),
+        pytest.param("9" * 5000, "digits", id="long"),
         ('{"id": "x"}', "instruction: Field required"),
         (json.dumps(MINIMAL | {"owner": "me"}), "owner: Extra inputs"),
         (json.dumps(MINIMAL | {"files": {"../f": ""}}), ANY_MESSAGE),

@@ -17,7 +17,9 @@ def test_every_rank_stands_at_its_place_in_both_grids() -> None:
         picture.axes, (("replicate", "shard", "cp"), ("expert_replicate", "expert_shard", "ep")), strict=True
     ):
         assert [label.get_text() for label in ax.get_yticklabels()] == list(axes)
-        found = {(round(text.get_position()[0]), round(text.get_position()[1])): int(text.get_text()) for text in ax.texts}
+        found = {
+            (round(text.get_position()[0]), round(text.get_position()[1])): int(text.get_text()) for text in ax.texts
+        }
         assert found == {(rank, row): mesh.place(rank)[name] for rank in range(8) for row, name in enumerate(axes)}
     assert [label.get_text() for label in picture.axes[1].get_xticklabels()][3] == "3\n6–7"
     assert picture.png().startswith(b"\x89PNG")

@@ -97,6 +97,10 @@ def apply_patch(session: Session, arguments: ApplyPatch) -> str:
     for change in patches.parse(arguments.patch, session.strict):
         path = session.path(change.path)
         to = session.path(change.to) if change.to else path
+        if not texts.keys().isdisjoint((path, to)):  # by another spelling, `./a` for `a`
+            raise ToolError(
+                "InvalidArguments", f"{change.path}: is there twice: put all changes of a file into one part"
+            )
         there = session.exists(path)
         if change.kind == "add" and there:
             raise ToolError("UnexpectedEnvironment", printable(f"{path}: is there already"))

@@ -104,6 +104,10 @@ def make(
     began = time.monotonic()
     if limit < 1:
         raise ValueError(f"a limit of {limit} tasks: at least 1 is needed")
+    if path.is_dir() and out.resolve().is_relative_to(path.resolve()):
+        raise ValueError(
+            f"--out {out}: lies in the repository, so that its tasks would hold each other's answers; choose another"
+        )
     spec = spec or SandboxSpec()
     repository = read_repository(path)
     with Store(out / RECORD) as store:

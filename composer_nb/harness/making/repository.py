@@ -9,10 +9,12 @@ References: answers in `git log --all` (SWE-bench #465), in type-check caches an
 
 from __future__ import annotations
 
+import lzma
 import os
 import stat
 import tarfile
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ from composer_nb.harness.grading.scope import in_scope, is_conftest, is_test_mod
 MAX_FILE_BYTES = 1 << 20
 MAX_BYTES = 16 << 20
 MAX_FILES = 4000
+LOOKED_AT = 16
+"""So many times as many files, and as much text, are looked at, whether they are left out or not."""
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError)
+"""What is raised for archives that are cut, damaged, locked, or packed in a way that is not known here."""
 HISTORY = {".git", ".hg", ".svn", ".bzr", ".jj"}
 BUILT = {
     "dist",
@@ -114,24 +120,26 @@ def read_repository(path: Path) -> Repository:
         name, found = _stem(path), _of_zip(path)
     else:
         raise ValueError(f"{path}: not a folder and not a source distribution (.tar.gz, .zip)")
+    much = ValueError(
+        f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
+    )
+    try:
+        held = list(_bounded(found, much))
+    except DAMAGED as error:
+        if path.is_dir() or getattr(error, "errno", None):
+            raise
+        raise ValueError(f"{path}: not a readable archive: {error}") from None
     files: dict[str, str] = {}
     left_out: dict[str, str] = {}
     total = 0
-    try:
-        for file, content in sorted(_without_top(list(found)) if path.is_file() else found):
-            why = unwanted(file) if isinstance(content, bytes) else content
-            text = None if why or not isinstance(content, bytes) else _text(content)
-            if text is None:
-                left_out[file] = why or "no UTF-8 text"
-                continue
-            files[file] = text
-            total += len(text)
-            if total > MAX_BYTES or len(files) > MAX_FILES:
-                raise ValueError(
-                    f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
-                )
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path}: not a readable archive: {error}") from None
+    for file, content in sorted(dict(held if path.is_dir() else _without_top(held)).items()):
+        if why := unwanted(file) or (content if isinstance(content, str) else ""):
+            left_out[file] = why
+        elif isinstance(content, bytes):
+            files[file] = content.decode()
+            total += len(content)
+    if total > MAX_BYTES or len(files) > MAX_FILES:
+        raise much
     repository = Repository(name=name, files=files, left_out=left_out)
     if not repository.tests:
         raise ValueError(f"{path}: no test module (test_….py or …_test.py); some source distributions ship none")
@@ -147,17 +155,28 @@ def _stem(path: Path) -> str:
     return name
 
 
-def _text(data: bytes) -> str | None:
-    if b"\0" in data:
-        return None
+def _is_text(data: bytes) -> bool:
     try:
-        return data.decode()
+        data.decode()
     except UnicodeDecodeError:
-        return None
+        return False
+    return b"\0" not in data
 
 
 Found = Iterator[tuple[str, bytes | str]]
 """Path and content, or why there is none."""
+
+
+def _bounded(found: Found, much: ValueError) -> Found:
+    """What is found, without the contents of what is no text. Raises `much` before it fills the memory."""
+    total = 0
+    for count, (path, content) in enumerate(found, 1):
+        if isinstance(content, bytes):
+            content = content if _is_text(content) else "no UTF-8 text"
+            total += len(content)
+        if total > LOOKED_AT * MAX_BYTES or count > LOOKED_AT * MAX_FILES:
+            raise much
+        yield path, content
 
 
 def _of_folder(root: Path) -> Found:
@@ -186,8 +205,8 @@ def _read(path: Path) -> bytes | str:
 def _of_tar(path: Path) -> Found:
     with tarfile.open(path, mode="r:*") as archive:
         for count, member in enumerate(archive):
-            if count > 16 * MAX_FILES:
-                raise ValueError(f"{path}: an archive of more than {16 * MAX_FILES} entries")
+            if count > LOOKED_AT * MAX_FILES:
+                raise ValueError(f"{path}: an archive of more than {LOOKED_AT * MAX_FILES} entries")
             if member.isdir():
                 continue
             if not member.isreg():
@@ -198,13 +217,18 @@ def _of_tar(path: Path) -> Found:
                 file = archive.extractfile(member)
                 assert file is not None
                 yield member.name, file.read()
+        while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+            pass  # up to the checksum at its end
 
 
 def _of_zip(path: Path) -> Found:
     with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist()[: 16 * MAX_FILES]:
-            if not info.is_dir():
-                yield info.filename, archive.read(info) if info.file_size <= MAX_FILE_BYTES else "too large"
+        for info in archive.infolist():
+            if info.file_size > MAX_FILE_BYTES:
+                yield info.filename, "too large"
+            elif not info.is_dir():
+                with archive.open(info) as file:  # which may hold more than it says
+                    yield info.filename, file.read(MAX_FILE_BYTES)
 
 
 def _without_top(found: list[tuple[str, bytes | str]]) -> list[tuple[str, bytes | str]]:

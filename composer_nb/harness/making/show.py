@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -53,7 +54,7 @@ def table(made: Made) -> Table:
     """A row a kind of change, those with most tasks first."""
     left_out = ", ".join(f"{count} {why}" for why, count in sorted(made.left_out.items())) or "none"
     found = Table(
-        title=f"{made.repository}: {made.tasks} tasks in {made.wall_s:.0f} s. {made.tests} tests count "
+        title=f"{escape(made.repository)}: {made.tasks} tasks in {made.wall_s:.0f} s. {made.tests} tests count "
         f"({made.coverage:.0%} with a twin), {made.suite_s:.1f} s a run; left out: {left_out}",
         box=None,
         pad_edge=False,

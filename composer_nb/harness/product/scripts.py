@@ -84,7 +84,12 @@ def read_script(path: Path) -> Script:
             )
             for each in held
         ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        told = [
+            text for each in held for text in (each.get("text", ""), *(call["name"] for call in each.get("calls", ())))
+        ]
+        if strange := [text for text in told if not isinstance(text, str)]:
+            raise TypeError(f"{strange[0]!r} is no text")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{path}: not a script ({error!r}): a list of turns is wanted, each {{"text": "…", "calls": [{{"name": "…", '
             '"arguments": {…}}]}'

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -65,43 +66,33 @@ def call_line(turn: Turn) -> str:
 def decide(work: Work, verdict: str, console: Console) -> int:
     """Shows what an agent did, and carries out what the user makes of it. 0 where it ended by itself and something is accepted,
     or nothing was changed, which leaves the verdict open; 1 otherwise."""
-    done = work.conversation
+    done, say = work.conversation, partial(console.print, markup=False, soft_wrap=True)
     if behind := Counter(work.source.left_out.values()):
         text = ", ".join(f"{count} {why}" for why, count in sorted(behind.items()))
-        console.print(f"\nstayed behind: {text}", style="dim", soft_wrap=True)
-    console.print(
-        f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {plain(done.why)}".rstrip(), style="dim"
-    )
+        say(f"\nstayed behind: {text}", style="dim")
+    say(f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {plain(done.why)}".rstrip(), style="dim")
     for path in sorted(work.others):
-        console.print(
-            f"not carried back, a device or a link that leads out of what the agent saw: {escape(plain(path))}",
-            style="red",
-            soft_wrap=True,
-        )
+        say(f"not carried back, a device or a link that leads out of what the agent saw: {plain(path)}", style="red")
     if work.lost:
-        console.print(
-            f"its files could not be carried out of the sandbox: {plain(work.lost)}", style="red", markup=False
-        )
+        say(f"its files could not be carried out of the sandbox: {plain(work.lost)}", style="red")
     if not work.changes:
-        console.print("it changed nothing")
+        say("it changed nothing")
         return 0 if done.stop == "finished" else 1
     shown, left = _beginning(plain(work.diff))
     console.print(Syntax(shown, "diff", background_color="default", word_wrap=True))
     if left:
-        console.print(
-            f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red", soft_wrap=True
-        )
+        say(f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red")
     if verdict == "ask":
         verdict = _asked(console) if sys.stdin.isatty() else "later"
     if verdict == "accept":
         work.accept()
-        console.print(f"accepted: {len(work.changes)} files changed in {work.source.root}", soft_wrap=True)
+        say(f"accepted: {len(work.changes)} files changed in {work.source.root}")
     elif verdict == "reject":
         work.reject()
-        console.print("rejected: nothing was changed")
+        say("rejected: nothing was changed")
     else:
-        console.print(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff", soft_wrap=True)
-    console.print(f"kept: {work.path}", style="dim", soft_wrap=True)
+        say(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff")
+    say(f"kept: {work.path}", style="dim")
     return 0 if verdict == "accept" and done.stop == "finished" else 1
 
 
@@ -137,6 +128,7 @@ def bench_progress(total: int, console: Console) -> Iterator[Callable[[str, Atte
         yield lambda arm, attempt: console.print(
             f"{count(arm, attempt)}, {total - done[arm]} to go: {attempt.task.id} {attempt.grade.status}",
             highlight=False,
+            markup=False,
         )
         return
     with Progress(
@@ -155,7 +147,10 @@ def bench_progress(total: int, console: Console) -> Iterator[Callable[[str, Atte
 def bench_table(report: Mapping[str, Any]) -> Table:
     """A row an arm."""
     found = Table(
-        title=f"{report['policy']}, {report['samples']} rollouts a task", title_justify="left", box=None, pad_edge=False
+        title=escape(f"{report['policy']}, {report['samples']} rollouts a task"),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
     )
     head = (
         "tools",
@@ -175,9 +170,8 @@ def bench_table(report: Mapping[str, Any]) -> Table:
         found.add_column(name, justify="right" if place else "left")
     for arm, row in report["arms"].items():
         if not row["n_tasks"]:
-            found.add_row(
-                arm, f"no grade: {row['infra_errors']} lost, {plain(row['lost_to'])[:200] or 'see composer-nb doctor'}"
-            )
+            why = escape(plain(row["lost_to"])[:200]) or "see composer-nb doctor"
+            found.add_row(arm, f"no grade: {row['infra_errors']} lost, {why}")
             continue
         gain = "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else ""
         found.add_row(

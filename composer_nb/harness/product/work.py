@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.cursor.session import shown
 from composer_nb.harness.grade import Grade
 from composer_nb.harness.product.accept import accept
 from composer_nb.harness.product.checkout import Checkout
@@ -71,7 +72,7 @@ class Work:
 
 def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
     """Writes it into its folder, which is made, with an open verdict."""
-    done = work.conversation
+    done, name = work.conversation, shown(work.source.root.name)
     work.path.mkdir(parents=True)
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
     after = dict(before)
@@ -80,7 +81,7 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
         if blob is not None and blob.mode != LINK:
             after[path] = blob.data.decode("utf-8", "surrogateescape")
     rollout = Rollout(
-        task_id=work.source.root.name,
+        task_id=name,
         segments=(segment,),
         turns=done.turns,
         files=after,
@@ -90,11 +91,11 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
     )
     changed = {path: before[path] for path in work.changes if path in before}
     # No task of ours, so none that would pass its checks: what is stored needs its name and its files.
-    task = Task.model_construct(id=work.source.root.name, instruction=instruction, files=before)
+    task = Task.model_construct(id=name, instruction=instruction, files=before)
     save_attempts(
         work.path / "rollout.parquet",
         [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
-        {"instruction": [instruction], "policy": [policy], "before": [json.dumps(changed)]},
+        {"instruction": [instruction], "policy": [shown(policy)], "before": [json.dumps(changed)]},
     )
     (work.path / "changes.diff").write_bytes(work.patch)
     _write_verdict(work.path, "open")

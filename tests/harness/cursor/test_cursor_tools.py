@@ -133,7 +133,8 @@ class TestFiles:
         patch += "*** Delete File: b\n*** Update File: {}\n-2\n+y\n*** End Patch"
         before = box.snapshot().digest
         call("apply_patch", patch=patch.format("c"), **NOT_THERE)
-        call("apply_patch", patch=patch.format("a"), **NEVER)
+        for twice in ("a", "./a", "d/../b"):
+            call("apply_patch", patch=patch.format(twice), **NEVER)
         assert box.snapshot().digest == before
         box.write("c", b"2\n", mode=0o755)
         assert call("apply_patch", patch=patch.format("c")).text == "changed a\nmade n\ndeleted b\nchanged c"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -36,6 +37,12 @@ def tasks(made: Path) -> list[Task]:
 @pytest.fixture(scope="module")
 def baseline(checkout: Path, backend: Backend) -> Iterator[Baseline]:
     yield measure(read_repository(checkout), backend, SandboxSpec(), lambda doing: None)
+
+
+def test_answers_do_not_get_into_the_repository(checkout: Path) -> None:
+    with pytest.raises(ValueError, match="lies in the repository"):
+        make(checkout, checkout / "tasks" / "made", cast(Backend, None))
+    assert not (checkout / "tasks").exists()
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import os
 import tarfile
 import zipfile
@@ -54,6 +57,16 @@ def test_paths_that_lead_out_of_an_archive_are_dropped(tmp_path: Path, files: di
     assert read_repository(path).files == files
 
 
+def test_of_a_name_that_comes_twice_the_last_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_FILE_BYTES", 20)
+    with tarfile.open(tmp_path / "a.tar", "w") as out:
+        for name, data in (("a.py", b"x" * 30), ("test_a.py", b""), ("a.py", b"y = 2\n"), ("a.py", b"x = 1\n")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            out.addfile(info, io.BytesIO(data))
+    assert read_repository(tmp_path / "a.tar").files == {"a.py": "x = 1\n", "test_a.py": ""}
+
+
 def test_support_of_tests_in_the_package_comes_with_the_grade(tmp_path: Path) -> None:
     files = {"pkg/a.py": b"x = 1\n", "pkg/tests/test_a.py": b"", "pkg/tests/helper.py": b"", "pkg/tests/data.txt": b"1"}
     found = read_repository(archive(tmp_path / "pkg.tar.gz", files))
@@ -90,6 +103,43 @@ def test_what_is_too_large_is_left_out_or_refused(
     monkeypatch.setattr(reading, "MAX_BYTES", 2000)
     with pytest.raises(ValueError, match="name the package's own folder"):
         read_repository(path)
+
+
+def test_what_is_too_large_is_not_read_to_its_end(
+    tmp_path: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {path: text.encode() for path, text in files.items()}
+    monkeypatch.setattr(reading, "MAX_BYTES", 2000)
+    monkeypatch.setattr(reading, "LOOKED_AT", 4)
+    packed = archive(tmp_path / "a.tar.gz", held | {f"more{n}.py": b"x = 1\n" * 200 for n in range(40)})
+    whole, path = gzip.decompress(packed.read_bytes()), tmp_path / "a.tar"
+    path.write_bytes(whole[: len(whole) // 2])  # whoever reads on sees that it is cut
+    with pytest.raises(ValueError, match="name the package's own folder"):
+        read_repository(path)
+
+
+def test_damaged_archives_are_named(tmp_path: Path) -> None:
+    held = {"test_a.py": b"", "a.py": os.urandom(20_000).hex().encode()}
+    damaged = {}
+    plain = gzip.decompress(archive(tmp_path / "a.tar.gz", held).read_bytes())
+    packed = {"gz": gzip.compress(plain), "xz": lzma.compress(plain), "bz2": bz2.compress(plain)}
+    for ending, whole in packed.items():
+        data = bytearray(whole)
+        data[len(data) // 2] ^= 255
+        damaged[f"a.tar.{ending}"] = bytes(data)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as out:
+        for name, text in held.items():
+            out.writestr(name, text)
+    data = bytearray((tmp_path / "a.zip").read_bytes())
+    first, listed = data.find(b"PK\3\4"), data.find(b"PK\1\2")
+    for name, place, value in (("locked.zip", 6, 1), ("strange.zip", 8, 99)):
+        other = data.copy()
+        other[first + place] = other[listed + place + 2] = value
+        damaged[name] = bytes(other)
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}: not a readable archive"):
+            read_repository(tmp_path / name)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
