@@ -128,7 +128,10 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
     kind = raw.get("model_type")
     if kind not in (*_FAMILIES, _WRAPPER):
         raise ValueError(f"model_type={kind!r} is not supported, only {', '.join(map(repr, (*_FAMILIES, _WRAPPER)))}")
-    for name in raw.get("architectures") or ():
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures={names!r} is no list of names")
+    for name in names:
         if kind not in _ARCHITECTURES.get(name, ()):
             raise ValueError(f"architectures={name!r} is not supported with model_type={kind!r}")
 
@@ -147,6 +150,14 @@ def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters or rope_scaling is {rope!r}, no JSON object")
+    thetas = [given["rope_theta"] for given in (raw, rope) if given.get("rope_theta") is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:  # releases of `transformers` differ in which they take
+        raise ValueError(
+            f"rope_theta={thetas[0]}, and rope_theta={thetas[1]} in rope_parameters or rope_scaling: which of them?"
+        )
+    for given in (raw, rope):
+        if (part := given.get("partial_rotary_factor", 1)) not in (1, None):
+            raise ValueError(f"partial_rotary_factor={part!r} is not supported, only 1")
     absent = {
         "family": family,
         "tie_word_embeddings": False,

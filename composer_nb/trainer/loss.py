@@ -14,6 +14,7 @@ formula beside its paper's, and what each did to a stored batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -50,13 +51,13 @@ class LossSettings:
     """How it is estimated, and with that where it enters; see `kl_penalty`."""
 
     def __post_init__(self) -> None:
-        if self.beta < 0:
-            raise ValueError("loss.beta must not be negative")
-        if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
+        if not 0 <= self.beta < math.inf:  # so that NaN is refused, here and below
+            raise ValueError("loss.beta must be a number, and not negative")
+        if not 0 < self.clip_low <= 1 or not self.clip_high > 0:
             raise ValueError("loss.clip_low must lie above 0 and be at most 1, loss.clip_high above 0")
         if not 0 < self.icepop_low < 1:
             raise ValueError("loss.icepop_low must lie between 0 and 1")
-        if self.tis_cap <= 0 or self.icepop <= 1 or self.dppo <= 0:
+        if not (self.tis_cap > 0 and self.icepop > 1 and self.dppo > 0):
             raise ValueError("loss.tis_cap and loss.dppo must be above 0, loss.icepop above 1")
         for name, choices in (("ratio", get_args(Ratio)), ("kl", get_args(Kl))):
             if getattr(self, name) not in choices:

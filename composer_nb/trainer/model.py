@@ -69,8 +69,8 @@ class Yarn:
     mscale_all_dim: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.factor < 1 or self.original_max_position_embeddings < 1:
-            raise ValueError("model.yarn.factor and original_max_position_embeddings must be at least 1")
+        if not 1 <= self.factor < math.inf or self.original_max_position_embeddings < 1:
+            raise ValueError("model.yarn.factor and original_max_position_embeddings must be numbers of at least 1")
         if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 has 1 and 1: a step instead of a blend
             raise ValueError("model.yarn.beta_slow must be above 0 and at most model.yarn.beta_fast")
 
@@ -160,6 +160,10 @@ class ModelConfig:
         k, experts = self.num_experts_per_tok, self.num_experts
         if not 1 <= k <= experts:
             raise ValueError(f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"model.rope_theta={self.rope_theta} must be above 0")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ValueError(f"model.rms_norm_eps={self.rms_norm_eps} must be at least 0")
         if self.rope_width < 2 or self.rope_width % 2:
             name = "qk_rope_head_dim" if self.latent else "head_dim"
             raise ValueError(f"model.{name}={self.rope_width} must be even")
@@ -174,6 +178,11 @@ class ModelConfig:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1 (model.family=deepseek_v3)")
+        for name in ("q_lora_rank", "n_shared_experts", "num_nextn_predict_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0")
+        if not 0 < self.routed_scaling_factor < math.inf:
+            raise ValueError(f"model.routed_scaling_factor={self.routed_scaling_factor} must be above 0")
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError("model.num_key_value_heads must be model.num_attention_heads (model.family=deepseek_v3)")
         if self.head_dim != self.qk_nope_head_dim + self.qk_rope_head_dim:

@@ -76,6 +76,21 @@ def test_nor_does_it_for_positions(tmp_path: Path, name: str):
         ({"num_experts": True}, "num_experts=True is not supported"),
         ({"norm_topk_prob": None}, "norm_topk_prob=None is not supported, only True"),
         ({"rope_scaling": "yarn"}, "rope_parameters or rope_scaling is 'yarn', no JSON object"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures='Qwen3MoeForCausalLM' is no list of names"),
+        ({"architectures": [["x"]]}, "architectures=[['x']] is no list of names"),
+        ({"rope_theta": 0}, "model.rope_theta=0 must be above 0"),
+        ({"rope_theta": float("nan")}, "model.rope_theta=nan must be above 0"),
+        ({"rms_norm_eps": -1e-6}, "model.rms_norm_eps=-1e-06 must be at least 0"),
+        ({"rms_norm_eps": float("nan")}, "model.rms_norm_eps=nan must be at least 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_theta=1000000.0, and rope_theta=500000.0 in rope_parameters or rope_scaling: which of them?",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": float("inf"), "original_max_position_embeddings": 4096}},
+            "model.yarn.factor",
+        ),
         ({"quantization_config": 4}, "quantization_config is no JSON object"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
@@ -90,6 +105,23 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
         described(tmp_path, QWEN | changes)
     assert message in str(error.value) and str(error.value).startswith(str(tmp_path / "config.json"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": -1}, "model.q_lora_rank=-1 must be at least 0"),
+        ({"n_shared_experts": -1}, "model.n_shared_experts=-1 must be at least 0"),
+        ({"num_nextn_predict_layers": -1}, "model.num_nextn_predict_layers=-1 must be at least 0"),
+        ({"routed_scaling_factor": float("nan")}, "model.routed_scaling_factor=nan must be above 0"),
+    ],
+)
+def test_so_are_sizes_of_deepseek_that_mean_nothing(tmp_path: Path, changes: dict[str, Any], message: str):
+    config = copy.deepcopy(KIMI)
+    config["text_config"] |= changes
+    with pytest.raises(ValueError) as error:
+        described(tmp_path, config)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
