@@ -129,7 +129,7 @@ def test_a_damaged_config_is_named(saved: Path):
         {"decoder_sparse_step": 2},
         {"mlp_only_layers": [0]},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}},
     ],
     ids=lambda changes: next(iter(changes)),
 )
