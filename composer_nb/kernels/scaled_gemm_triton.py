@@ -196,7 +196,8 @@ def _spec(name: str, format: Format, arch: int, *, widen: bool = False) -> Spec:
         expect=Expect(
             ptx={arch: INSTRUCTIONS[format, arch][1]},
             narrow=48,  # scales, and rows to gather
-            stack=8 if widen and triton.__version__.startswith("3.6.") else 0,  # two registers, which 3.7 finds room for
+            # Two registers that Triton 3.7 finds room for.
+            stack=8 if widen and triton.__version__.startswith("3.6.") else 0,
         ),
     )
 
