@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Makes search's embedding: `data/make_retrieval.py [OUT] [--seed 0]`, from the standard library of the Python that runs it.
+"""Makes search's embedding: `data/make_retrieval.py [OUT] [--seed 0] [--traces TASKS ROLLOUTS]...`, from the standard library of
+the Python that runs it, and from what agents came to need, rollouts on tasks of repositories (`tasks make`, `eval`).
 
 A fifth of the library's packages and modules, by hash of their names, is held out, and the recall on it is printed.
 """
@@ -14,6 +15,7 @@ from platform import python_version
 
 from composer_nb.harness.search.embedding import SHIPPED, save_embedding
 from composer_nb.harness.search.questions import Mined, is_test_file, mine, read_repository
+from composer_nb.harness.search.traces import read_traces
 from composer_nb.trainer.retrieval import (
     RetrievalSettings,
     heldout,
@@ -32,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=SHIPPED)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", type=Path, nargs=2, action="append", default=[], metavar=("TASKS", "ROLLOUTS"))
     arguments = parser.parse_args()
     began = time.monotonic()
     files = library(Path(sysconfig.get_paths()["stdlib"]))
@@ -40,12 +43,17 @@ def main() -> None:
         parts[heldout(path.split("/")[0].removesuffix(".py"))][path] = data
     mined: dict[bool, Mined] = {out: mine(part) for out, part in parts.items()}
     settings = RetrievalSettings(seed=arguments.seed)
-    vocabulary = make_vocabulary([mined[False].files], settings.vocabulary)
+    followed = [read_traces(*each) for each in arguments.traces]
+    vocabulary = make_vocabulary([mined[False].files, *(files for files, _ in followed)], settings.vocabulary)
     learnt, measured = (prepare("stdlib", mined[out].files, mined[out].questions, vocabulary) for out in (False, True))
     print(f"{len(files)} files, {len(learnt.questions)} questions to train on, {len(vocabulary)} terms", flush=True)
-    vectors, losses = train([learnt], vocabulary, settings)
+    agents = [prepare(f"traces {n}", *each, vocabulary) for n, each in enumerate(followed)]
+    vectors, losses = train([learnt, *agents], vocabulary, settings)
+    asked = sum(len(each.questions) for each in agents)
     source = f"standard library of Python {python_version()}, {len(files)} files"
-    save_embedding(arguments.out, list(vocabulary), vectors, provenance(settings, files, source))
+    source += f"; {asked} questions of agents in {len(agents)} repositories" * bool(agents)
+    inputs = files | {f"traces {n}/{path}": data for n, (held, _) in enumerate(followed) for path, data in held.items()}
+    save_embedding(arguments.out, list(vocabulary), vectors, provenance(settings, inputs, source))
     last = sum(losses[-50:]) / len(losses[-50:])
     print(f"loss {losses[0]:.3f} -> {last:.3f}; recall@10 on {len(measured.questions)} held-out questions: "
           f"{recall(measured, vectors):.3f}; {time.monotonic() - began:.0f} s; {arguments.out}")  # fmt: skip

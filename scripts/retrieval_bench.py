@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""How well search answers questions about repositories: `scripts/retrieval_bench.py DIR... [--questions 150] [--kind docstring]`.
+"""How well search answers questions about repositories: `scripts/retrieval_bench.py DIR... [--questions 150] [--kind docstring]
+[--traces TASKS ROLLOUTS]...`.
 
 Each DIR is an unpacked source distribution that the embedding has not seen. Its questions are mined (`search/questions.py`), at
-most `--questions` drawn with a fixed seed. Prints Markdown: a table for each repository, and one for all questions together.
+most `--questions` drawn with a fixed seed. With `--traces`, they are what agents on a repository's tasks said and came to need.
+Prints Markdown: a table for each repository, and one for all questions together.
 """
 
 from __future__ import annotations
@@ -17,27 +19,34 @@ from numpy.typing import NDArray
 from composer_nb.harness.search.embedding import SHIPPED, load_embedding
 from composer_nb.harness.search.index import CodeIndex
 from composer_nb.harness.search.measure import ranks, table
-from composer_nb.harness.search.questions import mine, read_repository
+from composer_nb.harness.search.questions import Mined, mine, read_repository
+from composer_nb.harness.search.traces import read_traces
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+", metavar="DIR")
+    parser.add_argument("folders", type=Path, nargs="*", metavar="DIR")
     parser.add_argument("--questions", type=int, default=150)
     parser.add_argument("--kind", default="docstring", choices=["docstring", "bug"])
+    parser.add_argument("--traces", type=Path, nargs=2, action="append", default=[], metavar=("TASKS", "ROLLOUTS"))
     parser.add_argument("--embedding", type=Path, default=SHIPPED)
     arguments = parser.parse_args()
     embedding = load_embedding(arguments.embedding)
     found: dict[str, list[NDArray[np.float64]]] = {}
-    for folder in arguments.folders:
-        mined = mine(read_repository(folder))
-        asked = [question for question in mined.questions if question.kind == arguments.kind]
+    if not arguments.folders and not arguments.traces:
+        parser.error("nothing to ask: name a DIR or --traces TASKS ROLLOUTS")
+    asks = [(folder.name, mine(read_repository(folder)), arguments.kind) for folder in arguments.folders]
+    for tasks, rollouts in arguments.traces:
+        files, questions = read_traces(tasks, rollouts)
+        asks.append((f"agents, {tasks.parent.name}", Mined(files=files, questions=tuple(questions)), "trace"))
+    for name, mined, kind in asks:
+        asked = [question for question in mined.questions if question.kind == kind]
         if not asked:
-            parser.error(f"{folder}: no question of the kind {arguments.kind} can be made of it")
+            parser.error(f"{name}: no question of the kind {kind} can be made of it")
         asked = Random(0).sample(asked, min(arguments.questions, len(asked)))
         index = CodeIndex.build(mined.files, embedding)
         each = ranks(index, asked)
-        show(f"{folder.name}: {len(asked)} questions, {index.report.files} files, {index.report.chunks} chunks", each)
+        show(f"{name}: {len(asked)} questions, {index.report.files} files, {index.report.chunks} chunks", each)
         for way, rank in each.items():
             found.setdefault(way, []).append(rank)
     total = {way: np.concatenate(rank) for way, rank in found.items()}

@@ -148,6 +148,20 @@ def test_nothing_is_changed_without_a_yes(repository: Path, script: Path, tmp_pa
     assert (repository / "f.py").read_text() == RIGHT
 
 
+def test_git_shows_nothing_of_what_is_kept_inside_the_repository(
+    repository: Path, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    asked = ["agent", ".", "fix it", "--policy", f"scripted:{script}", "--verdict", "later"]
+    for _ in range(2):  # of an earlier one, the agent and the next diff see nothing either
+        main(asked)
+    subprocess.run(["git", "init", "-q"], check=True)
+    told = subprocess.run(["git", "status", "--porcelain", "-uall"], capture_output=True, text=True, check=True)
+    assert told.stdout == "?? f.py\n?? test_f.py\n"
+    folders = sorted((repository / ".composer_nb").iterdir())
+    assert len(folders) == 2 and len({(each / "changes.diff").read_bytes() for each in folders}) == 1
+
+
 def test_what_the_user_wrote_meanwhile_stays(repository: Path, script: Path, tmp_path: Path) -> None:
     work = run_agent(repository, "fix it", f"scripted:{script}", tmp_path / "out")
     (repository / "f.py").write_text("mine\n")

@@ -161,7 +161,7 @@ def _names(row: Mapping[str, Any], key: str) -> list[str]:
     if key == "FAIL_TO_PASS" and not names:
         raise ValueError(f"{row.get('instance_id', 'row')}: FAIL_TO_PASS is empty: nothing would tell a right answer")
     for name in names:
-        if not _module(name).endswith(".py") or "\n" in name:
+        if not _module(name).endswith(".py") or "\n" in name or name.startswith("-"):  # an option, on a command line
             raise ValueError(f"{row.get('instance_id', 'row')}: {key}: {name[:80]!r} is no node id of pytest")
     return names
 

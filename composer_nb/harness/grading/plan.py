@@ -18,7 +18,7 @@ import ast
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Literal
@@ -82,6 +82,11 @@ class Plan:
             return cls(digest=held["digest"], tests=dict(held["tests"]), twins=twins)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not a plan of hidden tests: {error}") from None
+
+
+def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """The test modules that these tests are in."""
+    return tuple(sorted({key.partition("::")[0] for key in keys}))
 
 
 def digest(task: Task) -> str:

@@ -32,7 +32,17 @@ from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.grade import Grade, Status
 from composer_nb.harness.grading.box import Job, Ran, RunnerEnded, run_jobs
 from composer_nb.harness.grading.diff import changes
-from composer_nb.harness.grading.plan import Drawn, Plan, Twin, changed_text, conftests, draw, normal, plan_of
+from composer_nb.harness.grading.plan import (
+    Drawn,
+    Plan,
+    Twin,
+    changed_text,
+    conftests,
+    draw,
+    modules_of,
+    normal,
+    plan_of,
+)
 from composer_nb.harness.grading.scope import is_test_module
 from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, SandboxSpec
 from composer_nb.harness.task import Task
@@ -104,14 +114,15 @@ def grade_pytest(
 
 
 def job(task: Task, files: Mapping[str, bytes], twins: Sequence[Twin], keys: frozenset[str] | None) -> Job:
-    """One run of a task's hidden tests on `files`, with some twins in place of their tests."""
+    """One run of a task's hidden tests on `files`, all or those of `keys`, with some twins in place of their tests."""
     modules = {path: text for path, text in task.tests.items() if path.endswith(".py")}
     sealed = conftests(task) | modules
     for path, text in sealed.items():
         sealed[path] = normal(changed_text(text, [twin for twin in twins if twin.path == path]))
     data = {path: text.encode() for path, text in task.tests.items() if path not in modules}
     plain = {path: content for path, content in files.items() if path not in sealed}
-    return Job(files=plain | data, hidden=sealed, tests=tuple(sorted(filter(is_test_module, modules))), keys=keys)
+    tests = tuple(sorted(filter(is_test_module, modules))) if keys is None else modules_of(keys)
+    return Job(files=plain | data, hidden=sealed, tests=tests, keys=keys)
 
 
 def judge(plan: Plan, drawn: Drawn, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:

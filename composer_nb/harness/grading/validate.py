@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from composer_nb.harness.grading.box import Ran, Result, RunnerEnded, run_jobs
@@ -178,25 +178,32 @@ def seen_to_fail(
     timeout_s: float,
     spec: SandboxSpec | None,
 ) -> list[Twin]:
-    """Which of the changes fail, on an assertion, what they change."""
+    """Which of the changes fail, on an assertion, what they change. Each round runs the tests that it changes and no others."""
+    of_base: dict[str, list[str]] = {}
+    for key in plan.tests:
+        of_base.setdefault(key.rpartition("#")[0], []).append(key)
     rounds: list[list[Candidate]] = []
     for candidate in proposed:  # in one round at most one change for each test
+        if of_base.keys().isdisjoint(candidate.bases):
+            continue
         place = next((r for r in rounds if not any(_meet(candidate, other) for other in r)), None)
         if place is None:
             rounds.append(place := [])
         place.append(candidate)
-    jobs = [job(task, gold, [_twin(c) for c in each], frozenset(plan.tests)) for each in rounds]
+    changed = [sorted({base for candidate in each for base in candidate.bases}) for each in rounds]
+    keys = [[key for base in bases for key in of_base.get(base, ())] for bases in changed]
+    jobs = [job(task, gold, [_twin(c) for c in each], frozenset(k)) for each, k in zip(rounds, keys, strict=True)]
     ran = run_jobs(backend, jobs, timeout_s=timeout_s, spec=spec)
-    twins = [twin for each, run in zip(rounds, ran, strict=True) for twin in _made(plan, each, run)]
+    twins = [t for each, k, run in zip(rounds, keys, ran, strict=True) for t in _made(k, each, run)]
     strong = {key for twin in twins if twin.kind != "negation" for key in twin.keys}
     return [twin for twin in twins if twin.kind != "negation" or strong.isdisjoint([*twin.keys, *twin.besides])]
 
 
-def _made(plan: Plan, round: Sequence[Candidate], run: Ran) -> Iterator[Twin]:
+def _made(tests: Iterable[str], round: Sequence[Candidate], run: Ran) -> Iterator[Twin]:
     """The changes of one round that became twins, with the tests that they make fail."""
     failed = {
         key: run.results.get(key, Result(outcome="missing"))
-        for key in plan.tests
+        for key in tests
         if not (key in run.results and run.results[key].passed)
     }
     # A row that is not the test of its number, as where a fixture multiplies the tests.
@@ -204,7 +211,7 @@ def _made(plan: Plan, round: Sequence[Candidate], run: Ran) -> Iterator[Twin]:
     for candidate in round:
         keys = [key for key in failed if candidate.changes(key)]
         if keys and strays.isdisjoint(candidate.bases) and all(_tells(candidate, failed[key]) for key in keys):
-            besides = [key for key in plan.tests if candidate.changes(key) and key not in failed]
+            besides = [key for key in tests if candidate.changes(key) and key not in failed]
             yield _twin(candidate, keys, besides)
 
 

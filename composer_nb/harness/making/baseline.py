@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from composer_nb.harness.grading.box import Place, Ran, Reach, RunnerEnded, run_jobs
-from composer_nb.harness.grading.plan import Plan, digest
+from composer_nb.harness.grading.plan import Plan, digest, modules_of
 from composer_nb.harness.grading.pytest_grader import job
 from composer_nb.harness.grading.validate import with_twins
 from composer_nb.harness.making.repository import Repository
@@ -81,11 +81,6 @@ class Baseline:
         return cls(plan=Plan.from_json(held["plan"]), reach=reach, left_out=held["left_out"], suite_s=held["suite_s"])
 
 
-def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
-    """The test modules that these tests are in."""
-    return tuple(sorted({key.partition("::")[0] for key in keys}))
-
-
 def whole(repository: Repository) -> Task:
     """The repository as a task that has nothing to do, for the grader's machinery."""
     return Task(
@@ -106,7 +101,6 @@ def measure(repository: Repository, backend: Backend, spec: SandboxSpec, say: Sa
 
     def run(keys: Sequence[frozenset[str] | None], seed: int = 0, reach: bool = False) -> list[Ran]:
         jobs = [replace(job(task, gold, (), each), reach=reach) for each in keys]
-        jobs = [each if each.keys is None else replace(each, tests=modules_of(each.keys)) for each in jobs]
         ran: list[Ran] = []
         try:
             for start in range(0, len(jobs), RUNS_AT_ONCE):

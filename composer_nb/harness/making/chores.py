@@ -25,11 +25,10 @@ import libcst as cst
 
 from composer_nb.harness.calls import SandboxFailure
 from composer_nb.harness.grading.box import Place
-from composer_nb.harness.grading.plan import Plan, digest, plan_of, with_plan
+from composer_nb.harness.grading.plan import Plan, digest, modules_of, plan_of, with_plan
 from composer_nb.harness.grading.reach import all_candidates
 from composer_nb.harness.grading.scope import is_conftest
 from composer_nb.harness.grading.validate import seen_to_fail
-from composer_nb.harness.making.baseline import modules_of
 from composer_nb.harness.making.changes import (
     Change,
     Edit,
@@ -320,8 +319,11 @@ def with_mutants(subject: Subject, chore: Chore, units: Sequence[Unit]) -> Chore
     if len(found) < MUTANTS[0]:
         return None
     chosen = [change for change, _ in found[: MUTANTS[1]]]
-    right = [(unit.path, unit.start, unit.end, same_meaning(text_of(unit, subject.repository.files)))]
-    cases = [[], right, *([(e.path, e.start, e.end, e.text) for e in change.edits] for change in chosen)]
+    # Mutants are written like the second right text: what is left of that tells nothing.
+    name = f"_{Random(f'{subject.seed} {chore.key}').choice(MODULES)}_done"
+    right = [(unit.path, unit.start, unit.end, same_meaning(text_of(unit, subject.repository.files), name))]
+    wrong = [[(e.path, e.start, e.end, same_meaning(e.text, name)) for e in change.edits] for change in chosen]
+    cases = [[], right, *wrong]
     given = {each: text for each, text in subject.repository.files.items() if is_conftest(each)}
     check = (
         f"SAID = outcomes({path!r}, {cases!r}, {given!r}, {[*given, f'{CHECK}/test_tests.py']!r})\n\n\n"
@@ -335,15 +337,15 @@ def with_mutants(subject: Subject, chore: Chore, units: Sequence[Unit]) -> Chore
     return replace(chore, check=f"import pytest\n\n{check}", cases=tuple(ids))
 
 
-def same_meaning(text: str) -> str:
-    """A unit's text written anew: no comments, other lines, and in each function a statement that does nothing, so that neither
-    text nor tree nor bytecode are as they were."""
+def same_meaning(text: str, name: str) -> str:
+    """A unit's text written anew: no comments, other lines, and in each function a statement that only gives `name` a value, so
+    that neither text nor tree nor bytecode are as they were."""
     depth = (len(text) - len(text.lstrip(" "))) // 4
     tree = ast.parse("".join(f"{'    ' * level}if 1:\n" for level in range(depth)) + text)
     for node in ast.walk(tree):
         if isinstance(node, Function):
             documented = ast.get_docstring(node, clean=False) is not None
-            node.body.insert(int(documented), ast.parse("_untouched = None").body[0])
+            node.body.insert(int(documented), ast.parse(f"{name} = None").body[0])
     return "\n".join(ast.unparse(tree).split("\n")[depth:]).lstrip("\n")
 
 

@@ -114,6 +114,8 @@ def read_repository(path: Path) -> Repository:
         name, found = path.resolve().name, _of_folder(path)
     elif not path.exists():
         raise FileNotFoundError(f"{path}: no repository here; give a folder, a git checkout or a source distribution")
+    elif not path.is_file():
+        raise ValueError(f"{path}: not a folder and not a file")
     elif path.name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar")):
         name, found = _stem(path), _of_tar(path)
     elif path.suffix == ".zip":

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from composer_nb.harness.grading.box import Job, Ran, RunnerEnded, run_jobs
-from composer_nb.harness.grading.plan import Plan, Twin, digest, normal, plain_lines, with_plan
+from composer_nb.harness.grading.plan import Plan, Twin, digest, modules_of, normal, plain_lines, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest, job
 from composer_nb.harness.grading.scope import is_test_module
 from composer_nb.harness.grading.validate import IDS
-from composer_nb.harness.making.baseline import Baseline, modules_of, whole
+from composer_nb.harness.making.baseline import Baseline, whole
 from composer_nb.harness.making.changes import Change, changed_lines
 from composer_nb.harness.making.instructions import Symptom, symptom, without_tests, write, write_feature
 from composer_nb.harness.making.repository import Repository
@@ -93,9 +93,8 @@ def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], expl
     """The tests of these keys on a changed repository, without the test modules that they do not need."""
     files = {path: text.encode() for path, text in {**subject.repository.files, **changed}.items()}
     whole_job = job(whole(subject.repository), files, (), frozenset(keys))
-    modules = modules_of(whole_job.keys or ())
-    kept = needed(whole_job.hidden, modules)
-    return replace(whole_job, hidden={path: whole_job.hidden[path] for path in kept}, tests=modules, explain=explain)
+    kept = needed(whole_job.hidden, whole_job.tests)
+    return replace(whole_job, hidden={path: whole_job.hidden[path] for path in kept}, explain=explain)
 
 
 def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
@@ -214,7 +213,6 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
     start = {path: text.encode() for path, text in task.files.items()}
     gold = {path: text.encode() for path, text in (task.files | task.solution).items()}
     jobs = [job(task, files, (), keys) for files in (gold, start)]
-    jobs = [replace(each, tests=modules_of(keys)) for each in jobs]
     reach = subject.baseline.reach
     timeout_s = 10.0 + 4 * sum(reach[key].seconds if key in reach else OWN_S for key in keys)
     seen: list[set[str]] = []

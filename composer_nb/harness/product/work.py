@@ -74,6 +74,8 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
     """Writes it into its folder, which is made, with an open verdict."""
     done, name = work.conversation, shown(work.source.root.name)
     work.path.mkdir(parents=True)
+    if work.path.resolve().is_relative_to(work.source.root.resolve()):
+        (work.path / ".gitignore").write_text("*\n", encoding="utf-8")  # kept in the repository, and none of it
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
     after = dict(before)
     for path, blob in work.changes.items():

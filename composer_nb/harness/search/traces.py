@@ -9,12 +9,17 @@ Lines are those of the files as they were when the rollout began, since that is 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.search.questions import Question
+from composer_nb.harness.store import load_attempts
+from composer_nb.harness.task import load_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +109,49 @@ def trace_questions(instruction: str, turns: Sequence[Turn], files: Mapping[str,
         for said, spans in labels(steps_of(instruction, turns, files))
         for each in spans
     ]
+
+
+def traced(attempts: Sequence[Attempt]) -> tuple[dict[str, bytes], list[Question]]:
+    """A repository as the right answers of its tasks leave it, and what rollouts on these tasks ask of it.
+
+    A question's lines are where they stand in the repository, which all tasks share. Raises ValueError for no attempts.
+    """
+    if not attempts:
+        raise ValueError("no rollouts")
+    whole: dict[str, str] = {}
+    for each in attempts:
+        whole |= {path: text for path, text in each.task.files.items() if path not in whole}
+    for each in attempts:
+        whole |= each.task.solution
+    questions = [
+        followed(question, each.task.files[question.path], whole[question.path])
+        for each in attempts
+        for question in trace_questions(each.task.instruction, each.rollout.turns, each.task.files)
+    ]
+    return {path: text.encode() for path, text in whole.items()}, list(dict.fromkeys(questions))
+
+
+def read_traces(tasks: Path, rollouts: Path) -> tuple[dict[str, bytes], list[Question]]:
+    """`traced` of the tasks in a file as `tasks make` writes it, and of the rollouts in one as `eval` keeps them
+    (`OUT/ARM/rollouts.parquet`). Raises ValueError for damaged files, or other tasks' rollouts."""
+    return traced(load_attempts(rollouts, {task.id: task for task in load_tasks(tasks)}))
+
+
+def followed(question: Question, before: str, after: str) -> Question:
+    """The same question of another state of its file: lines that differ are those that they became."""
+    blocks = difflib.SequenceMatcher(None, before.split("\n"), after.split("\n"), autojunk=False).get_opcodes()
+
+    def place(line: int, last: bool) -> int:
+        for _, start, end, new_start, new_end in blocks:
+            if start <= line < end:
+                return (
+                    new_start + line - start
+                    if end - start == new_end - new_start
+                    else new_end - 1
+                    if last
+                    else new_start
+                )
+        raise ValueError(f"{question.path} has no line {line + 1}")
+
+    first = place(question.first - 1, last=False)
+    return replace(question, first=first + 1, last=max(first, place(question.last - 1, last=True)) + 1)

@@ -7,12 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from composer_nb.harness.rollout import Turn
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grade import Grade
+from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.search.embedding import Embedding
 from composer_nb.harness.search.index import CodeIndex
 from composer_nb.harness.search.measure import answers, figures, ranks, score, table
 from composer_nb.harness.search.questions import Question, mine
-from composer_nb.harness.search.traces import Lines, Step, labels, steps_of, trace_questions
+from composer_nb.harness.search.traces import Lines, Step, followed, labels, steps_of, trace_questions, traced
+from composer_nb.harness.task import Task
 
 SOURCE = '''"""A module."""
 
@@ -143,6 +146,48 @@ def test_what_was_read_after_the_edit_or_elsewhere_is_no_answer() -> None:
     steps = [Step(said="q"), Step(read=other), Step(edited=edit), Step(read=read)]
     assert list(labels(steps)) == [("q", (edit,))]
     assert list(labels([Step(said="q"), Step(read=other)])) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "lines", "after", "wanted"),
+    [
+        ("a\nb\nc", (2, 3), "new\na\nb\nc", (3, 4)),  # as where the answer adds lines above
+        ("a\nstub\nc", (2, 2), "a\nx\ny\nz\nc", (2, 4)),  # a body that is gone, and the whole of it
+        ("a\nx\ny\nc", (2, 3), "a\nb\nc", (2, 2)),
+        ("a\nx\nc", (2, 2), "a\nc", (2, 2)),  # nothing is left of it: where it stood
+    ],
+)
+def test_lines_are_found_again_in_another_state_of_the_file(
+    before: str, lines: tuple[int, int], after: str, wanted: tuple[int, int]
+) -> None:
+    asked = Question(text="q", path="f.py", first=lines[0], last=lines[1], kind="trace")
+    found = followed(asked, before, after)
+    assert (found.first, found.last) == wanted
+    assert followed(asked, before, before) == asked
+
+
+def test_rollouts_on_tasks_of_a_repository_ask_it_as_it_is_when_right() -> None:
+    def attempt(text: str, right: str, *turns: Turn) -> Attempt:
+        task = Task.model_construct(
+            id="t", instruction=text, files={"f.py": text, "same.py": "s\n"}, solution={"f.py": right}
+        )
+        rollout = Rollout(task_id="t", segments=(), turns=turns, files={}, stop="finished")
+        return Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
+
+    whole = "one\ntwo\nthree\n"
+    edit = turn("search_replace", file_path="f.py", old_string="gap\n", new_string="two\nthree\n")
+    other = turn("search_replace", file_path="f.py", old_string="on\n", new_string="one\n")
+    files, asked = traced(
+        [
+            attempt("one\ngap\n", whole, edit),
+            attempt("on\ntwo\nthree\n", whole, other),
+            attempt("on\ntwo\nthree\n", whole, other),
+        ]
+    )
+    assert files == {"f.py": whole.encode(), "same.py": b"s\n"}
+    assert [(q.first, q.last) for q in asked] == [(2, 3), (1, 1)]
+    with pytest.raises(ValueError, match="no rollouts"):
+        traced([])
 
 
 def test_the_tools_of_tiny_models_are_known() -> None:
