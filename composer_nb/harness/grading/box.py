@@ -49,6 +49,11 @@ class Job:
     """Whether to note which functions of the workspace each test calls, which takes longer."""
     explain: bool = False
     """Whether to note where and with which words tests failed."""
+    hash_seed: int = 0
+    """Of Python's hashes: what depends on the order of a set comes out differently under another."""
+    test_s: float = 0.0
+    """After so many seconds an alarm fails a test with `Endless`, and the others follow; 0: no alarm. For what is known to be
+    honest: what runs can turn it off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +118,6 @@ def run_jobs(
     *,
     timeout_s: float = 60.0,
     spec: SandboxSpec | None = None,
-    hash_seed: int = 0,
 ) -> list[Ran]:
     """Runs every job for at most `timeout_s` seconds, several at a time.
 
@@ -121,17 +125,17 @@ def run_jobs(
     """
     kit = framed(block(backend, spec))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda job: _run(backend, kit, job, timeout_s, spec, hash_seed), jobs))
+        return list(pool.map(lambda job: _run(backend, kit, job, timeout_s, spec), jobs))
 
 
-def _run(backend: Backend, kit: bytes, job: Job, timeout_s: float, spec: SandboxSpec | None, hash_seed: int) -> Ran:
+def _run(backend: Backend, kit: bytes, job: Job, timeout_s: float, spec: SandboxSpec | None) -> Ran:
     nonce = secrets.token_hex(16)
     box = backend.create(spec)
     try:
         done = box.exec(
             command(timeout_s),
             timeout_s=timeout_s + GRACE_S,
-            env={"PYTHONHASHSEED": str(hash_seed)},
+            env={"PYTHONHASHSEED": str(job.hash_seed)},
             stdin=kit + _frame(job, nonce),
             output_bytes=OUTPUT_BYTES,
         )
@@ -162,6 +166,7 @@ def _frame(job: Job, nonce: str) -> bytes:
         "keys": None if job.keys is None else sorted(job.keys),
         "reach": job.reach,
         "explain": job.explain,
+        "test_s": job.test_s,
     }
     return marshal.dumps(frame, 4)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
 import types
@@ -109,6 +110,17 @@ class Plugin:
             depths = [[self.calls.numbers[code], depth] for code, depth in self.calls.depths.items()]
             self.say(["reached", self.keys[item], seconds, depths])
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> typing.Generator[None, object, object]:
+        if not self.prepared.test_s:
+            return (yield)
+        signal.signal(signal.SIGALRM, _end)
+        signal.setitimer(signal.ITIMER_REAL, self.prepared.test_s, self.prepared.test_s)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
@@ -129,6 +141,14 @@ class Plugin:
                 self.say(["at", self.keys[item], *self.failures.get(item, (0, ""))])
             self.say([self.keys[item], said, why, item.nodeid])
         return report
+
+
+class Endless(BaseException):
+    """A test's time is up. No `except Exception` of a test takes it for something else."""
+
+
+def _end(number: int, frame: object) -> None:
+    raise Endless
 
 
 class Calls:

@@ -281,6 +281,7 @@ class Prepared:
         self.keys: set[str] | None = None if job["keys"] is None else set(job["keys"])
         self.reach: bool = job["reach"]
         self.explain: bool = job["explain"]
+        self.test_s: float = job["test_s"]
         put(self.decoy, DECOY)
         put(self.ini, b"[pytest]\n")
         for path, data in job["files"].items():

@@ -25,7 +25,9 @@ IDS = "pytest.ids"
 HARMLESS = {"printed_results"}
 """Of a task: its own tests may print such lines."""
 ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
-NEVER_A_TWIN = {"NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
+TEST_S = 5.0
+"""Longest that a changed test may take: one that fails within a `with` may leave it waiting for ever."""
+NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +82,8 @@ def validate_task(
     except (ValueError, RecursionError) as error:
         return Validation(problems=(f"{path} can not be written anew by `ast`: {error}",))
     try:
-        trials = [
-            run_jobs(backend, [job(task, gold, (), None)], timeout_s=timeout_s, spec=spec, hash_seed=seed)[0]
-            for seed in range(repeats)
-        ]
+        jobs = [replace(job(task, gold, (), None), hash_seed=seed) for seed in range(repeats)]
+        trials = run_jobs(backend, jobs, timeout_s=timeout_s, spec=spec)
     except (SandboxDied, RunnerEnded) as error:
         return Validation(problems=(f"the gold patch ends its sandbox: {error}",))
     found = _agreed(task, trials)
@@ -193,6 +193,7 @@ def seen_to_fail(
     changed = [sorted({base for candidate in each for base in candidate.bases}) for each in rounds]
     keys = [[key for base in bases for key in of_base.get(base, ())] for bases in changed]
     jobs = [job(task, gold, [_twin(c) for c in each], frozenset(k)) for each, k in zip(rounds, keys, strict=True)]
+    jobs = [replace(each, test_s=TEST_S) for each in jobs]
     ran = run_jobs(backend, jobs, timeout_s=timeout_s, spec=spec)
     twins = [t for each, k, run in zip(rounds, keys, ran, strict=True) for t in _made(k, each, run)]
     strong = {key for twin in twins if twin.kind != "negation" for key in twin.keys}

@@ -10,10 +10,10 @@ An environment is kept if more than 80 % of the tests pass (SWE-smith, arXiv 250
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from composer_nb.harness.grading.box import Place, Ran, Reach, RunnerEnded, run_jobs
+from composer_nb.harness.grading.box import Job, Place, Ran, Reach, RunnerEnded, run_jobs
 from composer_nb.harness.grading.plan import Plan, digest, modules_of
 from composer_nb.harness.grading.pytest_grader import job
 from composer_nb.harness.grading.validate import with_twins
@@ -22,13 +22,10 @@ from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, Sandbox
 from composer_nb.harness.task import Task
 
 KEPT_SHARE = 0.8
-REPEATS = 3
-"""Of the whole suite; what is left is run REPEATS_AGAIN times more."""
-REPEATS_AGAIN = 2
+REPEATS = 4
+"""Of the tests that passed once and are quick enough."""
 SUITE_S = 400.0
 """Time limit of one run of a whole suite."""
-RUNS_AT_ONCE = 6
-"""In one sandbox."""
 SLOW_S = 1.0
 """A test that takes longer, while calls are noted, counts in no task: a grade runs it three times."""
 Say = Callable[[str], None]
@@ -99,25 +96,21 @@ def measure(repository: Repository, backend: Backend, spec: SandboxSpec, say: Sa
     gold = {path: text.encode() for path, text in repository.files.items()}
     _refuse_copies(repository, backend, spec)
 
-    def run(keys: Sequence[frozenset[str] | None], seed: int = 0, reach: bool = False) -> list[Ran]:
-        jobs = [replace(job(task, gold, (), each), reach=reach) for each in keys]
-        ran: list[Ran] = []
+    def run(*jobs: Job) -> list[Ran]:
         try:
-            for start in range(0, len(jobs), RUNS_AT_ONCE):
-                part = jobs[start : start + RUNS_AT_ONCE]
-                ran += run_jobs(backend, part, timeout_s=SUITE_S, spec=spec, hash_seed=seed)
+            return run_jobs(backend, jobs, timeout_s=SUITE_S, spec=spec)
         except (SandboxDied, RunnerEnded) as error:
             raise ValueError(f"{repository.name}: its tests end the sandbox: {error}") from None
-        return ran
 
     say("running the suite as it is")
-    names, left_out, stable = _agreeing(repository, [run([None], seed)[0] for seed in range(REPEATS)])
+    names, left_out, passing = _passing(repository, run(job(task, gold, (), None))[0])
     say("finding out what each test calls")
     reach: dict[str, Reach] = {}
-    groups = [frozenset(key for key in stable if key.partition("::")[0] == module) for module in modules_of(stable)]
+    groups = [frozenset(key for key in passing if key.partition("::")[0] == module) for module in modules_of(passing)]
     while groups:
         following = []
-        for keys, ran in zip(groups, run(groups, reach=True), strict=True):
+        jobs = [replace(job(task, gold, (), keys), reach=True) for keys in groups]
+        for keys, ran in zip(groups, run(*jobs), strict=True):
             if "read_tests" in ran.flags and len(keys) > 1:  # one of them is to blame: which?
                 ordered = sorted(keys)
                 following += [frozenset(ordered[: len(keys) // 2]), frozenset(ordered[len(keys) // 2 :])]
@@ -130,7 +123,9 @@ def measure(repository: Repository, backend: Backend, spec: SandboxSpec, say: Sa
                 else:
                     reach[key] = ran.reached[key]
         groups = following
-    again = [run([frozenset(reach)], REPEATS + number)[0] for number in range(REPEATS_AGAIN)]
+    say(f"running {len(reach)} tests again")
+    quick = job(task, gold, (), frozenset(reach))
+    again = run(*(replace(quick, hash_seed=1 + number) for number in range(REPEATS)))
     for key in list(reach):
         if not all(key in ran.results and ran.results[key].passed for ran in again):
             left_out[names[key]] = "flaky"
@@ -145,27 +140,22 @@ def measure(repository: Repository, backend: Backend, spec: SandboxSpec, say: Sa
     return Baseline(plan=plan, reach=reach, left_out=left_out, suite_s=min(ran.seconds for ran in again))
 
 
-def _agreeing(repository: Repository, trials: list[Ran]) -> tuple[dict[str, str], dict[str, str], set[str]]:
-    """Node ids by key; those that are left out, with the reason; keys of those that pass every time."""
-    names = {key: result.id for ran in trials for key, result in ran.results.items()}
-    outcomes = {key: {ran.results[key].outcome if key in ran.results else "missing" for ran in trials} for key in names}
-    why = {"failed": "failing", "skipped": "skipped", "missing": "flaky"}
-    left_out = {
-        names[key]: "flaky" if len(found) > 1 else why[next(iter(found))]
-        for key, found in outcomes.items()
-        if found != {"passed"}
-    }
-    stable = {key for key, found in outcomes.items() if found == {"passed"}}
+def _passing(repository: Repository, ran: Ran) -> tuple[dict[str, str], dict[str, str], set[str]]:
+    """Node ids by key; those that are left out, with the reason; keys of those that pass. Raises ValueError for too few."""
+    names = {key: result.id for key, result in ran.results.items()}
+    why = {"failed": "failing", "skipped": "skipped"}
+    left_out = {names[key]: why[result.outcome] for key, result in ran.results.items() if not result.passed}
+    passing = {key for key, result in ran.results.items() if result.passed}
     asked = len(names) - sum(each == "skipped" for each in left_out.values())
-    if "timeout" in trials[0].flags:
+    if "timeout" in ran.flags:
         raise ValueError(f"{repository.name}: its suite takes longer than {SUITE_S:.0f} s")
-    if not asked or len(stable) / asked <= KEPT_SHARE:
-        told = [line for line in trials[0].output.splitlines() if "Error" in line]
+    if not asked or len(passing) / asked <= KEPT_SHARE:
+        told = [line for line in ran.output.splitlines() if "Error" in line]
         raise ValueError(
-            f"{repository.name}: only {len(stable)} of {asked} tests pass before anything is changed, and more than "
+            f"{repository.name}: only {len(passing)} of {asked} tests pass before anything is changed, and more than "
             f"{KEPT_SHARE:.0%} must{': ' + told[-1][:200] if told else ''}"
         )
-    return names, left_out, stable
+    return names, left_out, passing
 
 
 _LOOK = """\

@@ -39,7 +39,7 @@ CHORES = 10
 """One in CHORES is for the linter, one to write tests, one to refactor; what cannot be had of these becomes bugs."""
 CHORES_TRIED = 4
 """So many are tried for each that is wanted."""
-FORMAT = "2"
+FORMAT = "3"
 """Of the record: another number, and what was found out before is not taken for what would be found out now."""
 
 

@@ -218,7 +218,8 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
     seen: list[set[str]] = []
     for seed in range(REPEATS):
         try:
-            right, wrong = run_jobs(subject.backend, jobs, timeout_s=timeout_s, spec=subject.spec, hash_seed=seed)
+            pair = [replace(each, hash_seed=seed) for each in jobs]
+            right, wrong = run_jobs(subject.backend, pair, timeout_s=timeout_s, spec=subject.spec)
         except (SandboxDied, RunnerEnded):
             return "ends early"
         if wrong.flags:

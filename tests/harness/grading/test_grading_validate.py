@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from composer_nb.harness.attacks.patch_target import PROPERTY, TARGET
+from composer_nb.harness.grading import validate
 from composer_nb.harness.grading.plan import Plan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import Validation, validate_task
@@ -208,6 +209,33 @@ def test_second(): assert LEFT and f(2) == 3
     found = validate_task(make_task({"test_f.py": tests, "test_g.py": other}), backend)
     assert found.valid and found.plan is not None, found.problems
     assert found.plan.covered == {"test_g.py::test_third#0"} and len(found.plan.tests) == 3
+
+
+def test_a_changed_test_without_an_end_costs_no_other_its_twin(
+    make_task: Make, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validate, "TEST_S", 0.5)
+    tests = """\
+import threading
+from f import f
+class Waits:
+    def __enter__(self):
+        self.done = threading.Event()
+        return self
+    def __exit__(self, *error): self.done.wait()
+def test_waits():
+    with Waits() as it:
+        assert f(1) == 2
+        it.done.set()
+def test_without_a_right_answer():
+    with Waits() as it:
+        with pytest.raises(TypeError): f("")
+        it.done.set()
+def test_after(): assert f(2) == 3
+"""
+    found = validate_task(make_task({"test_f.py": "import pytest\n" + tests}), backend, timeout_s=10)
+    assert found.valid and found.plan is not None
+    assert found.plan.covered == {"test_f.py::test_after#0"}, "no change of the others was seen to fail for what it says"
 
 
 def test_another_graders_task_is_refused(make_task: Make, backend: Backend) -> None:
