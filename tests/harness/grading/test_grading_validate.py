@@ -235,7 +235,9 @@ def test_after(): assert f(2) == 3
 """
     found = validate_task(make_task({"test_f.py": "import pytest\n" + tests}), backend, timeout_s=10)
     assert found.valid and found.plan is not None
-    assert found.plan.covered == {"test_f.py::test_after#0"}, "no change of the others was seen to fail for what it says"
+    assert found.plan.covered == {"test_f.py::test_after#0"}, (
+        "no change of the others was seen to fail for what it says"
+    )
 
 
 def test_another_graders_task_is_refused(make_task: Make, backend: Backend) -> None:
