@@ -57,12 +57,16 @@ NEAREST = (np.searchsorted(KNOTS, np.arange(1 << 10, dtype=np.uint64) << _CELL, 
 """For every 2^20th of the 2^30, the last knot up to it: where to look for the others."""
 
 
+RECIPROCALS = np.array([0, *(-(-(1 << 40) // n) for n in range(1, 257))], np.uint64)
+"""2^40 / n, rounded up: x times it, of 2^40, is x // n for every x up to 2^24."""
+
+
 def rate_of(code: int) -> int:
     """Hazard that a byte of a block's header stands for: none, or 3 bits of mantissa after a leading one."""
     return (8 + (code & 7)) << (code >> 3) if code else 0
 
 
-RATES = np.array([rate_of(code) for code in range(160)], np.uint64)
+RATES = np.array([rate_of(code) for code in range(160)], np.uint32)
 """Up to 7.5: even a class of which everything changed may have one element that does not."""
 
 
@@ -111,18 +115,24 @@ def probability(model):  # type: ignore[no-untyped-def]
 
 
 @coder
+def negated(x, where):  # type: ignore[no-untyped-def]
+    """−x where all bits of `where` are ones, x where none is: a decision costs nothing here that nobody could foresee."""
+    return (x ^ where) - where
+
+
+@coder
 def learn(model, bit):  # type: ignore[no-untyped-def]
     """The estimator of Krichevsky and Trofimov, forgetting after 254 decisions."""
-    p, seen = model >> U(8), model & U(255)
-    share = (U(1 << 24) - p if bit else p) // (seen + U(2))
-    p = p + share if bit else p - share
+    p, seen, zero = model >> U(8), model & U(255), U(bit) - U(1)
+    away = negated(p, ~zero) + (U(1 << 24) & ~zero)
+    p += negated((away * RECIPROCALS[seen + U(2)]) >> U(40), zero)
     return (p << U(8)) | min(seen + U(1), U(254))
 
 
 @coder
 def new_models(mask):  # type: ignore[no-untyped-def]
     """Nothing seen, either bit as likely."""
-    return np.full((mask + U(1)) * U(MODELS), U(1 << 31))
+    return np.full((mask + U(1)) * U(MODELS), np.uint32(1 << 31))
 
 
 @coder
@@ -133,36 +143,51 @@ def ordinal(bits, width):  # type: ignore[no-untyped-def]
     return np.int64(bits & (sign - U(1))) ^ -np.int64(bits >> (width - U(1)))
 
 
+@coder
+def together(block, i, count, rates, shift):  # type: ignore[no-untyped-def]
+    """Hazard of `count` elements."""
+    total = U(0)
+    for j in range(count):
+        total += U(rates[U(block[i + U(j)]) >> shift])
+    return total
+
+
 # Encoding
 
 
 @coder
-def positions(differs, at):  # type: ignore[no-untyped-def]
-    """Of the bytes that are 1 (the others 0), eight in each of `differs`, into `at`; how many."""
-    count = U(0)
-    for k in range(len(differs)):
-        eight = differs[k]
-        if eight:
-            for j in range(8):
-                at[count] = 8 * k + j
-                count += (eight >> U(8 * j)) & U(1)
+def differences(a, b, some, others, at):  # type: ignore[no-untyped-def]
+    """Into `at`: where `a` and `b` differ, ascending; how many. `some`, `others`: the same memory in words of 64 bits, but for
+    less than one at the end."""
+    lanes, width = U(8 // a.itemsize), U(8 * a.itemsize)
+    ones, count = (U(1) << width) - U(1), U(0)
+    for k in range(len(some)):
+        differs = some[k] ^ others[k]
+        if differs:
+            for j in range(lanes):
+                at[count] = U(k) * lanes + U(j)
+                count += U((differs >> (U(j) * width)) & ones != U(0))
+    for i in range(U(len(some)) * lanes, len(a)):
+        at[count] = i
+        count += U(a[i] != b[i])
     return count
 
 
 @coder
 def histogram(base, shift, mask):  # type: ignore[no-untyped-def]
-    """Elements of each class; of a large block from a quarter of it. Four counters each: one just written is slow to read."""
+    """Elements of each class; of a large block from some 2^17 of them, and then no class has none. Four counters each: one just
+    written is slow to read."""
     counts = np.zeros((4, mask + U(1)), np.int64)
     n = U(len(base))
-    step = U(64) if n < U(1 << 16) else U(248)
-    for begin in range(U(0), n - n % U(64), step):
+    one_in = max(n >> U(17), U(1))
+    for begin in range(U(0), n - n % U(64), U(64) * one_in):
         for i in range(begin, begin + U(64), U(4)):
             for j in range(4):
                 counts[j, (U(base[i + U(j)]) >> shift) & mask] += 1
     for i in range(n - n % U(64), n):
         counts[0, (U(base[i]) >> shift) & mask] += 1
-    scale = 1 if step == U(64) else 4
-    return (counts[0] + counts[1] + counts[2] + counts[3]) * scale
+    total = counts[0] + counts[1] + counts[2] + counts[3]
+    return total if one_in == U(1) else (total + 1) * np.int64(one_in)
 
 
 @coder
@@ -173,11 +198,10 @@ def hazards(base, at, rates, shift, before):  # type: ignore[no-untyped-def]
     for k in range(len(at)):
         end, total = U(at[k]), U(0)
         while i + U(8) <= end:
-            for j in range(8):
-                total += rates[U(base[i + U(j)]) >> shift]
+            total += together(base, i, 8, rates, shift)
             i += U(8)
         while i < end:
-            total += rates[U(base[i]) >> shift]
+            total += U(rates[U(base[i]) >> shift])
             i += U(1)
         before[k] = total
         i += U(1)
@@ -192,8 +216,9 @@ def put(symbols, count, start, frequency):  # type: ignore[no-untyped-def]
 @coder
 def put_bit(symbols, count, models, which, bit):  # type: ignore[no-untyped-def]
     """Appends a decision and learns from it; the new number of symbols."""
-    p = probability(models[which])
-    models[which] = learn(models[which], bit)
+    model = U(models[which])
+    p = probability(model)
+    models[which] = learn(model, bit)
     return put(symbols, count, U(0) if bit else p, p if bit else WHOLE - p)
 
 
@@ -227,7 +252,7 @@ def model_block(before, classes, old, new, rates, width):  # type: ignore[no-unt
     symbols = np.empty(8 * len(before) + 256, np.uint64)
     count, slow = U(0), NORMAL
     for k in range(len(before)):
-        gone, own, speed = before[k], rates[classes[k]], pace(slow)
+        gone, own, speed = before[k], U(rates[classes[k]]), pace(slow)
         while True:
             if count + U(64) > U(len(symbols)):
                 symbols = np.concatenate((symbols, symbols))
@@ -268,20 +293,20 @@ def rans(symbols):  # type: ignore[no-untyped-def]
 
 @coder
 def refill(state, words, used):  # type: ignore[no-untyped-def]
-    """After the last word zeros follow; `used` counts on, and tells in the end."""
-    if state < LOWEST:
-        state = (state << U(32)) | (U(words[used]) if used < U(len(words)) else U(0))
-        used += U(1)
-    return state, used
+    """The last word is a zero that is none of the coder's, and follows for ever; `used` counts on, and tells in the end."""
+    low = U(state < LOWEST)
+    word = U(words[min(used, U(len(words)) - U(1))])
+    return (state << (low << U(5))) | (word & (U(0) - low)), used + low
 
 
 @coder
 def get_bit(state, words, used, models, which):  # type: ignore[no-untyped-def]
-    p = probability(models[which])
-    slot = state & MASK
+    model = U(models[which])
+    p, slot = probability(model), state & MASK
     bit = slot < p
-    state = (p if bit else WHOLE - p) * (state >> U(SCALE)) + slot - (U(0) if bit else p)
-    models[which] = learn(models[which], bit)
+    zero = U(bit) - U(1)
+    state = (negated(p, zero) + (WHOLE & zero)) * (state >> U(SCALE)) + slot - (p & zero)
+    models[which] = learn(model, bit)
     state, used = refill(state, words, used)
     return bit, state, used
 
@@ -326,41 +351,40 @@ def time_of(slot):  # type: ignore[no-untyped-def]
 @coder
 def find(block, i, need, rates, shift):  # type: ignore[no-untyped-def]
     """The first element from `i` on at which hazard has added up to `need`, and what there was before it."""
-    n, gone = U(len(block)), U(0)
+    n, left = U(len(block)), need
     while i + U(16) <= n:
-        group = U(0)
-        for j in range(16):
-            group += rates[U(block[i + U(j)]) >> shift]
-        if gone + group >= need:
-            break
-        gone += group
+        group = together(block, i, 16, rates, shift)
+        if group >= left:
+            total, passed, before = U(0), U(0), U(0)
+            for j in range(16):  # all of them: to leave a loop at a place that nobody can foresee takes longer
+                total += U(rates[U(block[i + U(j)]) >> shift])
+                less = U(total < left)
+                passed += less
+                before = max(before, total & (U(0) - less))
+            return i + passed, need - left + before
+        left -= group
         i += U(16)
-    left, total, passed, before = need - gone, U(0), U(0), U(0)
-    if i + U(16) <= n:
-        for j in range(16):  # all of them: to leave a loop at a place that nobody can foresee takes longer
-            total += rates[U(block[i + U(j)]) >> shift]
-            passed += U(total < left)
-            before = total if total < left else before
-    else:
-        for j in range(n - i):
-            total += rates[U(block[i + j]) >> shift]
-            passed += U(total < left)
-            before = total if total < left else before
-    return i + passed, gone + before
+    while i < n:
+        own = U(rates[U(block[i]) >> shift])
+        if own >= left:
+            break
+        left -= own
+        i += U(1)
+    return i, need - left
 
 
 @coder
 def decode_block(block, changed, rates, state, words, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Makes the target of the base, in place. 0; 1 for words that do not end where the changes do, 2 for a change beyond the
-    block, 3 for a number that does not exist. What is not 0 leaves a block that is of no use."""
+    """Makes the target of the base, in place; `words` end with a zero of nobody's. 0; 1 for words that end elsewhere than changes
+    do, 2 for a change beyond the block, 3 for a number that does not exist. What is not 0 leaves a block that is of no use."""
     models = new_models(mask)
-    n, i, used, slow = U(len(block)), U(0), U(0), NORMAL
+    n, i, used, slow, last = U(len(block)), U(0), U(0), NORMAL, U(len(words)) - U(1)
     sign = U(1) << (width - U(1))
     biggest = np.int64(sign - U(1))
     while changed:
         speed, waited = pace(slow), U(0)
         while state & MASK >= GIVEN_UP:
-            if used > U(len(words)):
+            if used > last:
                 return 1
             wait = patience(speed)
             waited += wait
@@ -373,7 +397,7 @@ def decode_block(block, changed, rates, state, words, shift, mask, width):  # ty
         if i >= n:
             return 2
         old = U(block[i])
-        own = rates[old >> shift]
+        own = U(rates[old >> shift])
         gone = max(gone, waited) - waited
         start = cumulative(gone, speed)
         state = (cumulative(gone + own, speed) - start) * (state >> U(SCALE)) + slot - start
@@ -386,4 +410,4 @@ def decode_block(block, changed, rates, state, words, shift, mask, width):  # ty
         slow = after_change(slow, gone, own)
         changed -= U(1)
         i += U(1)
-    return 0 if state == LOWEST and used == U(len(words)) else 1
+    return 0 if state == LOWEST and used == last else 1

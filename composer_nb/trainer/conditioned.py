@@ -99,7 +99,8 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
 def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     """Nothing where nothing changed."""
     shift, mask = np.uint64(layout.shift), np.uint64(layout.mask)
-    at = changes(base, target)
+    found = np.empty(len(base) + 1, np.uint32)
+    at = found[: int(delta.differences(base, target, _words(base), _words(target), found))]
     if not len(at):
         return b""
     old, new = base[at].astype(np.uint64), target[at].astype(np.uint64)
@@ -115,19 +116,9 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     return head + _STATE.pack(state) + words.tobytes()
 
 
-def changes(base: Bits, target: Bits) -> Bits:
-    """Positions at which they differ, ascending. Piece by piece: what is compared stays in the cache."""
-    piece = 1 << 16
-    differs, at, count = np.zeros(piece, np.bool_), np.empty(len(base) + 1, np.uint32), 0
-    for begin in range(0, len(base), piece):
-        size = min(piece, len(base) - begin)
-        np.not_equal(base[begin : begin + size], target[begin : begin + size], out=differs[:size])
-        differs[size:] = False
-        found = at[count:]
-        more = int(delta.positions(differs.view("<u8"), found))
-        found[:more] += np.uint32(begin)
-        count += more
-    return at[:count]
+def _words(bits: Bits) -> Bits:
+    """The same memory in words of 64 bits, but for what is less than one at its end."""
+    return bits[: len(bits) - len(bits) % (8 // bits.itemsize)].view("<u8")
 
 
 def rate_codes(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> Bits:
@@ -158,7 +149,7 @@ def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
         np.uint64(changed),
         layout.by_sign(delta.RATES[codes]),
         np.uint64(_STATE.unpack_from(body, words - _STATE.size)[0]),
-        np.frombuffer(body, "<u4", offset=words).astype(np.uint32),
+        np.append(np.frombuffer(body, "<u4", offset=words), np.uint32(0)),
         np.uint64(layout.shift),
         np.uint64(layout.mask),
         np.uint64(layout.width),

@@ -107,6 +107,10 @@ def kl_penalty(
     return torch.zeros_like(logprob_N).detach(), settings.beta * estimate_N.sum() / denominator
 
 
+MOST = 20.0
+"""Where log-ratios are cut off on either side; `ratio_cut` counts the tokens."""
+
+
 def policy_loss(
     logprob_N: Tensor,
     sampled_N: Tensor,
@@ -137,7 +141,7 @@ def policy_loss(
     dppo    Only movement along the advantage stops a token: p − p_s > δ for A > 0, p_s − p > δ for A < 0. So it is here.
     All of GRPO, GSPO, CISPO and IcePop divide A by the group's standard deviation, which is `std_norm` and apart from the ratio.
     """
-    log_ratio_N = (logprob_N - sampled_N).clamp(-20, 20)
+    log_ratio_N = (logprob_N - sampled_N).clamp(-MOST, MOST)
     ratio_N = log_ratio_N.exp()
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     keep_N = torch.ones_like(ratio_N)
@@ -170,6 +174,7 @@ def policy_loss(
         "masked": float((1 - keep_N).sum()),
         "ratio_off_20": float((raw_N.expm1().abs() > 0.2).sum()),
         "k3": float((raw_N.expm1() - raw_N).sum()),
+        "ratio_cut": float((raw_N.abs() >= MOST).sum()),
         "tokens": float(len(logprob_N)),
     }
     return term_N.sum() / denominator, metrics

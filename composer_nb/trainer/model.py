@@ -507,14 +507,28 @@ class Model(nn.Module):
 
     def forward(self, token_ids: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, T, V] and routes int64 [B, T, L, K] of full rows, on the routes `replay` if given. Raises ValueError past
-        the longest position."""
-        B, T = token_ids.shape
+        the longest position, for tokens that the vocabulary lacks, and for routes of another shape or unknown experts."""
+        c, (B, T) = self.config, token_ids.shape
+        _require_range("token_ids", token_ids, c.vocab_size, "tokens")
+        if replay is not None:
+            if replay.shape != (B, T, c.moe_layers, c.num_experts_per_tok):
+                raise ValueError(
+                    f"replay: of shape {list(replay.shape)}; these rows take [{B}, {T}, {c.moe_layers}, "
+                    f"{c.num_experts_per_tok}], the experts of each token in each MoE layer"
+                )
+            _require_range("replay", replay, c.num_experts, "experts")
         batch = PackedRows.of_lengths([T] * B, self.config, token_ids.device)
         given = None if replay is None else Replay(experts=replay.flatten(0, 1))
         hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, given)
         logits = self.linear(hidden_ND, self.output_weight)
         routes = torch.stack([routing.experts_NK for routing in routings], dim=1)
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])
+
+
+def _require_range(name: str, values: Tensor, count: int, what: str) -> None:
+    """Raises ValueError for values outside of 0 … count − 1."""
+    if values.numel() and not (0 <= (low := int(values.min())) and (high := int(values.max())) < count):
+        raise ValueError(f"{name}: holds {low if low < 0 else high}; there are {count} {what}, from 0")
 
 
 def _feed_forward(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor, tile: int) -> Tensor:

@@ -183,9 +183,20 @@ class Learner:
             self.optimizer.sum_(ranks)
             norms.append(self.optimizer.step(lr, clip))
             after()
-        names = ("masked", "ratio_off_20", "k3", "tokens", "entropy", "rows", "agreed", "chosen", "implausible")
+        names = (
+            "masked",
+            "ratio_off_20",
+            "k3",
+            "ratio_cut",
+            "tokens",
+            "entropy",
+            "rows",
+            "agreed",
+            "chosen",
+            "implausible",
+        )
         sums = ranks.sums({name: totals[name] for name in names})
-        count, rows, agreed, chosen, implausible = (sums.pop(n) for n in ("tokens", *names[5:]))
+        count, rows, agreed, chosen, implausible = (sums.pop(n) for n in ("tokens", *names[6:]))
         found = {name: value / max(1.0, count) for name, value in sums.items()}
         found |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": lr}
         found["logit_scale"] = self.optimizer.logit_scale

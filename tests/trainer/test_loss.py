@@ -162,7 +162,7 @@ def test_on_policy_every_choice_is_the_plain_policy_gradient(ratio: Any):
     loss, metrics = policy_loss(logprob, sampled, advantage, rollout, LossSettings(ratio=ratio), 5.0)
     (slope,) = torch.autograd.grad(loss, logprob)
     torch.testing.assert_close(slope, -advantage / 5)
-    assert metrics == {"masked": 0.0, "ratio_off_20": 0.0, "k3": 0.0, "tokens": 12.0}
+    assert metrics == {"masked": 0.0, "ratio_off_20": 0.0, "k3": 0.0, "ratio_cut": 0.0, "tokens": 12.0}
 
 
 @pytest.mark.parametrize("cap", [1.5, 5.0])
@@ -178,9 +178,9 @@ def test_a_probability_that_has_all_but_vanished_gives_finite_numbers():
     for ratio in RATIOS:
         logprob = torch.tensor([-200.0, -0.1], requires_grad=True)
         sampled, advantage = torch.tensor([-0.1, -200.0]), torch.tensor([1.0, -1.0])
-        loss, _ = policy_loss(logprob, sampled, advantage, torch.tensor([0, 1]), LossSettings(ratio=ratio), 1.0)
+        loss, found = policy_loss(logprob, sampled, advantage, torch.tensor([0, 1]), LossSettings(ratio=ratio), 1.0)
         (slope,) = torch.autograd.grad(loss, logprob)
-        assert loss.isfinite() and slope.isfinite().all()
+        assert loss.isfinite() and slope.isfinite().all() and found["ratio_cut"] == 2, "cut off, and said so"
 
 
 # Advantages

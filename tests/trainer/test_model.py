@@ -124,6 +124,24 @@ def test_a_row_may_be_as_long_as_the_positions_and_no_longer(make_model):
         model(torch.zeros(1, 97, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    ("ids", "replay", "told"),
+    [
+        ([[0, 61]], None, "token_ids: holds 61; there are 61 tokens"),
+        ([[0, -1]], None, "token_ids: holds -1"),
+        (
+            [[0, 1]],
+            torch.zeros(1, 2, 1, 2, dtype=torch.int64),
+            r"replay: of shape \[1, 2, 1, 2\]; these rows take \[1, 2, 2, 2\]",
+        ),
+        ([[0, 1]], torch.full((1, 2, 2, 2), 99), "replay: holds 99; there are"),
+    ],
+)
+def test_tokens_and_routes_that_there_are_not_are_named(make_model, ids, replay, told: str):
+    with pytest.raises(ValueError, match=told):
+        make_model(0)(torch.tensor(ids), replay)
+
+
 def test_replay_uses_the_given_experts_and_must_fit_every_layer(make_model):
     model = make_model(7)
     ids = torch.randint(0, 61, (2, 10))
