@@ -511,11 +511,6 @@ class Model(nn.Module):
         c, (B, T) = self.config, token_ids.shape
         _require_range("token_ids", token_ids, c.vocab_size, "tokens")
         if replay is not None:
-            if replay.shape != (B, T, c.moe_layers, c.num_experts_per_tok):
-                raise ValueError(
-                    f"replay: of shape {list(replay.shape)}; these rows take [{B}, {T}, {c.moe_layers}, "
-                    f"{c.num_experts_per_tok}], the experts of each token in each MoE layer"
-                )
             _require_range("replay", replay, c.num_experts, "experts")
         batch = PackedRows.of_lengths([T] * B, self.config, token_ids.device)
         given = None if replay is None else Replay(experts=replay.flatten(0, 1))

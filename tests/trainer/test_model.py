@@ -129,11 +129,6 @@ def test_a_row_may_be_as_long_as_the_positions_and_no_longer(make_model):
     [
         ([[0, 61]], None, "token_ids: holds 61; there are 61 tokens"),
         ([[0, -1]], None, "token_ids: holds -1"),
-        (
-            [[0, 1]],
-            torch.zeros(1, 2, 1, 2, dtype=torch.int64),
-            r"replay: of shape \[1, 2, 1, 2\]; these rows take \[1, 2, 2, 2\]",
-        ),
         ([[0, 1]], torch.full((1, 2, 2, 2), 99), "replay: holds 99; there are"),
     ],
 )
