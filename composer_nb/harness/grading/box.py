@@ -25,6 +25,8 @@ GRACE_S = 15.0
 AT_ONCE = 4
 """Sandboxes of one call that live at the same time."""
 OUTPUT_BYTES = 32 << 20
+INTERNAL_ERROR = 3
+"""pytest's exit code for a run that it gave up itself."""
 LINE = 500
 """Characters. pytest's own lines are shorter."""
 
@@ -180,8 +182,9 @@ def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
     for line in report["events"].split("\n")[:-1]:
         event = _event(line, nonce)
         match event:
-            case ["done", int()] if not done:
+            case ["done", int(code)] if not done:
                 done = True
+                flags |= {"ended_early"} if code == INTERNAL_ERROR else set()
             case [str(key), "passed" | "failed" | "skipped" as outcome, str(why), str(name)] if (
                 not done and key not in results and (job.keys is None or key in job.keys)
             ):

@@ -67,6 +67,9 @@ class Plugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
         session.config.option.xmlpath = self.prepared.decoy
+        # Nobody reads tracebacks. To show one, pytest parses source, which Python 3.11 may end in SystemError where a `__del__`
+        # raises meanwhile, and the whole run with it.
+        session.config.option.tbstyle = "no"
         for path in self.prepared.conftests:
             module = importlib.import_module(self.prepared.names[path])
             session.config.pluginmanager.register(module, name=os.path.join(self.prepared.root, path))

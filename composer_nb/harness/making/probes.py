@@ -38,7 +38,8 @@ for root in given["roots"]:
             os.chdir(root)
             sys.path += [root, os.path.join(root, "src")]
             sys.argv = ["pytest", given["file"]]
-            options = ["-q", "-c", given["ini"], "--rootdir", root, "-p", "no:cacheprovider", "--basetemp", root + ".temporary"]
+            options = ["-q", "--tb=no", "-c", given["ini"], "--rootdir", root, "-p", "no:cacheprovider"]
+            options += ["--basetemp", root + ".temporary"]
             code = int(pytest.main([*options, given["file"]]))
         finally:
             os._exit(code)

@@ -159,6 +159,35 @@ def test_too_little_time_fails_what_is_missing(make_task: Callable[..., Task], b
     assert found.tests == {"test_f.py::test_a": True, "test_f.py::test_b": False}
 
 
+def test_a_failing_test_is_not_looked_at_more_closely(make_task: Callable[..., Task], backend: Backend) -> None:
+    tests = """\
+import ast
+from f import f
+def mismatch(*arguments, **options): raise SystemError("AST constructor recursion depth mismatch")
+ast.parse = mismatch  # as Python 3.11 sometimes does
+def test_fails(): assert f(1) == 1
+def test_after(): assert f(1) == 2
+"""
+    task = make_task({"test_f.py": tests})
+    files = {path: text.encode() for path, text in (task.files | task.solution).items()}
+    [ran] = box.run_jobs(backend, [job(task, files, (), None)])
+    assert [each.outcome for each in ran.results.values()] == ["failed", "passed"] and not ran.flags
+
+
+def test_a_run_that_pytest_gives_up_is_no_whole_one(make_task: Callable[..., Task], backend: Backend) -> None:
+    tests = """\
+from _pytest.reports import TestReport
+from f import f
+def test_before(): assert f(1) == 2
+def test_breaks_pytest(): TestReport.from_item_and_call = None
+def test_after(): assert f(1) == 2
+"""
+    task = make_task({"test_f.py": tests})
+    files = {path: text.encode() for path, text in (task.files | task.solution).items()}
+    [ran] = box.run_jobs(backend, [job(task, files, (), None)])
+    assert "test_f.py::test_after#0" not in ran.results and ran.flags == {"ended_early"}
+
+
 def test_what_flags_mean_is_written_down() -> None:
     text = Path(box.__file__).read_text()
     noticed = set(re.findall(r'\("(\w+)", (?:report|_looks|not done)', text)) | {"forged_events"}
