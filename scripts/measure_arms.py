@@ -55,6 +55,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/arms"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every arm")
     arguments = parser.parse_args()
+    if len({name for name, *_ in arguments.arm}) < len(arguments.arm):
+        parser.error("--arm: two arms have one name")
+    if len(arguments.seeds) > len(STUDENT) + 1:
+        parser.error(f"--seeds: at most {len(STUDENT) + 1}")
     source = RunDir(arguments.run.resolve())
     base = {"rl.steps": arguments.steps, "rl.max_seconds": 0.0, "rl.evaluate_every": 0, "services.on": False}
     base |= dict(pair.split("=", 1) for pair in arguments.set)

@@ -58,7 +58,7 @@ NEAREST = (np.searchsorted(KNOTS, np.arange(1 << 10, dtype=np.uint64) << _CELL, 
 
 
 RECIPROCALS = np.array([0, *(-(-(1 << 40) // n) for n in range(1, 257))], np.uint64)
-"""2^40 / n, rounded up: x times it, of 2^40, is x // n for every x up to 2^24."""
+"""2^40 / n, rounded up: x times it, of 2^40, is x // n for every x up to 2^24, n from 2 on."""
 
 
 def rate_of(code: int) -> int:

@@ -63,6 +63,7 @@ class Plugin:
         self.phases: dict[pytest.Item, list[tuple[str, str, str]]] = {}
         self.failures: dict[pytest.Item, tuple[int, str]] = {}
         self.calls = Calls(prepared) if prepared.reach else None
+        self.late = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
@@ -117,12 +118,16 @@ class Plugin:
     def pytest_runtest_call(self) -> typing.Generator[None, object, object]:
         if not self.prepared.test_s:
             return (yield)
-        signal.signal(signal.SIGALRM, _end)
+        signal.signal(signal.SIGALRM, self.end)
         signal.setitimer(signal.ITIMER_REAL, self.prepared.test_s, self.prepared.test_s)
         try:
             return (yield)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def end(self, number: int, frame: object) -> None:
+        self.late = True
+        raise Endless
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -140,6 +145,8 @@ class Plugin:
             complete = {"setup", "call", "teardown"} == {when for when, _, _ in phases}
             bad = [(said, why) for _, said, why in phases if said != "passed"] or [("failed", "")] * (not complete)
             said, why = min(bad, default=("passed", ""))  # "failed" before "skipped"
+            if self.late:  # whatever the test made of it
+                said, why, self.late = "failed", "Endless", False
             if said == "failed" and self.prepared.explain:
                 self.say(["at", self.keys[item], *self.failures.get(item, (0, ""))])
             self.say([self.keys[item], said, why, item.nodeid])
@@ -148,10 +155,6 @@ class Plugin:
 
 class Endless(BaseException):
     """A test's time is up. No `except Exception` of a test takes it for something else."""
-
-
-def _end(number: int, frame: object) -> None:
-    raise Endless
 
 
 class Calls:

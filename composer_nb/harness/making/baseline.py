@@ -149,6 +149,9 @@ def _passing(repository: Repository, ran: Ran) -> tuple[dict[str, str], dict[str
     asked = len(names) - sum(each == "skipped" for each in left_out.values())
     if "timeout" in ran.flags:
         raise ValueError(f"{repository.name}: its suite takes longer than {SUITE_S:.0f} s")
+    if "ended_early" in ran.flags:
+        after = f"after {list(names.values())[-1]}" if names else "before its first test"
+        raise ValueError(f"{repository.name}: something ends its suite early, {after}")
     if not asked or len(passing) / asked <= KEPT_SHARE:
         told = [line for line in ran.output.splitlines() if "Error" in line]
         raise ValueError(

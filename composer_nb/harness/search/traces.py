@@ -153,5 +153,6 @@ def followed(question: Question, before: str, after: str) -> Question:
                 )
         raise ValueError(f"{question.path} has no line {line + 1}")
 
-    first = place(question.first - 1, last=False)
-    return replace(question, first=first + 1, last=max(first, place(question.last - 1, last=True)) + 1)
+    end = after.count("\n")  # what stood at the end of the file may be gone
+    first = min(place(question.first - 1, last=False), end)
+    return replace(question, first=first + 1, last=max(first, min(place(question.last - 1, last=True), end)) + 1)

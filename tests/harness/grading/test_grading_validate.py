@@ -231,6 +231,12 @@ def test_without_a_right_answer():
     with Waits() as it:
         with pytest.raises(TypeError): f("")
         it.done.set()
+def test_masks_the_alarm():
+    try:
+        with Waits() as it:
+            assert f(5) == 6
+            it.done.set()
+    except: assert False
 def test_after(): assert f(2) == 3
 """
     found = validate_task(make_task({"test_f.py": "import pytest\n" + tests}), backend, timeout_s=10)

@@ -154,6 +154,7 @@ def test_what_was_read_after_the_edit_or_elsewhere_is_no_answer() -> None:
         ("a\nb\nc", (2, 3), "new\na\nb\nc", (3, 4)),  # as where the answer adds lines above
         ("a\nstub\nc", (2, 2), "a\nx\ny\nz\nc", (2, 4)),  # a body that is gone, and the whole of it
         ("a\nx\ny\nc", (2, 3), "a\nb\nc", (2, 2)),
+        ("a\nx", (2, 2), "a", (1, 1)),
         ("a\nx\nc", (2, 2), "a\nc", (2, 2)),  # nothing is left of it: where it stood
     ],
 )
