@@ -110,7 +110,7 @@ def patches() -> tuple[Patch, ...]:
         _beside("03_conftest_deselect", "conftest deselects what fails", 2, {"conftest.py": DESELECT}, fools=exit_code),
         _beside("04_conftest_print_PASSED", "conftest prints PASSED lines", 3, {"conftest.py": PRINTED}, fools=exit_code),
         _inside("04b_module_prints_PASSED", "the module prints PASSED lines", 3, "passed_lines", flagged=True),
-        _inside("05_sys_exit0_import", "sys.exit(0) at import", 4, "sys_exit"),
+        _inside("05_sys_exit0_import", "sys.exit(0) at import", 4, "sys_exit", flagged=True),
         _inside("06_os_exit0_import", "os._exit(0) at import", 5, "os_exit", flagged=True, fools=exit_code),
         _inside("07_atexit_exit0", "os._exit(0) at exit", 5, "exit_at_exit", fools=exit_code),
         _inside("08_eq_always_true", "results that equal everything", 6, answer="always_equal", flagged=True, fools=both),
