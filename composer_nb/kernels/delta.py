@@ -25,7 +25,10 @@ SCALE = 30
 """log2 of what the frequencies of all symbols add up to."""
 WHOLE, MASK = U(1 << SCALE), U((1 << SCALE) - 1)
 LOWEST = U(1 << 32)
-"""The coder's state lies in [2^32, 2^64), and begins and ends (read backwards) as this."""
+"""The coder's state lies in [2^32, 2^64) from its first word on."""
+NONE = U(1)
+"""Its state before the first symbol, which a decoder ends with. Every symbol makes more of it, so it says by itself that the
+block has no more changes."""
 NAT = 1 << 20
 """A hazard of 1; a unit of the clock at its normal pace is as long."""
 PATIENCE = U(6 * NAT)
@@ -175,8 +178,8 @@ def differences(a, b, some, others, at):  # type: ignore[no-untyped-def]
 
 @coder
 def histogram(base, shift, mask):  # type: ignore[no-untyped-def]
-    """Elements of each class; of a large block from some 2^17 of them, and then no class has none. Four counters each: one just
-    written is slow to read."""
+    """Elements of each class among some 2^17 of a large block, and of how many each stands for one. Four counters each: one
+    just written is slow to read."""
     counts = np.zeros((4, mask + U(1)), np.int64)
     n = U(len(base))
     one_in = max(n >> U(17), U(1))
@@ -186,8 +189,7 @@ def histogram(base, shift, mask):  # type: ignore[no-untyped-def]
                 counts[j, (U(base[i + U(j)]) >> shift) & mask] += 1
     for i in range(n - n % U(64), n):
         counts[0, (U(base[i]) >> shift) & mask] += 1
-    total = counts[0] + counts[1] + counts[2] + counts[3]
-    return total if one_in == U(1) else (total + 1) * np.int64(one_in)
+    return counts[0] + counts[1] + counts[2] + counts[3], one_in
 
 
 @coder
@@ -275,7 +277,7 @@ def rans(symbols):  # type: ignore[no-untyped-def]
     """Final state and words of the coder, in the order in which a decoder reads them."""
     words = np.empty(len(symbols) + 1, np.uint32)
     first = U(len(words))
-    state = LOWEST
+    state = NONE
     for k in range(len(symbols)):
         symbol = symbols[U(len(symbols) - 1 - k)]
         frequency, start = symbol & U(0xFFFFFFFF), symbol >> U(32)
@@ -293,9 +295,9 @@ def rans(symbols):  # type: ignore[no-untyped-def]
 
 @coder
 def refill(state, words, used):  # type: ignore[no-untyped-def]
-    """The last word is a zero that is none of the coder's, and follows for ever; `used` counts on, and tells in the end."""
-    low = U(state < LOWEST)
-    word = U(words[min(used, U(len(words)) - U(1))])
+    """Takes a word where the state is low and there is one left. The last is a zero that is none of the coder's."""
+    low = U(state < LOWEST) & U(used < U(len(words)) - U(1))
+    word = U(words[used])
     return (state << (low << U(5))) | (word & (U(0) - low)), used + low
 
 
@@ -374,18 +376,16 @@ def find(block, i, need, rates, shift):  # type: ignore[no-untyped-def]
 
 
 @coder
-def decode_block(block, changed, rates, state, words, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Makes the target of the base, in place; `words` end with a zero of nobody's. 0; 1 for words that end elsewhere than changes
-    do, 2 for a change beyond the block, 3 for a number that does not exist. What is not 0 leaves a block that is of no use."""
+def decode_block(block, rates, state, words, shift, mask, width):  # type: ignore[no-untyped-def]
+    """Makes the target of the base, in place; `words` end with a zero of nobody's. 0; 1 for a change beyond the block, 2 for a
+    number that does not exist. What is not 0 leaves a block that is of no use."""
     models = new_models(mask)
     n, i, used, slow, last = U(len(block)), U(0), U(0), NORMAL, U(len(words)) - U(1)
     sign = U(1) << (width - U(1))
     biggest = np.int64(sign - U(1))
-    while changed:
+    while state != NONE or used < last:
         speed, waited = pace(slow), U(0)
         while state & MASK >= GIVEN_UP:
-            if used > last:
-                return 1
             wait = patience(speed)
             waited += wait
             state = (WHOLE - GIVEN_UP) * (state >> U(SCALE)) + (state & MASK) - GIVEN_UP
@@ -395,7 +395,7 @@ def decode_block(block, changed, rates, state, words, shift, mask, width):  # ty
         slot = state & MASK
         i, gone = find(block, i, waited + ((time_of(slot) << U(16)) + speed - U(1)) // speed, rates, shift)
         if i >= n:
-            return 2
+            return 1
         old = U(block[i])
         own = U(rates[old >> shift])
         gone = max(gone, waited) - waited
@@ -404,10 +404,9 @@ def decode_block(block, changed, rates, state, words, shift, mask, width):  # ty
         state, used = refill(state, words, used)
         new, state, used = get_step(state, words, used, models, ((old >> shift) & mask) * U(MODELS), old, width)
         if new > biggest or new < -biggest - 1:
-            return 3
+            return 2
         negative = new >> 63
         block[i] = U(new ^ negative) | (sign & U(negative))
         slow = after_change(slow, gone, own)
-        changed -= U(1)
         i += U(1)
-    return 0 if state == LOWEST and used == last else 1
+    return 0

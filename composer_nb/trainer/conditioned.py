@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ Bits = npt.NDArray[np.unsignedinteger[Any]]
 
 BLOCK = 1 << 20
 """Elements that are coded together, and can be coded beside others."""
-_HEAD, _STATE = struct.Struct("<IBB"), struct.Struct("<Q")
+_STATE = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Conditioned:
         layout = LAYOUTS[dtype]
         a, b = (_elements(bits, layout) for bits in (base, target))
         blocks = [encode_block(a[i : i + BLOCK], b[i : i + BLOCK], layout) for i in range(0, len(a), BLOCK)]
-        return b"".join([struct.pack(f"<{len(blocks)}I", *map(len, blocks)), *blocks])
+        return b"".join([struct.pack(f"<{len(blocks[1:])}I", *map(len, blocks[:-1])), *blocks])
 
     def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
         if dtype not in LAYOUTS:
@@ -69,18 +70,16 @@ class Conditioned:
         layout = LAYOUTS[dtype]
         made = _elements(base, layout)
         made = made.copy() if made is base else made
-        count = -(-len(made) // BLOCK)
-        if len(payload) < 4 * count:
+        count = max(-(-len(made) // BLOCK), 1)
+        if len(payload) < 4 * (count - 1):
             raise ValueError("the payload ends within the lengths of its blocks")
-        lengths = struct.unpack_from(f"<{count}I", payload)
-        if len(payload) != 4 * count + sum(lengths):
-            raise ValueError("the payload is not as long as its blocks")
-        begin = 4 * count
-        for number, length in enumerate(lengths):
-            if length:
+        *ends, last = accumulate(struct.unpack_from(f"<{count - 1}I", payload), initial=4 * (count - 1))
+        if last > len(payload):
+            raise ValueError("the payload ends within its blocks")
+        for number, (begin, end) in enumerate(pairwise([*ends, last, len(payload)])):
+            if begin < end:
                 block = made[number * BLOCK : (number + 1) * BLOCK]
-                decode_block(block, payload[begin : begin + length], layout)
-            begin += length
+                decode_block(block, payload[begin:end], layout)
         return made if layout.width >= 8 else (made[0::2] | made[1::2] << 4).view(base.dtype)
 
 
@@ -106,14 +105,15 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     old, new = base[at].astype(np.uint64), target[at].astype(np.uint64)
     classes = old >> shift & mask
     changed = np.bincount(classes.astype(np.int64), minlength=layout.mask + 1)
-    codes = rate_codes(delta.histogram(base, shift, mask), changed)
+    seen, one_in = delta.histogram(base, shift, mask)
+    there = int(one_in) * (seen + ((one_in > 1) & (changed > 0)))  # half of those that a sample misses, or so
+    first, codes = rate_codes(there, changed)
     rates, before = delta.RATES[codes], np.empty(len(at), np.uint64)
     delta.hazards(base, at, layout.by_sign(rates), shift, before)
     symbols = delta.model_block(before, classes, old, new, rates, np.uint64(layout.width))
     state, words = delta.rans(symbols)
-    first, last = (int(c) for c in np.flatnonzero(codes)[[0, -1]])
-    head = _HEAD.pack(len(at), first, last - first) + codes[first : last + 1].tobytes()
-    return head + _STATE.pack(state) + words.tobytes()
+    last = int(np.flatnonzero(codes)[-1])
+    return bytes([first, last - first]) + pack_codes(codes[first : last + 1]) + _STATE.pack(state) + words.tobytes()
 
 
 def _words(bits: Bits) -> Bits:
@@ -121,32 +121,70 @@ def _words(bits: Bits) -> Bits:
     return bits[: len(bits) - len(bits) % (8 // bits.itemsize)].view("<u8")
 
 
-def rate_codes(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> Bits:
-    """For each class the byte whose hazard is nearest to −ln(1 − changed/there); 0 where nothing changed."""
-    share = changed / np.maximum(there, 1)
-    hazard = -np.log(np.maximum(1 - share, 2.0**-7)) * delta.NAT
+def rate_codes(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> tuple[int, Bits]:
+    """For each class the byte whose hazard is nearest to −ln(1 − changed/there), 0 where nothing changed; and the class up to
+    which all are taken together. Those of small numbers have few elements each: a byte for each says less than it costs.
+    Something has to have changed."""
+    there = np.maximum(there, changed)
+    together, sums = np.cumsum(there), np.cumsum(changed)
+    lost = _bits(together, sums) - np.cumsum(_bits(there, changed))
+    last = int(np.flatnonzero(changed)[-1])
+    first = int(np.argmax(8 * np.arange(last + 1) - lost[: last + 1]))
+    changed, there = (
+        np.where(np.arange(len(x)) <= first, y[first], x) for x, y in ((changed, sums), (there, together))
+    )
+    hazard = -np.log(np.maximum(1 - changed / np.maximum(there, 1), 2.0**-7)) * delta.NAT
     middle = (delta.RATES[1:-1] + delta.RATES[2:]) / 2
     codes = 1 + np.searchsorted(middle, hazard)
-    return np.where(changed > 0, codes, 0).astype(np.uint8)
+    return first, np.where(changed > 0, codes, 0).astype(np.uint8)
+
+
+def _bits(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
+    """Entropy of which of so many changed, N · H(c / N)."""
+    parts = [n * np.log2(np.maximum(there, 1) / np.maximum(n, 1)) for n in (changed, there - changed)]
+    return np.asarray(parts[0] + parts[1])
+
+
+def pack_codes(codes: Bits) -> bytes:
+    """In digits of 16, the last byte filled up: two for the first; of another how far it is below the one before it, from -2 to
+    12, and 2 more (it is 8 where a weight twice as large changes half as often), or else 15 and itself, two."""
+    digits = [*divmod(int(codes[0]), 16)]
+    for before, code in pairwise(codes.tolist()):
+        less = before - code + 2
+        digits += [less] if 0 <= less < 15 else [15, *divmod(code, 16)]
+    digits.append(0)
+    return bytes(high << 4 | low for high, low in zip(digits[::2], digits[1::2], strict=False))
+
+
+def unpack_codes(body: bytes, begin: int, count: int) -> tuple[list[int], int]:
+    """So many codes, which may be any numbers, and where they end; that may be beyond the body."""
+    digits = [digit for byte in body[begin : begin + 2 * count] for digit in (byte >> 4, byte & 15)] + [0] * 3 * count
+    codes, at = [16 * digits[0] + digits[1]], 2
+    while len(codes) < count:
+        plain = digits[at] < 15
+        codes.append(codes[-1] + 2 - digits[at] if plain else 16 * digits[at + 1] + digits[at + 2])
+        at += 1 if plain else 3
+    return codes, begin + -(-at // 2)
 
 
 def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
     """Makes the target of the base, in place. Raises ValueError."""
-    if len(body) < _HEAD.size:
+    if len(body) < 2:
         raise ValueError("a block ends within its header")
-    changed, first, more = _HEAD.unpack_from(body)
-    words = _HEAD.size + more + 1 + _STATE.size
+    first, more = body[:2]
+    if first + more > layout.mask:
+        raise ValueError("a block has rates of classes that there are not")
+    found, begin = unpack_codes(body, 2, more + 1)
+    if min(found) < 0 or max(found) >= len(delta.RATES):
+        raise ValueError("a block names a rate that there is not")
+    words = begin + _STATE.size
     if len(body) < words or (len(body) - words) % 4:
         raise ValueError("a block ends within its header or a word")
-    if not 0 < changed <= len(block) or first + more > layout.mask:
-        raise ValueError("a block changes more than there is")
     codes = np.zeros(layout.mask + 1, np.uint8)
-    codes[first : first + more + 1] = np.frombuffer(body, np.uint8, more + 1, _HEAD.size)
-    if codes.max() >= len(delta.RATES):
-        raise ValueError("a block names a rate that there is not")
+    codes[:first] = found[0]
+    codes[first : first + more + 1] = found
     fault = delta.decode_block(
         block,
-        np.uint64(changed),
         layout.by_sign(delta.RATES[codes]),
         np.uint64(_STATE.unpack_from(body, words - _STATE.size)[0]),
         np.append(np.frombuffer(body, "<u4", offset=words), np.uint32(0)),
@@ -158,8 +196,4 @@ def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
         raise ValueError(f"a block {FAULTS[fault]}")
 
 
-FAULTS = {
-    1: "does not end where its changes do",
-    2: "has a change beyond its end",
-    3: "makes a number that does not exist",
-}
+FAULTS = {1: "has a change beyond its end", 2: "makes a number that does not exist"}

@@ -23,11 +23,11 @@ def decode(base: Bits, payload: bytes, dtype: str) -> Bits:
     packed = layout.width < 8
     elements = np.stack([base.view(np.uint8) & 15, base.view(np.uint8) >> 4], 1).reshape(-1) if packed else base.copy()
     blocks = [elements[i : i + BLOCK] for i in range(0, len(elements), BLOCK)]  # views
-    lengths = struct.unpack_from(f"<{len(blocks)}I", payload)
-    begins = accumulate(lengths, initial=4 * len(blocks))
-    for block, begin, length in zip(blocks, begins, lengths, strict=False):
-        if length:
-            decode_block(block, payload[begin : begin + length], layout)
+    lengths = struct.unpack_from(f"<{len(blocks[1:])}I", payload)
+    places = [*accumulate(lengths, initial=4 * len(lengths)), len(payload)]
+    for block, begin, end in zip(blocks, places, places[1:], strict=False):
+        if begin < end:
+            decode_block(block, payload[begin:end], layout)
     return (elements[0::2] | elements[1::2] << 4).view(base.dtype) if packed else elements
 
 
@@ -35,7 +35,7 @@ class Rans:
     """Reads symbols, each some share of 2^30."""
 
     def __init__(self, state: int, words: list[int]) -> None:
-        self.state, self.words = state, iter(words)
+        self.state, self.words = state, words[::-1]
 
     @property
     def slot(self) -> int:
@@ -44,8 +44,8 @@ class Rans:
     def take(self, start: int, frequency: int) -> None:
         """Moves on, past the symbol within whose share `slot` lies."""
         self.state = frequency * (self.state >> 30) + self.slot - start
-        if self.state < 2**32:
-            self.state = self.state << 32 | next(self.words)
+        if self.state < 2**32 and self.words:
+            self.state = self.state << 32 | self.words.pop()
 
     def digits(self, count: int) -> int:
         """So many bits that are as likely as not."""
@@ -77,17 +77,24 @@ def cumulative(time: int) -> int:
 
 def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
     """Makes the target of the base, in place."""
-    changed, first, more = struct.unpack_from("<IBB", body)
+    first, more = body[:2]
+    digits = [int(digit, 16) for digit in body[2:].hex()]
+    codes, at = [16 * digits[0] + digits[1]], 2
+    for _ in range(more):
+        itself = digits[at] == 15
+        codes.append(16 * digits[at + 1] + digits[at + 2] if itself else codes[-1] + 2 - digits[at])
+        at += 3 if itself else 1
     rates = np.zeros(layout.mask + 1, np.int64)
-    for c, code in enumerate(body[6 : 7 + more], first):
+    for c, code in enumerate([codes[0]] * first + codes):
         rates[c] = (8 + code % 8) << (code // 8) if code else 0
-    (state,) = struct.unpack_from("<Q", body, 7 + more)
-    rans = Rans(state, np.frombuffer(body, "<u4", offset=15 + more).tolist())
+    begin = 2 + (at + 1) // 2
+    (state,) = struct.unpack_from("<Q", body, begin)
+    rans = Rans(state, np.frombuffer(body, "<u4", offset=begin + 8).tolist())
     classes = (block >> block.dtype.type(layout.shift)) & block.dtype.type(layout.mask)
     hazard = np.cumsum(rates[classes])  # up to and with each element
     models: dict[tuple[int, str, int], Adaptive] = defaultdict(Adaptive)
     slow, begin = NORMAL, 0
-    while changed:
+    while rans.state != 1 or rans.words:
         speed = (NORMAL << 16) // slow
         if rans.slot >= KNOTS[-1]:
             rans.take(KNOTS[-1], 2**30 - KNOTS[-1])
@@ -101,8 +108,7 @@ def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
         rans.take(start, cumulative((after - begin) * speed >> 16) - start)
         block[i] = step(int(block[i]), c, rans, models, layout.width)
         slow = clamp(slow - slow // 32 + gone + min(int(rates[c]) // 2, 3 * NAT // 4))
-        changed, begin = changed - 1, after
-    assert rans.state == 2**32 and not list(rans.words)
+        begin = after
 
 
 def clamp(slow: int) -> int:

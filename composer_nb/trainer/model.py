@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_nb.kernels.attention import cached_attention
+from composer_nb.kernels.causal import causal_attention, padded
 from composer_nb.kernels.layer import experts
 from composer_nb.kernels.linear import linear, matmul
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
@@ -561,8 +562,7 @@ class PackedRows:
 
     row_N: Tensor
     position_N: Tensor
-    rows: int
-    longest: int
+    lengths: tuple[int, ...]
 
     @classmethod
     def of_lengths(cls, lengths: list[int], config: ModelConfig, device: torch.device | str = "cpu") -> PackedRows:
@@ -574,29 +574,18 @@ class PackedRows:
         row_N = torch.repeat_interleave(torch.arange(len(lengths), device=device), sizes)
         starts = sizes.cumsum(0) - sizes
         position_N = torch.arange(int(sizes.sum()), device=device) - starts[row_N]
-        return cls(row_N, position_N, len(lengths), max(lengths))
+        return cls(row_N, position_N, tuple(lengths))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention of each row on itself, by way of a padded batch."""
-        q, k, v = (self._pad(x) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
-        return out.flatten(0, 1) if self.full else out[self.row_N, self.position_N]
+        """Causal attention of each row on itself."""
+        return causal_attention(q, k, v, self.lengths, scale)
 
     def attend_one_by_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """The same by the kernel that the engine attends with: each token against exactly the keys that it may see."""
-        k, v = (self._pad(x).contiguous() for x in (k, v))  # as a cache is: the kernel sums strided ones otherwise
+        k, v = (
+            padded(x, self.lengths).contiguous() for x in (k, v)
+        )  # as a cache is: the kernel sums strided ones otherwise
         return cached_attention(q, k, v, self.row_N, self.position_N, scale)
-
-    @property
-    def full(self) -> bool:
-        """All rows are equally long."""
-        return len(self.row_N) == self.rows * self.longest
-
-    def _pad(self, x: Tensor) -> Tensor:
-        if self.full:
-            return x.unflatten(0, (self.rows, self.longest)).transpose(1, 2)
-        padded = x.new_zeros(self.rows, self.longest, *x.shape[1:])
-        return padded.index_put((self.row_N, self.position_N), x).transpose(1, 2)
 
 
 def balance_loss(routings: list[Routing]) -> Tensor:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.policy import route_checks
+from composer_nb.kernels.causal import causal_attention
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.routing import Replay, Routing
 from composer_nb.trainer.model import Gather, Model
@@ -106,11 +106,10 @@ class FlatBatch:
         """Causal attention along each path of the tree."""
         parts = []
         for bucket in self.buckets:
-            q_R, k_R, v_R = (
-                x.index_select(0, bucket.token_M).unflatten(0, (bucket.rows, -1)).transpose(1, 2) for x in (q, k, v)
-            )
-            out = F.scaled_dot_product_attention(q_R, k_R, v_R, is_causal=True, scale=scale, enable_gqa=True)
-            parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.own_M))
+            rows = [len(bucket.token_M) // bucket.rows] * bucket.rows
+            q_M, k_M, v_M = (x.index_select(0, bucket.token_M) for x in (q, k, v))
+            out = causal_attention(q_M, k_M, v_M, rows, scale)
+            parts.append(out.index_select(0, bucket.own_M))
         return torch.cat(parts).index_select(0, self.order_N) if parts else attend_none(q, k, v)
 
     @property

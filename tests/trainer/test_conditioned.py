@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from composer_nb.kernels import delta
 from composer_nb.trainer import conditioned_reference
 from composer_nb.trainer.codec import bits
-from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Conditioned, rate_codes
+from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Conditioned, pack_codes, rate_codes, unpack_codes
 
 CODEC = Conditioned()
 STORED = {name: f"u{getattr(torch, name).itemsize}" for name in LAYOUTS}
@@ -105,8 +105,8 @@ def test_blocks_that_changed_and_blocks_that_did_not():
     target = base.copy()
     target[[5, BLOCK - 1, 2 * BLOCK + 2]] ^= 1
     payload = round_trip(base, target, "float8_e4m3fn")
-    lengths = struct.unpack_from("<3I", payload)
-    assert lengths[1] == 0 < min(lengths[0], lengths[2]) and len(payload) == 12 + sum(lengths) < 100
+    lengths = struct.unpack_from("<2I", payload)
+    assert lengths[1] == 0 < lengths[0] < len(payload) - 8 < 90
 
 
 def test_after_a_long_time_without_a_change_the_next_one_is_still_found():
@@ -148,10 +148,26 @@ def test_rows_that_change_more_than_others_cost_less_than_their_entropy():
 
 
 def test_rates_are_near_those_of_the_classes():
-    there, changed = np.array([10**6, 1000, 10, 7, 5]), np.array([1, 10, 5, 7, 0])
-    rates = delta.RATES[rate_codes(there, changed)] / delta.NAT
-    assert rates[:3] == pytest.approx([1e-6, 0.01005, 0.6931], rel=0.1, abs=9 / delta.NAT)
-    assert 4 < rates[3] < 6 and rates[4] == 0
+    there, changed = np.array([50_000, 10**6, 1000, 800, 700, 5]), np.array([4_000, 100, 500, 8, 700, 0])
+    first, codes = rate_codes(there, changed)
+    rates = delta.RATES[codes] / delta.NAT
+    assert first == 0
+    assert rates[:4] == pytest.approx([0.0834, 1e-4, 0.6931, 0.01005], rel=0.1, abs=9 / delta.NAT)
+    assert 4 < rates[4] < 6 and rates[5] == 0
+
+
+def test_classes_of_few_elements_share_a_rate_as_far_as_that_is_worth_it():
+    there, changed = np.array([0, 1, 0, 2, 4, 1000, 2000, 4000]), np.array([0, 1, 0, 1, 2, 500, 500, 0])
+    first, codes = rate_codes(there, changed)
+    assert first == 5 and len(set(codes[:6])) == 1 and codes[7] == 0
+    assert delta.RATES[codes[5:7]] / delta.NAT == pytest.approx([np.log(2), np.log(4 / 3)], rel=0.1)
+
+
+@given(st.lists(st.integers(0, 159), min_size=1, max_size=40), st.binary(max_size=9))
+def test_codes_come_back(codes, behind):
+    packed = pack_codes(np.array(codes, np.uint8))
+    assert unpack_codes(b"ab" + packed + behind, 2, len(codes)) == (codes, 2 + len(packed))
+    assert len(packed) <= 1 + 1.5 * len(codes)
 
 
 def test_threads_make_the_same_payloads():
@@ -233,21 +249,23 @@ def test_what_is_damaged_is_refused_or_of_the_right_size():
 def test_headers_that_claim_too_much_are_refused_before_anything_is_made():
     base, target = weights(600, lr=3e-5)
     payload = CODEC.encode(base, target, "bfloat16")
-    for at, value, said in [
-        (0, struct.pack("<I", 2**32 - 1), "not as long as its blocks"),
-        (4, struct.pack("<I", 2**32 - 1), "more than there is"),
-        (4, struct.pack("<I", 0), "more than there is"),
-        (9, b"\xff", "within its header"),
-        (10, b"\xff", "a rate that there is not"),
-    ]:
+    for at, value, said in [(0, b"\xff", "header|classes"), (1, b"\xff", "header|classes"), (2, b"\xff", "a rate")]:
         data = payload[:at] + value + payload[at + len(value) :]
         with pytest.raises(ValueError, match=said):
             CODEC.decode(base, data, "bfloat16")
-    for data in (b"", payload[:3], payload[:4]):
-        with pytest.raises(ValueError, match="payload"):
+    for data in (payload[:1], payload[:4]):
+        with pytest.raises(ValueError, match="header"):
             CODEC.decode(base, data, "bfloat16")
     with pytest.raises(ValueError, match="block"):
         CODEC.decode(target[:1], payload, "bfloat16")
+
+
+def test_lengths_beyond_the_payload_are_refused():
+    base = np.zeros(2 * BLOCK + 3, np.uint8)
+    payload = CODEC.encode(base, base ^ (np.arange(len(base)) % 1000 == 0), "uint8")
+    for data in (payload[:3], payload[:7], struct.pack("<I", 2**32 - 1) + payload[4:]):
+        with pytest.raises(ValueError, match="the payload ends within"):
+            CODEC.decode(base, data, "uint8")
 
 
 @pytest.mark.slow
