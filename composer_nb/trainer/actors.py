@@ -41,9 +41,9 @@ class Actors(Protocol):
         """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
 
     def make_ranks(
-        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
     ) -> Sequence[Remote]:
-        """`count` services that work as one, `kind(rank, *values)` each, placed together or not at all."""
+        """`count` services that work as one, `kind(rank, *values)` each, `gpus` each, placed together or not at all."""
 
     def close(self) -> None:
         """Ends everything that was made."""
@@ -89,7 +89,9 @@ class Threads:
         self.made[name] = ThreadRemote(kind, values, threads)
         return self.made[name]
 
-    def make_ranks(self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int) -> list[Remote]:
+    def make_ranks(
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
+    ) -> list[Remote]:
         raise ValueError("ranks of a mesh are processes; threads can not be")
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ class RayActors:
         return remote
 
     def make_ranks(
-        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
     ) -> list[RayRemote]:
         """Raises RuntimeError when the cluster has no room for all of them."""
         import ray
@@ -168,15 +170,16 @@ class RayActors:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._release(name)
-        place = self._places[name] = placement_group([{"CPU": RANK_CPU}] * count, strategy="PACK")
+        place = self._places[name] = placement_group([{"CPU": RANK_CPU, "GPU": gpus}] * count, strategy="PACK")
         if not place.wait(PLACE_S):
             self._release(name)
-            raise RuntimeError(f"the cluster has no room for {count} trainer ranks of {RANK_CPU} CPU each: lower ranks")
+            each = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}"
+            raise RuntimeError(f"the cluster has no room for {count} trainer ranks of {each} each: lower ranks")
         made = []
         for rank in range(count):
             where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
             actor = ray.remote(kind).options(
-                num_cpus=RANK_CPU, max_concurrency=threads, max_restarts=0, scheduling_strategy=where
+                num_cpus=RANK_CPU, num_gpus=gpus, max_concurrency=threads, max_restarts=0, scheduling_strategy=where
             )
             made.append(RayRemote(actor.remote(rank, *values), f"{name}-{rank}"))
         self._made += made

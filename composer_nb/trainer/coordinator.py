@@ -52,6 +52,7 @@ from composer_nb.trainer.rl import (
     to_stream,
     trains,
 )
+from composer_nb.trainer.room import machines_of_cluster, require_room
 from composer_nb.trainer.rundir import RunDir, full_disk
 from composer_nb.trainer.schedule import (
     Alive,
@@ -566,6 +567,8 @@ def main(arguments: list[str]) -> None:
         begun.set()
     threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
+        if address:
+            require_room(settings, machines_of_cluster())
         info = Coordinator(run, settings, actors, say).go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")
         run.finish("rl", seconds, info)

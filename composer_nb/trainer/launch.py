@@ -21,6 +21,7 @@ from composer_nb.config import Settings, from_dict, to_dict
 from composer_nb.harness.journal import FOLDER, Journal
 from composer_nb.harness.reap import reap
 from composer_nb.trainer.head import held
+from composer_nb.trainer.room import require_room, this_machine
 from composer_nb.trainer.rundir import RunDir, create, provenance, write_json
 
 LOST = 75
@@ -63,10 +64,18 @@ def start_or_resume(
     RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the run ready to resume.
     """
     begun = _begun(runs / name, settings or Settings(), say) if resume and run_dir is None else None
+    if begun is None and (settings is not None or run_dir is None):
+        _require_room(settings or Settings())
     run = begun or (create(runs, name) if run_dir is None else _workable(existing(run_dir)))
     with _only_launcher(run), _noted(run, say) as say:
         _launch(run, settle(run, settings), say)
     return run
+
+
+def _require_room(settings: Settings) -> None:
+    """Before there is a directory. The nodes of a cluster are asked once this run is attached to it (`coordinator.main`)."""
+    if not settings.services.address:
+        require_room(settings, [this_machine()])
 
 
 def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunDir | None:
@@ -175,7 +184,8 @@ BEFORE_RL = {
 def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
     """A new run that takes over everything that `source` did before RL, with other settings from there on.
 
-    Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
+    Raises ValueError when `source` has not come so far, when the settings differ in something that those stages used, or when
+    this machine has no room for them.
     """
     known = from_dict(_workable(source).settings())
     used = ("seed", "data", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
@@ -184,6 +194,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}
     if missing := [stage for stage, info in finished.items() if info is None]:
         raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
+    _require_room(settings)
     run = create(runs, name)
     for item in {item for patterns in BEFORE_RL.values() for pattern in patterns for item in source.path.glob(pattern)}:
         copy = shutil.copytree if item.is_dir() else shutil.copyfile

@@ -40,6 +40,8 @@ class MeshSettings:
     """What layers compute in, whatever their weights are kept in; gradients are summed in the dtype of the weights."""
     dispatch: Literal["plain", "mxfp8"] = "plain"
     """How tokens travel to their experts. Results and gradients travel as they are."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What a trainer rank computes on: with cuda each has a GPU of its own, which the cluster has to have."""
 
     def __post_init__(self) -> None:
         for name, least in (("shard", 1), ("cp", 1), ("ep", 1), ("expert_shard", 0)):

@@ -11,7 +11,7 @@ L layers, K experts a token, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -120,6 +120,17 @@ class FlatBatch:
     def collect(self, x_S: Tensor) -> Tensor:
         """Numbers of the sampled tokens that are predicted here -> of all of them."""
         return x_S
+
+
+def moved(x: Any, device: str) -> Any:
+    """A batch, or a part of one, with all of its tensors on `device`."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, list):
+        return [moved(part, device) for part in x]
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{name.name: moved(getattr(x, name.name), device) for name in fields(x)})
+    return x
 
 
 def attend_none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_nb.trainer.context import split
 from composer_nb.trainer.mesh import Mesh
-from composer_nb.trainer.packing import FlatBatch
+from composer_nb.trainer.packing import FlatBatch, moved
 from composer_nb.trainer.ranks import Ranks
 
 PATIENCE = timedelta(minutes=10)
@@ -69,7 +69,9 @@ class Team(Ranks):
         return True
 
     def split(self, batch: FlatBatch) -> FlatBatch:
-        return split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
+        """This rank's part of a batch, on its device."""
+        mine: FlatBatch = split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
+        return mine if self.device == "cpu" else moved(mine, self.device)
 
     def sums(self, values: dict[str, float]) -> dict[str, float]:
         total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))

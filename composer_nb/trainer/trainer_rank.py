@@ -71,8 +71,10 @@ class TrainerRank(TrainerService):
         if host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         place = self._place or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
-        join(self._rank, s.trainers, place)
-        self._ranks = team = Team(Mesh.of(s.mesh, s.trainers))
+        if s.mesh.device == "cuda":
+            torch.cuda.set_device(0)  # the one that Ray shows this process
+        join(self._rank, s.trainers, place, s.mesh.device)
+        self._ranks = team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
         model = self._load(team)
         self._optimizer = ShardedOptimizer(
             model, team, s.optimizer, published=torch.bfloat16, scale_rate=s.rl.scale_rate
@@ -94,7 +96,7 @@ class TrainerRank(TrainerService):
         self._hand_over()
 
     def _load(self, team: Team) -> Model:
-        model = load_pretrained(self._run.path / "weights" / "start")
+        model = load_pretrained(self._run.path / "weights" / "start").to(team.device)
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
         mesh = self._settings.mesh
         compute = torch.bfloat16 if mesh.compute == "bfloat16" else None

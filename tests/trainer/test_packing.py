@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.routing import Replay
 from composer_nb.trainer.model import Model, ModelConfig
-from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score, tree_tokens
+from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, moved, score, tree_tokens
 from composer_nb.trainer.replay_settings import FULL, NO_REPLAY
 
 SIZES: dict[str, Any] = {
@@ -138,3 +139,19 @@ def test_families_share_a_prompt(rows: list[list[int]]):
     assert sorted(n for family in found for n in family) == list(range(len(streams)))
     prompts = [{streams[n].token_ids[: streams[n].acted.argmax()].tobytes() for n in family} for family in found]
     assert all(len(prompt) == 1 for prompt in prompts) and len(set.union(*prompts)) == len(found)
+
+
+def tensors(x: Any) -> list[torch.Tensor]:
+    """Of a batch and of all that it holds."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    parts = x if isinstance(x, list) else [getattr(x, f.name) for f in fields(x)] if is_dataclass(x) else []
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def test_a_batch_moves_with_everything_in_it():
+    batch = flatten([stream([1, 2, 3, 4]), stream([1, 2, 5])], FULL)
+    there = moved(batch, "meta")
+    assert [x.shape for x in tensors(there)] == [x.shape for x in tensors(batch)] and len(tensors(batch)) > 10
+    assert {x.device.type for x in tensors(there)} == {"meta"} and {x.device.type for x in tensors(batch)} == {"cpu"}
+    assert (there.rows, there.counts) == (batch.rows, batch.counts)

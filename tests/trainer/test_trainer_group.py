@@ -118,7 +118,7 @@ class Members:
         def kill(self) -> None:
             self.killed = True
 
-    def make_ranks(self, kind: Any, count: int, *values: Any, name: str, threads: int) -> list[Member]:
+    def make_ranks(self, kind: Any, count: int, *values: Any, name: str, threads: int, gpus: int = 0) -> list[Member]:
         self.made = [Members.Member() for _ in range(count)]
         return self.made
 
