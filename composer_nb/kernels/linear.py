@@ -14,22 +14,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HALF_IS_SLOW = not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""Whether oneDNN knows no bf16 on this processor: torch then multiplies number by number, fifty times slower than float32."""
 TILE = 16
 """Rows of a tile in batch-invariant mode: few enough not to waste much on a step of few tokens."""
 
 
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What to multiply instead: bf16 numbers as float32 where products of bf16 are slow. Sums are in float32 either way, and a
+    result that is rounded once is what a unit for bf16 makes."""
+    if HALF_IS_SLOW and tensors[0].dtype == torch.bfloat16 and tensors[0].device.type == "cpu":
+        return tuple(x.float() for x in tensors)
+    return tensors
+
+
 def linear(x_NA: Tensor, w_BA: Tensor, tile: int = 0) -> Tensor:
     """x · wᵀ, [N, B]; in tiles of `tile` rows unless that is 0."""
-    return matmul(x_NA, w_BA.T, tile) if tile else F.linear(x_NA, w_BA)
+    if tile:
+        return matmul(x_NA, w_BA.T, tile)
+    return F.linear(*widened(x_NA, w_BA)).to(x_NA.dtype)
 
 
 def matmul(x_NA: Tensor, w_AB: Tensor, tile: int = 0) -> Tensor:
     """x · w, [N, B]; in tiles of `tile` rows unless that is 0."""
-    if not tile:
-        return x_NA @ w_AB
-    rows = len(x_NA)
-    padded = F.pad(x_NA, (0, 0, 0, -rows % tile))  # always new memory, so that alignment is the same each time
-    return torch.cat([part @ w_AB for part in padded.split(tile)])[:rows] if rows else x_NA @ w_AB
+    x, w = widened(x_NA, w_AB)
+    if not tile or not len(x):
+        return (x @ w).to(x_NA.dtype)
+    padded = F.pad(x, (0, 0, 0, -len(x) % tile))  # always new memory, so that alignment is the same each time
+    return torch.cat([part @ w for part in padded.split(tile)])[: len(x)].to(x_NA.dtype)
 
 
 def sigmoid(x: Tensor, tile: int = 0) -> Tensor:
@@ -48,6 +60,7 @@ def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor, tile: int = 0) ->
     does not know the dtype (float64) or the widths (rows of other than whole 16 bytes), expert by expert."""
     whole = all(width * x_MA.itemsize % 16 == 0 for width in w_EAB.shape[1:])
     if not tile and x_MA.dtype != torch.float64 and whole:
-        return F.grouped_mm(x_MA, w_EAB, offs=offsets_E)
+        x, w = widened(x_MA, w_EAB)
+        return F.grouped_mm(x, w, offs=offsets_E).to(x_MA.dtype)
     sizes = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
     return torch.cat([matmul(part, w, tile) for part, w in zip(x_MA.split(sizes), w_EAB, strict=True)])

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from composer_nb.kernels.attention import power_of_two
 from composer_nb.kernels.compiled import compiled, dot
 from composer_nb.kernels.compiled import total as sum_of
-from composer_nb.kernels.linear import linear
+from composer_nb.kernels.linear import linear, matmul
 from composer_nb.kernels.triton_runtime import choose
 
 LOG2E = math.log2(math.e)
@@ -110,4 +110,4 @@ class _LogprobEntropy(torch.autograd.Function):
         d_UV = prob_UV * -g_U[:, None]
         d_UV.index_put_((from_S, token_S), g_S, accumulate=True)
         d_UV = d_UV.to(hidden_UD.dtype)
-        return d_UV @ weight_VD, d_UV.T @ hidden_UD, None, None, None, None
+        return matmul(d_UV, weight_VD), matmul(d_UV.T, hidden_UD), None, None, None, None

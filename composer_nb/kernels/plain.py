@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_nb.kernels.linear import grouped_mm
+from composer_nb.kernels.linear import grouped_mm, matmul
 from composer_nb.kernels.linear import sigmoid as steady_sigmoid
 from composer_nb.kernels.recipes import Format, Operand, as_numbers, quantise_rows, quantise_weights
 from composer_nb.kernels.routing import choose_experts
@@ -103,7 +103,7 @@ class PlainSteps:
         out_EBA = torch.empty_like(like)
         begin = 0
         for expert, end in enumerate(plan.ends_E.tolist()):
-            out_EBA[expert] = g_MB[begin:end].T @ x_MA[begin:end]
+            out_EBA[expert] = matmul(g_MB[begin:end].T, x_MA[begin:end])
             begin = end
         return out_EBA
 
