@@ -13,6 +13,7 @@ Nothing is checked by numba: what is read from a payload is compared with a boun
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,9 @@ def rate_of(code: int) -> int:
 
 RATES = np.array([rate_of(code) for code in range(160)], np.uint32)
 """Up to 7.5: even a class of which everything changed may have one element that does not."""
+
+
+BETWEEN = (RATES[1:-1].astype(np.float64) + RATES[2:]) / 2
 
 
 # Both directions
@@ -190,6 +194,37 @@ def histogram(base, shift, mask):  # type: ignore[no-untyped-def]
     for i in range(n - n % U(64), n):
         counts[0, (U(base[i]) >> shift) & mask] += 1
     return counts[0] + counts[1] + counts[2] + counts[3], one_in
+
+
+@coder
+def entropy(there, changed):  # type: ignore[no-untyped-def]
+    """Bits that it takes to say which of so many changed, N · H(c / N)."""
+    bits = 0.0
+    if 0 < changed < there:
+        bits = changed * math.log2(there / changed) + (there - changed) * math.log2(there / (there - changed))
+    return bits
+
+
+@coder
+def rate_codes(there, changed, between):  # type: ignore[no-untyped-def]
+    """For each class the byte whose hazard is nearest to −ln(1 − changed/there), 0 where nothing changed; and the class up to
+    which all are taken together. Those of small numbers have few elements each: a byte for each says less than it costs.
+    Something has to have changed. `between`: where one byte's hazard is as near as the next one's."""
+    codes, last = np.zeros(len(there), np.uint8), np.flatnonzero(changed)[-1]
+    together, moved, apart, most, first = 0, 0, 0.0, -1.0, 0
+    pool = (0, 0)
+    for c in range(last + 1):
+        n = max(there[c], changed[c])
+        together, moved, apart = together + n, moved + changed[c], apart + entropy(n, changed[c])
+        saved = 8.0 * c + apart - entropy(together, moved)
+        if saved > most:
+            most, first, pool = saved, c, (together, moved)
+    for c in range(last + 1):
+        n, k = pool if c <= first else (max(there[c], changed[c]), changed[c])
+        if k:
+            hazard = -math.log(max(1 - k / n, 2.0**-7)) * NAT
+            codes[c] = 1 + np.searchsorted(between, hazard)
+    return first, codes
 
 
 @coder

@@ -107,7 +107,7 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     changed = np.bincount(classes.astype(np.int64), minlength=layout.mask + 1)
     seen, one_in = delta.histogram(base, shift, mask)
     there = int(one_in) * (seen + ((one_in > 1) & (changed > 0)))  # half of those that a sample misses, or so
-    first, codes = rate_codes(there, changed)
+    first, codes = delta.rate_codes(there, changed, delta.BETWEEN)
     rates, before = delta.RATES[codes], np.empty(len(at), np.uint64)
     delta.hazards(base, at, layout.by_sign(rates), shift, before)
     symbols = delta.model_block(before, classes, old, new, rates, np.uint64(layout.width))
@@ -119,30 +119,6 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
 def _words(bits: Bits) -> Bits:
     """The same memory in words of 64 bits, but for what is less than one at its end."""
     return bits[: len(bits) - len(bits) % (8 // bits.itemsize)].view("<u8")
-
-
-def rate_codes(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> tuple[int, Bits]:
-    """For each class the byte whose hazard is nearest to −ln(1 − changed/there), 0 where nothing changed; and the class up to
-    which all are taken together. Those of small numbers have few elements each: a byte for each says less than it costs.
-    Something has to have changed."""
-    there = np.maximum(there, changed)
-    together, sums = np.cumsum(there), np.cumsum(changed)
-    lost = _bits(together, sums) - np.cumsum(_bits(there, changed))
-    last = int(np.flatnonzero(changed)[-1])
-    first = int(np.argmax(8 * np.arange(last + 1) - lost[: last + 1]))
-    changed, there = (
-        np.where(np.arange(len(x)) <= first, y[first], x) for x, y in ((changed, sums), (there, together))
-    )
-    hazard = -np.log(np.maximum(1 - changed / np.maximum(there, 1), 2.0**-7)) * delta.NAT
-    middle = (delta.RATES[1:-1] + delta.RATES[2:]) / 2
-    codes = 1 + np.searchsorted(middle, hazard)
-    return first, np.where(changed > 0, codes, 0).astype(np.uint8)
-
-
-def _bits(there: npt.NDArray[np.integer[Any]], changed: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
-    """Entropy of which of so many changed, N · H(c / N)."""
-    parts = [n * np.log2(np.maximum(there, 1) / np.maximum(n, 1)) for n in (changed, there - changed)]
-    return np.asarray(parts[0] + parts[1])
 
 
 def pack_codes(codes: Bits) -> bytes:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from composer_nb.kernels import delta
 from composer_nb.trainer import conditioned_reference
 from composer_nb.trainer.codec import bits
-from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Conditioned, pack_codes, rate_codes, unpack_codes
+from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Conditioned, pack_codes, unpack_codes
 
 CODEC = Conditioned()
 STORED = {name: f"u{getattr(torch, name).itemsize}" for name in LAYOUTS}
@@ -149,7 +149,7 @@ def test_rows_that_change_more_than_others_cost_less_than_their_entropy():
 
 def test_rates_are_near_those_of_the_classes():
     there, changed = np.array([50_000, 10**6, 1000, 800, 700, 5]), np.array([4_000, 100, 500, 8, 700, 0])
-    first, codes = rate_codes(there, changed)
+    first, codes = delta.rate_codes(there, changed, delta.BETWEEN)
     rates = delta.RATES[codes] / delta.NAT
     assert first == 0
     assert rates[:4] == pytest.approx([0.0834, 1e-4, 0.6931, 0.01005], rel=0.1, abs=9 / delta.NAT)
@@ -158,7 +158,7 @@ def test_rates_are_near_those_of_the_classes():
 
 def test_classes_of_few_elements_share_a_rate_as_far_as_that_is_worth_it():
     there, changed = np.array([0, 1, 0, 2, 4, 1000, 2000, 4000]), np.array([0, 1, 0, 1, 2, 500, 500, 0])
-    first, codes = rate_codes(there, changed)
+    first, codes = delta.rate_codes(there, changed, delta.BETWEEN)
     assert first == 5 and len(set(codes[:6])) == 1 and codes[7] == 0
     assert delta.RATES[codes[5:7]] / delta.NAT == pytest.approx([np.log(2), np.log(4 / 3)], rel=0.1)
 
