@@ -2,8 +2,8 @@
 
 Dimensions: N new tokens, Q query heads, G key heads, C head width (of queries and keys; that of values may be another), S cache
 slots, T cache positions.
-`cached_attention` picks numba for float32 on a CPU (no padding is read, no compiler is needed) and the plain torch form
-elsewhere; `cached_attention_reference` is the definition that both are tested against.
+`cached_attention` picks numba on a CPU (no padding is read, no compiler is needed), Triton on a GPU that its kernels are for, and
+the plain torch form elsewhere; `cached_attention_reference` is the definition that all are tested against.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.compiled import compiled, dot, total
+from composer_nb.kernels.triton_runtime import choose
 
 
 def cached_attention(
@@ -22,7 +23,12 @@ def cached_attention(
 ) -> Tensor:
     """[N, Q, width of values]: token n attends to positions 0..position_N[n] of cache row slot_N[n], its own key among them.
     All are of one dtype, float32 or float64. `scale` is that of the scores, C^-½ if not given."""
-    if q_NQC.device.type != "cpu" or q_NQC.dtype != torch.float32:
+    where = q_NQC.device
+    if where.type != "cpu" and q_NQC.dtype != torch.float64 and choose(where)[0] == "triton":
+        from composer_nb.kernels.attention_triton import attend
+
+        return attend(q_NQC, k_SGTC, v_SGTC, slot_N, position_N, scale)
+    if where.type != "cpu" or q_NQC.dtype != torch.float32:
         return cached_attention_reference(q_NQC, k_SGTC, v_SGTC, slot_N, position_N, scale)
     q_NQC = q_NQC.contiguous()
     out = q_NQC.new_empty(*q_NQC.shape[:2], v_SGTC.shape[-1])

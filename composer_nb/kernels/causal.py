@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from composer_nb.kernels.attention import power_of_two
 from composer_nb.kernels.compiled import compiled, total
+from composer_nb.kernels.linear import widened
 
 BLOCK = 128
 """Queries of a block: few products, and little that the mask then hides."""
@@ -37,11 +38,15 @@ def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Seque
     """[N, Q, V]: each token attends to those of its row up to itself. Rows of `lengths` lie one after another; `scale` is that
     of the scores. On a CPU in float32 rows of which one has `LONG` tokens go through the blocks of this file, where a token
     with a score that is not finite comes out as NaN; all others through torch's attention, padded to one length."""
+    dtype = q_NQC.dtype
+    q_NQC, k_NGC, v_NGV = widened(q_NQC, k_NGC, v_NGV)
     if q_NQC.dtype == torch.float32 and q_NQC.device.type == "cpu" and max(lengths) >= LONG:
         blocked: Tensor = _Causal.apply(q_NQC, k_NGC, v_NGV, tuple(lengths), scale)
-        return blocked
+        return blocked.to(dtype)
     q, k, v = (padded(x, lengths) for x in (q_NQC, k_NGC, v_NGV))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+    out = (
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2).to(dtype)
+    )
     if min(lengths) == max(lengths):
         return out.flatten(0, 1)
     return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)])

@@ -82,3 +82,31 @@ def test_queries_need_not_lie_in_order_in_memory():
     slot, position = torch.tensor([0, 1, 0]), torch.tensor([5, 2, 0])
     got = cached_attention(q, k, v, slot, position)
     torch.testing.assert_close(got, cached_attention_reference(q.contiguous(), k, v, slot, position))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_the_gpu_kernel_equals_the_definition(case: tuple[Tensor, ...]):
+    from composer_nb.kernels.attention_triton import attend
+
+    exact = torch.from_numpy(by_hand(*case))
+    assert torch.allclose(attend(*case).double(), exact, rtol=1e-4, atol=1e-4)
+    wide = [x.double() for x in case[:3]]
+    assert torch.equal(cached_attention(*wide, *case[3:]), cached_attention_reference(*wide, *case[3:]))
+
+
+def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it():
+    from composer_nb.kernels.attention_triton import BLOCK, attend
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 4, 16, generator=generator)
+    k, v = (torch.randn(3, 2, 4 * BLOCK, 16, generator=generator) for _ in "kv")
+    slot, position = (
+        torch.tensor([0, 1, 2, 0, 1, 2]),
+        torch.tensor([BLOCK - 1, BLOCK, 3 * BLOCK + 5, 0, 17, 4 * BLOCK - 1]),
+    )
+    together = attend(q, k, v, slot, position)
+    for n in range(6):
+        row, seen = slot[n : n + 1], int(position[n]) + 1
+        alone = attend(q[n : n + 1], k[row, :, :seen], v[row, :, :seen], torch.tensor([0]), position[n : n + 1])
+        assert torch.equal(alone[0], together[n])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels import causal
+from composer_nb.kernels import causal, linear
 from composer_nb.kernels.causal import LONG, causal_attention, padded
 
 Case = tuple[Tensor, Tensor, Tensor, list[int], float]
@@ -75,6 +75,21 @@ def test_short_rows_and_other_dtypes_equal_it_too(shape):
         assert torch.allclose(ours, wanted, rtol=1e-10, atol=1e-12)
     for ours, wanted in zip(with_gradients(causal_attention, case, torch.float32), exact, strict=True):
         assert torch.allclose(ours.double(), wanted, rtol=1e-5, atol=3e-6 * (1 + float(wanted.abs().max())))
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("length", [40, LONG])
+def test_bf16_comes_out_as_bf16_and_near(slow: bool, length: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear, "HALF_IS_SLOW", slow)
+    case = drawn([length, 5], 2, 2, 16, 16)
+    case = (*(x.bfloat16() for x in case[:3]), *case[3:])  # type: ignore[assignment]
+    for ours, exact in zip(
+        with_gradients(causal_attention, case, torch.bfloat16),
+        with_gradients(by_hand, case, torch.float64),
+        strict=True,
+    ):
+        assert ours.dtype == torch.bfloat16
+        assert torch.allclose(ours.double(), exact, rtol=2**-5, atol=2**-5 * float(exact.abs().max()))
 
 
 def test_a_long_row_beside_short_ones_goes_by_blocks(monkeypatch):

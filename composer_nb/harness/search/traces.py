@@ -144,13 +144,9 @@ def followed(question: Question, before: str, after: str) -> Question:
     def place(line: int, last: bool) -> int:
         for _, start, end, new_start, new_end in blocks:
             if start <= line < end:
-                return (
-                    new_start + line - start
-                    if end - start == new_end - new_start
-                    else new_end - 1
-                    if last
-                    else new_start
-                )
+                if end - start == new_end - new_start:
+                    return new_start + line - start
+                return new_end - 1 if last else new_start
         raise ValueError(f"{question.path} has no line {line + 1}")
 
     end = after.count("\n")  # what stood at the end of the file may be gone
