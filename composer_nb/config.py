@@ -247,7 +247,7 @@ class Settings:
         Mesh.of(self.mesh, self.ranks).require_experts(self.model.num_experts)
         if self.services.on:
             self.schedule()
-        elif self.trainers > 1:
+        elif self.meshed:
             raise ValueError("mesh.* is of the trainer service: set services.on to true, or leave mesh.* as it is")
         elif self.rl.prompts < self.ranks:
             raise ValueError(
@@ -294,7 +294,12 @@ class Settings:
     @property
     def trainers(self) -> int:
         """Processes of the trainer service: one, which holds everything, unless `mesh` says how ranks share the weights."""
-        return 1 if self.mesh == MeshSettings() else self.ranks
+        return self.ranks if self.meshed else 1
+
+    @property
+    def meshed(self) -> bool:
+        """Whether the trainer service is ranks of a mesh, be it one alone."""
+        return self.mesh != MeshSettings()
 
     def schedule(self) -> Schedule:
         """What the services' orchestrator goes by. Raises ValueError that names the setting that does not fit."""

@@ -38,6 +38,8 @@ def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Seque
     """[N, Q, V]: each token attends to those of its row up to itself. Rows of `lengths` lie one after another; `scale` is that
     of the scores. On a CPU in float32 rows of which one has `LONG` tokens go through the blocks of this file, where a token
     with a score that is not finite comes out as NaN; all others through torch's attention, padded to one length."""
+    if sum(lengths) != len(q_NQC) or not lengths:
+        raise ValueError(f"rows of {list(lengths)} tokens, and {len(q_NQC)} tokens")
     dtype = q_NQC.dtype
     q_NQC, k_NGC, v_NGV = widened(q_NQC, k_NGC, v_NGV)
     if q_NQC.dtype == torch.float32 and q_NQC.device.type == "cpu" and max(lengths) >= LONG:
@@ -67,7 +69,7 @@ class _Causal(torch.autograd.Function):
         heads = k_NGC.shape[1]
         q_GMC, k_GNC, v_GNV = _by_head(q_NQC, heads), _by_head(k_NGC, heads), _by_head(v_NGV, heads)
         out_GMV = q_GMC.new_empty(*q_GMC.shape[:2], v_GNV.shape[2])
-        log_GM = q_GMC.new_empty(q_GMC.shape[:2])
+        norm_GM2 = q_GMC.new_empty(*q_GMC.shape[:2], 2)
         blocks = _Blocks(q_GMC.shape[1] // max(len(k_NGC), 1), lengths)
         (score,) = blocks.room(q_GMC, 1)
         for head in range(heads):
@@ -76,17 +78,17 @@ class _Causal(torch.autograd.Function):
                     queries.stop - queries.start, -1
                 )
                 torch.mm(q_GMC[head, queries], k_GNC[head, keys].T, out=s_MT)
-                logs_M = log_GM[head, queries]
-                _softmax(s_MT.numpy(), before, blocks.each, np.float32(scale * LOG2E), logs_M.numpy())
+                norm_M2 = norm_GM2[head, queries]
+                _softmax(s_MT.numpy(), before, blocks.each, np.float32(scale * LOG2E), norm_M2.numpy())
                 torch.mm(s_MT, v_GNV[head, keys], out=out_GMV[head, queries])
-        ctx.save_for_backward(q_GMC, k_GNC, v_GNV, out_GMV, log_GM)
+        ctx.save_for_backward(q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2)
         ctx.blocks, ctx.scale = blocks, scale
         return _by_token(out_GMV, blocks.each)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q_GMC, k_GNC, v_GNV, out_GMV, log_GM = ctx.saved_tensors
+        q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2 = ctx.saved_tensors
         blocks, scale = ctx.blocks, ctx.scale
         do_GMV = _by_head(gradients[0], len(k_GNC))
         shift_GM = torch.linalg.vecdot(do_GMV, out_GMV)
@@ -99,7 +101,7 @@ class _Causal(torch.autograd.Function):
                 q_MC, do_MV = q_GMC[head, queries], do_GMV[head, queries]
                 torch.mm(q_MC, k_GNC[head, keys].T, out=w_MT)
                 torch.mm(do_MV, v_GNV[head, keys].T, out=s_MT)
-                arrays = (x.numpy() for x in (w_MT, s_MT, log_GM[head, queries], shift_GM[head, queries]))
+                arrays = (x.numpy() for x in (w_MT, s_MT, norm_GM2[head, queries], shift_GM[head, queries]))
                 _slopes(*arrays, before, blocks.each, np.float32(scale * LOG2E), np.float32(scale))
                 dv_GNV[head, keys].addmm_(w_MT.T, do_MV)
                 dk_GNC[head, keys].addmm_(s_MT.T, q_MC)
@@ -136,48 +138,43 @@ def _by_token(x_GMC: Tensor, each: int) -> Tensor:
 
 
 @compiled
-def _softmax(score, before, each, scale, logs):  # type: ignore[no-untyped-def]
-    """Weights, in place, and the binary logarithm of what they were divided by."""
+def _softmax(score, before, each, scale, norm):  # type: ignore[no-untyped-def]
+    """Weights, in place, and of each row the largest score and what the weights were multiplied with."""
     bits = np.empty(score.shape[1], dtype=np.int32)
     for m in range(len(score)):
         row = score[m]
         seen = before + m // each + 1
         row[seen:] = np.float32(0.0)
-        if not np.isfinite(total(row[:seen])):
-            row[:seen] = logs[m] = np.float32(np.nan)
+        if _zeros(row[:seen]) != np.float32(0.0):
+            row[:seen] = norm[m] = np.float32(np.nan)
             continue
-        top = _largest(row[:seen]) * scale
-        _powers(row[:seen], bits, scale, top)
-        whole = total(row[:seen])
-        share = np.float32(1.0) / whole
-        for t in range(seen):
-            row[t] *= share
-        logs[m] = top + np.float32(math.log2(whole))
+        norm[m, 0] = _largest(row[:seen])
+        _powers(row[:seen], bits, scale, norm[m, 0])
+        norm[m, 1] = np.float32(1.0) / total(row[:seen])
+        row[:seen] *= norm[m, 1]
 
 
 @compiled
-def _slopes(weight, slope, logs, shift, before, each, scale, factor):  # type: ignore[no-untyped-def]
+def _slopes(weight, slope, norm, shift, before, each, scale, factor):  # type: ignore[no-untyped-def]
     """Scores to weights, and gradients of weights to those of products of queries and keys: both in place."""
     bits = np.empty(weight.shape[1], dtype=np.int32)
     for m in range(len(weight)):
         w, d = weight[m], slope[m]
         seen = before + m // each + 1
         w[seen:] = d[seen:] = np.float32(0.0)
-        if np.isfinite(logs[m]):
-            _powers(w[:seen], bits, scale, logs[m])
-        else:
-            w[:seen] = np.float32(np.nan)
-        off = shift[m]
+        _powers(w[:seen], bits, scale, norm[m, 0])
+        share, off = norm[m, 1], shift[m]  # not a number where the row's scores were not finite
         for t in range(seen):
+            w[t] *= share
             d[t] = w[t] * (d[t] - off) * factor
 
 
 @compiled
 def _powers(row, bits, scale, top):  # type: ignore[no-untyped-def]
-    """2^(scale · row - top), which is not above 1, in place; as in `attend_one`."""
+    """2^(scale · (row - top)) in place, `top` being the largest of the row; put together as in `attend_one`."""
     power = bits.view(np.float32)
     for t in range(len(row)):
-        x = max(row[t] * scale - top, np.float32(-126.0))
+        x = max((row[t] - top) * scale, np.float32(-126.0))
         whole = np.int32(x - np.float32(0.5))
         bits[t] = (whole + np.int32(127)) << np.int32(23)
         row[t] = power_of_two(x - np.float32(whole))
@@ -192,3 +189,12 @@ def _largest(x):  # type: ignore[no-untyped-def]
     for i in range(len(x)):
         top = max(top, x[i])
     return top
+
+
+@partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+def _zeros(x):  # type: ignore[no-untyped-def]
+    """0, if every number is finite; not a number otherwise."""
+    s = np.float32(0.0)
+    for i in range(len(x)):
+        s += x[i] * np.float32(0.0)
+    return s

@@ -28,8 +28,8 @@ WHOLE, MASK = U(1 << SCALE), U((1 << SCALE) - 1)
 LOWEST = U(1 << 32)
 """The coder's state lies in [2^32, 2^64) from its first word on."""
 NONE = U(1)
-"""Its state before the first symbol, which a decoder ends with. Every symbol makes more of it, so it says by itself that the
-block has no more changes."""
+"""Its state before the first symbol, which a decoder ends with. No symbol makes less of it and every change makes more, so it
+says by itself that the block has no more changes."""
 NAT = 1 << 20
 """A hazard of 1; a unit of the clock at its normal pace is as long."""
 PATIENCE = U(6 * NAT)

@@ -73,7 +73,7 @@ class Raw:
 
 CODECS: dict[str, Codec] = {
     "same": Same(),
-    "conditioned-rans": Conditioned(),
+    "conditioned-rans-2": Conditioned(),
     "xor-planes-zstd1": XorPlanes(),
     "raw": Raw(),
 }

@@ -52,7 +52,7 @@ from composer_nb.trainer.rl import (
     to_stream,
     trains,
 )
-from composer_nb.trainer.room import machines_of_cluster, require_room
+from composer_nb.trainer.room import machines_of_cluster, require_room_for_rl
 from composer_nb.trainer.rundir import RunDir, full_disk
 from composer_nb.trainer.schedule import (
     Alive,
@@ -189,7 +189,7 @@ class Coordinator:
         run, s = self.run.path, self.started_with
         self.trainer = (
             TrainerGroup(self.actors, run, s)
-            if s.trainers > 1
+            if s.meshed
             else self.actors.make(TrainerService, run, s, name="trainer", threads=2)
         )
 
@@ -567,8 +567,8 @@ def main(arguments: list[str]) -> None:
         begun.set()
     threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
-        if address:
-            require_room(settings, machines_of_cluster())
+        if address and not run.steps("rl"):  # where it goes on, what has died may still hold its memory
+            require_room_for_rl(settings, machines_of_cluster())
         info = Coordinator(run, settings, actors, say).go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")
         run.finish("rl", seconds, info)

@@ -21,7 +21,7 @@ from composer_nb.config import Settings, from_dict, to_dict
 from composer_nb.harness.journal import FOLDER, Journal
 from composer_nb.harness.reap import reap
 from composer_nb.trainer.head import held
-from composer_nb.trainer.room import require_room, this_machine
+from composer_nb.trainer.room import require_room, require_room_for_rl, this_machine
 from composer_nb.trainer.rundir import RunDir, create, provenance, write_json
 
 LOST = 75
@@ -60,22 +60,15 @@ def start_or_resume(
     One idempotent call: a run that is complete returns at once; one that was interrupted continues from its last checkpoint
     to the same numbers. With `resume` the newest run under `runs` is gone on with instead of beginning a new one, if this very
     package began it with these settings: a batch job that is cut off and called again loses nothing. Raises ValueError when
-    `settings` are not those that the run was started with, or for an excerpt of a run; RunBusy when somebody else runs it;
-    RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the run ready to resume.
+    `settings` are not those that the run was started with, when this machine has no room for them, or for an excerpt of a run;
+    RunBusy when somebody else runs it; RunFailed when a rank ends with an error. Ctrl-C ends the ranks and leaves the run ready
+    to resume.
     """
     begun = _begun(runs / name, settings or Settings(), say) if resume and run_dir is None else None
-    if begun is None and (settings is not None or run_dir is None):
-        _require_room(settings or Settings())
     run = begun or (create(runs, name) if run_dir is None else _workable(existing(run_dir)))
     with _only_launcher(run), _noted(run, say) as say:
         _launch(run, settle(run, settings), say)
     return run
-
-
-def _require_room(settings: Settings) -> None:
-    """Before there is a directory. The nodes of a cluster are asked once this run is attached to it (`coordinator.main`)."""
-    if not settings.services.address:
-        require_room(settings, [this_machine()])
 
 
 def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunDir | None:
@@ -152,6 +145,7 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     start = time.perf_counter()
     _reap(run, say)
     run.clean()
+    _require_room(run, settings)
     if run.finished("eval_control" if settings.control_steps else "numerics") is None:
         _run_ranks(run, settings.ranks, say)
     if settings.services.on and not settings.control_steps and run.finished("rl") is None:
@@ -160,6 +154,14 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
         _run_ranks(run, settings.ranks, say)
     seconds = time.perf_counter() - start
     say(f"{COMPLETE} after {seconds:.0f} s: {run.path}")
+
+
+def _require_room(run: RunDir, settings: Settings) -> None:
+    """For the stages that are still to come. The nodes of a cluster are asked when this run is attached to it, before RL."""
+    if run.finished("sft") is None:
+        require_room(settings, this_machine())
+    if run.finished("rl") is None and not settings.services.address:
+        require_room_for_rl(settings, [this_machine()])
 
 
 def _reap(run: RunDir, say: Callable[[str], None]) -> None:
@@ -184,8 +186,7 @@ BEFORE_RL = {
 def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
     """A new run that takes over everything that `source` did before RL, with other settings from there on.
 
-    Raises ValueError when `source` has not come so far, when the settings differ in something that those stages used, or when
-    this machine has no room for them.
+    Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
     """
     known = from_dict(_workable(source).settings())
     used = ("seed", "data", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
@@ -194,7 +195,6 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}
     if missing := [stage for stage, info in finished.items() if info is None]:
         raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
-    _require_room(settings)
     run = create(runs, name)
     for item in {item for patterns in BEFORE_RL.values() for pattern in patterns for item in source.path.glob(pattern)}:
         copy = shutil.copytree if item.is_dir() else shutil.copyfile

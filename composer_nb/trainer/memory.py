@@ -239,14 +239,20 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: i
     return {name: round(size) for name, size in found.items()}
 
 
-def require_memory(c: ModelConfig, settings: MeshSettings, ranks: int, load: Load, limit: int) -> Need:
+def require_memory(
+    c: ModelConfig, settings: MeshSettings, ranks: int, load: Load, limit: int, *, more_ranks: bool = True
+) -> Need:
     """What a rank needs, if that is at most `limit` bytes. Raises ValueError that says how much is missing and names settings
-    that fit, the first of: recomputation, smaller micro-batches, weights cut more finely, more ranks."""
+    that fit, the first of: recomputation, smaller micro-batches, and with `more_ranks` weights cut more finely, more ranks."""
     need = estimate(c, Mesh.of(settings, ranks), load)
     if need.peak <= limit:
         return need
     lacking = f"a rank needs {need.peak / 2**30:,.2f} GiB at its peak and has {limit / 2**30:,.2f} GiB; "
     for name, mesh, world, changed in _smaller(c, settings, ranks, load):
+        if not more_ranks and (mesh, world) != (settings, ranks):
+            raise ValueError(
+                f"{lacking}no micro-batch is small enough; a smaller model.*, fewer ranks or more memory would do"
+            )
         smaller = estimate(c, Mesh.of(mesh, world), changed)
         if smaller.peak <= limit:
             raise ValueError(f"{lacking}{name} would ({smaller.peak / 2**30:,.2f} GiB)")

@@ -168,10 +168,10 @@ class Mesh:
                 f"ranks={self.world}: {len(devices)} machine(s) with {sum(devices)} device(s) in all; "
                 f"ranks={sum(devices)} would fit, if mesh.* divides it"
             )
-        if any(count % self.cp for count in devices[:-1]) and self.cp > 1:
+        if odd := [count for count in devices[:-1] if count % self.cp]:
             fits = math.gcd(self.cp, *devices)
             raise ValueError(
-                f"mesh.cp={self.cp} does not divide the devices of a machine ({min(devices)}): ranks that share a row would "
+                f"mesh.cp={self.cp} does not divide the devices of a machine ({odd[0]}): ranks that share a row would "
                 f"lie on two; mesh.cp={fits} would"
             )
 

@@ -10,9 +10,13 @@ import torch
 
 from composer_nb.config import Settings
 from composer_nb.doctor import available_memory
-from composer_nb.trainer.memory import Load, require_memory
+from composer_nb.kernels.linear import HALF_IS_SLOW
+from composer_nb.trainer.memory import Load, estimate, require_memory
 from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.rundir import provenance
+
+ANSWER_S = 120.0
+"""A node that has to start a worker and import torch first answers within so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,48 +37,72 @@ def this_machine() -> Machine:
 
 
 def machines_of_cluster() -> list[Machine]:
-    """Each node of the Ray cluster that this process is attached to, by its own account."""
+    """Each node of the Ray cluster that this process is attached to, by its own account. Raises ValueError for one that does not
+    answer, as nodes without this package do."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    asked = [ray.remote(this_machine).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
     found = []
-    for node in (node for node in ray.nodes() if node["Alive"]):
-        where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked = ray.remote(this_machine).options(num_cpus=0, scheduling_strategy=where)
-        found.append((asked.remote(), int(node["Resources"].get("GPU", 0))))  # tasks see the GPUs that they asked for
-    return [replace(ray.get(machine), gpus=gpus) for machine, gpus in found]
+    for node, machine in zip(nodes, asked, strict=True):
+        try:
+            told = ray.get(machine, timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise ValueError(
+                f"services.address: node {node['NodeManagerAddress']} can not run this package; install the same on all nodes "
+                f"({' '.join(str(error).split())[-300:]})"
+            ) from None
+        found.append(replace(told, gpus=int(node["Resources"].get("GPU", 0))))  # a task sees what it asked for
+    return found
 
 
-def require_room(settings: Settings, machines: Sequence[Machine]) -> None:
-    """Raises ValueError unless `machines` run the same code, have a GPU for each rank where ranks compute on GPUs, and memory for
-    the ranks that compute on CPUs. The ranks fill one machine after another; what engines and environments need is not
+def require_room(settings: Settings, machine: Machine) -> None:
+    """Raises ValueError unless `machine` has memory for the stages before RL, and for RL without services: `ranks` copies of the
+    model on its CPUs."""
+    s = settings
+    tokens = max(s.midtrain.tokens, s.sft.tokens, s.extend.tokens if s.extend.steps else 0)
+    need = estimate(
+        s.agent_model, Mesh.of(MeshSettings(), s.ranks), Load(tokens=tokens, optimizer=s.optimizer.name)
+    ).peak
+    if s.ranks * need > machine.memory:
+        fits = machine.memory // need
+        would = f"ranks={fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
+        lacking = f"each needs {need / 2**30:,.2f} GiB before RL, and there are {machine.memory / 2**30:,.2f} GiB"
+        raise ValueError(f"ranks={s.ranks}: {lacking}; {would}")
+
+
+def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None:
+    """Raises ValueError unless `machines` run the same code, and have a GPU for each rank where ranks compute on GPUs, or else
+    memory for those that compute on CPUs, which Ray may all place on one. What engines and environments need is not
     counted."""
     _require_same_code(machines)
-    if settings.mesh.device == "cuda":
+    s = settings
+    if s.mesh.device == "cuda":
         if not any(machine.gpus for machine in machines):
             raise ValueError("mesh.device='cuda': no machine has a GPU; 'cpu' would run")
-        Mesh.of(settings.mesh, settings.ranks).require_devices([machine.gpus for machine in machines])
+        Mesh.of(s.mesh, s.ranks).require_devices([machine.gpus for machine in machines])
         return
-    least = min(machine.memory for machine in machines)
-    each = -(-settings.ranks // len(machines))
     rl = Load(
-        tokens=settings.rl.microbatch_tokens,
-        longest=settings.limits.tokens,
-        optimizer=settings.optimizer.name,
-        recompute=settings.rl.recompute,
-        half=settings.mesh.compute == "bfloat16",
-        mx_dispatch=settings.mesh.dispatch == "mxfp8",
+        tokens=s.rl.microbatch_tokens,
+        longest=s.limits.tokens,
+        optimizer=s.optimizer.name,
+        recompute=s.rl.recompute,
+        half=s.mesh.compute == "bfloat16" and not HALF_IS_SLOW,
+        mx_dispatch=s.mesh.dispatch == "mxfp8",
     )
-    mesh = settings.mesh if settings.trainers > 1 else MeshSettings()
-    require_memory(settings.agent_model, mesh, settings.ranks, rl, least // each)
+    ranks = s.trainers if s.services.on else s.ranks
+    each = min(machine.memory for machine in machines) // ranks  # more ranks would have less each
+    require_memory(s.agent_model, s.mesh, ranks, rl, each, more_ranks=False)
 
 
 def _require_same_code(machines: Sequence[Machine]) -> None:
     first = machines[0]
     for other in machines[1:]:
-        for name, version in first.code.items():
-            if other.code.get(name) != version:
-                raise ValueError(
-                    f"services.address: {first.name} has {name} {version}, {other.name} has {other.code.get(name)}; "
-                    f"install the same on all nodes, or attach to a cluster where it is"
-                )
+        if differ := [name for name in first.code if first.code[name] != other.code.get(name)]:
+            name = differ[0]
+            raise ValueError(
+                f"services.address: {first.name} has {name} {first.code[name]}, {other.name} has {other.code.get(name)}; "
+                "install the same on all nodes, or attach to a cluster where it is"
+            )

@@ -123,12 +123,32 @@ def test_what_is_not_finite_shows_in_the_result_and_in_the_gradients(bad):
     assert dq[:before].isfinite().all() and not dq[200:].isfinite().any() and not dk[:200].isfinite().any()
 
 
-def test_scores_far_apart_give_the_largest_one_all_the_weight():
-    case = drawn([LONG], 1, 1, 4, 4)
-    q = case[0] * 1e4
-    out = causal_attention(q, *case[1:])
-    exact = by_hand(q.double(), *(x.double() for x in case[1:3]), *case[3:])
-    assert torch.allclose(out.double(), exact, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("times", [1e4, 1e6, 1e10, 1e30])
+def test_scores_far_apart_give_the_largest_one_all_the_weight(times: float):
+    q, *others = drawn([LONG], 1, 1, 4, 4)
+    case = (q * times, *others)
+    (exact, *_, exact_dv), (out, *slopes, dv) = (
+        with_gradients(form, case, dtype)
+        for form, dtype in ((by_hand, torch.float64), (causal_attention, torch.float32))
+    )
+    assert all(slope.isfinite().all() for slope in slopes)
+    for ours, wanted in ((out, exact), (dv, exact_dv)):
+        assert (ours.double() - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
+def test_large_scores_that_are_alike_are_no_fault():
+    _, k, v, lengths, scale = drawn([LONG], 1, 1, 4, 4)
+    q = torch.full((LONG, 1, 4), 1e36)
+    out = causal_attention(q, torch.ones_like(k), v, lengths, scale)
+    means = v.cumsum(0) / torch.arange(1, LONG + 1)[:, None, None]
+    assert torch.allclose(out, means, atol=1e-4)
+
+
+def test_rows_that_are_not_the_tokens_are_refused():
+    q, k, v, _, scale = drawn([LONG], 1, 1, 4, 4)
+    for lengths in ([LONG - 1], [LONG, 1], []):
+        with pytest.raises(ValueError, match=f"and {LONG} tokens"):
+            causal_attention(q, k, v, lengths, scale)
 
 
 def test_padded_rows_hold_their_tokens_and_zeros():

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.config import Settings, override
-from composer_nb.trainer import room
+from composer_nb.config import Settings, override, to_dict
+from composer_nb.trainer import launch, room
 from composer_nb.trainer.launch import start_or_resume
-from composer_nb.trainer.room import Machine, require_room, this_machine
+from composer_nb.trainer.room import Machine, require_room, require_room_for_rl, this_machine
+from composer_nb.trainer.rundir import create, write_json
 
 GIB = 1 << 30
 
@@ -28,25 +29,38 @@ def test_this_machine_has_memory_and_says_what_runs_on_it():
 
 
 def test_the_defaults_fit_a_laptop_and_not_a_watch():
-    require_room(Settings(), [Machine(name="laptop", memory=4 * GIB)])
-    with pytest.raises(ValueError, match=r"a rank needs .* GiB; rl\.recompute=true .*would"):
-        require_room(Settings(), [Machine(name="watch", memory=200 << 20)])
+    laptop, watch = Machine(name="laptop", memory=4 * GIB), Machine(name="watch", memory=200 << 20)
+    require_room(Settings(), laptop)
+    require_room_for_rl(Settings(), [laptop])
+    with pytest.raises(ValueError, match=r"ranks=2: each needs .* GiB; ranks=1 would fit"):
+        require_room(Settings(), watch)
+    require_room(settings(ranks=1), watch)
+    with pytest.raises(ValueError, match="a smaller model"):
+        require_room(Settings(), replace(watch, memory=10 << 20))
 
 
-def test_what_the_refusal_names_fits():
-    small = Machine(name="small", memory=600 << 20)
+def test_what_the_refusal_names_fits_and_can_be_set():
+    wanted = settings(ranks=1, rl__microbatch_tokens=32768)
+    for memory, said in (
+        (1 << 30, r"^a rank needs .*; rl\.recompute=true .*would"),
+        (30 << 20, "no micro-batch is small enough"),
+    ):
+        with pytest.raises(ValueError, match=said) as refused:
+            require_room_for_rl(wanted, [Machine(name="small", memory=memory)])
     with pytest.raises(ValueError, match="would") as refused:
-        require_room(settings(rl__microbatch_tokens=32768), [small])
-    named = str(refused.value).partition("; ")[2].partition(" would")[0]
-    require_room(override(Settings(), dict(pair.split("=") for pair in named.split())), [small])
+        require_room_for_rl(wanted, [Machine(name="small", memory=300 << 20)])
+    named = dict(pair.split("=") for pair in str(refused.value).partition("; ")[2].partition(" would")[0].split())
+    require_room_for_rl(override(wanted, named), [Machine(name="small", memory=300 << 20)])
 
 
-def test_two_machines_share_the_ranks_and_the_smaller_one_decides():
-    wanted = settings(ranks=4, rl__prompts=8, data__rl_tasks=20000)
-    each = Machine(name="a", memory=GIB)
-    require_room(wanted, [each, each])
+def test_one_trainer_of_many_ranks_has_the_memory_alone():
+    wanted = settings(ranks=8, rl__prompts=8, data__rl_tasks=20000, services__on=True)
+    need = Machine(name="a", memory=400 << 20)
+    require_room_for_rl(wanted, [need])
     with pytest.raises(ValueError, match="a rank needs"):
-        require_room(wanted, [each, replace(each, memory=GIB // 8)])
+        require_room_for_rl(override(wanted, {"mesh.shard": 8}), [need])
+    with pytest.raises(ValueError, match="a rank needs"):
+        require_room_for_rl(wanted, [need, replace(need, memory=100 << 20)])
 
 
 def test_nodes_that_run_something_else_are_refused_by_name():
@@ -54,22 +68,38 @@ def test_nodes_that_run_something_else_are_refused_by_name():
         Machine(name=name, memory=GIB * 8, code={"torch": "2.13", "composer_nb": name}) for name in ("a", "b")
     )
     with pytest.raises(ValueError, match=r"services\.address: a has composer_nb a, b has b; install the same"):
-        require_room(Settings(), [one, other])
-    require_room(Settings(), [one, replace(other, code=one.code)])
+        require_room_for_rl(Settings(), [one, other])
+    require_room_for_rl(Settings(), [one, replace(other, code=one.code)])
 
 
 def test_ranks_on_gpus_need_one_each():
     wanted = override(Settings(), {"services.on": True, "ranks": 8, "mesh.device": "cuda", "mesh.shard": 8})
     machine = Machine(name="node", memory=GIB, gpus=4)
-    require_room(wanted, [machine, machine])
+    require_room_for_rl(wanted, [machine, machine])
     with pytest.raises(ValueError, match="ranks=4 would fit"):
-        require_room(wanted, [machine])
+        require_room_for_rl(wanted, [machine])
     with pytest.raises(ValueError, match=r"mesh\.device='cuda': no machine has a GPU; 'cpu' would run"):
-        require_room(wanted, [replace(machine, gpus=0)])
+        require_room_for_rl(wanted, [replace(machine, gpus=0)])
 
 
-def test_a_run_that_has_no_room_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(room, "available_memory", lambda: 100 << 20)
-    with pytest.raises(ValueError, match="a rank needs"):
-        start_or_resume(runs=tmp_path / "runs")
-    assert not list(tmp_path.iterdir())
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "available_memory", lambda: 10 << 20)
+    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: pytest.fail("it began"))
+
+
+def test_no_stage_of_a_run_begins_without_room(tmp_path: Path, small: None):
+    with pytest.raises(ValueError, match="each needs"):
+        start_or_resume(runs=tmp_path)
+    (run,) = tmp_path.glob("tour-*")
+    with pytest.raises(ValueError, match="each needs"):
+        start_or_resume(run)
+
+
+def test_a_run_that_only_has_to_be_scored_is_not_asked(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: None)
+    run = create(tmp_path, "tour")
+    write_json(run.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
+    for stage in ("sft", "rl"):
+        run.finish(stage, 0.0, {})
+    assert start_or_resume(run.path, say=lambda line: None).path == run.path
