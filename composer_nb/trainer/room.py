@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from composer_nb.config import Settings
-from composer_nb.doctor import available_memory
+from composer_nb.harness.machine import available_memory
 from composer_nb.kernels.linear import HALF_IS_SLOW
 from composer_nb.trainer.memory import Load, estimate, require_memory
 from composer_nb.trainer.mesh import Mesh, MeshSettings
