@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from composer_nb.config import Settings
-from composer_nb.harness.machine import available_memory
 from composer_nb.kernels.linear import HALF_IS_SLOW
+from composer_nb.machine import available_memory
 from composer_nb.trainer.memory import Load, estimate, require_memory
 from composer_nb.trainer.mesh import Mesh, MeshSettings
 from composer_nb.trainer.rundir import provenance

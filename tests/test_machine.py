@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from composer_nb.harness import machine
+from composer_nb import machine
 
 
 def test_limits_of_the_groups_above_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
