@@ -73,15 +73,15 @@ class Raw:
 
 CODECS: dict[str, Codec] = {
     "same": Same(),
-    "conditioned-rans-2": Conditioned(),
+    "conditioned-rans-3": Conditioned(),
     "xor-planes-zstd1": XorPlanes(),
     "raw": Raw(),
 }
 """By the names that manifests record. A tensor gets the first of the smallest payloads, of those that were tried."""
 
-SMALL, ENOUGH = 1 << 16, 1 / 4
-"""For a tensor of more bytes than SMALL no further codec is tried after a payload of up to ENOUGH of them: trying would cost more
-time than the coding did, and nothing has been seen to come out smaller."""
+ENOUGH = 1 / 4
+"""No further codec is tried after a payload of up to so much of the tensor: trying would cost more time than the coding did, and
+nothing has been seen to come out smaller."""
 
 
 def encode(base: Bits, target: Bits, dtype: str) -> tuple[str, bytes]:
@@ -91,7 +91,7 @@ def encode(base: Bits, target: Bits, dtype: str) -> tuple[str, bytes]:
         payload = codec.encode(base, target, dtype)
         if payload is not None and (best is None or len(payload) < len(best[1])):
             best = (name, payload)
-            if not payload or (target.nbytes > SMALL and len(payload) <= ENOUGH * target.nbytes):
+            if len(payload) <= ENOUGH * target.nbytes:
                 break
     assert best is not None, "raw always applies"
     return best

@@ -6,8 +6,8 @@ It trusts its input. Names are those of docs/weight_codec.md.
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
 from itertools import accumulate
+from itertools import count as count_from
 
 import numpy as np
 
@@ -41,6 +41,10 @@ class Rans:
     def slot(self) -> int:
         return self.state % 2**30
 
+    @property
+    def over(self) -> bool:
+        return self.state == 1 and not self.words
+
     def take(self, start: int, frequency: int) -> None:
         """Moves on, past the symbol within whose share `slot` lies."""
         self.state = frequency * (self.state >> 30) + self.slot - start
@@ -57,16 +61,45 @@ class Rans:
 class Adaptive:
     """A bit's probability by what it was so far."""
 
-    def __init__(self) -> None:
-        self.p, self.seen = 2**23, 0
+    def __init__(self, p: float, seen: int) -> None:
+        self.p, self.seen = int(2**24 * p), seen
 
     def read(self, rans: Rans) -> bool:
         one = min(max(self.p >> 8, 1), 65535) << 14
         bit = rans.slot < one
         rans.take(*((0, one) if bit else (one, 2**30 - one)))
+        self.learn(bit)
+        return bit
+
+    @property
+    def share(self) -> int:
+        return min(max(self.p >> 8, 64), 65536 - 64)
+
+    def learn(self, bit: bool) -> None:
         self.p += (2**24 - self.p) // (self.seen + 2) if bit else -(self.p // (self.seen + 2))
         self.seen = min(self.seen + 1, 254)
-        return bit
+
+
+class Models(dict[tuple[int, str, int], Adaptive]):
+    """By class, what is asked, and where in a number; each as it begins where it was not asked before."""
+
+    def __missing__(self, key: tuple[int, str, int]) -> Adaptive:
+        start = {("away", 0): (0.5, 14), ("longer", 0): (0.15, 2)}
+        self[key] = Adaptive(*start.get(key[1:], (0.5, 0)))
+        return self[key]
+
+
+def read_two(rans: Rans, a: Adaptive, b: Adaptive) -> tuple[bool, bool]:
+    """Two decisions in one symbol."""
+    split = a.share << 14
+    first = rans.slot < split
+    begin, whole = (0, split) if first else (split, 2**30 - split)
+    part = whole * b.share >> 16
+    second = rans.slot < begin + part
+    rans.take(*((begin, part) if second else (begin + part, whole - part)))
+    a.learn(first)
+    b.learn(second)
+    return first, second
 
 
 def cumulative(time: int) -> int:
@@ -87,26 +120,33 @@ def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
     rates = np.zeros(layout.mask + 1, np.int64)
     for c, code in enumerate([codes[0]] * first + codes):
         rates[c] = (8 + code % 8) << (code // 8) if code else 0
-    begin = 2 + (at + 1) // 2
-    (state,) = struct.unpack_from("<Q", body, begin)
-    rans = Rans(state, np.frombuffer(body, "<u4", offset=begin + 8).tolist())
+    at = 2 + (at + 1) // 2
+    sizes, count, at = divmod(body[at], 16), 0, at + 1
+    for k in count_from(0):
+        count, at = count | (body[at] & 127) << 7 * k, at + 1
+        if body[at - 1] < 128:
+            break
+    begin = at + sum(sizes)
+    words = np.frombuffer(body, "<u4", offset=begin).tolist()
+    places = Rans(int.from_bytes(body[at : at + sizes[0]], "little"), words[:count])
+    steps = Rans(int.from_bytes(body[at + sizes[0] : begin], "little"), words[count:])
     classes = (block >> block.dtype.type(layout.shift)) & block.dtype.type(layout.mask)
     hazard = np.cumsum(rates[classes])  # up to and with each element
-    models: dict[tuple[int, str, int], Adaptive] = defaultdict(Adaptive)
+    models = Models()
     slow, begin = NORMAL, 0
-    while rans.state != 1 or rans.words:
+    while not (places.over and steps.over):
         speed = (NORMAL << 16) // slow
-        if rans.slot >= KNOTS[-1]:
-            rans.take(KNOTS[-1], 2**30 - KNOTS[-1])
+        if places.slot >= KNOTS[-1]:
+            places.take(KNOTS[-1], 2**30 - KNOTS[-1])
             wait = -(-(PATIENCE << 16) // speed)
             begin, slow = begin + wait, clamp(slow + wait)
             continue
-        i = int(np.searchsorted(hazard, begin - (-(next_time(rans.slot) << 16) // speed)))
+        i = int(np.searchsorted(hazard, begin - (-(next_time(places.slot) << 16) // speed)))
         c, after = int(classes[i]), int(hazard[i])
         gone = after - int(rates[c]) - begin
         start = cumulative(gone * speed >> 16)
-        rans.take(start, cumulative((after - begin) * speed >> 16) - start)
-        block[i] = step(int(block[i]), c, rans, models, layout.width)
+        places.take(start, cumulative((after - begin) * speed >> 16) - start)
+        block[i] = step(int(block[i]), max(c, first - 16), steps, models, layout.width)
         slow = clamp(slow - slow // 32 + gone + min(int(rates[c]) // 2, 3 * NAT // 4))
         begin = after
 
@@ -121,14 +161,15 @@ def next_time(slot: int) -> int:
     return (k << 16) - (-(slot - KNOTS[k] + 1 << 16) // (KNOTS[k + 1] - KNOTS[k]))
 
 
-def step(old: int, c: int, rans: Rans, models: dict[tuple[int, str, int], Adaptive], width: int) -> int:
+def step(old: int, c: int, rans: Rans, models: Models, width: int) -> int:
     """The new bits of an element of class c."""
     sign = 2 ** (width - 1)
     ordinal = old if old < sign else sign - 1 - old
-    away = models[c, "away", 0].read(rans)
-    length = 0
-    while length < width and models[c, "longer", length].read(rans):
-        length += 1
+    longer, away = read_two(rans, models[c, "longer", 0], models[c, "away", 0])
+    length = int(longer)
+    while longer and length < width:
+        longer = models[c, "longer", length].read(rans)
+        length += longer
     m = min(length, 1)
     if length > 1:
         m = 2 + models[c, "second digit", length].read(rans)

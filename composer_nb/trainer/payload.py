@@ -236,7 +236,7 @@ def _resolved(name: str, form: Form, base: State | None, links: Sequence[Link]) 
         try:
             now = CODECS[entry.encoding].decode(now, payload.numpy().tobytes(), entry.dtype)
         except ValueError as error:
-            raise DamagedVersion(f"{link.what}: {name}: {error}") from None
+            raise DamagedVersion(f"{link.what}: {name} is not what was published ({error})") from None
         tensor = torch.from_numpy(now.view(np.uint8)).view(form[0]).reshape(form[1])
     if tensor is None:
         raise DamagedVersion(f"{links[-1].what}: {name} is unchanged, but there is nothing before it")

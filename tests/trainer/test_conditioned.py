@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.kernels import delta
+from composer_nb.kernels import delta, delta_decoder, delta_encoder
 from composer_nb.trainer import conditioned_reference
 from composer_nb.trainer.codec import bits
-from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Conditioned, pack_codes, unpack_codes
+from composer_nb.trainer.conditioned import BLOCK, LAYOUTS, Bits, Conditioned
 
 CODEC = Conditioned()
 STORED = {name: f"u{getattr(torch, name).itemsize}" for name in LAYOUTS}
@@ -147,27 +147,87 @@ def test_rows_that_change_more_than_others_cost_less_than_their_entropy():
     assert len(round_trip(base, target, "bfloat16")) < 0.9 * entropy(base, target, "bfloat16")
 
 
+def rates_of(there: list[int], changed: list[int]) -> tuple[int, int, Bits]:
+    first, last, codes = delta_encoder.rate_codes(np.array(there), np.array(changed))
+    return int(first), int(last), codes
+
+
 def test_rates_are_near_those_of_the_classes():
-    there, changed = np.array([50_000, 10**6, 1000, 800, 700, 5]), np.array([4_000, 100, 500, 8, 700, 0])
-    first, codes = delta.rate_codes(there, changed, delta.BETWEEN)
+    first, last, codes = rates_of([50_000, 10**6, 1000, 800, 700, 5], [4_000, 100, 500, 8, 700, 0])
     rates = delta.RATES[codes] / delta.NAT
-    assert first == 0
+    assert (first, last) == (0, 4)
     assert rates[:4] == pytest.approx([0.0834, 1e-4, 0.6931, 0.01005], rel=0.1, abs=9 / delta.NAT)
     assert 4 < rates[4] < 6 and rates[5] == 0
 
 
 def test_classes_of_few_elements_share_a_rate_as_far_as_that_is_worth_it():
-    there, changed = np.array([0, 1, 0, 2, 4, 1000, 2000, 4000]), np.array([0, 1, 0, 1, 2, 500, 500, 0])
-    first, codes = delta.rate_codes(there, changed, delta.BETWEEN)
-    assert first == 5 and len(set(codes[:6])) == 1 and codes[7] == 0
+    first, last, codes = rates_of([0, 1, 0, 2, 4, 1000, 2000, 4000], [0, 1, 0, 1, 2, 500, 500, 0])
+    assert (first, last) == (5, 6) and len(set(codes[:6])) == 1 and codes[7] == 0
     assert delta.RATES[codes[5:7]] / delta.NAT == pytest.approx([np.log(2), np.log(4 / 3)], rel=0.1)
 
 
-@given(st.lists(st.integers(0, 159), min_size=1, max_size=40), st.binary(max_size=9))
-def test_codes_come_back(codes, behind):
-    packed = pack_codes(np.array(codes, np.uint8))
-    assert unpack_codes(b"ab" + packed + behind, 2, len(codes)) == (codes, 2 + len(packed))
-    assert len(packed) <= 1 + 1.5 * len(codes)
+def test_no_more_classes_have_rates_than_are_looked_up_at_once():
+    first, last, codes = rates_of([1000 << c for c in range(20)], [500] * 20)
+    assert (first, last) == (4, 19) and len(set(codes[:5])) == 1 < len(set(codes[4:]))
+
+
+def test_a_rate_is_a_little_off_where_that_is_shorter():
+    """One of 200 changed, beside classes of which one in a thousand did: to say so would take a byte more than it saves."""
+    _, _, codes = rates_of([10**6, 200, 10**6], [1000, 1, 1000])
+    assert -12 <= codes[0] - codes[1] + 2 - 2 <= 12 and delta.RATES[codes[1]] < delta.NAT / 200
+    _, _, exact = rates_of([10**6, 200_000, 10**6], [1000, 1000, 1000])
+    assert delta.RATES[exact[1]] / delta.NAT == pytest.approx(1 / 200, rel=0.1)
+
+
+def test_few_elements_are_counted_and_many_estimated():
+    """Classes of small numbers, of which much changes, exactly; the others to some 5 percent."""
+    base, target = weights(1 << 20, lr=1e-6)
+    exponents = ((base >> 7) & 255).astype(np.int64)
+    exact, changed = np.bincount(exponents, minlength=256), np.bincount(exponents[base != target], minlength=256)
+    found = delta_encoder.histogram(base, changed, *LAYOUTS["bfloat16"].numbers[:2])
+    few = np.flatnonzero((np.cumsum(exact) < changed.sum() / 2) & (exact > 0))
+    assert len(few) > 5 and np.array_equal(found[few], exact[few])
+    many = exact > 1 << 17
+    assert many.sum() > 2 and found[many] == pytest.approx(exact[many], rel=0.1)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 16), st.binary(max_size=9))
+def test_codes_come_back(seed: int, count: int, behind: bytes):
+    random = np.random.default_rng(seed)
+    first, codes = random.integers(0, 256 - count), np.zeros(256, np.uint8)
+    codes[first : first + count] = (
+        random.integers(0, 160, count) if random.random() < 0.5 else 90 - 8 * np.arange(count) // 2
+    )
+    codes[:first], header = codes[first], np.zeros(600, np.uint8)
+    header[:2] = first, count - 1
+    end = int(
+        delta_encoder.write_codes(codes, *(np.uint64(n) for n in (first, first + count - 1)), header, np.uint64(2))
+    )
+    assert end - 2 <= 1 + 1.5 * count
+    found = np.zeros(256, np.uint8)
+    body = np.concatenate([header[:end], np.frombuffer(behind, np.uint8)])
+    assert delta_decoder.read_codes(body, found, np.uint64(255)) == (0, first, count - 1, end)
+    assert np.array_equal(found, codes)
+
+
+@given(st.integers(1, 2**64 - 1), st.integers(1, 2**64 - 1), st.integers(0, 300), st.integers(0, 300))
+def test_states_come_back(a: int, b: int, first: int, second: int):
+    header = np.zeros(30, np.uint8)
+    end = int(delta_encoder.write_states(*(np.uint64(n) for n in (a, b, first)), header, np.uint64(3)))
+    body = np.concatenate([header[:end], np.zeros(4 * (first + second), np.uint8)])
+    assert delta_decoder.read_states(body, np.uint64(3)) == (0, (a, b), (first, second), end)
+    for cut in (3, end - 1, len(body) - 1):
+        assert delta_decoder.read_states(body[:cut], np.uint64(3))[0] == 3 or cut == len(body)
+
+
+def test_time_is_looked_for_from_before_it_has_come():
+    """`earliest` is never too late, and not much too early: what is left is gone through one by one."""
+    random = np.random.default_rng(0)
+    edges = [k + d for k in delta.KNOTS.tolist()[:-1] for d in (-1, 0, 1)] + [int(delta.GIVEN_UP) - 1]
+    for slot in [*(s for s in edges if s >= 0), *random.integers(0, int(delta.GIVEN_UP), 2000).tolist()]:
+        exact, found = conditioned_reference.next_time(slot), int(delta_decoder.earliest(np.uint64(slot)))
+        assert conditioned_reference.cumulative(found) <= slot < conditioned_reference.cumulative(exact)
+        assert 0 <= exact - found <= 2 + 512 * np.exp(exact / 2**20)  # half of what a cell of slots takes
 
 
 def test_threads_make_the_same_payloads():
@@ -249,11 +309,16 @@ def test_what_is_damaged_is_refused_or_of_the_right_size():
 def test_headers_that_claim_too_much_are_refused_before_anything_is_made():
     base, target = weights(600, lr=3e-5)
     payload = CODEC.encode(base, target, "bfloat16")
-    for at, value, said in [(0, b"\xff", "header|classes"), (1, b"\xff", "header|classes"), (2, b"\xff", "a rate")]:
+    for at, value, said in [
+        (0, b"\xff", "classes"),
+        (1, b"\xff", "classes"),
+        (1, b"\x10", "classes"),
+        (2, b"\xff", "a rate"),
+    ]:
         data = payload[:at] + value + payload[at + len(value) :]
         with pytest.raises(ValueError, match=said):
             CODEC.decode(base, data, "bfloat16")
-    for data in (payload[:1], payload[:4]):
+    for data in (payload[:1], payload[:4], payload[:-1]):
         with pytest.raises(ValueError, match="header"):
             CODEC.decode(base, data, "bfloat16")
     with pytest.raises(ValueError, match="block"):

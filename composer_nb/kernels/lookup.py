@@ -1,0 +1,229 @@
+"""Sums of table entries over many elements of an array, by the classes that lie in their bits. Compiled.
+
+A table look-up an element is what finding a change in a tensor comes to (`delta`), and a processor does one at a time, but for
+tables of 16 bytes: those one instruction looks up for 32 elements at once (AVX2, vpshufb), and another adds up eight bytes
+(vpsadbw). So a table of 24-bit numbers is kept as planes of bytes, and the sums of planes are put together. Where a processor
+has no AVX2 the same is computed one by one; all arithmetic is in integers, so nothing else differs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic as _intrinsic
+
+U = np.uint64
+I32, I64 = ir.IntType(32), ir.IntType(64)
+intrinsic: Any = _intrinsic
+_compiled: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
+_inlined: Any = partial(_compiled, inline="always")  # a call would count references to the arrays
+CLASSES = 16
+"""As many classes as have entries of their own: from the first on. Those below it have the first one's, those above none."""
+GROUP = U(32)
+"""Elements that are looked up together."""
+_PLANES = 3
+"""An entry is of 24 bits."""
+WINDOW = 64
+"""So many numbers `reaching` looks at."""
+
+
+def has_avx2() -> bool:
+    """Whether code that numba compiles here may use it."""
+    config: Any = numba.config
+    told = config.CPU_NAME or config.CPU_FEATURES  # which is for another processor than this one
+    return not told and bool(llvmlite.binding.get_host_cpu_features().get("avx2"))
+
+
+@_compiled
+def planes_of(table, first):  # type: ignore[no-untyped-def]
+    """Of a table by class, what `total` and `eights` take: bytes of the entries from `first` on, equal significance together."""
+    planes = np.zeros(_PLANES * CLASSES, np.uint8)
+    for c in range(min(U(CLASSES), U(len(table)) - first)):
+        for k in range(_PLANES):
+            planes[U(k) * U(CLASSES) + U(c)] = (table[first + U(c)] >> U(8 * k)) & U(255)
+    return planes
+
+
+class _Vectors:
+    """Writes instructions for 32 elements of an array, from its i-th on."""
+
+    def __init__(self, context: Any, builder: Any, array: Any, values: Any, i: Any) -> None:
+        self.context, self.builder, self.width = context, builder, array.dtype.bitwidth
+        self.numbers, self.bytes, self.sums = (
+            ir.VectorType(ir.IntType(n), k) for n, k in ((self.width, 32), (8, 32), (64, 4))
+        )
+        self.elements = self.load(array, values, i, self.numbers)
+
+    def load(self, array: Any, values: Any, at: Any, kind: Any) -> Any:
+        place = self.builder.gep(self.context.make_array(array)(self.context, self.builder, values).data, [at])
+        return self.builder.load(self.builder.bitcast(place, kind.as_pointer()), align=array.dtype.bitwidth // 8)
+
+    def call(self, name: str, kind: Any, *operands: Any) -> Any:
+        function = ir.FunctionType(kind, [operand.type for operand in operands])
+        known = self.builder.module.globals
+        return self.builder.call(known.get(name) or ir.Function(self.builder.module, function, name), operands)
+
+    def spread(self, number: Any, kind: Any) -> Any:
+        bits = kind.element.width
+        number = number if bits == number.type.width else self.builder.trunc(number, kind.element)
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), number, I32(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, 32), [0] * 32))
+
+    def classes(self, shift: Any, mask: Any) -> Any:
+        """(bits >> shift) & mask, in as many bits as an element has."""
+        found = self.builder.lshr(self.elements, self.spread(shift, self.numbers))
+        return self.builder.and_(found, self.spread(mask, self.numbers))
+
+    def beyond(self, shift: Any, mask: Any, first: Any) -> Any:
+        """Bytes: how far each element's class is beyond the first; 0 below it."""
+        found = self.classes(shift, mask)
+        found = found if self.width == 8 else self.builder.trunc(found, self.bytes)
+        return self.call("llvm.usub.sat.v32i8", self.bytes, found, self.spread(first, self.bytes))
+
+    def only(self, classes: Any, count: Any) -> Any:
+        """The same with those from the count-th on beyond all tables."""
+        each = ir.Constant(self.bytes, list(range(32)))
+        beyond = self.builder.icmp_unsigned(">=", each, self.spread(count, self.bytes))
+        return self.builder.or_(classes, self.builder.sext(beyond, self.bytes))
+
+    def look_up(self, classes: Any, array: Any, planes: Any) -> Any:
+        """Sums of eight entries each."""
+        # A byte with its highest bit set is looked up as zero: so is what is beyond the table.
+        classes = self.call("llvm.uadd.sat.v32i8", self.bytes, classes, ir.Constant(self.bytes, [0x80 - CLASSES] * 32))
+        added: Any = ir.Constant(self.sums, [0] * 4)
+        for k in range(_PLANES):
+            table = self.load(array, planes, I64(k * CLASSES), ir.VectorType(ir.IntType(8), CLASSES))
+            twice = ir.Constant(ir.VectorType(I32, 32), [*range(CLASSES)] * 2)  # one for each half of the register
+            table = self.builder.shuffle_vector(table, table, twice)
+            found = self.call("llvm.x86.avx2.pshuf.b", self.bytes, table, classes)
+            sums = self.call("llvm.x86.avx2.psad.bw", self.sums, found, ir.Constant(self.bytes, [0] * 32))
+            added = self.builder.add(added, self.builder.shl(sums, ir.Constant(self.sums, [8 * k] * 4)))
+        return added
+
+    def lanes(self, sums: Any) -> list[Any]:
+        return [self.builder.extract_element(sums, I32(lane)) for lane in range(4)]
+
+    def sum(self, sums: Any) -> Any:
+        a, b, c, d = self.lanes(sums)
+        return self.builder.add(self.builder.add(a, b), self.builder.add(c, d))
+
+
+@intrinsic
+def differing(typing, a, b, i):  # type: ignore[no-untyped-def]
+    """A bit for each of 32 elements from the i-th on, the first lowest: whether two arrays differ there."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pair = [_Vectors(context, builder, signature.args[k], arguments[k], arguments[2]).elements for k in range(2)]
+        return builder.zext(builder.bitcast(builder.icmp_unsigned("!=", *pair), I32), I64)
+
+    return types.uint64(a, b, types.uint64), generate
+
+
+@intrinsic
+def below(typing, array, i, shift, mask, limit):  # type: ignore[no-untyped-def]
+    """A bit for each of 32 elements from the i-th on, the first lowest: whether its class is below a limit."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        v = _Vectors(context, builder, array, *arguments[:2])
+        less = builder.icmp_unsigned("<", v.classes(*arguments[2:4]), v.spread(arguments[4], v.numbers))
+        return builder.zext(builder.bitcast(less, I32), I64)
+
+    return types.uint64(array, *[types.uint64] * 4), generate
+
+
+@intrinsic
+def reaching(typing, numbers, i, origin, need):  # type: ignore[no-untyped-def]
+    """A bit for each of 64 numbers of 32 bits from the i-th on, the first lowest: whether it is `need` or more beyond `origin`,
+    modulo 2^32."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.VectorType(I32, WINDOW)
+        values = context.make_array(numbers)(context, builder, arguments[0]).data
+        place = builder.bitcast(builder.gep(values, [arguments[1]]), kind.as_pointer())
+
+        def spread(number):  # type: ignore[no-untyped-def]
+            one = builder.insert_element(ir.Constant(kind, ir.Undefined), builder.trunc(number, I32), I32(0))
+            return builder.shuffle_vector(one, one, ir.Constant(kind, [0] * WINDOW))
+
+        beyond = builder.sub(builder.load(place, align=4), spread(arguments[2]))
+        return builder.bitcast(builder.icmp_unsigned(">=", beyond, spread(arguments[3])), I64)
+
+    return types.uint64(numbers, *[types.uint64] * 3), generate
+
+
+@intrinsic
+def trailing_zeros(typing, bits):  # type: ignore[no-untyped-def]
+    """The place of the lowest bit that is set, of a number that is not 0."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+if has_avx2():
+
+    @intrinsic
+    def total(typing, array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+        """Σ of 32 elements' entries, from the i-th on: an element's class is (bits >> shift) & mask. `planes`, `first`: as in
+        `planes_of`. `table`: by bits >> shift, the sign too, for those who look up one by one."""
+
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            v = _Vectors(context, builder, array, *arguments[:2])
+            return v.sum(v.look_up(v.beyond(*arguments[4:]), planes, arguments[3]))
+
+        return types.uint64(array, types.uint64, table, planes, *[types.uint64] * 3), generate
+
+    @intrinsic
+    def part(typing, array, i, count, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+        """The same, of no more than `count` of them; 32 have to be there."""
+
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            v = _Vectors(context, builder, array, *arguments[:2])
+            return v.sum(v.look_up(v.only(v.beyond(*arguments[5:]), arguments[2]), planes, arguments[4]))
+
+        return types.uint64(array, types.uint64, types.uint64, table, planes, *[types.uint64] * 3), generate
+
+    @intrinsic
+    def eights(typing, array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+        """Sums of each eight of the 32."""
+        result = types.UniTuple(types.uint64, 4)
+
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            v = _Vectors(context, builder, array, *arguments[:2])
+            return context.make_tuple(
+                builder, result, v.lanes(v.look_up(v.beyond(*arguments[4:]), planes, arguments[3]))
+            )
+
+        return result(array, types.uint64, table, planes, *[types.uint64] * 3), generate
+
+else:
+
+    @_inlined
+    def total(array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+        return one_by_one(array, i, GROUP, table, shift)
+
+    @_inlined
+    def part(array, i, count, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+        return one_by_one(array, i, count, table, shift)
+
+    @_inlined
+    def eights(array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+        sums = (one_by_one(array, i, U(8), table, shift), one_by_one(array, i + U(8), U(8), table, shift))
+        more = (one_by_one(array, i + U(16), U(8), table, shift), one_by_one(array, i + U(24), U(8), table, shift))
+        return (*sums, *more)
+
+
+@_inlined
+def one_by_one(array, i, count, table, shift):  # type: ignore[no-untyped-def]
+    """Σ of `count` elements' entries, from the i-th on; `table` by bits >> shift."""
+    sum_ = U(0)
+    for j in range(count):
+        sum_ += U(table[U(array[i + U(j)]) >> shift])
+    return sum_
