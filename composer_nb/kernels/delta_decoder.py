@@ -35,7 +35,7 @@ from composer_nb.kernels.delta import (
     share,
     slower,
 )  # fmt: skip
-from composer_nb.kernels.lookup import CLASSES, WINDOW, eights, planes_of, reaching, trailing_zeros
+from composer_nb.kernels.vectors import CLASSES, WINDOW, copied, eights, planes_of, reaching, trailing_zeros
 
 FAULTS = {
     1: "has a change beyond its end",
@@ -46,7 +46,7 @@ FAULTS = {
 }
 
 _CELL = 20
-PIECE = U(1 << 15)
+PIECE = U(1 << 12)
 """Elements, a multiple of eight, of which hazards are added up at once: they are still in the processor's caches when changes
 among them are looked for."""
 FAR = U(1 << 30)
@@ -70,7 +70,7 @@ TIMES, SLOPES = (np.array(each, np.uint64) for each in _bounds())
 
 @coder
 def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Makes the target of what is a copy of the base; 0, or one of FAULTS, which leaves one that is of no use."""
+    """Makes the target of the base; 0, or one of FAULTS, which leaves something of no use."""
     codes = np.zeros(mask + U(1), np.uint8)
     fault, first, more, begin = read_codes(body, codes, mask)
     if not fault:
@@ -207,11 +207,13 @@ def earliest(slot):  # type: ignore[no-untyped-def]
 
 
 @coder
-def hazards(base, begin, so_far, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Into `sums`, for the piece that begins there: the hazard before it, up to its first eight elements, up to the first sixteen
-    and so on, modulo 2^32; behind them the last one again, so that `reaching` can be asked from any of them on. How many eights
-    there are, and the hazard up to their end."""
-    eights_there, j = (min(U(len(base)), begin + PIECE) - begin) >> U(3), U(0)
+def hazards(base, made, begin, so_far, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """Copies the piece that begins there. Into `sums` for it, modulo 2^32: the hazard before it, up to its first eight elements,
+    up to the first sixteen and so on; behind them the last one again, so that `reaching` can be asked from any of them on. How
+    many eights there are, and the hazard up to their end."""
+    end = min(U(len(base)), begin + PIECE)
+    eights_there, j = (end - begin) >> U(3), U(0)
+    copied(base, made, begin, end - begin)
     sums[0] = so_far
     while j + U(4) <= eights_there:
         a, b, c, d = eights(base, begin + (j << U(3)), table, planes, shift, mask, first)
@@ -264,11 +266,11 @@ def at_the_end(base, i, left, table, shift):  # type: ignore[no-untyped-def]
 
 @coder
 def change(base, made, states, places, steps, table, planes, shift, mask, width, first, more):  # type: ignore[no-untyped-def]
-    """Changes what changed in `made`; 0, 1 or 2 of FAULTS. Hazards are counted from the block's first element: `at` is that
-    before the i-th, `begin` that where time began."""
+    """Copies the base and changes what changed; 0, 1 or 2 of FAULTS. Hazards are counted from the block's first element: `at` is
+    that before the i-th, `begin` that where time began."""
     models, sums = new_models(first, more), np.empty((PIECE >> U(3)) + U(1 + WINDOW), np.uint32)
     piece, ahead = U(0), U(0)
-    count, ahead = hazards(base, piece, ahead, sums, table, planes, shift, mask, first)
+    count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
     n, slow, sign = U(len(base)), NORMAL, U(1) << (width - U(1))
     (state, steps_state), used, steps_used = states, U(0), U(0)
     last, steps_last = U(len(places)) - U(1), U(len(steps)) - U(1)
@@ -288,7 +290,7 @@ def change(base, made, states, places, steps, table, planes, shift, mask, width,
         while at < target and i < n:
             while i >= piece + PIECE:
                 piece += PIECE
-                count, ahead = hazards(base, piece, ahead, sums, table, planes, shift, mask, first)
+                count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
             step, j = min(target - at, FAR), ((i - piece) >> U(3)) + U(1)
             found = reaching(sums, j, at, step)
             while not found and j + U(WINDOW) <= count:
@@ -337,4 +339,6 @@ def change(base, made, states, places, steps, table, planes, shift, mask, width,
         at += own
         begin = at
         i += U(1)
+    done = min(piece + PIECE, n)
+    copied(base, made, done, n - done)
     return 0

@@ -33,7 +33,7 @@ from composer_nb.kernels.delta import (
     share,
     slower,
 )  # fmt: skip
-from composer_nb.kernels.lookup import (
+from composer_nb.kernels.vectors import (
     CLASSES,
     GROUP,
     below,
@@ -47,8 +47,8 @@ from composer_nb.kernels.lookup import (
 
 BETWEEN = (RATES[1:-1].astype(np.float64) + RATES[2:]) / 2
 """Where one rate is as near as the next."""
-SAMPLE = U(13)
-"""log2 of the elements of a block, or so, that are counted to know how many of each class there are."""
+SAMPLE, MOST = U(13), U(127)
+"""To know how many elements of each class there are some 2^13 are counted, and one of so many in a large block."""
 
 
 @coder
@@ -97,7 +97,7 @@ def histogram(base, changed, shift, mask):  # type: ignore[no-untyped-def]
     small numbers, of which much changed and a rate has to be exact, are counted. They are as many in all as changed."""
     counts = np.zeros((4, mask + U(1)), np.int64)  # four counters each: one just written is slow to read
     n = U(len(base))
-    one_in = n >> SAMPLE | U(1)  # odd, so that rows of a matrix are not looked at in the same columns
+    one_in = min(n >> SAMPLE, MOST) | U(1)  # odd, so that rows of a matrix are not looked at in the same columns
     for begin in range(U(0), n - n % U(64), U(64) * one_in):
         for i in range(begin, begin + U(64), U(4)):
             for j in range(4):
@@ -165,7 +165,8 @@ def rate_codes(there, changed):  # type: ignore[no-untyped-def]
             best: Any = 1 + np.searchsorted(BETWEEN, -math.log(max(1 - k / n, 2.0**-7)) * NAT)
             before = np.int64(codes[c - 1])
             near = min(max(best, before - 12, 1), before + 2) if c > first else best
-            codes[c] = near if near and bits_at(near, n, k) - bits_at(best, n, k) < 8 else best
+            gain = bits_at(near, n, k) - bits_at(best, n, k) if 0 < near != best else 8.0
+            codes[c] = near if gain < 8 else best
     return U(first), U(last), codes
 
 

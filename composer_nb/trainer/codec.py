@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from composer_nb.trainer.conditioned import Bits, Conditioned
 
-_PIECE = 1 << 16
-"""Elements that are compared at a time: most tensors that changed did so in the first of them."""
+_FIRST, _PIECE = 1 << 10, 1 << 16
+"""Elements that are compared at first, and then at a time: most tensors that changed did so in the first of them."""
 
 
 class Codec(Protocol):
@@ -31,7 +32,8 @@ class Same:
     """Nothing for a tensor that did not change: an expert that no token was routed to."""
 
     def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
-        pieces = (slice(begin, begin + _PIECE) for begin in range(0, len(base), _PIECE))
+        ends = [_FIRST, *range(_PIECE, len(base) + _PIECE, _PIECE)]
+        pieces = (slice(begin, end) for begin, end in pairwise([0, *ends]))
         return b"" if all(np.array_equal(base[piece], target[piece]) for piece in pieces) else None
 
     def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:

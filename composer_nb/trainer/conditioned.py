@@ -69,7 +69,7 @@ class Conditioned:
             raise ValueError(f"{dtype} has no exponents to be conditioned on")
         layout = LAYOUTS[dtype]
         known = _elements(base, layout)
-        made = known.copy()
+        made = np.empty_like(known)
         count = max(-(-len(made) // BLOCK), 1)
         if len(payload) < 4 * (count - 1):
             raise ValueError("the payload ends within the lengths of its blocks")
@@ -77,8 +77,10 @@ class Conditioned:
         if last > len(payload):
             raise ValueError("the payload ends within its blocks")
         for number, (begin, end) in enumerate(pairwise([*ends, last, len(payload)])):
-            if begin < end:
-                block = slice(number * BLOCK, (number + 1) * BLOCK)
+            block = slice(number * BLOCK, (number + 1) * BLOCK)
+            if begin == end:
+                made[block] = known[block]
+            else:
                 decode_block(known[block], made[block], np.frombuffer(payload, np.uint8, end - begin, begin), layout)
         return made if layout.width >= 8 else (made[0::2] | made[1::2] << 4).view(base.dtype)
 
@@ -88,7 +90,8 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
     if layout.width >= 8:
         if bits.itemsize * 8 != layout.width:
             raise ValueError(f"elements of {8 * bits.itemsize} bits are not the dtype's, which has {layout.width} bits")
-        return np.require(bits, requirements=["C", "A", "W"])  # one form for the compiler
+        fit = bits.flags.c_contiguous and bits.flags.aligned and bits.flags.writeable  # one form for the compiler
+        return bits if fit else np.array(bits)
     packed = bits.view(np.uint8)
     made = np.empty(2 * len(packed), np.uint8)
     made[0::2], made[1::2] = packed & 15, packed >> 4
@@ -102,6 +105,6 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
 
 
 def decode_block(base: Bits, made: Bits, body: Bits, layout: Layout) -> None:
-    """Makes the target of a copy of the base. Raises ValueError."""
+    """Makes the target of the base. Raises ValueError."""
     if fault := delta_decoder.decode(base, made, body, *layout.numbers):
         raise ValueError(f"a block {delta_decoder.FAULTS[fault]}")

@@ -1,9 +1,10 @@
-"""Sums of table entries over many elements of an array, by the classes that lie in their bits. Compiled.
+"""Vector instructions that numba does not find by itself: over many elements of an array at once. For compiled code only.
 
-A table look-up an element is what finding a change in a tensor comes to (`delta`), and a processor does one at a time, but for
-tables of 16 bytes: those one instruction looks up for 32 elements at once (AVX2, vpshufb), and another adds up eight bytes
-(vpsadbw). So a table of 24-bit numbers is kept as planes of bytes, and the sums of planes are put together. Where a processor
-has no AVX2 the same is computed one by one; all arithmetic is in integers, so nothing else differs.
+Most are sums of table entries, by the classes that lie in the elements' bits: a look-up an element is what finding a change in a
+tensor comes to (`delta`). A processor does one at a time, but for tables of 16 bytes: those one instruction looks up for 32
+elements at once (AVX2, vpshufb), and another adds up eight bytes (vpsadbw). So a table of 24-bit numbers is kept as planes of
+bytes, and the sums of planes are put together. Where a processor has no AVX2 the same is computed one by one; all arithmetic is
+in integers, so nothing else differs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
 
 U = np.uint64
@@ -135,6 +137,22 @@ def below(typing, array, i, shift, mask, limit):  # type: ignore[no-untyped-def]
         return builder.zext(builder.bitcast(less, I32), I64)
 
     return types.uint64(array, *[types.uint64] * 4), generate
+
+
+@intrinsic
+def copied(typing, source, target, i, count):  # type: ignore[no-untyped-def]
+    """Copies so many elements from the i-th on; returns nothing of use."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kinds = signature.args[:2]
+        a, b = (
+            builder.gep(context.make_array(kind)(context, builder, values).data, [arguments[2]])
+            for kind, values in zip(kinds, arguments, strict=False)
+        )
+        cgutils.raw_memcpy(builder, b, a, arguments[3], kinds[0].dtype.bitwidth // 8)
+        return arguments[3]
+
+    return types.uint64(source, target, types.uint64, types.uint64), generate
 
 
 @intrinsic
