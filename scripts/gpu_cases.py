@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_nb.kernels import Recipe, grouped_mm, moe, mx_quantize
 from composer_nb.kernels.bench import OURS, Case, Form, Routes, Target, route_logits
+from composer_nb.kernels.formats import row_quantize
 from composer_nb.kernels.plain import Plan
 from composer_nb.kernels.recipes import quantise_rows, quantise_weights
 from composer_nb.kernels.routing import choose_experts
@@ -169,11 +170,16 @@ def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: Plan, work: float, sh
             forms["torch _scaled_grouped_mm, rows"] = rowwise_product(x, up, plan)
         goals = {"torch grouped_mm, bf16": target} if target else {}
         yield Case(number=number, title=f"grouped product, {format}", forms=forms, goals=goals, **common)
-    for number, title in (
-        ("13", "fp8_block128 in Gluon, warps specialised"),
-        ("14", "fp8 a row, sums in the tensor core"),
-    ):
-        yield Case(number=number, title=title, forms={OURS: "not built"}, **common)
+    yield Case(number="13", title="fp8_block128 in Gluon, warps specialised", forms={OURS: "not built"}, **common)
+    qx, qw, peer_form = row_quantize(x), row_quantize(up), "torch _scaled_grouped_mm, rows"
+    row: Form = lambda: scaled_product(qx, qw, plan, gather=False, dtype=BF16)  # noqa: E731
+    yield Case(
+        number="14",
+        title="grouped product, fp8 with a scale a row, sums in the tensor core",
+        forms={OURS: row, peer_form: rowwise_product(x, up, plan), "torch grouped_mm, bf16": plain},
+        goals={peer_form: Target(0.9, 1.0, 1.1)},
+        **common,
+    )
 
 
 def layers(b: Bench) -> Iterator[Case]:

@@ -134,6 +134,16 @@ def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Ru
     dtypes, blocks or rules.
     """
     check_mx(x, block, rows, rule)
+    return _mx_quantize(x, block, rows, rule)
+
+
+def row_quantize(x: Tensor) -> MXTensor:
+    """The same of x [..., R, K] with one scale for all of a row: what a product takes whose sums stay in the tensor core."""
+    check_mx(x, MX_BLOCKS[0], 1, "rceil")
+    return _mx_quantize(x, x.shape[-1], 1, "rceil")
+
+
+def _mx_quantize(x: Tensor, block: int, rows: int, rule: Rule) -> MXTensor:
     tiles = _tiles(x.detach().float(), rows, block)
     amax = (tiles.view(torch.int32) & 0x7FFFFFFF).amax((-3, -1), keepdim=True)
     # 448 is 1.75 · 2^8, and a mantissa above .75 carries into the exponent.

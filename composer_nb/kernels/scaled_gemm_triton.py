@@ -5,6 +5,8 @@
                      Hopper, is widened here.
     fp8_block128     a plain float8 product for every 128 of K, added to float32 sums times both scales: Hopper keeps sums of
                      float8 products in about 14 bits (DeepSeek-V3, arXiv 2412.19437, §3.5.2), too few for long ones.
+    a scale a row    the whole sum in the tensor core, both scales when it is done: the fastest that Hopper has, and with the 14
+                     bits. Of no recipe; `make bench-gpu` compares it with torch's, which sums in the same way (`fast_accum`).
 
 Dimensions: M rows sorted by expert, K the width that is summed over, N output width, E experts.
 """
@@ -32,6 +34,10 @@ def scaled_tiles(block: int) -> Tiles:
     if interpreting():
         return Tiles(m=32, n=64, k=128, group=2)
     return Tiles(n=128, k=128, stages=3 if block == 128 else 2)
+
+
+def row_tiles() -> Tiles:
+    return scaled_tiles(128) if interpreting() else Tiles(k=128)
 
 
 @triton.jit
@@ -126,6 +132,34 @@ def block128_product_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, acc.to(c.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
+@triton.jit
+def row_product_kernel(  # type: ignore[no-untyped-def]
+    a, a_scale, b, b_scale, c, ends, row_of, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """a and b have a scale for each row."""
+    begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
+    for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
+        expert, m0, last, n0 = find_tile(t, begin, end, down, through, N, BM, BN, BE, GROUP)
+        m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
+        in_m, in_n = m < last, n < N
+        row = (tl.load(row_of + m, mask=in_m, other=0) if GATHER else m).to(tl.int64)
+        out_row = expert.to(tl.int64) * N + n
+        at_a, at_b = a + row[:, None] * K + k[None, :], b + out_row[None, :] * K + k[:, None]
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            mask_x, mask_w = in_m[:, None], in_n[None, :]
+            if K % BK != 0:
+                in_k = k0 + k < K
+                mask_x, mask_w = mask_x & in_k[None, :], mask_w & in_k[:, None]
+            x = tl.load(at_a + k0, mask=mask_x, other=0.0)
+            acc = tl.dot(x, tl.load(at_b + k0, mask=mask_w, other=0.0), acc)
+        scale = e8m0_value(tl.load(a_scale + row, mask=in_m, other=0))
+        acc = acc * scale[:, None] * e8m0_value(tl.load(b_scale + out_row, mask=in_n, other=0))[None, :]
+        at = c + m[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(at, acc.to(c.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
 def scaled_product(
     x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype, widen: bool = False
 ) -> Tensor:
@@ -136,12 +170,16 @@ def scaled_product(
     if x.block == 32:
         return _four_or_mx(x, w, plan, gather, dtype, False)
     experts, width, depth = w.qdata.shape
-    shape, c_MN = scaled_tiles(128), _room(x.qdata, plan, width, dtype)
-    block128_product_kernel[(programs(c_MN.device),)](
-        x.qdata, x.scale, w.qdata, w.scale, c_MN, plan.ends_E, plan.token_M, E=experts, N=width, K=depth, GATHER=gather,
-        BE=triton.next_power_of_2(experts), BM=shape.m, BN=shape.n, GROUP=shape.group,
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
+    shape, c_MN = (row_tiles() if w.rows == 1 else scaled_tiles(128)), _room(x.qdata, plan, width, dtype)
+    arguments = (x.qdata, x.scale, w.qdata, w.scale, c_MN, plan.ends_E, plan.token_M)
+    constants = {"E": experts, "N": width, "K": depth, "GATHER": gather, "BE": triton.next_power_of_2(experts)}
+    constants |= {"BM": shape.m, "BN": shape.n, "GROUP": shape.group}
+    compiled = {"num_warps": shape.warps, "num_stages": shape.stages}
+    if w.rows == 1:
+        assert x.block == w.block == depth, "blocks of 128 have a scale for 128 rows of weights"
+        row_product_kernel[(programs(c_MN.device),)](*arguments, **constants, BK=shape.k, **compiled)
+    else:
+        block128_product_kernel[(programs(c_MN.device),)](*arguments, **constants, **compiled)
     return c_MN
 
 
@@ -202,6 +240,39 @@ def _spec(name: str, format: Format, arch: int, *, widen: bool = False) -> Spec:
     )
 
 
+def _row_spec(arch: int) -> Spec:
+    shape, expect = row_tiles(), INSTRUCTIONS["fp8_block128", arch][1]
+    types = {
+        "a": "*fp8e4nv",
+        "a_scale": "*u8",
+        "b": "*fp8e4nv",
+        "b_scale": "*u8",
+        "c": "*bf16",
+        "ends": "*i32",
+        "row_of": "*i32",
+    }
+    constants = {
+        **QWEN,
+        "N": 1536,
+        "K": 2048,
+        "GATHER": True,
+        "BM": shape.m,
+        "BN": shape.n,
+        "BK": shape.k,
+        "GROUP": shape.group,
+    }
+    return Spec(
+        name="grouped product, a scale a row",
+        kernel=row_product_kernel,
+        types=types,
+        constants=constants,
+        warps=shape.warps,
+        stages=shape.stages,
+        architectures=(arch,),
+        expect=Expect(ptx={arch: expect}, narrow=48),
+    )
+
+
 SPECS = (
     _spec("mxfp8", "mxfp8", 90),
     _spec("mxfp8", "mxfp8", 100),
@@ -209,4 +280,6 @@ SPECS = (
     _spec("fp8_block128", "fp8_block128", 100),
     _spec("nvfp4 widened", "nvfp4", 90, widen=True),
     _spec("nvfp4", "nvfp4", 100),
+    _row_spec(90),
+    _row_spec(100),
 )

@@ -19,6 +19,7 @@ from composer_nb.kernels.formats import (
     mx_quantize_reference,
     nvfp4_quantize_reference,
     pack_e2m1,
+    row_quantize,
     unpack_e2m1,
 )
 
@@ -52,6 +53,19 @@ def hard_numbers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.
     x[torch.rand(rows, columns, generator=random) < 0.1] = 0
     x[:, : columns // 3] *= (torch.rand(rows, 1, generator=random) < 0.7).float()
     return x.to(dtype)
+
+
+def test_a_scale_a_row_is_the_least_power_of_two_by_which_nothing_saturates():
+    x = hard_numbers(30, 200, 5).float()
+    x[7], x[8, 3] = 0, math.inf
+    made = row_quantize(x)
+    scale, largest = e8m0_to_float(made.scale)[:, 0].double(), x.abs().amax(-1).double()
+    finite = torch.arange(30) != 8
+    assert made.scale.shape == (30, 1) and made.dequantize()[8].isnan().all()
+    wanted = 2.0 ** torch.ceil(torch.log2(largest[finite] / 448)).clamp_min(-127)
+    assert torch.equal(scale[finite], torch.where(largest[finite] > 0, wanted, 2.0**-127))
+    scaled = (x[finite].double() / scale[finite, None]).numpy()
+    assert np.array_equal(codes_of(made.qdata[finite]) & 127, nearest(np.abs(scaled), e4m3_values()))
 
 
 # -- numbers of one byte and less ----------------------------------------------------------------------------

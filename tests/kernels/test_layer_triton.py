@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels import grouped_mm, moe
-from composer_nb.kernels.formats import MXTensor
+from composer_nb.kernels.formats import MXTensor, row_quantize
 from composer_nb.kernels.logprob import logprob_entropy as plain_logprob_entropy
 from composer_nb.kernels.plain import PlainSteps, Plan, Steps
 from composer_nb.kernels.recipes import as_numbers, quantise_rows, quantise_weights
@@ -152,6 +152,21 @@ def test_nvfp4_widened_in_registers_is_the_same_product(device: str):
     )
     wanted = PLAIN.product(qx, qw, plan, gather=True, dtype=torch.float32)
     close(scaled_product(qx, qw, plan, gather=True, dtype=torch.float32, widen=True), wanted, 1e-6)
+
+
+@pytest.mark.parametrize(("depth", "width"), [(160, 96), (128, 128), (32, 64)])
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_product_with_a_scale_a_row(device: str, depth: int, width: int, gather: bool):
+    from composer_nb.kernels.scaled_gemm_triton import scaled_product
+
+    plan = planned(device, n=20, e=3)
+    x, w = normal(20 if gather else 40, depth, device=device), normal(3, width, depth, seed=1, device=device)
+    x[3], w[1, :40] = x[3] * 1e4, w[1, :40] * 1e-4
+    qx, qw = row_quantize(x), row_quantize(w)
+    numbers = (as_numbers(q, torch.float64) for q in (qx, qw))
+    wanted = PLAIN.product(*numbers, plan, gather=gather, dtype=torch.float64).float()
+    # Hopper keeps sums of float8 products in some 14 bits.
+    close(scaled_product(qx, qw, plan, gather=gather, dtype=torch.float32), wanted, 1e-6 if device == "cpu" else 2e-3)
 
 
 # -- between the products ------------------------------------------------------------------------------------
