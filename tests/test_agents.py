@@ -246,6 +246,7 @@ def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
         evaluate_arms("scripted:lazy", tasks, tmp_path / "out", samples=2)
 
 
+@pytest.mark.slow
 def test_an_arm_that_is_lost_costs_no_other(tasks: list[Task], tmp_path: Path, script: Path) -> None:
     report = evaluate_arms(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
     assert report["arms"]["all"]["n_tasks"] == 1

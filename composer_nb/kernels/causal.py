@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from composer_nb.kernels.attention import power_of_two
-from composer_nb.kernels.compiled import compiled, total
+from composer_nb.kernels.compiled import compiled, exp2, largest, total, zeros
 from composer_nb.kernels.linear import widened
 
 BLOCK = 128
@@ -140,16 +137,17 @@ def _by_token(x_GMC: Tensor, each: int) -> Tensor:
 @compiled
 def _softmax(score, before, each, scale, norm):  # type: ignore[no-untyped-def]
     """Weights, in place, and of each row the largest score and what the weights were multiplied with."""
-    bits = np.empty(score.shape[1], dtype=np.int32)
     for m in range(len(score)):
         row = score[m]
         seen = before + m // each + 1
         row[seen:] = np.float32(0.0)
-        if _zeros(row[:seen]) != np.float32(0.0):
+        if zeros(row[:seen]) != np.float32(0.0):
             row[:seen] = norm[m] = np.float32(np.nan)
             continue
-        norm[m, 0] = _largest(row[:seen])
-        _powers(row[:seen], bits, scale, norm[m, 0])
+        norm[m, 0] = largest(row[:seen])
+        top = norm[m, 0]
+        for t in range(seen):
+            row[t] = exp2((row[t] - top) * scale)
         norm[m, 1] = np.float32(1.0) / total(row[:seen])
         row[:seen] *= norm[m, 1]
 
@@ -157,44 +155,11 @@ def _softmax(score, before, each, scale, norm):  # type: ignore[no-untyped-def]
 @compiled
 def _slopes(weight, slope, norm, shift, before, each, scale, factor):  # type: ignore[no-untyped-def]
     """Scores to weights, and gradients of weights to those of products of queries and keys: both in place."""
-    bits = np.empty(weight.shape[1], dtype=np.int32)
     for m in range(len(weight)):
         w, d = weight[m], slope[m]
         seen = before + m // each + 1
         w[seen:] = d[seen:] = np.float32(0.0)
-        _powers(w[:seen], bits, scale, norm[m, 0])
-        share, off = norm[m, 1], shift[m]  # not a number where the row's scores were not finite
+        top, share, off = norm[m, 0], norm[m, 1], shift[m]  # not a number where the row's scores were not finite
         for t in range(seen):
-            w[t] *= share
+            w[t] = exp2((w[t] - top) * scale) * share
             d[t] = w[t] * (d[t] - off) * factor
-
-
-@compiled
-def _powers(row, bits, scale, top):  # type: ignore[no-untyped-def]
-    """2^(scale · (row - top)) in place, `top` being the largest of the row; put together as in `attend_one`."""
-    power = bits.view(np.float32)
-    for t in range(len(row)):
-        x = max((row[t] - top) * scale, np.float32(-126.0))
-        whole = np.int32(x - np.float32(0.5))
-        bits[t] = (whole + np.int32(127)) << np.int32(23)
-        row[t] = power_of_two(x - np.float32(whole))
-    for t in range(len(row)):
-        row[t] *= power[t]
-
-
-@partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "nnan", "nsz"})
-def _largest(x):  # type: ignore[no-untyped-def]
-    """Of finite numbers; the same in whatever order they are compared, which vectors need leave for."""
-    top = x[0]
-    for i in range(len(x)):
-        top = max(top, x[i])
-    return top
-
-
-@partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
-def _zeros(x):  # type: ignore[no-untyped-def]
-    """0, if every number is finite; not a number otherwise."""
-    s = np.float32(0.0)
-    for i in range(len(x)):
-        s += x[i] * np.float32(0.0)
-    return s

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.kernels.attention import attend_one, power_of_two
-from composer_nb.kernels.compiled import compiled, dot
+from composer_nb.kernels.attention import attend_one
+from composer_nb.kernels.compiled import compiled, dot, exp2
 
 Floats = NDArray[np.float32]
 CACHE_BYTES = 4 << 20
@@ -118,12 +118,12 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
             for c in range(head_width):
                 k[row, group, at, c] = heads[source, queries + group, c]
                 v[row, group, at, c] = heads[source, queries + keys + group, c]
-    score, bits = np.empty(k.shape[2], np.float32), np.empty(k.shape[2], np.int32)
+    score = np.empty(k.shape[2], np.float32)
     attended = np.zeros((even, queries, head_width), np.float32)
     scale = np.float32(math.log2(math.e) / math.sqrt(head_width))
     for n in range(tokens):
         slot, seen = new.slot_U[n], new.position_U[n] + 1
-        attend_one(heads[n, :queries], k[slot], v[slot], seen, scale, score, bits, attended[n])
+        attend_one(heads[n, :queries], k[slot], v[slot], seen, scale, score, attended[n])
     y = np.empty((even, width), np.float32)
     _products(attended.reshape(even, -1), w.o_AD, y)
     for n in range(tokens):
@@ -143,7 +143,6 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
     tokens, chosen = experts.shape
     width, inner = w_out.shape[2], w_out.shape[1]
     out = np.empty((tokens, chosen, width), np.float32)
-    bits = np.empty(inner, np.int32)
     where = np.empty((tokens, 2), np.int64)
     for expert in range(len(w_in)):
         count = 0
@@ -159,7 +158,7 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
             mine[m] = h[where[m, 0]]
         _products(mine, w_in[expert], between)
         for m in range(even):
-            _swiglu(between[m], bits)
+            _swiglu(between[m])
         _products(between[:, :inner], w_out[expert], y)
         for m in range(count):
             out[where[m, 0], where[m, 1]] = y[m]
@@ -246,19 +245,12 @@ def _route(scores, experts, gates):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _swiglu(inner, bits):  # type: ignore[no-untyped-def]
+def _swiglu(inner):  # type: ignore[no-untyped-def]
     """inner[:H] becomes silu(inner[:H]) · inner[H:]. silu(g) = g / (1 + 2^-|g|/ln 2), or that power in the numerator for
-    g < 0; 2^x as in `attend_one`."""
-    half = len(bits)
-    power = bits.view(np.float32)
+    g < 0."""
+    half = len(inner) // 2
     for i in range(half):
-        x = max(-abs(inner[i]) * np.float32(math.log2(math.e)), np.float32(-126.0))
-        whole = np.int32(x - np.float32(0.5))
-        bits[i] = (whole + np.int32(127)) << np.int32(23)
-    for i in range(half):
-        x = max(-abs(inner[i]) * np.float32(math.log2(math.e)), np.float32(-126.0))
-        whole = np.int32(x - np.float32(0.5))
-        e = power_of_two(x - np.float32(whole)) * power[i]
+        e = exp2(-abs(inner[i]) * np.float32(math.log2(math.e)))
         above = np.float32(1.0) if inner[i] >= 0 else e
         inner[i] = inner[i] * above / (np.float32(1.0) + e) * inner[half + i]
 

@@ -9,6 +9,7 @@ Dimensions: U rows of hidden states of width D, V vocabulary, S sampled tokens; 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.attention import power_of_two
-from composer_nb.kernels.compiled import compiled, dot
+from composer_nb.kernels.compiled import compiled, dot, exp2, largest, zeros
 from composer_nb.kernels.compiled import total as sum_of
-from composer_nb.kernels.linear import linear, matmul
+from composer_nb.kernels.linear import linear, widened
 from composer_nb.kernels.triton_runtime import choose
 
 LOG2E = math.log2(math.e)
@@ -40,41 +40,41 @@ def logprob_entropy(
     return _LogprobEntropy.apply(hidden_UD, weight_VD, from_S, token_S, tile, keep)
 
 
-def _normalise(logit_PV: Tensor, prob_PV: Tensor, total_P: Tensor, entropy_P: Tensor) -> None:
-    """Fills in the probabilities of each row, the logarithm of its sum of exponentials, and its entropy."""
+def _normalise(logit_PV: Tensor, total_P: Tensor, entropy_P: Tensor) -> Tensor:
+    """The probabilities of each row, in the same memory where it can be; fills in the logarithm of its sum of exponentials, and
+    its entropy."""
     if logit_PV.dtype == torch.float32 and logit_PV.device.type == "cpu":
-        _normalise_compiled(*(x.detach().numpy() for x in (logit_PV, prob_PV, total_P, entropy_P)))
-        return
+        _normalise_compiled(*(x.detach().numpy() for x in (logit_PV, total_P, entropy_P)))
+        return logit_PV
     total_P.copy_(logit_PV.logsumexp(-1))
-    torch.sub(logit_PV, total_P[:, None], out=prob_PV).exp_()
-    entropy_P.copy_(total_P - torch.linalg.vecdot(prob_PV, logit_PV))
+    log_PV = logit_PV.sub_(total_P[:, None])
+    prob_PV = log_PV.exp()
+    entropy_P.copy_(-torch.linalg.vecdot(prob_PV, log_PV))
+    return prob_PV
 
 
-@compiled("f4[:,::1], f4[:,::1], f4[::1], f4[::1]")
-def _normalise_compiled(logit, prob, total, entropy):  # type: ignore[no-untyped-def]
-    """With z = x − max: p = e^z / s, log-sum = max + log s, entropy = log s − Σ p·z. The exponential as in `attend_one`."""
-    rows, width = logit.shape
-    z, bits = np.empty(width, np.float32), np.empty(width, np.int32)
-    power = bits.view(np.float32)
+@compiled("f4[:,::1], f4[::1], f4[::1]")
+def _normalise_compiled(prob, total, entropy):  # type: ignore[no-untyped-def]
+    """Of logits, in place. With z = x − max: p = e^z / s, log-sum = max + log s, entropy = log s − Σ p·z."""
+    rows, width = prob.shape
+    z = np.empty(width, np.float32)
     for n in range(rows):
-        top = logit[n, 0]
+        row = prob[n]
+        if zeros(row) != np.float32(0.0):  # one that is not finite
+            row[:] = np.float32(np.nan)
+            total[n] = entropy[n] = np.float32(np.nan)
+            continue
+        top: Any = largest(row)
         for v in range(width):
-            top = max(top, logit[n, v])
-        for v in range(width):
-            z[v] = logit[n, v] - top
-            t = max(z[v] * np.float32(LOG2E), np.float32(-126.0))
-            whole = np.int32(t - np.float32(0.5))
-            bits[v] = (whole + np.int32(127)) << np.int32(23)
-            prob[n, v] = power_of_two(t - np.float32(whole))
-        for v in range(width):
-            prob[n, v] *= power[v]
-        s = sum_of(prob[n])
+            z[v] = row[v] - top
+            row[v] = exp2(z[v] * np.float32(LOG2E))
+        s = sum_of(row)
         share = np.float32(1.0) / s
         for v in range(width):
-            prob[n, v] *= share
+            row[v] *= share
         log_s = np.float32(math.log(s))
         total[n] = top + log_s
-        entropy[n] = log_s - dot(prob[n], z)
+        entropy[n] = log_s - dot(row, z)
 
 
 class _LogprobEntropy(torch.autograd.Function):
@@ -84,30 +84,43 @@ class _LogprobEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_UD.dtype, torch.float32)
         rows = len(hidden_UD)
-        prob_UV = hidden_UD.new_empty(rows, len(weight_VD), dtype=dtype) if keep else None
         logit_S = hidden_UD.new_empty(len(from_S), dtype=dtype)
         total_U, entropy_U = (hidden_UD.new_empty(rows, dtype=dtype) for _ in range(2))
         order_S = from_S.argsort(stable=True)
-        ends = torch.searchsorted(from_S[order_S], torch.arange(0, rows + PIECE, PIECE, device=from_S.device)).tolist()
-        for number, start in enumerate(range(0, rows, PIECE)):
-            part = slice(start, start + PIECE)
-            logit_PV = linear(hidden_UD[part], weight_VD, tile).to(dtype)
-            mine_S = order_S[ends[number] : ends[number + 1]]
-            logit_S[mine_S] = logit_PV[from_S[mine_S] - start, token_S[mine_S]]
-            share_PV = torch.empty_like(logit_PV) if prob_UV is None else prob_UV[part]
-            _normalise(logit_PV, share_PV, total_U[part], entropy_U[part])
-        ctx.save_for_backward(hidden_UD, weight_VD, from_S, token_S, prob_UV)
+        bounds = torch.searchsorted(from_S[order_S], torch.arange(0, rows + PIECE, PIECE, device=from_S.device))
+        ctx.pieces = [
+            (slice(PIECE * n, PIECE * (n + 1)), slice(*ends)) for n, ends in enumerate(pairwise(bounds.tolist()))
+        ]
+        wide_UD, wide_VD = (hidden_UD, weight_VD) if tile else widened(hidden_UD, weight_VD)
+        kept = []
+        for part, tokens in ctx.pieces:
+            logit_PV = linear(wide_UD[part], wide_VD, tile).to(hidden_UD.dtype).to(dtype)
+            mine_S = order_S[tokens]
+            logit_S[mine_S] = logit_PV[from_S[mine_S] - part.start, token_S[mine_S]]
+            prob_PV = _normalise(logit_PV, total_U[part], entropy_U[part])
+            if keep:
+                kept.append(prob_PV)
+        ctx.save_for_backward(hidden_UD, weight_VD, from_S, token_S, order_S, *kept)
         ctx.mark_non_differentiable(entropy_U)
         return logit_S - total_U[from_S], entropy_U
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        """d logits = Σ g · (one-hot − p) over the tokens of a row."""
-        hidden_UD, weight_VD, from_S, token_S, prob_UV = ctx.saved_tensors
+        """d logits = Σ g · (one-hot − p) over the tokens of a row; a piece at a time, which is memory that was just in use."""
+        hidden_UD, weight_VD, from_S, token_S, order_S, *kept = ctx.saved_tensors
         g_S = gradients[0]
         g_U = g_S.new_zeros(len(hidden_UD)).index_add_(0, from_S, g_S)
-        d_UV = prob_UV * -g_U[:, None]
-        d_UV.index_put_((from_S, token_S), g_S, accumulate=True)
-        d_UV = d_UV.to(hidden_UD.dtype)
-        return matmul(d_UV, weight_VD), matmul(d_UV.T, hidden_UD), None, None, None, None
+        wide_UD, wide_VD = widened(hidden_UD, weight_VD)
+        d_UD, d_VD = torch.empty_like(hidden_UD), g_S.new_zeros(weight_VD.shape)
+        for (part, tokens), prob_PV in zip(ctx.pieces, kept, strict=True):
+            mine_S = order_S[tokens]
+            d_PV = prob_PV * -g_U[part, None]
+            d_PV.index_put_((from_S[mine_S] - part.start, token_S[mine_S]), g_S[mine_S], accumulate=True)
+            d_PV = d_PV.to(hidden_UD.dtype).to(wide_VD.dtype)
+            d_UD[part] = d_PV @ wide_VD
+            if d_VD.dtype == d_PV.dtype:
+                d_VD.addmm_(d_PV.T, wide_UD[part])
+            else:
+                d_VD += d_PV.T @ wide_UD[part]
+        return d_UD, d_VD.to(weight_VD.dtype), None, None, None, None

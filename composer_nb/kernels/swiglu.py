@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.attention import power_of_two
-from composer_nb.kernels.compiled import compiled, dot3
+from composer_nb.kernels.compiled import compiled, dot3, exp2
 from composer_nb.kernels.linear import silu
 
 
@@ -73,18 +72,11 @@ def _plain(x: Tensor) -> bool:
 LOG2E = math.log2(math.e)
 
 
-@compiled("f4[::1], i4[::1], f4[::1]")
-def _sigmoids(x, bits, out):  # type: ignore[no-untyped-def]
-    """out = 1 / (1 + 2^(-x / ln 2)); the power is put together from bits and a polynomial, as in `attend_one`. The exponent is
-    kept above -126, so that of |x| is taken, and the other side is one minus it."""
-    power = bits.view(np.float32)
+@compiled("f4[::1], f4[::1]")
+def _sigmoids(x, out):  # type: ignore[no-untyped-def]
+    """out = 1 / (1 + 2^(-x / ln 2)); that of |x| is taken, and the other side is one minus it."""
     for i in range(len(x)):
-        t = max(-abs(x[i]) * np.float32(LOG2E), np.float32(-126.0))
-        whole = np.int32(t - np.float32(0.5))
-        bits[i] = (whole + np.int32(127)) << np.int32(23)
-        out[i] = power_of_two(t - np.float32(whole))
-    for i in range(len(x)):
-        e = out[i] * power[i]
+        e = exp2(-abs(x[i]) * np.float32(LOG2E))
         above = np.float32(1.0) if x[i] >= 0 else e
         out[i] = above / (np.float32(1.0) + e)
 
@@ -92,10 +84,10 @@ def _sigmoids(x, bits, out):  # type: ignore[no-untyped-def]
 @compiled("f4[:,::1], f4[::1], f4[:,::1]")
 def _forward(hidden, gate, y):  # type: ignore[no-untyped-def]
     rows, half = y.shape
-    bits, s = np.empty(half, np.int32), np.empty(half, np.float32)
+    s = np.empty(half, np.float32)
     for m in range(rows):
         a, b = hidden[m, :half], hidden[m, half:]
-        _sigmoids(a, bits, s)
+        _sigmoids(a, s)
         for h in range(half):
             y[m, h] = a[h] * s[h] * b[h] * gate[m]
 
@@ -104,10 +96,10 @@ def _forward(hidden, gate, y):  # type: ignore[no-untyped-def]
 def _backward(dy, hidden, gate, d, dgate):  # type: ignore[no-untyped-def]
     """da = dy·g·b·s·(1 + a·(1 − s)), db = dy·g·a·s, dg = Σ dy·a·s·b, with s = sigmoid(a)."""
     rows, half = dy.shape
-    bits, s = np.empty(half, np.int32), np.empty(half, np.float32)
+    s = np.empty(half, np.float32)
     for m in range(rows):
         a, b, g = hidden[m, :half], hidden[m, half:], gate[m]
-        _sigmoids(a, bits, s)
+        _sigmoids(a, s)
         for h in range(half):
             d[m, h] = dy[m, h] * g * b[h] * s[h] * (np.float32(1.0) + a[h] * (np.float32(1.0) - s[h]))
             s[h] = a[h] * s[h]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,20 @@ def test_without_gradients_it_is_the_same_and_keeps_nothing():
     beside = logprob_entropy(hidden.requires_grad_(), weight, at, tokens)
     assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
     assert alone[0].grad_fn is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_logit_that_is_not_finite_spoils_its_row_and_no_other(bad: float, dtype: torch.dtype):
+    hidden, weight = torch.randn(9, 4, dtype=dtype), torch.randn(40, 4, dtype=dtype)
+    at, tokens = torch.arange(9), torch.arange(9)
+    right = logprob_entropy(hidden, weight, at, tokens)
+    hidden[5] = torch.tensor([bad, 0, 0, 0])
+    weight[11, 0] = 0.0  # a logit that is not a number, among infinite ones
+    found = logprob_entropy(hidden, weight, at, tokens)
+    assert found[0][5].isnan() and found[1][5].isnan()
+    others = at[(at != 5)]
+    assert all(f[others].isfinite().all() for f in found) and right[0][5].isfinite()
 
 
 def test_a_certain_token_and_an_impossible_one_stay_finite():

@@ -61,6 +61,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], said: str) -> 
         override(Settings(), SHORT | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_run_with_the_phase_goes_on_on_its_positions(tmp_path: Path) -> None:
     settings = override(Settings(), MICRO | SHORT | {"extend.tokens": 1024, "ranks": 2})

@@ -97,6 +97,7 @@ def test_the_setting_is_checked_and_saved():
         override(Settings(), {"kernels.recipe": "fp8_block128", "model.hidden_size": 64})
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_whole_run_in_mxfp8(tmp_path: Path):
     """Mid-training, fine-tuning, RL and scores, from settings alone."""
