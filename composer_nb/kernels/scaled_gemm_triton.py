@@ -269,7 +269,10 @@ def _row_spec(arch: int) -> Spec:
         warps=shape.warps,
         stages=shape.stages,
         architectures=(arch,),
-        expect=Expect(ptx={arch: expect}, narrow=48),
+        # Triton 3.6 is short of registers on Blackwell, where this kernel is not for.
+        expect=Expect(
+            ptx={arch: expect}, narrow=48, stack=216 if arch == 100 and triton.__version__.startswith("3.6.") else 0
+        ),
     )
 
 
