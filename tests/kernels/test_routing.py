@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.routing import Replay, Rule, route
+from composer_nb.kernels.routing import Replay, Rule, _best, route
 
 E = 8
 
@@ -142,3 +142,14 @@ def test_what_does_not_fit_is_refused():
         route(x, router, RULES[0], None, Replay(experts=experts, level="weights"))
     with pytest.raises(ValueError, match="needs gates"):
         route(x, router, RULES[0], None, Replay(experts=experts, gates=gates[:5], level="weights"))
+
+
+@given(st.integers(0, 9999), st.sampled_from([(1, 1), (4, 2), (64, 5), (130, 9)]), st.booleans())
+def test_the_best_come_first_and_of_equal_ones_the_lower_number(seed: int, shape: tuple[int, int], spoilt: bool):
+    experts, count = shape
+    score = torch.randn(12, experts, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    if spoilt:
+        score[3, seed % experts], score[4, seed % experts] = float("nan"), -float("inf")
+    found = _best(score, count)
+    keys = score.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf"))
+    assert torch.equal(found, keys.argsort(dim=-1, descending=True, stable=True)[:, :count])
