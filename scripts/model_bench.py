@@ -15,7 +15,7 @@ import copy
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def operations(model: Model) -> float:
     return 6.0 * ROWS * LENGTH * (c.num_hidden_layers * (dense + expert) + c.vocab_size * c.hidden_size)
 
 
-def steps(rounds: int) -> None:
+def steps(rounds: int, dtypes: Sequence[str], against: Sequence[str]) -> None:
     print(
         "| model | dtype | form | CPU s | tokens / CPU s | against ours | share of the GEMM rate |\n|---|---|---|---|---|---|---|"
     )
@@ -138,12 +138,12 @@ def steps(rounds: int) -> None:
         model = Model(config)
         with tempfile.TemporaryDirectory() as folder:
             save_pretrained(model, Path(folder) / "m", dtype=torch.float32)
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in (getattr(torch, name) for name in dtypes):
                 forms = {"ours": ours(copy.deepcopy(model).to(dtype), ids)}
-                for experts in ("eager", "batched_mm", "grouped_mm"):
+                for experts in against:
                     forms[f"transformers, {experts}"] = theirs(Path(folder) / "m", dtype, experts, ids)
                 if config.num_experts_per_tok * ROWS * LENGTH * config.hidden_size * config.moe_intermediate_size > 1e8:
-                    del forms["transformers, batched_mm"]  # a copy of the experts' weights for every token
+                    forms.pop("transformers, batched_mm", None)  # a copy of the experts' weights for every token
                 found = {form: statistics.median(times) for form, times in timed(forms, rounds).items()}
                 share = operations(model) / found["ours"] / gemm_rate(dtype)
                 for form, seconds in found.items():
@@ -215,9 +215,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], help="without units for bf16 that takes minutes"
+    )
+    parser.add_argument(
+        "--against", nargs="+", default=["eager", "batched_mm", "grouped_mm"], help="transformers' back ends"
+    )
+    parser.add_argument("--steps-only", action="store_true", help="nothing of replay and decoding")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    steps(arguments.rounds)
+    steps(arguments.rounds, arguments.dtypes, arguments.against)
+    if arguments.steps_only:
+        return
     replay_cost(arguments.rounds)
     invariance(arguments.rounds)
 
