@@ -8,7 +8,8 @@ a number of steps between adjacent numbers, in binary decisions whose probabilit
 rANS coder (Duda, arXiv 1311.2540) of 64 bits. docs/weight_codec.md has the format. Here is what both directions share;
 `delta_encoder` and `delta_decoder` have one each.
 
-Integers only: every machine computes the same. Everything is uint64, since numba makes float64 of a signed and an unsigned one.
+Integers only, but where an encoder picks rates: every machine decodes the same. Everything is uint64, since numba makes float64
+of a signed and an unsigned one.
 Nothing is checked by numba: what is read from a payload is compared with a bound before it is an index.
 """
 
@@ -34,9 +35,9 @@ NAT = 1 << 20
 """A hazard of 1; a unit of the clock at its normal pace is as long."""
 PATIENCE = U(6 * NAT)
 """How long the next change is waited for; then a symbol says that it has not come, and time begins anew."""
-WINDOW = 5
+RECENT = 5
 """log2 of the changes over which the clock's pace is taken."""
-NORMAL = U(NAT << WINDOW)
+NORMAL = U(NAT << RECENT)
 """Hazard that so many changes take on average, if all is as the classes say."""
 LONGEST = 34
 MODELS = 2 + 2 * LONGEST
@@ -92,7 +93,7 @@ def slower(slow, hazard):  # type: ignore[no-untyped-def]
 @coder
 def after_change(slow, before, own):  # type: ignore[no-untyped-def]
     """The same, after a change of an element of hazard `own`: half of it counts (it came somewhere within), up to 3/4."""
-    return slower(slow - (slow >> U(WINDOW)), before + min(own >> U(1), U(3 * NAT // 4)))
+    return slower(slow - (slow >> U(RECENT)), before + min(own >> U(1), U(3 * NAT // 4)))
 
 
 @coder

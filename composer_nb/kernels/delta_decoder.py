@@ -104,9 +104,9 @@ def read_states(body, at):  # type: ignore[no-untyped-def]
         count |= (U(body[at]) & U(127)) << (U(7) * k)
         more = body[at] >= 128
         at, k = at + U(1), k + U(1)
-    first, second = min(sizes >> U(4), U(8)), min(sizes & U(15), U(8))
+    first, second = sizes >> U(4), sizes & U(15)
     begin = at + first + second
-    if more or begin > size or (size - begin) & U(3) or begin + (count << U(2)) > size:
+    if more or max(first, second) > U(8) or begin > size or (size - begin) & U(3) or begin + (count << U(2)) > size:
         return 3, states, states, at
     a, b = U(0), U(0)
     for j in range(first):
@@ -266,8 +266,8 @@ def at_the_end(base, i, left, table, shift):  # type: ignore[no-untyped-def]
 
 @coder
 def change(base, made, states, places, steps, table, planes, shift, mask, width, first, more):  # type: ignore[no-untyped-def]
-    """Copies the base and changes what changed; 0, 1 or 2 of FAULTS. Hazards are counted from the block's first element: `at` is
-    that before the i-th, `begin` that where time began."""
+    """Copies the base piece by piece, each before anything is changed in it, and changes what changed; 0, 1 or 2 of FAULTS.
+    Hazards are counted from the block's first element: `at` is that before the i-th, `begin` that where time began."""
     models, sums = new_models(first, more), np.empty((PIECE >> U(3)) + U(1 + WINDOW), np.uint32)
     piece, ahead = U(0), U(0)
     count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
@@ -292,7 +292,8 @@ def change(base, made, states, places, steps, table, planes, shift, mask, width,
                 piece += PIECE
                 count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
             step, j = min(target - at, FAR), ((i - piece) >> U(3)) + U(1)
-            found = reaching(sums, j, at, step)
+            whole = i < piece + (count << U(3))  # behind the last eight of a block there are no sums
+            found = reaching(sums, j, at, step) if whole else U(0)
             while not found and j + U(WINDOW) <= count:
                 j += U(WINDOW)
                 found = reaching(sums, j, at, step)
@@ -320,6 +321,9 @@ def change(base, made, states, places, steps, table, planes, shift, mask, width,
             i += U(1)
         if i >= n:
             return 1
+        while i >= piece + PIECE:  # a piece is copied before anything is changed in it
+            piece += PIECE
+            count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
         gone = max(at, begin) - begin
         start = cumulative(gone, speed)
         state = (end - start) * (state >> U(SCALE)) + slot - start
