@@ -17,6 +17,12 @@ from numba import types
 from numba.extending import intrinsic as _intrinsic
 
 compiled: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"contract"})
+coder: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
+"""For integers, which have nothing to round; without the interpreter's lock."""
+inlined: Any = partial(coder, inline="always")
+"""For what takes arrays and is called for each change. Numba counts references to arrays in every call, with atomic instructions;
+where it inlines a function without branches and loops, it sees that it need not."""
+intrinsic: Any = _intrinsic
 _sum: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
@@ -67,9 +73,6 @@ def zeros(x):  # type: ignore[no-untyped-def]
     for i in range(len(x)):
         s += x[i] * np.float32(0.0)
     return s
-
-
-intrinsic: Any = _intrinsic
 
 
 @intrinsic

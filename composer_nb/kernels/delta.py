@@ -4,9 +4,9 @@ An element of class c (a weight's exponent, say) changes with some probability p
 up: after unchanged elements of T together the next change is yet to come with probability exp(−T). So where it comes is one
 symbol with the distribution 1 − exp(−T), whatever classes lie on the way, and to find it takes a sum and a comparison an element.
 A clock that runs faster where changes have lately come sooner than expected (rows, experts) scales T. A change is then a sign and
-a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. All symbols go through one
-rANS coder (Duda, arXiv 1311.2540) of 64 bits. docs/weight_codec.md has the format. Here is what both directions share;
-`delta_encoder` and `delta_decoder` have one each.
+a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. Places and steps
+go through a rANS coder each (Duda, arXiv 1311.2540), of 64 bits. docs/weight_codec.md has the format. Here is what both directions
+share; `delta_encoder` and `delta_decoder` have one each.
 
 Integers only, but where an encoder picks rates: every machine decodes the same. Everything is uint64, since numba makes float64
 of a signed and an unsigned one.
@@ -15,12 +15,10 @@ Nothing is checked by numba: what is read from a payload is compared with a boun
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from composer_nb.kernels.compiled import coder
 
 U = np.uint64
 SCALE = 30
@@ -29,8 +27,8 @@ WHOLE, MASK = U(1 << SCALE), U((1 << SCALE) - 1)
 LOWEST = U(1 << 32)
 """The coder's state lies in [2^32, 2^64) from its first word on."""
 NONE = U(1)
-"""Its state before the first symbol, which a decoder ends with. No symbol makes less of it and every change makes more, so it
-says by itself that the block has no more changes."""
+"""Its state before the first symbol, which a decoder ends with. No symbol makes less of it, and of every change one of
+the steps' coder makes more: so both coders' states say by themselves that the block has no more changes."""
 NAT = 1 << 20
 """A hazard of 1; a unit of the clock at its normal pace is as long."""
 PATIENCE = U(6 * NAT)
@@ -47,11 +45,6 @@ ANY, SIGN, LONGER = (np.uint32((int((1 << 24) * p) << 8) | seen) for p, seen in 
 as likely as not, and most changes are of one step."""
 APART = U(16)
 """So many classes that share the first one's rate have adaptive bits of their own; those below share them."""
-
-coder: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
-inlined: Any = partial(coder, inline="always")
-"""For what takes arrays and is called for each change. Numba counts references to arrays in every call, with atomic instructions;
-where it inlines a function without branches and loops, it sees that it need not."""
 
 
 def _distribution() -> npt.NDArray[np.uint64]:

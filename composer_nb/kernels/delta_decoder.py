@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from composer_nb.kernels.compiled import coder, inlined
 from composer_nb.kernels.delta import (
     GIVEN_UP,
     KNOTS,
@@ -21,9 +22,7 @@ from composer_nb.kernels.delta import (
     U,
     after_change,
     by_bits,
-    coder,
     cumulative,
-    inlined,
     learn,
     models_of,
     negated,
@@ -34,7 +33,7 @@ from composer_nb.kernels.delta import (
     probability,
     share,
     slower,
-)  # fmt: skip
+)
 from composer_nb.kernels.vectors import CLASSES, WINDOW, copied, eights, planes_of, reaching, trailing_zeros
 
 FAULTS = {
@@ -169,10 +168,10 @@ def get_step(state, words, used, models, which):  # type: ignore[no-untyped-def]
     more = slot < split
     one = U(more) - U(1)  # all ones if it is but one step
     begin, whole = split & one, negated(split, one) + (WHOLE & one)
-    part = (whole * share(sign)) >> U(16)
-    away = slot < begin + part
+    inner = (whole * share(sign)) >> U(16)
+    away = slot < begin + inner
     towards = U(away) - U(1)
-    state = (negated(part, towards) + (whole & towards)) * (state >> U(SCALE)) + slot - begin - (part & towards)
+    state = (negated(inner, towards) + (whole & towards)) * (state >> U(SCALE)) + slot - begin - (inner & towards)
     models[which], models[which + U(1)] = learn(sign, away), learn(longer, more)
     state, used = refill(state, words, used)
     return more, away, state, used

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from composer_nb.kernels.compiled import coder, inlined
 from composer_nb.kernels.delta import (
     GIVEN_UP,
     LONGEST,
@@ -19,9 +20,7 @@ from composer_nb.kernels.delta import (
     U,
     after_change,
     by_bits,
-    coder,
     cumulative,
-    inlined,
     learn,
     models_of,
     negated,
@@ -32,7 +31,7 @@ from composer_nb.kernels.delta import (
     probability,
     share,
     slower,
-)  # fmt: skip
+)
 from composer_nb.kernels.vectors import (
     CLASSES,
     GROUP,
@@ -237,8 +236,8 @@ def put_step(symbols, count, models, which, away, m):  # type: ignore[no-untyped
     models[which], models[which + U(1)] = learn(sign, away), learn(longer, m > U(0))
     split = share(longer) << U(SCALE - 16)
     begin, whole = split & one, negated(split, one) + (WHOLE & one)
-    part, towards = (whole * share(sign)) >> U(16), U(away) - U(1)
-    return put(symbols, count, begin + (part & towards), negated(part, towards) + (whole & towards))
+    inner, towards = (whole * share(sign)) >> U(16), U(away) - U(1)
+    return put(symbols, count, begin + (inner & towards), negated(inner, towards) + (whole & towards))
 
 
 @coder

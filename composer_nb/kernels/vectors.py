@@ -9,7 +9,6 @@ in integers, so nothing else differs.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import llvmlite.binding
@@ -18,13 +17,11 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
+
+from composer_nb.kernels.compiled import coder, inlined, intrinsic
 
 U = np.uint64
 I32, I64 = ir.IntType(32), ir.IntType(64)
-intrinsic: Any = _intrinsic
-_compiled: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
-_inlined: Any = partial(_compiled, inline="always")  # a call would count references to the arrays
 CLASSES = 16
 """As many classes as have entries of their own: from the first on. Those below it have the first one's, those above none."""
 GROUP = U(32)
@@ -42,7 +39,7 @@ def has_avx2() -> bool:
     return not told and bool(llvmlite.binding.get_host_cpu_features().get("avx2"))
 
 
-@_compiled
+@coder
 def planes_of(table, first):  # type: ignore[no-untyped-def]
     """Of a table by class, what `total` and `eights` take: bytes of the entries from `first` on, equal significance together."""
     planes = np.zeros(_PLANES * CLASSES, np.uint8)
@@ -223,22 +220,22 @@ if has_avx2():
 
 else:
 
-    @_inlined
+    @inlined
     def total(array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
         return one_by_one(array, i, GROUP, table, shift)
 
-    @_inlined
+    @inlined
     def part(array, i, count, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
         return one_by_one(array, i, count, table, shift)
 
-    @_inlined
+    @inlined
     def eights(array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
         sums = (one_by_one(array, i, U(8), table, shift), one_by_one(array, i + U(8), U(8), table, shift))
         more = (one_by_one(array, i + U(16), U(8), table, shift), one_by_one(array, i + U(24), U(8), table, shift))
         return (*sums, *more)
 
 
-@_inlined
+@inlined
 def one_by_one(array, i, count, table, shift):  # type: ignore[no-untyped-def]
     """Σ of `count` elements' entries, from the i-th on; `table` by bits >> shift."""
     sum_ = U(0)

@@ -208,7 +208,7 @@ def test_no_more_classes_have_rates_than_are_looked_up_at_once():
 def test_a_rate_is_a_little_off_where_that_is_shorter():
     """One of 200 changed, beside classes of which one in a thousand did: to say so would take a byte more than it saves."""
     _, _, codes = rates_of([10**6, 200, 10**6], [1000, 1, 1000])
-    assert -12 <= codes[0] - codes[1] + 2 - 2 <= 12 and delta.RATES[codes[1]] < delta.NAT / 200
+    assert codes[1] == codes[0] + 2 and delta.RATES[codes[1]] < delta.NAT / 200
     _, _, exact = rates_of([10**6, 200_000, 10**6], [1000, 1000, 1000])
     assert delta.RATES[exact[1]] / delta.NAT == pytest.approx(1 / 200, rel=0.1)
 
@@ -251,7 +251,7 @@ def test_states_come_back(a: int, b: int, first: int, second: int):
     body = np.concatenate([header[:end], np.zeros(4 * (first + second), np.uint8)])
     assert delta_decoder.read_states(body, np.uint64(3)) == (0, (a, b), (first, second), end)
     for cut in (3, end - 1, len(body) - 1):
-        assert delta_decoder.read_states(body[:cut], np.uint64(3))[0] == 3 or cut == len(body)
+        assert delta_decoder.read_states(body[:cut], np.uint64(3))[0] == 3
 
 
 def test_time_is_looked_for_from_before_it_has_come():
