@@ -5,8 +5,8 @@ up: after unchanged elements of T together the next change is yet to come with p
 symbol with the distribution 1 − exp(−T), whatever classes lie on the way, and to find it takes a sum and a comparison an element.
 A clock that runs faster where changes have lately come sooner than expected (rows, experts) scales T. A change is then a sign and
 a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. Places and steps
-go through a rANS coder each (Duda, arXiv 1311.2540), of 64 bits. docs/weight_codec.md has the format. Here is what both directions
-share; `delta_encoder` and `delta_decoder` have one each.
+go through a rANS coder each (Duda, arXiv 1311.2540), of 64 bits. docs/weight_codec.md has the format. Here is what both
+directions share; `delta_encoder` and `delta_decoder` have one each.
 
 Integers only, but where an encoder picks rates: every machine decodes the same. Everything is uint64, since numba makes float64
 of a signed and an unsigned one.
