@@ -24,11 +24,15 @@ from torch.nn.utils.rnn import pad_sequence
 from composer_nb.kernels.compiled import compiled, exp2, largest, total, zeros
 from composer_nb.kernels.linear import widened
 
-BLOCK = 128
+BLOCK = 96
 """Queries of a block: few products, and little that the mask then hides."""
 LONG = 384
 """From rows of this length on it is worth it; products for short ones are too small."""
 LOG2E = math.log2(math.e)
+VECTORS = 32
+"""Elements that compiled loops take at a time: four vectors of eight."""
+HIDDEN = np.float32(-3e38)
+"""A score that is below all others, and finite."""
 
 
 def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
@@ -78,6 +82,7 @@ class _Causal(torch.autograd.Function):
                 norm_M2 = norm_GM2[head, queries]
                 _softmax(s_MT.numpy(), before, blocks.each, np.float32(scale * LOG2E), norm_M2.numpy())
                 torch.mm(s_MT, v_GNV[head, keys], out=out_GMV[head, queries])
+        out_GMV *= norm_GM2[..., 1:]
         ctx.save_for_backward(q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2)
         ctx.blocks, ctx.scale = blocks, scale
         return _by_token(out_GMV, blocks.each)
@@ -135,31 +140,41 @@ def _by_token(x_GMC: Tensor, each: int) -> Tensor:
 
 
 @compiled
+def _ends(row, before, each, width):  # type: ignore[no-untyped-def]
+    """Of a row of scores: how many keys its query sees, and these filled up to whole vectors, as far as the row goes. Elements
+    that are left over are computed one by one, and take as long as all others."""
+    seen = before + row // each + 1
+    return seen, min((seen + VECTORS - 1) // VECTORS * VECTORS, width)
+
+
+@compiled
 def _softmax(score, before, each, scale, norm):  # type: ignore[no-untyped-def]
-    """Weights, in place, and of each row the largest score and what the weights were multiplied with."""
+    """Weights as multiples of each row's largest, in place; of each row the largest score, and what the weights are yet to be
+    multiplied with, which is done to their products: there are fewer."""
     for m in range(len(score)):
-        row = score[m]
-        seen = before + m // each + 1
-        row[seen:] = np.float32(0.0)
-        if zeros(row[:seen]) != np.float32(0.0):
-            row[:seen] = norm[m] = np.float32(np.nan)
+        seen, end = _ends(m, before, each, score.shape[1])
+        row = score[m, :end]
+        for t in range(seen, end):
+            row[t] = HIDDEN
+        if zeros(row) != np.float32(0.0):
+            score[m] = norm[m] = np.float32(np.nan)
             continue
-        norm[m, 0] = largest(row[:seen])
+        norm[m, 0] = largest(row)
         top = norm[m, 0]
-        for t in range(seen):
+        for t in range(end):
             row[t] = exp2((row[t] - top) * scale)
-        norm[m, 1] = np.float32(1.0) / total(row[:seen])
-        row[:seen] *= norm[m, 1]
+        score[m, seen:] = np.float32(0.0)
+        norm[m, 1] = np.float32(1.0) / total(row)
 
 
 @compiled
 def _slopes(weight, slope, norm, shift, before, each, scale, factor):  # type: ignore[no-untyped-def]
     """Scores to weights, and gradients of weights to those of products of queries and keys: both in place."""
     for m in range(len(weight)):
-        w, d = weight[m], slope[m]
-        seen = before + m // each + 1
-        w[seen:] = d[seen:] = np.float32(0.0)
+        seen, end = _ends(m, before, each, weight.shape[1])
+        w, d = weight[m, :end], slope[m, :end]
         top, share, off = norm[m, 0], norm[m, 1], shift[m]  # not a number where the row's scores were not finite
-        for t in range(seen):
+        for t in range(end):
             w[t] = exp2((w[t] - top) * scale) * share
             d[t] = w[t] * (d[t] - off) * factor
+        weight[m, seen:] = slope[m, seen:] = np.float32(0.0)

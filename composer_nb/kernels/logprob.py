@@ -113,9 +113,10 @@ class _LogprobEntropy(torch.autograd.Function):
         g_U = g_S.new_zeros(len(hidden_UD)).index_add_(0, from_S, g_S)
         wide_UD, wide_VD = widened(hidden_UD, weight_VD)
         d_UD, d_VD = torch.empty_like(hidden_UD), g_S.new_zeros(weight_VD.shape)
+        room_PV = g_S.new_empty(min(PIECE, len(hidden_UD)), len(weight_VD))
         for (part, tokens), prob_PV in zip(ctx.pieces, kept, strict=True):
             mine_S = order_S[tokens]
-            d_PV = prob_PV * -g_U[part, None]
+            d_PV = torch.mul(prob_PV, -g_U[part, None], out=room_PV[: len(prob_PV)])
             d_PV.index_put_((from_S[mine_S] - part.start, token_S[mine_S]), g_S[mine_S], accumulate=True)
             d_PV = d_PV.to(hidden_UD.dtype).to(wide_VD.dtype)
             d_UD[part] = d_PV @ wide_VD
