@@ -71,18 +71,14 @@ class _Causal(torch.autograd.Function):
         q_GMC, k_GNC, v_GNV = _by_head(q_NQC, heads), _by_head(k_NGC, heads), _by_head(v_NGV, heads)
         out_GMV = q_GMC.new_empty(*q_GMC.shape[:2], v_GNV.shape[2])
         norm_GM2 = q_GMC.new_empty(*q_GMC.shape[:2], 2)
-        blocks = _Blocks(q_GMC.shape[1] // max(len(k_NGC), 1), lengths)
+        blocks = _Blocks(q_GMC.shape[1] // max(k_GNC.shape[1], 1), lengths)
         (score,) = blocks.room(q_GMC, 1)
-        for head in range(heads):
-            for queries, keys, before in blocks:
-                s_MT = score[: (queries.stop - queries.start) * (keys.stop - keys.start)].view(
-                    queries.stop - queries.start, -1
-                )
-                torch.mm(q_GMC[head, queries], k_GNC[head, keys].T, out=s_MT)
-                norm_M2 = norm_GM2[head, queries]
-                _softmax(s_MT.numpy(), before, blocks.each, np.float32(scale * LOG2E), norm_M2.numpy())
-                torch.mm(s_MT, v_GNV[head, keys], out=out_GMV[head, queries])
-        out_GMV *= norm_GM2[..., 1:]
+        for queries, keys, before in blocks:
+            s_GMT = blocks.part(score, heads, queries, keys)
+            torch.bmm(q_GMC[:, queries], k_GNC[:, keys].mT, out=s_GMT)
+            norm_GB2 = norm_GM2[:, queries]
+            _softmax(s_GMT.numpy(), before, blocks.each, np.float32(scale * LOG2E), norm_GB2.numpy())
+            out_GMV[:, queries] = torch.bmm(s_GMT, v_GNV[:, keys]).mul_(norm_GB2[..., 1:])
         ctx.save_for_backward(q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2)
         ctx.blocks, ctx.scale = blocks, scale
         return _by_token(out_GMV, blocks.each)
@@ -91,23 +87,21 @@ class _Causal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2 = ctx.saved_tensors
-        blocks, scale = ctx.blocks, ctx.scale
-        do_GMV = _by_head(gradients[0], len(k_GNC))
+        blocks, scale, heads = ctx.blocks, ctx.scale, len(k_GNC)
+        do_GMV = _by_head(gradients[0], heads)
         shift_GM = torch.linalg.vecdot(do_GMV, out_GMV)
         dq_GMC, dk_GNC, dv_GNV = torch.empty_like(q_GMC), torch.zeros_like(k_GNC), torch.zeros_like(v_GNV)
         weight, slope = blocks.room(q_GMC, 2)
-        for head in range(len(k_GNC)):
-            for queries, keys, before in blocks:
-                shape = queries.stop - queries.start, keys.stop - keys.start
-                w_MT, s_MT = weight[: math.prod(shape)].view(shape), slope[: math.prod(shape)].view(shape)
-                q_MC, do_MV = q_GMC[head, queries], do_GMV[head, queries]
-                torch.mm(q_MC, k_GNC[head, keys].T, out=w_MT)
-                torch.mm(do_MV, v_GNV[head, keys].T, out=s_MT)
-                arrays = (x.numpy() for x in (w_MT, s_MT, norm_GM2[head, queries], shift_GM[head, queries]))
-                _slopes(*arrays, before, blocks.each, np.float32(scale * LOG2E), np.float32(scale))
-                dv_GNV[head, keys].addmm_(w_MT.T, do_MV)
-                dk_GNC[head, keys].addmm_(s_MT.T, q_MC)
-                torch.mm(s_MT, k_GNC[head, keys], out=dq_GMC[head, queries])
+        for queries, keys, before in blocks:
+            w_GMT, s_GMT = (blocks.part(x, heads, queries, keys) for x in (weight, slope))
+            q_GBC, k_GTC, do_GBV = q_GMC[:, queries], k_GNC[:, keys], do_GMV[:, queries]
+            torch.bmm(q_GBC, k_GTC.mT, out=w_GMT)
+            torch.bmm(do_GBV, v_GNV[:, keys].mT, out=s_GMT)
+            arrays = (x.numpy() for x in (w_GMT, s_GMT, norm_GM2[:, queries], shift_GM[:, queries]))
+            _slopes(*arrays, before, blocks.each, np.float32(scale * LOG2E), np.float32(scale))
+            dv_GNV[:, keys].baddbmm_(w_GMT.mT, do_GBV)
+            dk_GNC[:, keys].baddbmm_(s_GMT.mT, q_GBC)
+            dq_GMC[:, queries] = torch.bmm(s_GMT, k_GTC)
         return _by_token(dq_GMC, blocks.each), _by_token(dk_GNC, 1), _by_token(dv_GNV, 1), None, None
 
 
@@ -127,7 +121,13 @@ class _Blocks:
 
     def room(self, like: Tensor, parts: int) -> Tensor:
         longest = max(self.lengths, default=0)
-        return like.new_empty(parts, min(BLOCK, longest) * self.each * longest)
+        return like.new_empty(parts, len(like) * min(BLOCK, longest) * self.each * longest)
+
+    @staticmethod
+    def part(room: Tensor, heads: int, queries: slice, keys: slice) -> Tensor:
+        """The first of it as [heads, queries, keys]."""
+        shape = heads, queries.stop - queries.start, keys.stop - keys.start
+        return room[: math.prod(shape)].view(shape)
 
 
 def _by_head(x_NQC: Tensor, heads: int) -> Tensor:
@@ -151,30 +151,34 @@ def _ends(row, before, each, width):  # type: ignore[no-untyped-def]
 def _softmax(score, before, each, scale, norm):  # type: ignore[no-untyped-def]
     """Weights as multiples of each row's largest, in place; of each row the largest score, and what the weights are yet to be
     multiplied with, which is done to their products: there are fewer."""
-    for m in range(len(score)):
-        seen, end = _ends(m, before, each, score.shape[1])
-        row = score[m, :end]
-        for t in range(seen, end):
-            row[t] = HIDDEN
-        if zeros(row) != np.float32(0.0):
-            score[m] = norm[m] = np.float32(np.nan)
-            continue
-        norm[m, 0] = largest(row)
-        top = norm[m, 0]
-        for t in range(end):
-            row[t] = exp2((row[t] - top) * scale)
-        score[m, seen:] = np.float32(0.0)
-        norm[m, 1] = np.float32(1.0) / total(row)
+    heads, rows, width = score.shape
+    for g in range(heads):
+        for m in range(rows):
+            seen, end = _ends(m, before, each, width)
+            row = score[g, m, :end]
+            for t in range(seen, end):
+                row[t] = HIDDEN
+            if zeros(row) != np.float32(0.0):
+                score[g, m] = norm[g, m] = np.float32(np.nan)
+                continue
+            norm[g, m, 0] = largest(row)
+            top = norm[g, m, 0]
+            for t in range(end):
+                row[t] = exp2((row[t] - top) * scale)
+            score[g, m, seen:] = np.float32(0.0)
+            norm[g, m, 1] = np.float32(1.0) / total(row)
 
 
 @compiled
 def _slopes(weight, slope, norm, shift, before, each, scale, factor):  # type: ignore[no-untyped-def]
     """Scores to weights, and gradients of weights to those of products of queries and keys: both in place."""
-    for m in range(len(weight)):
-        seen, end = _ends(m, before, each, weight.shape[1])
-        w, d = weight[m, :end], slope[m, :end]
-        top, share, off = norm[m, 0], norm[m, 1], shift[m]  # not a number where the row's scores were not finite
-        for t in range(end):
-            w[t] = exp2((w[t] - top) * scale) * share
-            d[t] = w[t] * (d[t] - off) * factor
-        weight[m, seen:] = slope[m, seen:] = np.float32(0.0)
+    heads, rows, width = weight.shape
+    for g in range(heads):
+        for m in range(rows):
+            seen, end = _ends(m, before, each, width)
+            w, d = weight[g, m, :end], slope[g, m, :end]
+            top, share, off = norm[g, m, 0], norm[g, m, 1], shift[g, m]  # not numbers where scores were not finite
+            for t in range(end):
+                w[t] = exp2((w[t] - top) * scale) * share
+                d[t] = w[t] * (d[t] - off) * factor
+            weight[g, m, seen:] = slope[g, m, seen:] = np.float32(0.0)
