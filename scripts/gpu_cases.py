@@ -151,6 +151,7 @@ def products(b: Bench) -> Iterator[Case]:
 
 def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: Plan, work: float, shape: str) -> Iterator[Case]:
     """Rows 12 to 14: operands that are quantised already."""
+    from composer_nb.kernels.scaled_gemm_gluon import specialised_product
     from composer_nb.kernels.scaled_gemm_triton import scaled_product
 
     def scaled(format: Any) -> Form:
@@ -170,7 +171,20 @@ def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: Plan, work: float, sh
             forms["torch _scaled_grouped_mm, rows"] = rowwise_product(x, up, plan)
         goals = {"torch grouped_mm, bf16": target} if target else {}
         yield Case(number=number, title=f"grouped product, {format}", forms=forms, goals=goals, **common)
-    yield Case(number="13", title="fp8_block128 in Gluon, warps specialised", forms={OURS: "not built"}, **common)
+    blocks: list[Any] = [quantise_rows(x, "fp8_block128", "triton"), quantise_weights(up, "fp8_block128", "triton")]
+    hopper = b.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    specialised: Form = lambda: specialised_product(*blocks, plan, dtype=BF16)  # noqa: E731
+    yield Case(
+        number="13",
+        title="grouped product, fp8_block128 in Gluon, warps specialised",
+        forms={
+            OURS: specialised if hopper else "needs a Hopper GPU",
+            "ours without warps of their own": scaled("fp8_block128"),
+            "torch grouped_mm, bf16": plain,
+        },
+        goals={"torch grouped_mm, bf16": Target(1.2, 1.4, 1.7)},
+        **common,
+    )
     qx, qw, peer_form = row_quantize(x), row_quantize(up), "torch _scaled_grouped_mm, rows"
     row: Form = lambda: scaled_product(qx, qw, plan, gather=False, dtype=BF16)  # noqa: E731
     yield Case(

@@ -2,9 +2,10 @@
 
     python -m composer_nb.kernels.aot --arch 90,100          a table; exit code 1 and the expectations that failed, if any did
 
-Triton's wheel carries NVIDIA's assemblers and disassemblers, so a CPU is enough. Each module `…_triton` of the package lists in
-`SPECS` what it wants compiled and what must be true of the result: registers, no spills, shared memory, no narrow loads or
-stores, and the tensor core instructions that it is there for. What this can not show is speed, and whether the numbers are right.
+Triton's wheel carries NVIDIA's assemblers and disassemblers, so a CPU is enough. Each module `…_triton` or `…_gluon` of the
+package lists in `SPECS` what it wants compiled and what must be true of the result: registers, no spills, shared memory, no
+narrow loads or stores, and the tensor core instructions that it is there for. What this can not show is speed, and whether the
+numbers are right.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Spec:
 
     name: str
     kernel: Any
-    """A `triton.jit` function, or an autotuner around one."""
+    """A `triton.jit` or `gluon.jit` function, or an autotuner around one."""
     types: Mapping[str, str]
     """Of the arguments that are not constants: `*bf16`, `i32`, `tensordesc<bf16[128, 64]>`."""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -137,6 +138,7 @@ def compile_spec(spec: Spec, architecture: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = getattr(spec.kernel, "fn", spec.kernel) if not hasattr(spec.kernel, "arg_names") else spec.kernel
     names = list(kernel.arg_names)
@@ -146,7 +148,7 @@ def compile_spec(spec: Spec, architecture: int) -> Compiled:
     sixteen = [
         name for name in spec.types if name not in spec.odd and spec.types[name][0] in "*i"
     ]  # what Triton finds out about arguments when a kernel is launched
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         signature={name: spec.types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in spec.constants.items()},
@@ -193,13 +195,13 @@ def _usage(text: str, name: str) -> str:
 
 
 def modules() -> list[str]:
-    """Those of the package that hold kernels in Triton."""
+    """Those of the package that hold kernels in Triton, and in Gluon, its lower language."""
     import composer_nb.kernels as package
 
     return sorted(
         f"{package.__name__}.{one.name}"
         for one in pkgutil.iter_modules(package.__path__)
-        if one.name.endswith("_triton")
+        if one.name.endswith(("_triton", "_gluon"))
     )
 
 
