@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""What a model costs on this machine: `scripts/model_bench.py [--threads N] [--rounds N]`. Prints three Markdown tables.
+"""What a model costs on this machine: `scripts/model_bench.py [--threads N] [--rounds N]`. Prints four Markdown tables.
 
 step        forward and backward of two 30 M-parameter Qwen3-MoEs against `transformers` with each of its experts back ends, and
             the share of the machine's GEMM rate that ours reaches. The forms take turns, and each has a round to warm up.
+attention   forward and backward on the same rows, against torch's fused kernel.
 replay      a step of RL's trainer with and without replay, in turns: the median of paired ratios, with a 95 % bound by bootstrap.
 invariance  decoding in batch-invariant mode, against the same engine without, and against the compiled kernel.
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_nb.harness.policy import Request
+from composer_nb.kernels.causal import causal_attention, padded
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.trainer.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.engine import Engine
@@ -162,6 +164,36 @@ def steps(rounds: int, dtypes: Sequence[str], against: Sequence[str]) -> None:
                     )
 
 
+def attention(rounds: int) -> None:
+    noise = torch.Generator().manual_seed(0)
+    print("\n| attention | s, ours | torch | torch / ours |\n|---|---|---|---|")
+    for config in SHAPES.values():
+        heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q, k, v = (
+            torch.randn(ROWS * LENGTH, n, width, generator=noise).requires_grad_() for n in (heads, groups, groups)
+        )
+        pull, scale = torch.randn(q.shape, generator=noise), width**-0.5
+
+        def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v, pull: Tensor = pull, scale: float = scale) -> float:
+            torch.autograd.grad(causal_attention(q, k, v, [LENGTH] * ROWS, scale), (q, k, v), pull)
+            return 0.0
+
+        def fused(q: Tensor = q, k: Tensor = k, v: Tensor = v, pull: Tensor = pull, scale: float = scale) -> float:
+            by_row = (padded(x, [LENGTH] * ROWS) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *by_row, is_causal=True, scale=scale, enable_gqa=True
+            )
+            torch.autograd.grad(out, (q, k, v), padded(pull, [LENGTH] * ROWS))
+            return 0.0
+
+        found = timed({"ours": ours, "torch": fused}, 3 * rounds)
+        mine, other = (statistics.median(found[name]) for name in ("ours", "torch"))
+        print(
+            f"| {heads} heads of {width}, {groups} of keys | {mine:.4f} | {other:.4f} | {other / mine:.2f} |",
+            flush=True,
+        )
+
+
 def replay_cost(rounds: int) -> None:
     batch = stored_batch(example_run(), -1)
     model = load_pretrained(example_run().path / "weights" / "before_final")
@@ -226,10 +258,11 @@ def main() -> None:
     parser.add_argument(
         "--against", nargs="+", default=["eager", "batched_mm", "grouped_mm"], help="transformers' back ends"
     )
-    parser.add_argument("--steps-only", action="store_true", help="nothing of replay and decoding")
+    parser.add_argument("--steps-only", action="store_true", help="and attention, nothing of replay and decoding")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     steps(arguments.rounds, arguments.dtypes, arguments.against)
+    attention(arguments.rounds)
     if arguments.steps_only:
         return
     replay_cost(arguments.rounds)

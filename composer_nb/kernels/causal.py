@@ -2,10 +2,12 @@
 
 Long rows in float32 on a CPU go block by block: all heads of a block's queries that share a key head meet the keys up to the
 block's last one in one matrix product, what is between the products is one compiled pass, and backwards the weights are computed
-again from the softmax's normaliser (FlashAttention-2, arXiv 2307.08691). Nothing is padded. torch's own fused kernel takes about
-1.5 times as long on rows of 512 tokens, and less on rows of 128 (`scripts/model_bench.py`).
+again from the softmax's normaliser (FlashAttention-2, arXiv 2307.08691). Nothing is padded. A block's scores are in memory once,
+backwards twice, for all heads. torch's own fused kernel takes about 1.5 times as long on rows of 512 tokens
+(`scripts/model_bench.py`), and less on rows of 128.
 
-Dimensions: N tokens, Q query heads, G key heads, r = Q/G, C width of queries and keys, V width of values, T keys of a block.
+Dimensions: N tokens, Q query heads, G key heads, r = Q/G, M = N·r, C width of queries and keys, V width of values; of a block, B
+queries of a key head and T keys.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ LONG = 384
 LOG2E = math.log2(math.e)
 VECTORS = 32
 """Elements that compiled loops take at a time: four vectors of eight."""
-HIDDEN = np.float32(-3e38)
-"""A score that is below all others, and finite."""
+HIDDEN = np.finfo(np.float32).min
+"""A score that no other is below, and finite."""
 
 
 def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """[N, Q, V]: each token attends to those of its row up to itself. Rows of `lengths` lie one after another; `scale` is that
     of the scores. On a CPU in float32 rows of which one has `LONG` tokens go through the blocks of this file, where a token
-    with a score that is not finite comes out as NaN; all others through torch's attention, padded to one length."""
+    with a score that is not finite comes out as NaN, and values of 1e38 / T and more may overflow; all others through torch's
+    attention, padded to one length."""
     if sum(lengths) != len(q_NQC) or not lengths:
         raise ValueError(f"rows of {list(lengths)} tokens, and {len(q_NQC)} tokens")
     dtype = q_NQC.dtype

@@ -136,6 +136,15 @@ def test_scores_far_apart_give_the_largest_one_all_the_weight(times: float):
         assert (ours.double() - wanted).abs().max() < 1e-3 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("size", [1e3, 1e30, 3.35e38])
+def test_scores_far_below_zero_are_not_below_those_that_are_hidden(size: float):
+    """The first token's is the largest by far: whoever sees it sees nothing else."""
+    q, k = torch.full((LONG, 1, 1), -1.0), torch.full((LONG, 1, 1), size)
+    k[0] = size * 0.95
+    v = torch.arange(1.0, LONG + 1).view(LONG, 1, 1)
+    assert torch.equal(causal_attention(q, k, v, [LONG], 1.0), torch.ones(LONG, 1, 1))
+
+
 def test_large_scores_that_are_alike_are_no_fault():
     _, k, v, lengths, scale = drawn([LONG], 1, 1, 4, 4)
     q = torch.full((LONG, 1, 4), 1e36)

@@ -79,9 +79,11 @@ def test_a_certain_token_and_an_impossible_one_stay_finite():
     assert slope.isfinite().all()
 
 
-def test_the_gradient_may_be_taken_twice():
-    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
-    logprob, _ = logprob_entropy(hidden, weight, torch.arange(5), torch.arange(5))
+@pytest.mark.parametrize("rows", [0, 5, 300])
+def test_the_gradient_may_be_taken_twice(rows: int):
+    """Of no row, and of more than a piece."""
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    logprob, _ = logprob_entropy(hidden, weight, torch.arange(rows), torch.arange(rows) % 6)
     once = torch.autograd.grad(logprob.sum(), (hidden, weight), retain_graph=True)
     again = torch.autograd.grad(logprob.sum(), (hidden, weight))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
