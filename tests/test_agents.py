@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -362,10 +364,13 @@ def test_eval_on_the_command_line(tasks: list[Task], tmp_path: Path, capsys: pyt
 
 def test_serve_says_where_and_ends_with_ctrl_c(script: Path) -> None:
     command = [sys.executable, "-m", "composer_nb.cli", "serve", "--policy", f"scripted:{script}", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heed = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a shell's background jobs, these tests perhaps, ignore it
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("http://127.0.0.1:")
-    process.send_signal(2)
+    process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
 
 
