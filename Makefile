@@ -53,7 +53,7 @@ check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell
 	@$(BIN)/python -m composer_nb.kernels.aot
 
 test-older-triton: build/triton-3.6/.ready ## the kernels by Triton 3.6, which other machines have: interpreted, and compiled; formats against peers
-	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rs tests/kernels -k 'triton or quantize or peers or layer' $(ARGS)
+	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rs tests/kernels -k 'triton or gluon or quantize or peers or layer' $(ARGS)
 	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m composer_nb.kernels.aot
 
 # Laid over the environment: its interpreter of Triton wants NumPy before 2.4. Peers are there to compare with, and nothing else uses them.
