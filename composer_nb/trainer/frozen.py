@@ -51,6 +51,11 @@ class Batch:
     def __post_init__(self) -> None:
         if not self.rows:
             raise ValueError("a batch of no rows: there is nothing to compare")
+        for number, row in enumerate(self.rows):
+            valid = row.trace.route_valid[: len(row.trace.gates)]
+            for name, values, meant in (("logprob", row.logprob, row.acted), ("gates", row.trace.gates, valid)):
+                if len(lost := np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1) & meant)):
+                    raise ValueError(f"row {number}: {name} of token {lost[0]} is not finite")
         if {len(self.positions), len(self.rendered)} - {0, len(self.rows)}:
             raise ValueError(
                 f"{len(self.rows)} rows, {len(self.positions)} of positions, {len(self.rendered)} rendered"

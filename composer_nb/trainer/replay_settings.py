@@ -21,7 +21,8 @@ class ReplaySettings:
     batch (R2), which keeps the experts still between its minibatches; then streams need no routes."""
     plausible: float = 0.0
     """Replayed experts whose live score is below this times the lowest of the router's own choice are replaced by its own
-    candidates. 0 replays all, 1 next to none that the router would not choose itself."""
+    candidates. 0 replays all; 1 next to none that the router would not choose itself, where that score alone decides its choice
+    (a bias or limits of groups, as DeepSeek-V3 has, decide too and are not asked)."""
     missing: float = 0.0
     """Share of a rollout's forwarded tokens that may be without routes; these take the trainer's own experts."""
 

@@ -434,6 +434,21 @@ def test_bad_input_is_named(model, batch, make_model):
         record(engine_of(model, written=False), batch)
 
 
+def test_a_record_that_is_not_finite_is_refused(model, batch):
+    made = record(engine_of(model), batch)
+    row, *others = made.rows
+    acted = int(np.flatnonzero(row.acted)[1])
+    logprob, gates = row.logprob.copy(), row.trace.gates.copy()
+    logprob[0] = np.nan  # of a token that was read: nobody asks
+    logprob[acted], gates[3, 1, 0] = np.nan, np.inf
+    for bad, said in (
+        (replace(row, logprob=logprob), f"row 0: logprob of token {acted} is not finite"),
+        (replace(row, trace=replace(row.trace, gates=gates)), "row 0: gates of token 3 is not finite"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Batch(rows=(bad, *others))
+
+
 def test_rounding_of_experts_is_that_of_the_format(model, batch):
     """What the GEMM rung is told to do is done: an int4 engine computes with the rounded weights, written out here."""
     plain = variant(model, Numerics())
