@@ -49,9 +49,9 @@ def test_the_harness_imports_without_torch() -> None:
 
 
 def test_what_learns_imports_without_ray_and_triton() -> None:
-    """Kernels in Triton aside, which nothing imports before one is to run."""
+    """Kernels in Triton and Gluon aside, which nothing imports before one is to run."""
     blocked = {"ray", "transformers", "matplotlib", "IPython", "triton"}
-    import_all([f"{PACKAGE}.kernels", f"{PACKAGE}.trainer"], blocked, ("_triton", ".triton_steps"))
+    import_all([f"{PACKAGE}.kernels", f"{PACKAGE}.trainer"], blocked, ("_triton", "_gluon", ".triton_steps"))
 
 
 def modules() -> dict[str, Path]:

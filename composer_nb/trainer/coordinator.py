@@ -188,9 +188,7 @@ class Coordinator:
     def _make_trainer(self) -> None:
         run, s = self.run.path, self.started_with
         self.trainer = (
-            TrainerGroup(self.actors, run, s)
-            if s.meshed
-            else self.actors.make(TrainerService, run, s, name="trainer", threads=2)
+            TrainerGroup(self.actors, run, s) if s.meshed else self.actors.make(TrainerService, run, s, name="trainer")
         )
 
     def _make_pair(self) -> None:

@@ -250,7 +250,8 @@ class EngineService:
 
 
 class TrainerService:
-    """The learner: turns batches of streams into versions. Blind to tasks, rewards and groups."""
+    """The learner: turns batches of streams into versions. Blind to tasks, rewards and groups. Made for one call at a time: what
+    is asked for while a batch is learnt waits for its end."""
 
     def __init__(self, run: Path, settings: Settings, from_start: bool = False) -> None:
         """Stands where the newest checkpoint of `run` does, or at its start; publishes what it stands at."""
@@ -341,8 +342,9 @@ class TrainerService:
         return self.version, self._newest
 
     def state(self) -> tuple[int, dict[str, Any] | str]:
-        """Steps done and everything that a resumed trainer needs, or the name of the folder where ranks have written it."""
-        return self.step, self._learner.optimizer.state()
+        """Steps done and a copy of everything that a resumed trainer needs, or the name of the folder where ranks have written
+        it."""
+        return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
 
     def close(self) -> None:
         """Ends publishing when all is published, and gives the store back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sqlite3
 import threading
 import time
@@ -17,17 +18,20 @@ from safetensors import SafetensorError
 
 from composer_nb import config
 from composer_nb.config import Settings, override, to_dict
-from composer_nb.trainer import coordinator
+from composer_nb.trainer import coordinator, services
 from composer_nb.trainer.actors import ActorDied, ThreadRemote, Threads
+from composer_nb.trainer.batches import batch_file, load_batch
 from composer_nb.trainer.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.journal import REFUSED, request_change
 from composer_nb.trainer.launch import fork, start_or_resume
+from composer_nb.trainer.manifest import state_hash
 from composer_nb.trainer.model import Model
 from composer_nb.trainer.replay import replay
 from composer_nb.trainer.report import build_report
 from composer_nb.trainer.rundir import RunDir, write_json
-from composer_nb.trainer.services import EngineService, TrainerService
+from composer_nb.trainer.services import EngineService, TrainerService, store_url
+from composer_nb.trainer.store import Store
 from composer_nb.views.figures import pictures
 
 MICRO: dict[str, Any] = {
@@ -441,6 +445,39 @@ def test_damaged_versions_are_never_served(begun):
     made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
     assert all(made[version] == hash for version, hash, _ in served if version in made)
     assert any(size == 0 for *_, size in served), "some came from the trainer itself"
+
+
+def test_what_a_trainer_gives_is_of_one_moment(begun, monkeypatch: pytest.MonkeyPatch):
+    """Weights that are asked for while a batch is learnt are those of the version they are said to be, and a state that was given
+    stays as it was."""
+    run, settings = begun("moment", IN_STEP | {"rl.steps": 1})
+    go(run, settings)  # which leaves a batch to learn from
+    actors, learning, made = Threads(), threading.Event(), services.published
+
+    def slowly(model: Model, *more: Any) -> Any:
+        learning.set()
+        time.sleep(0.2)
+        return made(model, *more)
+
+    monkeypatch.setattr(services, "published", slowly)
+    other = begun("again", IN_STEP | {"rl.steps": 1})[0]
+    coordinator = Coordinator(other, settings, actors, lambda line: None)
+    try:
+        coordinator._make_trainer()
+        before = coordinator.trainer.wait("state")[1]
+        as_given = copy.deepcopy(before)
+        streams = coordinator.streams(load_batch(batch_file(run.path, 0), coordinator.by_id))
+        learning.clear()
+        learnt = coordinator.trainer.call("learn", 0, 1e-3, streams, [])
+        assert learning.wait(60)
+        version, tensors = coordinator.trainer.call("tensors").result()
+        learnt.result()
+        coordinator.trainer.wait("close")
+    finally:
+        coordinator.journal.close()
+        actors.close()
+    assert state_hash(tensors) == Store(store_url(other.path, settings)).manifest(version).hash
+    assert all(torch.equal(before[name], as_given[name]) for name in as_given)
 
 
 @pytest.mark.parametrize(
