@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.bench import Form
+from composer_nb.kernels.formats import e8m0_to_float
 from composer_nb.kernels.plain import Plan
+from composer_nb.kernels.quantize import mx_quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,29 @@ def torchao_cast(x: Tensor, *, compiled: bool) -> Form:
         return lambda: triton_to_mxfp8_dim0(x, 32)
     cast = torch.compile(to_mx)
     return lambda: cast(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+
+
+def blockwise_products(x: Tensor, up: Tensor, plan: Plan) -> Form:
+    """torch's FP8 with scales of 1 × 128 and 128 × 128, a product an expert, for it has no grouped one; quantised, cut and laid
+    out beforehand as cuBLAS wants it: scales of x columns first, those of w filled up to a multiple of four in a row."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    qx, qw = mx_quantize(x, block=128), mx_quantize(up, block=128, rows=128)
+    sizes = plan.ends_E.diff(prepend=plan.ends_E.new_zeros(1)).tolist()
+    across = e8m0_to_float(qw.scale)
+    padded = torch.nn.functional.pad(across, (0, -across.shape[-1] % 4))
+    parts = [
+        (x_RK, s_RB.t().contiguous().t(), w_NK.t(), s_NB.t())
+        for x_RK, s_RB, w_NK, s_NB in zip(
+            qx.qdata.split(sizes), e8m0_to_float(qx.scale).split(sizes), qw.qdata.unbind(), padded.unbind(), strict=True
+        )
+        if len(x_RK)
+    ]
+
+    kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return lambda: torch.cat(
+        [scaled_mm(x, w, s_x, kinds[0], s_w, kinds[1], output_dtype=torch.bfloat16) for x, s_x, w, s_w in parts]
+    )
 
 
 def rowwise_product(x: Tensor, up: Tensor, plan: Plan) -> Form:

@@ -135,16 +135,16 @@ def compile_spec(spec: Spec, architecture: int) -> Compiled:
     """Compile and disassemble. Raises RuntimeError in a process whose Triton interprets, and whatever the compiler raises."""
     if interpreting():
         raise RuntimeError("nothing is compiled while TRITON_INTERPRET is set")
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     kernel = getattr(spec.kernel, "fn", spec.kernel) if not hasattr(spec.kernel, "arg_names") else spec.kernel
     names = list(kernel.arg_names)
     missing = set(names) ^ {*spec.types, *spec.constants}
     if missing:
         raise ValueError(f"{spec.name}: {', '.join(sorted(missing))} must be arguments, each with a type or a value")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
     sixteen = [
         name for name in spec.types if name not in spec.odd and spec.types[name][0] in "*i"
     ]  # what Triton finds out about arguments when a kernel is launched
@@ -244,9 +244,9 @@ def gate(names: Sequence[str], architectures: Sequence[int], *, only: str = "", 
             if only in name and architecture in wanted
         ]
         if not work:
-            raise ValueError(
-                f"nothing to compile: only={only!r} must be in one of {', '.join(name for name, _ in known)}"
-            )
+            on = ", ".join(f"sm_{architecture}" for architecture in architectures)
+            every = "".join(f"\n  {name}" for name, wanted in known if set(wanted) & set(architectures))
+            raise ValueError(f"nothing to compile for {on}: only={only!r} must be in one of{every or ' none'}")
         return list(pool.map(examine, *zip(*work, strict=True)))
 
 

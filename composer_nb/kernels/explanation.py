@@ -70,9 +70,9 @@ def explain(
 ) -> Explanation:
     """Which back end, formats and instructions `moe` would use, and why; `device` is a GPU if there is one, else the CPU.
 
-    Raises ValueError as `moe` would, for an unknown recipe or a back end that can not run."""
+    Raises ValueError as `moe` would, for an unknown recipe or a back end that can not run, and for a device that is not here."""
     chosen = as_recipe(recipe)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name, why = choose(where, backend)
     arch = architecture(where)
     if arch:
@@ -92,6 +92,16 @@ def explain(
         wgrad=product(None),
         why=why,
     )
+
+
+def _here(device: torch.device | str) -> torch.device:
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return where
 
 
 def _instruction(name: BackendName, format: Format | None, arch: int) -> str:

@@ -30,6 +30,7 @@ from composer_nb.kernels.recipes import Recipe, as_recipe
 from composer_nb.kernels.triton_runtime import BackendName, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+LOGITS = (torch.float16, *DTYPES)
 
 
 def moe(
@@ -89,7 +90,8 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
     """[M, B] in the dtype of a: rows of a [M, A] up to offs[0] times b[0], the next ones up to offs[1] times b[1], and so on.
 
     b [E, A, B] of the dtype of a, offs int32 [E], the ends, of which the last is M; a group may be empty. Gradients reach a
-    and b. As torch's own `grouped_mm`, by any back end and for any widths. Raises ValueError that names what does not fit.
+    and b. As torch's own `grouped_mm`, by any back end and for any widths. Raises ValueError that names what does not fit;
+    what offs hold is looked at on a CPU only: a GPU would have to be waited for.
     """
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
@@ -97,6 +99,10 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
     if offs.shape != b.shape[:1] or offs.dtype != torch.int32:
         raise ValueError(f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
+    if offs.device.type == "cpu" and (
+        int(offs[-1]) != len(a) or bool((offs.diff(prepend=offs.new_zeros(1)) < 0).any())
+    ):
+        raise ValueError(f"offs {offs.tolist()}: must not fall, and end at M = {len(a)}")
     if len({a.device, b.device, offs.device}) > 1:
         raise ValueError(f"a is on {a.device}, b on {b.device}, offs on {offs.device}: must be on one device")
     name = _backend(a, backend)
@@ -194,13 +200,13 @@ def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int)
     for name, tensor in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         if tensor.dtype != x.dtype:
             raise ValueError(f"{name} is {tensor.dtype}: must be {x.dtype}, as x is")
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: must have three dimensions")
+        if tensor.dim() != 3 or not tensor.numel():
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: must have three dimensions, none of them 0")
     for name, tensor in (("router_logits", logits), ("w_gate_up", w_gate_up), ("w_down", w_down)):
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}: must be on {x.device}, as x is")
-    if not logits.is_floating_point():
-        raise ValueError(f"router_logits is {logits.dtype}: must be a floating point dtype")
+    if logits.dtype not in LOGITS:
+        raise ValueError(f"router_logits is {logits.dtype}: must be float16, bfloat16, float32 or float64")
     if x.dim() < 2 or not x.numel():
         raise ValueError(f"x of shape {tuple(x.shape)}: must be [..., D] with one token at least")
     count, double, width = w_gate_up.shape
@@ -226,7 +232,7 @@ def _check_widths(w_up_EFD: Tensor, w_down_EDI: Tensor, recipe: Recipe) -> None:
     for name, width in (("D", w_up_EFD.shape[2]), ("I", w_down_EDI.shape[2])):
         if width % recipe.multiple:
             raise ValueError(
-                f"recipe={recipe.name!r} has blocks that {name} = {width} is no multiple of: must be one of {recipe.multiple}"
+                f"recipe={recipe.name!r} has blocks: {name} = {width} must be a multiple of {recipe.multiple}"
             )
     if recipe.multiple > 1 and w_up_EFD.dtype == torch.float64:
         raise ValueError(f"recipe={recipe.name!r} is of float32 and bfloat16: w_gate_up is torch.float64")

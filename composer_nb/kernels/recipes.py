@@ -63,7 +63,7 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
     """Raises ValueError for a name that is none of `RECIPES`."""
     if isinstance(recipe, Recipe):
         return recipe
-    found = {str(name): known for name, known in RECIPES.items()}.get(recipe)
+    found = next((known for name, known in RECIPES.items() if name == recipe), None)
     if found is None:
         raise ValueError(f"recipe={recipe!r}: must be one of {', '.join(get_args(RecipeName))}, or a Recipe")
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.kernels.aot import Compiled, Expect, Spec, compile_spec, failures, main, table
+from composer_nb.kernels.aot import Compiled, Expect, Spec, compile_spec, failures, gate, main, table
 from composer_nb.kernels.triton_runtime import interpreting, triton_version
 
 needs_triton = pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux")
@@ -84,6 +84,16 @@ def test_arguments_are_checked(capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit):
             main(["--arch", arch])
         assert "90,100" in capsys.readouterr().err.replace(", ", ",")
+
+
+@needs_triton
+def test_names_that_no_kernel_has_are_refused_with_those_there_are_for_the_architecture():
+    with pytest.raises(
+        ValueError, match=r"^nothing to compile for sm_100: only='tuples' must be in one of\n  router, softmax\n"
+    ):
+        gate(["composer_nb.kernels.routing_triton"], [100], only="tuples", processes=1)
+    with pytest.raises(ValueError, match=r"for sm_100: only='' must be in one of none$"):
+        gate(["composer_nb.kernels.scaled_gemm_gluon"], [100], processes=1)
 
 
 @needs_triton

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from composer_nb.kernels.bench import Case, Found, Target, as_json, route_logits, run_case, table
+from composer_nb.kernels.plain import Plan
 from composer_nb.kernels.triton_runtime import triton_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,33 @@ def test_routes_are_as_popular_as_they_are_called():
 )
 def test_targets(value: float, said: str):
     assert Target(1.0, 1.2, 1.6).verdict(value) == said
+
+
+def test_peers_blocks_lie_as_torch_wants_them(monkeypatch: pytest.MonkeyPatch):
+    """Its check of shapes and strides is that of a GPU; no number is computed."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import gpu_peers
+
+    own, sizes = torch.nn.functional.scaled_mm, list[int]()
+
+    def checked(*given: object, **more: object) -> torch.Tensor:
+        outlines = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, torch.Tensor) else t
+            for t in given
+        ]
+        sizes.append(len(outlines[0]))  # type: ignore[arg-type]
+        return own(*outlines, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", checked)
+    rows = torch.arange(200, dtype=torch.int32)
+    plan = Plan(torch.tensor([72, 72, 200], dtype=torch.int32), rows, rows, rows[:, None])
+    x, w = torch.ones(200, 640, dtype=torch.bfloat16), torch.ones(3, 256, 640, dtype=torch.bfloat16)
+    assert gpu_peers.blockwise_products(x, w, plan)().shape == (200, 256)
+    assert sizes == [72, 128]
+    with pytest.raises(RuntimeError, match="scale a must have shape"):
+        kinds = torch.nn.functional.ScalingType.BlockWise1x128, torch.nn.functional.ScalingType.BlockWise128x128
+        fp8 = torch.float8_e4m3fn
+        checked(x.to(fp8), w[0].T.to(fp8), torch.ones(200, 5), kinds[0], torch.ones(2, 8).T, kinds[1])
 
 
 def found(**named: object) -> Found:

@@ -247,9 +247,9 @@ def test_bad_input_is_refused_by_name():
     refuse("k=6: must be an integer in 1..5", k=6)
     refuse("k=0: must be", k=0)
     refuse("k=2.0: must be", k=2.0)
-    refuse("recipe='fp8_block128' has blocks that D = 64 is no multiple of: must be one of 128", recipe="fp8_block128")
+    refuse("recipe='fp8_block128' has blocks: D = 64 must be a multiple of 128", recipe="fp8_block128")
     narrow = {"x": x[:, :48], "w_gate_up": up[..., :48], "w_down": down[:, :48]}
-    refuse("recipe='mxfp8' has blocks that D = 48 is no multiple of", recipe="mxfp8", **narrow)
+    refuse("recipe='mxfp8' has blocks: D = 48 must be a multiple of 32", recipe="mxfp8", **narrow)
     refuse("x is torch.float16: must be", x=x.half())
     refuse("x of shape (64,): must be [..., D]", x=x[0])
     refuse("x of shape (0, 64): must be [..., D] with one token at least", x=x[:0])
@@ -257,6 +257,13 @@ def test_bad_input_is_refused_by_name():
     refuse("w_gate_up of shape (5, 64, 60): must be [E, 2I, D] with D = 64", w_gate_up=up[..., :60])
     refuse("w_down of shape (5, 64, 30): must be [E, D, I] = (5, 64, 32)", w_down=down[..., :30])
     refuse("w_down of shape (64, 32): must have three dimensions", w_down=down[0])
+    refuse(
+        "w_gate_up of shape (5, 0, 64): must have three dimensions, none of them 0",
+        w_gate_up=up[:, :0],
+        w_down=down[..., :0],
+    )
+    refuse("recipe=['mxfp8']: must be one of bf16", recipe=["mxfp8"])
+    refuse("router_logits is torch.float8_e4m3fn: must be float16,", router_logits=logits.to(torch.float8_e4m3fn))
     refuse("router_logits of shape (24, 4): must be (24, 5)", router_logits=logits[:, :4])
     refuse("router_logits is torch.int64: must be", router_logits=logits.long())
     refuse("w_down is on meta: must be on cpu, as x is", w_down=down.detach().to("meta"))
@@ -270,6 +277,7 @@ def test_an_old_gpu_is_refused_and_a_machine_without_triton(monkeypatch: pytest.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="the device is a CPU, where kernels run only in Triton's interpreter"):
         moe(*inputs(10), 2, backend="triton")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"this GPU has compute capability 8\.0, the kernels need 9\.0"):
         explain("mxfp8", device="cuda", backend="triton")
@@ -294,6 +302,7 @@ def test_an_old_gpu_is_refused_and_a_machine_without_triton(monkeypatch: pytest.
 def test_explain_tells_instructions(monkeypatch: pytest.MonkeyPatch, capability, recipe: str, forward: str, dgrad: str):
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     told = explain(recipe, device="cuda")
@@ -306,6 +315,9 @@ def test_explain_on_a_cpu():
     assert told.backend == "torch" and "torch's grouped GEMM" in told.forward and told.device == "cpu"
     with pytest.raises(ValueError, match="recipe='int3'"):
         explain("int3")
+    for device in ("graphics", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ValueError, match=f"device='{device}': "):
+            explain(device=device)
 
 
 # -- grouped_mm ----------------------------------------------------------------------------------------------
@@ -333,6 +345,8 @@ def test_a_grouped_product_that_does_not_fit_is_refused():
         ((a.half(), b.half(), offs), "must be alike, float32, bfloat16 or float64"),
         ((a, b, offs.long()), "offs is torch.int64 (2,): must be int32 [2]"),
         ((a, b.to("meta"), offs), "must be on one device"),
+        ((a, b, offs - 1), "offs [0, 3]: must not fall, and end at M = 4"),
+        ((a, b, offs.flip(0)), "offs [4, 1]: must not fall, and end at M = 4"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             grouped_mm(*bad)

@@ -17,6 +17,7 @@ from composer_nb.kernels import scaled_gemm_gluon as gluon_gemm
 from composer_nb.kernels.formats import MXTensor
 from composer_nb.kernels.plain import PlainSteps, Plan
 from composer_nb.kernels.recipes import quantise_rows, quantise_weights
+from composer_nb.kernels.triton_runtime import interpreting
 
 E, N, K = 5, 192, 384
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -36,7 +37,8 @@ def operands(rows: list[int], device: str = "cpu") -> tuple[MXTensor, MXTensor, 
 
 
 def on_cpu(x: MXTensor, w: MXTensor, plan: Plan, programs: int, slots: int, module: Any = gluon_gemm) -> torch.Tensor:
-    made = np.full((len(x.qdata), N), np.nan, np.float32)
+    rows = len(x.qdata)
+    made = np.full((rows + 64, N), np.nan, np.float32)
     a, b = (t.qdata.view(torch.uint8).flatten(0, -2).numpy() for t in (x, w))
     Grid(programs, seed=programs + slots).run(
         module,
@@ -48,7 +50,8 @@ def on_cpu(x: MXTensor, w: MXTensor, plan: Plan, programs: int, slots: int, modu
         Pointer(plan.ends_E.numpy()),
         E=E, N=N, K=K, BM=64, BN=128, SLOTS=slots,
     )  # fmt: skip
-    return torch.from_numpy(made)
+    assert np.isnan(made[rows:]).all(), "it wrote behind the last row"
+    return torch.from_numpy(made[:rows])
 
 
 def wanted(x: MXTensor, w: MXTensor, plan: Plan) -> torch.Tensor:
@@ -117,10 +120,21 @@ def test_other_blocks_and_other_devices_are_refused():
         gluon_gemm.specialised_product(x, x, plan, dtype=torch.float32)
     with pytest.raises(ValueError, match="must be on a Hopper GPU"):
         gluon_gemm.specialised_product(x, w, plan, dtype=torch.float32)
+    narrow = replace(x, qdata=x.qdata[:, :256].contiguous(), scale=x.scale[:, :2].contiguous())
+    with pytest.raises(ValueError, match="x has K = 256 and w 384: must be one, and a multiple of 128"):
+        gluon_gemm.specialised_product(narrow, w, plan, dtype=torch.float32)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9; the tests above are its twin")
-def test_the_product_on_a_gpu():
-    x, w, plan = operands([130, 0, 640, 1, 200], "cuda")
+@pytest.mark.skipif(interpreting(), reason="needs TRITON_INTERPRET=0: what is compiled is tested")
+@pytest.mark.parametrize("rows", [[130, 0, 640, 1, 200], [0, 0, 0, 0, 0], [4000, 1, 0, 0, 20_000]])
+def test_the_product_on_a_gpu(rows: list[int]):
+    """The tensor cores keep some 14 bits of a sum, so an element is as exact as the sum of its products' sizes is."""
+    x, w, plan = operands(rows, "cuda")
     found = gluon_gemm.specialised_product(x, w, plan, dtype=torch.float32)
-    torch.testing.assert_close(found, wanted(x, w, plan), rtol=5e-4, atol=1e-2)
+    sizes = wanted(
+        *(replace(t, qdata=t.qdata.view(torch.uint8).bitwise_and(127).view(t.qdata.dtype)) for t in (x, w)), plan
+    )
+    assert found.shape == sizes.shape
+    assert bool(((found - wanted(x, w, plan)).abs() <= 2**-9 * sizes).all())
