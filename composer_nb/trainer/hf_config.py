@@ -83,8 +83,9 @@ class Described:
 
 
 def read_config(file: Path) -> Described:
-    """Reads a config.json under the names of any `transformers` release; nothing in it is guessed or ignored. Raises
-    FileNotFoundError or ValueError that names the file and the key."""
+    """Reads a config.json under the names of any `transformers` release. What a key that is known here asks for is done or
+    refused, never guessed; keys that are not known are passed over. Raises FileNotFoundError or ValueError that names the file
+    and the key."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

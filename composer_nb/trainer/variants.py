@@ -90,7 +90,8 @@ def as_engine(model: Model, name: EngineName, invariant: bool = False) -> Model:
 
 
 def batch_invariant(model: Model) -> Model:
-    """The same weights (not a copy) in batch-invariant mode."""
+    """The same weights (not a copy) with products in tiles of a fixed height: no row depends on the rows beside it. Attention
+    over a whole sequence still sums by how long that is; the engine's, over its cache, does not."""
     made = copy.copy(model)
     made.tile = TILE
     return made
