@@ -99,10 +99,10 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
     if offs.shape != b.shape[:1] or offs.dtype != torch.int32:
         raise ValueError(f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
-    if offs.device.type == "cpu" and (
-        int(offs[-1]) != len(a) or bool((offs.diff(prepend=offs.new_zeros(1)) < 0).any())
-    ):
-        raise ValueError(f"offs {offs.tolist()}: must not fall, and end at M = {len(a)}")
+    if offs.device.type == "cpu":
+        ends = offs.tolist()
+        if ends != sorted(ends) or not ends or ends[0] < 0 or ends[-1] != len(a):
+            raise ValueError(f"offs {ends}: must not fall, and end at M = {len(a)}")
     if len({a.device, b.device, offs.device}) > 1:
         raise ValueError(f"a is on {a.device}, b on {b.device}, offs on {offs.device}: must be on one device")
     name = _backend(a, backend)

@@ -346,6 +346,7 @@ def test_a_grouped_product_that_does_not_fit_is_refused():
         ((a, b, offs.long()), "offs is torch.int64 (2,): must be int32 [2]"),
         ((a, b.to("meta"), offs), "must be on one device"),
         ((a, b, offs - 1), "offs [0, 3]: must not fall, and end at M = 4"),
+        ((a, b[:0], offs[:0]), "offs []: must not fall, and end at M = 4"),
         ((a, b, offs.flip(0)), "offs [4, 1]: must not fall, and end at M = 4"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
