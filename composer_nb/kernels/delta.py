@@ -4,9 +4,11 @@ An element of class c (a weight's exponent, say) changes with some probability p
 up: after unchanged elements of T together the next change is yet to come with probability exp(−T). So where it comes is one
 symbol with the distribution 1 − exp(−T), whatever classes lie on the way, and to find it takes a sum and a comparison an element.
 A clock that runs faster where changes have lately come sooner than expected (rows, experts) scales T. A change is then a sign and
-a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. Places and steps
-go through a rANS coder each (Duda, arXiv 1311.2540), of 64 bits. docs/weight_codec.md has the format. Here is what both
-directions share; `delta_encoder` and `delta_decoder` have one each.
+a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. All goes through a rANS
+coder (Duda, arXiv 1311.2540) of 64 bits. To decode a change is one long chain, each instruction waiting for the one before; so a
+block with many has four quarters with coders of their own, and a decoder does the same step for all four before the next (as
+Giesen, arXiv 1402.3392, does with symbols). docs/weight_codec.md has the format. Here is what both directions share;
+`delta_header`, `delta_encoder` and `delta_decoder` have the rest.
 
 Integers only, but where an encoder picks rates: every machine decodes the same. Everything is uint64, since numba makes float64
 of a signed and an unsigned one.
@@ -27,8 +29,7 @@ WHOLE, MASK = U(1 << SCALE), U((1 << SCALE) - 1)
 LOWEST = U(1 << 32)
 """The coder's state lies in [2^32, 2^64) from its first word on."""
 NONE = U(1)
-"""Its state before the first symbol, which a decoder ends with. No symbol makes less of it, and of every change one of
-the steps' coder makes more: so both coders' states say by themselves that the block has no more changes."""
+"""Its state before the first symbol, which a decoder ends with."""
 NAT = 1 << 20
 """A hazard of 1; a unit of the clock at its normal pace is as long."""
 PATIENCE = U(6 * NAT)
@@ -37,12 +38,14 @@ RECENT = 5
 """log2 of the changes over which the clock's pace is taken."""
 NORMAL = U(NAT << RECENT)
 """Hazard that so many changes take on average, if all is as the classes say."""
+QUARTERS, TOGETHER = U(4), U(1024)
+"""So many changes, or more, are in four parts, each with a coder, and a decoder does all at once. Fewer are not worth a longer
+header."""
 LONGEST = 34
 MODELS = 2 + 2 * LONGEST
 """Adaptive bits of a class: the sign, 34 of the magnitude's length, 34 of its second digit; two to spare."""
-ANY, SIGN, LONGER = (np.uint32((int((1 << 24) * p) << 8) | seen) for p, seen in ((0.5, 0), (0.5, 14), (0.15, 2)))
-"""Adaptive bits to begin with: their probability, and as if so many decisions had been seen. Whether away from zero is mostly
-as likely as not, and most changes are of one step."""
+ANY, AWAY, LONGER = U(0), U(14), U(2)
+"""Adaptive bits begin as if so many decisions had been seen: whether away from zero is mostly as likely as not."""
 APART = U(16)
 """So many classes that share the first one's rate have adaptive bits of their own; those below share them."""
 
@@ -58,8 +61,9 @@ def _distribution() -> npt.NDArray[np.uint64]:
 
 KNOTS = _distribution()
 GIVEN_UP = KNOTS[-1]
-RECIPROCALS = np.array([0, *(-(-(1 << 40) // n) for n in range(1, 257))], np.uint64)
-"""2^40 / n, rounded up: x times it, of 2^40, is x // n for every x up to 2^24, n from 2 on."""
+KNOTS_AND_GAPS = np.stack((KNOTS, np.diff(KNOTS, append=GIVEN_UP)), 1).reshape(-1)
+RECIPROCALS = np.array([0, *(-(-(1 << 40) // n) for n in range(1, 257))], np.int64)
+"""2^40 / n, rounded up."""
 
 
 def rate_of(code: int) -> int:
@@ -99,11 +103,8 @@ def patience(speed):  # type: ignore[no-untyped-def]
 def cumulative(hazard, speed):  # type: ignore[no-untyped-def]
     """Of 2^30, how often the next change has come by then; straight between the knots."""
     time = min((hazard * speed) >> U(16), PATIENCE)
-    k = time >> U(16)
-    part = time & U(65535)
-    if part == U(0):
-        return KNOTS[k]
-    return KNOTS[k] + ((part * (KNOTS[k + U(1)] - KNOTS[k])) >> U(16))
+    k = (time >> U(16)) << U(1)
+    return KNOTS_AND_GAPS[k] + (((time & U(65535)) * KNOTS_AND_GAPS[k + U(1)]) >> U(16))
 
 
 @coder
@@ -113,32 +114,29 @@ def probability(model):  # type: ignore[no-untyped-def]
 
 
 @coder
-def negated(x, where):  # type: ignore[no-untyped-def]
-    """−x where all bits of `where` are ones, x where none is: a decision costs nothing here that nobody could foresee."""
-    return (x ^ where) - where
-
-
-@coder
 def learn(model, bit):  # type: ignore[no-untyped-def]
     """The estimator of Krichevsky and Trofimov, forgetting after 254 decisions."""
-    p, seen, zero = model >> U(8), model & U(255), U(bit) - U(1)
-    away = negated(p, ~zero) + (U(1 << 24) & ~zero)
-    p += negated((away * RECIPROCALS[seen + U(2)]) >> U(40), zero)
-    return (p << U(8)) | min(seen + U(1), U(254))
+    p, seen = np.int64(model >> U(8)), model & U(255)
+    p += (((np.int64(bit) << 24) - p) * RECIPROCALS[seen + U(2)]) >> 40
+    return (U(p) << U(8)) | (seen + U(seen < U(254)))
 
 
 @coder
 def share(model):  # type: ignore[no-untyped-def]
     """Of a one, of 2^16, in the symbol of two decisions."""
-    return min(max(model >> U(16), U(64)), U(65536 - 64))
+    return ((model >> U(16)) & U(0xFF80)) | U(64)
 
 
 @coder
-def new_models(first, more):  # type: ignore[no-untyped-def]
-    """Of the first class, so many more, and up to APART below; as if some decisions had been seen."""
-    models = np.full((min(first, APART) + more + U(1)) * U(MODELS), np.uint32(ANY))
-    models[::MODELS] = SIGN
-    models[1::MODELS] = LONGER
+def new_models(rates, first, more):  # type: ignore[no-untyped-def]
+    """Of the first class, so many more, and up to APART below; as if some decisions had been seen. A change is of more than one
+    step about as often as one in p is three times in a row (a step that is normally distributed)."""
+    below = min(first, APART)
+    models = np.full((below + more + U(1)) * U(MODELS), np.uint32(U(1 << 31) | ANY))
+    for c in range(below + more + U(1)):
+        p = cumulative(U(rates[first - below + c]), U(1 << 16)) >> U(SCALE - 16)
+        at = U(c) * U(MODELS)
+        models[at], models[at + U(1)] = U(1 << 31) | AWAY, ((p * p >> U(16)) * p >> U(8)) << U(8) | LONGER
     return models
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from composer_nb.kernels.compiled import coder, inlined
+from composer_nb.kernels.compiled import borrowed, coder, either, inlined
 from composer_nb.kernels.delta import (
     GIVEN_UP,
     KNOTS,
@@ -16,8 +16,10 @@ from composer_nb.kernels.delta import (
     MASK,
     NONE,
     NORMAL,
+    QUARTERS,
     RATES,
     SCALE,
+    TOGETHER,
     WHOLE,
     U,
     after_change,
@@ -25,7 +27,6 @@ from composer_nb.kernels.delta import (
     cumulative,
     learn,
     models_of,
-    negated,
     new_models,
     ordinal,
     pace,
@@ -34,7 +35,14 @@ from composer_nb.kernels.delta import (
     share,
     slower,
 )
-from composer_nb.kernels.vectors import CLASSES, WINDOW, copied, eights, planes_of, reaching, trailing_zeros
+from composer_nb.kernels.delta_header import read_codes, read_states
+from composer_nb.kernels.vector_search import WINDOW, below_goal, step_to
+from composer_nb.kernels.vectors import (
+    GROUP,
+    copied,
+    eights,
+    planes_of,
+)
 
 FAULTS = {
     1: "has a change beyond its end",
@@ -42,22 +50,39 @@ FAULTS = {
     3: "ends within its header or a word",
     4: "has rates of classes that there are not",
     5: "names a rate that there is not",
+    6: "has more changes than elements, or halves that are none",
+    7: "goes on behind its last change",
 }
 
 _CELL = 20
-PIECE = U(1 << 12)
-"""Elements, a multiple of eight, of which hazards are added up at once: they are still in the processor's caches when changes
-among them are looked for."""
-FAR = U(1 << 30)
-"""Hazard that is looked for at once, which is less than half of what `hazards` counts modulo."""
+PIECE = U(1 << 13)
+"""Elements, no more, of which hazards are added up at once: they are still in the processor's caches when changes among them are
+looked for."""
+FAR, NEVER = U(1 << 30), U((1 << 31) - 1)
+"""Hazard after which a piece ends, so that sums have 31 bits; and more than a piece has."""
+SPARE = WINDOW + 8
+SUMS = int(PIECE) // 8 + SPARE
+"""Sums of a piece, and what a search may look at behind them."""
+
+STATE, USED, LAST, SLOW, NEXT, PASSED, SINCE, END, LONG = (U(4 * k) for k in range(9))
+BEGIN, STOP, BEFORE, WITHIN = (U(4 * k) for k in range(9, 13))
+SLOT, PACE, TARGET, GOAL, PLACE, START, STRIDE, BEYOND, WHICH, BITS = (U(4 * k) for k in range(13, 23))
+"""Where in an array of four numbers each those of a quarter are, the q-th at q more.
+
+Of the quarter: the coder's state, the next word and the end of its words; the clock; the next element, the hazard before that and
+where time began; the end of its elements; how many changes are listed as long.
+Of the piece: the first element, that behind the last, the hazard before it and within.
+Of the change: the slot; the clock's pace; the hazard at which it has come, from the quarter's beginning and from the piece's; the
+element, the hazard before it and its own; what of the distribution lies below its end; where its models are, and its step:
+2 away from zero, 1 longer than one."""
 
 
 def _bounds() -> tuple[list[int], list[int]]:
-    """Of each 2^20th of the 2^30 up to GIVEN_UP: a time at which the distribution is not yet beyond its first slot, and 2^32
-    times the least that time grows by with each slot in it. (Time as a function of the slot is convex.)"""
+    """Of each 2^20 slots a time at which the distribution is not beyond the first, and 2^32 times the least that time grows by
+    with each of them (time as a function of the slot is convex). From GIVEN_UP on it means nothing."""
     knots, times, slopes = KNOTS.tolist(), [], []
-    for slot in range(0, int(GIVEN_UP), 1 << _CELL):
-        k = int(np.searchsorted(KNOTS, slot, side="right")) - 1
+    for slot in range(0, int(WHOLE), 1 << _CELL):
+        k = min(int(np.searchsorted(KNOTS, slot, side="right")), len(KNOTS) - 1) - 1
         width = knots[k + 1] - knots[k]
         times.append((k << 16) + ((slot - knots[k]) << 16) // width)
         slopes.append((1 << 48) // width)
@@ -72,276 +97,293 @@ def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def
     """Makes the target of the base; 0, or one of FAULTS, which leaves something of no use."""
     codes = np.zeros(mask + U(1), np.uint8)
     fault, first, more, begin = read_codes(body, codes, mask)
-    if not fault:
-        fault, states, counts, begin = read_states(body, begin)
     if fault:
         return fault
-    middle = begin + (counts[0] << U(2))
-    places, steps = words_of(body[np.int64(begin) : np.int64(middle)]), words_of(body[np.int64(middle) :])
+    ends, last, states = np.full(QUARTERS, U(len(base))), np.zeros(QUARTERS, np.uint64), np.zeros(QUARTERS, np.uint64)
+    fault, count, begin = read_states(body, begin, ends, last, states)
+    if fault:
+        return fault
     rates = RATES[codes]
-    table, planes = by_bits(rates, width, shift), planes_of(rates, first)
-    return change(base, made, states, places, steps, table, planes, shift, mask, width, first, more)
-
-
-@coder
-def words_of(body):  # type: ignore[no-untyped-def]
-    """And one more than there are, which is none of the coder's."""
-    words = np.zeros(len(body) // 4 + 1, np.uint32)
-    words[:-1].view(np.uint8)[:] = body
-    return words
-
-
-@coder
-def read_states(body, at):  # type: ignore[no-untyped-def]
-    """(fault or 0, the states of both coders, how many words each has, where words begin)."""
-    size, states, count, k = U(len(body)), (U(0), U(0)), U(0), U(0)
-    if at >= size:
-        return 3, states, states, at
-    sizes, at = U(body[at]), at + U(1)
-    more = True
-    while more and at < size and k < U(5):
-        count |= (U(body[at]) & U(127)) << (U(7) * k)
-        more = body[at] >= 128
-        at, k = at + U(1), k + U(1)
-    first, second = sizes >> U(4), sizes & U(15)
-    begin = at + first + second
-    if more or max(first, second) > U(8) or begin > size or (size - begin) & U(3) or begin + (count << U(2)) > size:
-        return 3, states, states, at
-    a, b = U(0), U(0)
-    for j in range(first):
-        a |= U(body[at + U(j)]) << (U(8) * U(j))
-    for j in range(second):
-        b |= U(body[at + first + U(j)]) << (U(8) * U(j))
-    return 0, (a, b), (count, ((size - begin) >> U(2)) - count), begin
-
-
-@coder
-def read_codes(body, codes, mask):  # type: ignore[no-untyped-def]
-    """Fills `codes`; (fault or 0, the class up to which all share the first, how many there are beyond it, where they end)."""
-    size = U(len(body))
-    if size < U(3):
-        return 3, U(0), U(0), U(0)
-    first, more = U(body[0]), U(body[1])
-    if first + more > mask or more >= U(CLASSES):
-        return 4, first, more, U(0)
-    digits = np.zeros(6 * CLASSES, np.int64)  # more than can be read: two, and up to three for each of the others
-    for k in range(min(size - U(2), U(3 * CLASSES))):
-        digits[2 * k], digits[2 * k + 1] = body[U(k) + U(2)] >> 4, body[U(k) + U(2)] & 15
-    code, at = 16 * digits[0] + digits[1], 2
-    for c in range(more + U(1)):
-        if c > 0:
-            plain = digits[at] < 15
-            code = code + 2 - digits[at] if plain else 16 * digits[at + 1] + digits[at + 2]
-            at += 1 if plain else 3
-        if not 0 <= code < len(RATES):
-            return 5, first, more, U(0)
-        codes[first + U(c)] = code
-    codes[: np.int64(first)] = codes[first]
-    return 0, first, more, U(2 + (at + 1) // 2)
+    table, planes, models = by_bits(rates, width, shift), planes_of(rates, first), new_models(rates, first, more)
+    words = np.zeros(
+        (len(body) - np.int64(begin)) // 4 + 1, np.uint32
+    )  # one more than there are, which is read, not used
+    words[:-1].view(np.uint8)[:] = body[np.int64(begin) :]
+    parts = np.zeros(4 * 23, np.uint64)
+    for q in range(QUARTERS):
+        parts[STATE + q], parts[LAST + q], parts[END + q], parts[SLOW + q] = states[q], last[q], ends[q], NORMAL
+        if q:
+            parts[USED + q], parts[NEXT + q] = last[q - U(1)], ends[q - U(1)]
+        parts[STOP + q] = parts[NEXT + q]
+    sums = np.empty(QUARTERS * U(SUMS), np.int32)
+    long = np.empty(count + QUARTERS, np.uint64)
+    fault = change(
+        borrowed(base), borrowed(made), borrowed(parts), count, borrowed(words), borrowed(sums), borrowed(long),
+        borrowed(models), borrowed(table), borrowed(planes), shift, mask, width, first,
+    )  # fmt: skip
+    # They live for as long as something reads them.
+    lent = len(parts) + len(words) + len(sums) + len(long) + len(models) + len(table) + len(planes)
+    return fault if lent else 0
 
 
 @inlined
-def refill(state, words, used):  # type: ignore[no-untyped-def]
+def refill(state, words, used, last):  # type: ignore[no-untyped-def]
     """Takes a word where the state is low and there is one left."""
-    low = U(state < LOWEST) & U(used < U(len(words)) - U(1))
-    word = U(words[used])
-    return (state << (low << U(5))) | (word & (U(0) - low)), used + low
+    low = (state < LOWEST) & (used < last)
+    return either(low, (state << U(32)) | U(words[used]), state), used + U(low)
 
 
 @inlined
-def get_bit(state, words, used, models, which):  # type: ignore[no-untyped-def]
+def refilled(parts, q, state, words):  # type: ignore[no-untyped-def]
+    """Keeps the coder's state, with a word where it needs one."""
+    parts[STATE + q], parts[USED + q] = refill(state, words, parts[USED + q], parts[LAST + q])
+
+
+@inlined
+def refill_surely(state, words, used):  # type: ignore[no-untyped-def]
+    """The same where one is left."""
+    low = state < LOWEST
+    return either(low, (state << U(32)) | U(words[used]), state), used + U(low)
+
+
+@inlined
+def get_bit(state, words, used, last, models, which):  # type: ignore[no-untyped-def]
     model = U(models[which])
     p, slot = probability(model), state & MASK
     bit = slot < p
-    zero = U(bit) - U(1)
-    state = (negated(p, zero) + (WHOLE & zero)) * (state >> U(SCALE)) + slot - (p & zero)
+    state = either(bit, p, WHOLE - p) * (state >> U(SCALE)) + slot - either(bit, U(0), p)
     models[which] = learn(model, bit)
-    state, used = refill(state, words, used)
+    state, used = refill(state, words, used, last)
     return bit, state, used
 
 
 @inlined
-def get_step(state, words, used, models, which):  # type: ignore[no-untyped-def]
-    """Whether by more than one step, and whether away from zero."""
-    sign, longer, slot = U(models[which]), U(models[which + U(1)]), state & MASK
-    split = share(longer) << U(SCALE - 16)
-    more = slot < split
-    one = U(more) - U(1)  # all ones if it is but one step
-    begin, whole = split & one, negated(split, one) + (WHOLE & one)
-    inner = (whole * share(sign)) >> U(16)
-    away = slot < begin + inner
-    towards = U(away) - U(1)
-    state = (negated(inner, towards) + (whole & towards)) * (state >> U(SCALE)) + slot - begin - (inner & towards)
-    models[which], models[which + U(1)] = learn(sign, away), learn(longer, more)
-    state, used = refill(state, words, used)
-    return more, away, state, used
+def get_step(parts, q, base, models, shift, mask, first):  # type: ignore[no-untyped-def]
+    """Whether by more than one step, whether away from zero, and the coder's state."""
+    which, state = models_of(U(base[parts[PLACE + q]]), shift, mask, first), parts[STATE + q]
+    slot, split = state & MASK, share(U(models[which + U(1)])) << U(SCALE - 16)
+    longer = slot < split
+    begin, whole = either(longer, U(0), split), either(longer, split, WHOLE - split)
+    inner = (whole * share(U(models[which]))) >> U(16)
+    away = slot - begin < inner
+    begin, whole = either(away, begin, begin + inner), either(away, inner, whole - inner)
+    parts[WHICH + q], parts[BITS + q] = which, U(away) << U(1) | U(longer)
+    return whole * (state >> U(SCALE)) + slot - begin
 
 
 @coder
-def get_more(state, words, used, models, which, width):  # type: ignore[no-untyped-def]
+def get_more(state, words, used, last, models, which, width):  # type: ignore[no-untyped-def]
     """The rest of a number above 0, as `put_more` wrote it."""
     length, more = U(1), True
     while more and length < width:
-        more, state, used = get_bit(state, words, used, models, which + U(1) + length)
+        more, state, used = get_bit(state, words, used, last, models, which + U(1) + length)
         length += U(more)
     m = U(1)
     if length > U(1):
         low = length - U(2)
-        digit, state, used = get_bit(state, words, used, models, which + U(1 + LONGEST) + low)
+        digit, state, used = get_bit(state, words, used, last, models, which + U(1 + LONGEST) + low)
         m = U(2) + U(digit)
         while low:
             digits = min(low, U(16))
             low -= digits
             m = (m << digits) | ((state & MASK) >> (U(SCALE) - digits))
             state = ((state >> U(SCALE)) << (U(SCALE) - digits)) + (state & (MASK >> digits))
-            state, used = refill(state, words, used)
+            state, used = refill(state, words, used, last)
     return m, state, used
 
 
-@coder
+@inlined
 def earliest(slot):  # type: ignore[no-untyped-def]
     """A time at which the distribution is not beyond `slot`, which is below GIVEN_UP, and little less than the last such."""
     cell = slot >> U(_CELL)
     return TIMES[cell] + (((slot & U((1 << _CELL) - 1)) * SLOPES[cell]) >> U(32))
 
 
-@coder
-def hazards(base, made, begin, so_far, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Copies the piece that begins there. Into `sums` for it, modulo 2^32: the hazard before it, up to its first eight elements,
-    up to the first sixteen and so on; behind them the last one again, so that `reaching` can be asked from any of them on. How
-    many eights there are, and the hazard up to their end."""
-    end = min(U(len(base)), begin + PIECE)
-    eights_there, j = (end - begin) >> U(3), U(0)
-    copied(base, made, begin, end - begin)
-    sums[0] = so_far
-    while j + U(4) <= eights_there:
-        a, b, c, d = eights(base, begin + (j << U(3)), table, planes, shift, mask, first)
-        sums[j + U(1)], sums[j + U(2)] = so_far + a, so_far + a + b
-        so_far += a + b + c + d
-        sums[j + U(3)], sums[j + U(4)] = so_far - d, so_far
-        j += U(4)
-    while j < eights_there:
-        for i in range(begin + (j << U(3)), begin + ((j + U(1)) << U(3))):
-            so_far += U(table[U(base[i]) >> shift])
-        j += U(1)
-        sums[j] = so_far
-    sums[np.int64(eights_there) + 1 : np.int64(eights_there) + 1 + WINDOW] = so_far
-    return eights_there, so_far
+@inlined
+def aim(parts, q):  # type: ignore[no-untyped-def]
+    """Slot, pace and target. As hazard a time t is t · 2^16 / pace, which is no less than t · slow / NORMAL, for the pace is
+    2^16 · NORMAL / slow, rounded down."""
+    slow, slot = parts[SLOW + q], parts[STATE + q] & MASK
+    parts[SLOT + q], parts[PACE + q] = slot, pace(slow)
+    parts[TARGET + q] = parts[SINCE + q] + max(earliest(slot) * slow // NORMAL, U(1))
 
 
 @inlined
-def within(base, i, left, table, shift):  # type: ignore[no-untyped-def]
-    """Of eight elements with no less hazard than `left`, the one at which it has added up to that; and what is left before it.
-    All at once: a processor can not foresee where to stop, and to halve them thrice takes three look-ups in a row."""
-    r0 = U(table[U(base[i + U(0)]) >> shift])
-    r1 = U(table[U(base[i + U(1)]) >> shift])
-    r2 = U(table[U(base[i + U(2)]) >> shift])
-    r3 = U(table[U(base[i + U(3)]) >> shift])
-    r4 = U(table[U(base[i + U(4)]) >> shift])
-    r5 = U(table[U(base[i + U(5)]) >> shift])
-    r6 = U(table[U(base[i + U(6)]) >> shift])
-    s1, q23, q45 = r0 + r1, r2 + r3, r4 + r5
-    s3 = s1 + q23
-    s2, s4, s5 = s1 + r2, s3 + r4, s3 + q45
-    m0, m1, m2, m3 = U(r0 < left), U(s1 < left), U(s2 < left), U(s3 < left)
-    m4, m5, m6, none = U(s4 < left), U(s5 < left), U(s5 + r6 < left), U(0)
-    passed = (((r0 & (none - m0)) + (r1 & (none - m1))) + ((r2 & (none - m2)) + (r3 & (none - m3)))) + (
-        ((r4 & (none - m4)) + (r5 & (none - m5))) + (r6 & (none - m6))
-    )
-    return i + (((m0 + m1) + (m2 + m3)) + ((m4 + m5) + m6)), left - passed
+def come(parts, q):  # type: ignore[no-untyped-def]
+    """The clock, and the coder's state behind the change."""
+    gone = max(parts[START + q], parts[SINCE + q]) - parts[SINCE + q]
+    start = cumulative(gone, parts[PACE + q])
+    end = parts[START + q] + parts[STRIDE + q]
+    parts[SLOW + q] = after_change(parts[SLOW + q], gone, parts[STRIDE + q])
+    parts[NEXT + q], parts[PASSED + q], parts[SINCE + q] = parts[PLACE + q] + U(1), end, end
+    return (parts[BEYOND + q] - start) * (parts[STATE + q] >> U(SCALE)) + parts[SLOT + q] - start
+
+
+@inlined
+def put_change(base, made, parts, q, models, long, room, width):  # type: ignore[no-untyped-def]
+    """Changes an element by one step, which to sign and magnitude is adding or taking one; lists it where that is not all: more
+    steps, or beyond zero or the largest. And learns from it."""
+    i, bits, which = parts[PLACE + q], parts[BITS + q], parts[WHICH + q]
+    old = U(base[i])
+    new = old + (bits & U(2)) - U(1)
+    made[i] = new
+    long[room * q + parts[LONG + q]] = (old << U(32)) | (i << U(2)) | bits
+    parts[LONG + q] += (bits & U(1)) | (((new ^ old) >> (width - U(1))) & U(1))
+    models[which] = learn(U(models[which]), bits >> U(1))
+    models[which + U(1)] = learn(U(models[which + U(1)]), bits & U(1))
 
 
 @coder
-def at_the_end(base, i, left, table, shift):  # type: ignore[no-untyped-def]
-    """The same in what is left of the block, or behind its end."""
-    while i < U(len(base)):
-        own = U(table[U(base[i]) >> shift])
-        if own >= left:
-            break
-        left -= own
-        i += U(1)
-    return i, left
+def next_piece(base, made, parts, q, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """Copies what comes behind the piece: whole groups of 32, and where there are no more in the quarter its rest too. Into
+    `sums` the hazard in it before each eight and behind the last; then such as no goal reaches."""
+    i, n, k, so_far = parts[STOP + q], parts[END + q], q * U(SUMS), U(0)
+    parts[BEGIN + q], parts[BEFORE + q] = i, parts[BEFORE + q] + parts[WITHIN + q]
+    end = min(n, i + PIECE)
+    sums[k] = 0
+    while i + GROUP <= end and so_far < FAR:
+        copied(base, made, i, GROUP)
+        a, b, c, d = eights(base, i, table, planes, shift, mask, first)
+        sums[k + U(1)], sums[k + U(2)] = so_far + a, so_far + a + b
+        so_far += a + b + c + d
+        sums[k + U(3)], sums[k + U(4)] = so_far - d, so_far
+        i, k = i + GROUP, k + U(4)
+    for j in range(U(1), U(SPARE)):
+        sums[k + j] = NEVER
+    if i + GROUP > n:
+        copied(base, made, i, n - i)
+    parts[STOP + q], parts[WITHIN + q] = i, so_far
 
 
 @coder
-def change(base, made, states, places, steps, table, planes, shift, mask, width, first, more):  # type: ignore[no-untyped-def]
-    """Copies the base piece by piece, each before anything is changed in it, and changes what changed; 0, 1 or 2 of FAULTS.
-    Hazards are counted from the block's first element: `at` is that before the i-th, `begin` that where time began."""
-    models, sums = new_models(first, more), np.empty((PIECE >> U(3)) + U(1 + WINDOW), np.uint32)
-    piece, ahead = U(0), U(0)
-    count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
-    n, slow, sign = U(len(base)), NORMAL, U(1) << (width - U(1))
-    (state, steps_state), used, steps_used = states, U(0), U(0)
-    last, steps_last = U(len(places)) - U(1), U(len(steps)) - U(1)
-    i, at, begin, biggest = U(0), U(0), U(0), np.int64(sign - U(1))
-    while state != NONE or steps_state != NONE or used < last or steps_used < steps_last:
-        speed = pace(slow)
-        while state & MASK >= GIVEN_UP:
-            wait = patience(speed)
-            begin += wait
-            state = (WHOLE - GIVEN_UP) * (state >> U(SCALE)) + (state & MASK) - GIVEN_UP
-            state, used = refill(state, places, used)
-            slow = slower(slow, wait)
-            speed = pace(slow)
-        slot = state & MASK
-        # As hazard a time t is t · 2^16 / speed, which is no less than this, for speed is 2^16 · NORMAL / slow, rounded down.
-        target = begin + max(earliest(slot) * slow // NORMAL, U(1))
-        while at < target and i < n:
-            while i >= piece + PIECE:
-                piece += PIECE
-                count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
-            step, j = min(target - at, FAR), ((i - piece) >> U(3)) + U(1)
-            whole = i < piece + (count << U(3))  # behind the last eight of a block there are no sums
-            found = reaching(sums, j, at, step) if whole else U(0)
-            while not found and j + U(WINDOW) <= count:
-                j += U(WINDOW)
-                found = reaching(sums, j, at, step)
-            if found:
-                j += trailing_zeros(found) - U(1)
-                before = at + U(np.int64(np.int32(np.uint32(U(sums[j]) - at))))
-                i, left = within(base, piece + (j << U(3)), at + step - before, table, shift)
-                at += step - left
-                if step < FAR:
-                    break
-            elif piece + PIECE <= n:
-                i, at = piece + PIECE, ahead
-            else:
-                if i < piece + (count << U(3)):
-                    i, at = piece + (count << U(3)), ahead
-                i, left = at_the_end(base, i, target - at, table, shift)
-                at = target - left
-                break
-        while i < n:
-            own = U(table[U(base[i]) >> shift])
-            end = cumulative(max(at + own, begin) - begin, speed)
-            if end > slot:
-                break
-            at += own
-            i += U(1)
-        if i >= n:
-            return 1
-        while i >= piece + PIECE:  # a piece is copied before anything is changed in it
-            piece += PIECE
-            count, ahead = hazards(base, made, piece, ahead, sums, table, planes, shift, mask, first)
-        gone = max(at, begin) - begin
-        start = cumulative(gone, speed)
-        state = (end - start) * (state >> U(SCALE)) + slot - start
-        state, used = refill(state, places, used)
-        old = U(base[i])
-        which, place, m = models_of(old, shift, mask, first), ordinal(old, width), U(0)
-        longer, away, steps_state, steps_used = get_step(steps_state, steps, steps_used, models, which)
-        if longer:
-            m, steps_state, steps_used = get_more(steps_state, steps, steps_used, models, which, width)
+def waited(parts, q, words):  # type: ignore[no-untyped-def]
+    """Takes the symbols which say that no change has come."""
+    state, slow, used = parts[STATE + q], parts[SLOW + q], parts[USED + q]
+    while state & MASK >= GIVEN_UP:
+        wait = patience(pace(slow))
+        parts[SINCE + q] += wait
+        state = (WHOLE - GIVEN_UP) * (state >> U(SCALE)) + (state & MASK) - GIVEN_UP
+        state, used = refill(state, words, used, parts[LAST + q])
+        slow = slower(slow, wait)
+    parts[STATE + q], parts[SLOW + q], parts[USED + q] = state, slow, used
+
+
+@coder
+def long_changes(made, parts, q, words, long, room, models, shift, mask, width, first):  # type: ignore[no-untyped-def]
+    """The changes that are listed, with what the coder says of them behind all others; 0 or 2 of FAULTS."""
+    state, used, sign = parts[STATE + q], parts[USED + q], U(1) << (width - U(1))
+    biggest = np.int64(sign - U(1))
+    for k in range(parts[LONG + q]):
+        told = long[room * q + U(k)]
+        old, i, away, m = told >> U(32), (told & U(0xFFFFFFFF)) >> U(2), told & U(2) != U(0), U(0)
+        if told & U(1):
+            which = models_of(old, shift, mask, first)
+            m, state, used = get_more(state, words, used, parts[LAST + q], models, which, width)
+        place = ordinal(old, width)
         turned = -np.int64(away != (place >= 0))
         new = place + (((np.int64(m) + 1) ^ turned) - turned)  # it may be one that no element has
         if new > biggest or new < -biggest - 1:
             return 2
-        negative = new >> 63
-        made[i] = U(new ^ negative) | (sign & U(negative))
-        slow = after_change(slow, gone, own)
-        at += own
-        begin = at
-        i += U(1)
-    done = min(piece + PIECE, n)
-    copied(base, made, done, n - done)
+        made[i] = U(new ^ (new >> 63)) | (sign & U(new >> 63))
+    parts[STATE + q], parts[USED + q] = state, used
     return 0
+
+
+@coder
+def glance(parts, q, sums):  # type: ignore[no-untyped-def]
+    """The eight elements of the piece among which the target is, behind the piece if it is not there, and hazard before them."""
+    goal, room = min(parts[TARGET + q] - parts[BEFORE + q], NEVER), q * U(SUMS)
+    j = room + ((parts[NEXT + q] - parts[BEGIN + q]) >> U(3)) + U(1)
+    less = below_goal(sums, j, goal)
+    while less == U(WINDOW):
+        j += less
+        less = below_goal(sums, j, goal)
+    j += less - U(1)
+    parts[PLACE + q], parts[START + q] = parts[BEGIN + q] + ((j - room) << U(3)), U(sums[j])
+    parts[GOAL + q] = goal
+
+
+@coder
+def look(base, parts, q, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """Which of them it is; whether it is the one at which the slot is, as nearly always."""
+    which, at, end = step_to(
+        base, parts[PLACE + q], parts[START + q], parts[GOAL + q], table, planes, shift, mask, first
+    )
+    beyond = cumulative(parts[BEFORE + q] + end - parts[SINCE + q], parts[PACE + q])
+    parts[PLACE + q], parts[START + q] = parts[PLACE + q] + which, parts[BEFORE + q] + at
+    parts[STRIDE + q], parts[BEYOND + q] = end - at, beyond
+    return beyond > parts[SLOT + q]
+
+
+@coder
+def search(base, made, parts, q, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """The change at which the slot is, however many pieces behind the next element; whether there is one."""
+    while True:
+        glance(parts, q, sums)
+        if parts[PLACE + q] < parts[STOP + q]:
+            look(base, parts, q, table, planes, shift, mask, first)
+            break
+        if parts[NEXT + q] < parts[STOP + q]:
+            parts[NEXT + q], parts[PASSED + q] = parts[STOP + q], parts[BEFORE + q] + parts[WITHIN + q]
+        parts[PLACE + q], parts[START + q] = parts[NEXT + q], parts[PASSED + q]
+        if parts[STOP + q] + GROUP > parts[END + q]:
+            break
+        next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
+    i, n, at, own, beyond = parts[PLACE + q], parts[END + q], parts[START + q], U(0), U(0)
+    while i < n:
+        own = U(table[U(base[i]) >> shift])
+        beyond = cumulative(max(at + own, parts[SINCE + q]) - parts[SINCE + q], parts[PACE + q])
+        if beyond > parts[SLOT + q]:
+            break
+        at += own
+        i += U(1)
+    while i >= parts[STOP + q] and parts[STOP + q] + GROUP <= n:  # a piece is copied before anything is changed in it
+        next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
+    parts[PLACE + q], parts[START + q], parts[STRIDE + q], parts[BEYOND + q] = i, at, own, beyond
+    return i < n
+
+
+@coder
+def change(base, made, parts, count, words, sums, long, models, table, planes, shift, mask, width, first):  # type: ignore[no-untyped-def]
+    """Copies the base piece by piece, each before anything is changed in it, and changes what changed; 0 or one of FAULTS."""
+    quarters = QUARTERS if count >= TOGETHER else U(1)
+    room = U(len(long)) // quarters
+    for q in range(QUARTERS):
+        next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
+    for k in range(U(0), count, quarters):
+        there, plain = min(quarters, count - k), True
+        for q in range(there):
+            aim(parts, q)
+            plain &= (parts[SLOT + q] < GIVEN_UP) & (parts[USED + q] + U(2) <= parts[LAST + q])
+        if plain:
+            # What one quarter waits for, the others compute: each step is taken for all of them before the next.
+            for q in range(there):
+                glance(parts, q, sums)
+            for q in range(there):
+                near = parts[PLACE + q] < parts[STOP + q]
+                near = near and look(base, parts, q, table, planes, shift, mask, first)
+                if not (near or search(base, made, parts, q, sums, table, planes, shift, mask, first)):
+                    return 1
+            for q in range(there):
+                parts[STATE + q], parts[USED + q] = refill_surely(come(parts, q), words, parts[USED + q])
+            for q in range(there):
+                state = get_step(parts, q, base, models, shift, mask, first)
+                parts[STATE + q], parts[USED + q] = refill_surely(state, words, parts[USED + q])
+        else:
+            for q in range(there):
+                waited(parts, q, words)
+                aim(parts, q)
+                if not search(base, made, parts, q, sums, table, planes, shift, mask, first):
+                    return 1
+                refilled(parts, q, come(parts, q), words)
+                refilled(parts, q, get_step(parts, q, base, models, shift, mask, first), words)
+        for q in range(there):
+            put_change(base, made, parts, q, models, long, room, width)
+    over = True
+    for q in range(QUARTERS):
+        if long_changes(made, parts, q, words, long, room, models, shift, mask, width, first):
+            return 2
+        if parts[STOP + q] + GROUP <= parts[END + q]:
+            copied(base, made, parts[STOP + q], parts[END + q] - parts[STOP + q])
+        over &= (parts[STATE + q] == NONE) & (parts[USED + q] == parts[LAST + q])
+    return 0 if over else 7

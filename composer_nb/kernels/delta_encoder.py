@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.kernels.compiled import coder, inlined
+from composer_nb.kernels.compiled import coder, either, inlined
 from composer_nb.kernels.delta import (
     GIVEN_UP,
     LONGEST,
     NAT,
     NONE,
     NORMAL,
+    PATIENCE,
+    QUARTERS,
     RATES,
     SCALE,
+    TOGETHER,
     WHOLE,
     U,
     after_change,
@@ -23,7 +26,6 @@ from composer_nb.kernels.delta import (
     cumulative,
     learn,
     models_of,
-    negated,
     new_models,
     ordinal,
     pace,
@@ -32,6 +34,7 @@ from composer_nb.kernels.delta import (
     share,
     slower,
 )
+from composer_nb.kernels.delta_header import write_codes, write_states
 from composer_nb.kernels.vectors import (
     CLASSES,
     GROUP,
@@ -63,21 +66,31 @@ def encode(base, target, shift, mask, width):  # type: ignore[no-untyped-def]
     first, last, codes = rate_codes(histogram(base, changed, shift, mask), changed)
     rates = RATES[codes]
     table, planes = by_bits(rates, width, shift), planes_of(rates, first)
-    places = rans(place_symbols(base, at, table, planes, shift, mask, first))
-    steps = rans(step_symbols(base, target, at, shift, mask, width, first, last))
-    header = np.empty(2 + 2 * len(codes) + 24, np.uint8)
+    count, parts = U(len(at)), QUARTERS if len(at) >= TOGETHER else U(1)
+    cuts, ends = np.full(QUARTERS + U(1), U(len(at))), np.full(QUARTERS, U(len(base)))
+    cuts[0] = U(0)
+    for q in range(U(1), parts):
+        cuts[q] = cuts[q - U(1)] + (count + QUARTERS - U(q)) // QUARTERS
+        ends[q - U(1)] = U(at[cuts[q]])
+    places, offsets = place_symbols(base, at, cuts, ends, table, planes, shift, mask, first)
+    steps, rests, rest_offsets = step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last)
+    states, words, counts = rans(places, offsets, steps, cuts, rests, rest_offsets)
+    header = np.empty(2 + 2 * len(codes) + 60, np.uint8)
     header[0], header[1] = first, last - first
     end = write_codes(codes, first, last, header, U(2))
-    end = write_states(places[0], steps[0], U(len(places[1])), header, end)
-    return np.concatenate((header[:end], places[1].view(np.uint8), steps[1].view(np.uint8)))
+    end = write_states(count, ends, counts, states, header, end)
+    return np.concatenate((header[: np.int64(end)], words.view(np.uint8)))
 
 
 @coder
 def differences(a, b, at):  # type: ignore[no-untyped-def]
-    """Into `at`: where `a` and `b` differ, ascending; how many."""
+    """Into `at`, which has room for one more: where `a` and `b` differ, ascending; how many."""
     count, i, n = U(0), U(0), U(len(a))
     while i + GROUP <= n:
         here = differing(a, b, i)
+        at[count] = i + trailing_zeros(here)  # whether there is one nobody can foresee; two are rare
+        count += U(here != U(0))
+        here &= here - U(1)
         while here:
             at[count] = i + trailing_zeros(here)
             here &= here - U(1)
@@ -121,6 +134,9 @@ def count_below(base, there, shift, mask, limit):  # type: ignore[no-untyped-def
     i = U(0)
     while i + GROUP <= U(len(base)):
         here = below(base, i, shift, mask, limit)
+        one = i + (trailing_zeros(here) & U(31))
+        there[(U(base[one]) >> shift) & mask] += np.int64(here != U(0))
+        here &= here - U(1)
         while here:
             there[(U(base[i + trailing_zeros(here)]) >> shift) & mask] += 1
             here &= here - U(1)
@@ -169,50 +185,6 @@ def rate_codes(there, changed):  # type: ignore[no-untyped-def]
     return U(first), U(last), codes
 
 
-@coder
-def write_codes(codes, first, last, header, at):  # type: ignore[no-untyped-def]
-    """In digits of 16 from the byte `at` on, the last byte filled up: two for the first; of another how far it is below the one
-    before it, from -2 to 12, and 2 more (it is 8 where a weight twice as large changes half as often), or else 15 and itself,
-    two. Where they end."""
-    digits, count = np.zeros(3 * len(codes) + 1, np.uint8), U(2)
-    before = U(codes[first])
-    digits[0], digits[1] = before >> U(4), before & U(15)
-    for c in range(first + U(1), last + U(1)):
-        code = U(codes[c])
-        if code <= before + U(2) and before + U(2) - code < U(15):
-            digits[count] = before + U(2) - code
-            count += U(1)
-        else:
-            digits[count], digits[count + U(1)], digits[count + U(2)] = U(15), code >> U(4), code & U(15)
-            count += U(3)
-        before = code
-    for k in range(U(0), count, U(2)):
-        header[at] = digits[k] << U(4) | digits[k + U(1)]
-        at += U(1)
-    return at
-
-
-@coder
-def write_states(places, steps, count, header, at):  # type: ignore[no-untyped-def]
-    """Both coders' final states from the byte `at` on: how many bytes each has, in half a byte; how many words the first has,
-    seven bits a byte, all but the last with the eighth set; the states. Where they end."""
-    sizes, at = at, at + U(1)
-    while count >= U(128):
-        header[at] = count & U(127) | U(128)
-        count >>= U(7)
-        at += U(1)
-    header[at], header[sizes] = count, U(0)
-    at += U(1)
-    for state in (places, steps):
-        header[sizes] <<= U(4)
-        while state:
-            header[at] = state & U(255)
-            header[sizes] += U(1)
-            state >>= U(8)
-            at += U(1)
-    return at
-
-
 @inlined
 def put(symbols, count, start, frequency):  # type: ignore[no-untyped-def]
     symbols[count] = (start << U(32)) | frequency
@@ -229,15 +201,13 @@ def put_bit(symbols, count, models, which, bit):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def put_step(symbols, count, models, which, away, m):  # type: ignore[no-untyped-def]
-    """Appends, in one symbol, whether an element of which the models begin at `which` changed by more than one step (m beyond
-    one) and whether away from zero."""
-    sign, longer, one = U(models[which]), U(models[which + U(1)]), U(m > U(0)) - U(1)
-    models[which], models[which + U(1)] = learn(sign, away), learn(longer, m > U(0))
-    split = share(longer) << U(SCALE - 16)
-    begin, whole = split & one, negated(split, one) + (WHOLE & one)
-    inner, towards = (whole * share(sign)) >> U(16), U(away) - U(1)
-    return put(symbols, count, begin + (inner & towards), negated(inner, towards) + (whole & towards))
+def step_symbol(models, which, away, longer):  # type: ignore[no-untyped-def]
+    """Whether an element of which the models begin at `which` changed by more than one step, and whether away from zero."""
+    sign, model = U(models[which]), U(models[which + U(1)])
+    split = share(model) << U(SCALE - 16)
+    begin, whole = either(longer, U(0), split), either(longer, split, WHOLE - split)
+    inner = (whole * share(sign)) >> U(16)
+    return (either(away, begin, begin + inner) << U(32)) | either(away, inner, whole - inner)
 
 
 @coder
@@ -261,67 +231,128 @@ def put_more(symbols, count, models, which, m, width):  # type: ignore[no-untype
 
 
 @coder
-def place_symbols(base, at, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """The symbols that say where changes are, in order: the frequency of each, and what lies below it in the 32 bits above."""
-    symbols = np.empty(2 * len(at) + 64, np.uint64)
-    count, slow, group, so_far, done, n = U(0), NORMAL, U(0), U(0), U(0), U(len(base))
-    for k in range(len(at)):
-        i = U(at[k])
-        while group + GROUP <= i:
-            so_far += total(base, group, table, planes, shift, mask, first)
-            group += GROUP
-        if group + GROUP <= n:
-            before = so_far + part(base, group, i - group, table, planes, shift, mask, first)
+def group_sums(base, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """The hazard before each group of 32 elements."""
+    sums, i, k, so_far = np.empty(len(base) // 32 + 1, np.uint64), U(0), U(0), U(0)
+    while i + GROUP <= U(len(base)):
+        sums[k] = so_far
+        so_far += total(base, i, table, planes, shift, mask, first)
+        i, k = i + GROUP, k + U(1)
+    sums[k] = so_far
+    return sums
+
+
+@coder
+def place_symbols(base, at, cuts, ends, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """The symbols that say where changes are, quarter by quarter: the frequency of each, and what lies below it in the 32 bits
+    above; and where those of a quarter end."""
+    sums = group_sums(base, table, planes, shift, mask, first)
+    symbols, offsets, count = np.empty(2 * len(at) + 64, np.uint64), np.zeros(QUARTERS + U(1), np.uint64), U(0)
+    whole = U(len(base)) & ~U(31)
+    for q in range(QUARTERS):
+        slow, done, begin = NORMAL, U(0), ends[U(q) - U(1)] if q else U(0)
+        if begin < whole:
+            group = begin >> U(5)
+            done = sums[group] + part(base, group << U(5), begin & U(31), table, planes, shift, mask, first)
         else:
-            before = so_far + one_by_one(base, group, i - group, table, shift)
-        gone, own, speed = before - done, U(table[U(base[i]) >> shift]), pace(slow)
-        done = before + own
-        while True:
+            done = sums[whole >> U(5)] + one_by_one(base, whole, begin - whole, table, shift)
+        for k in range(cuts[q], cuts[q + 1]):
             if count + U(2) > U(len(symbols)):
                 symbols = np.concatenate((symbols, symbols))
-            wait = patience(speed)
-            if gone < wait:
-                break
-            count = put(symbols, count, GIVEN_UP, WHOLE - GIVEN_UP)
-            gone -= wait
-            slow = slower(slow, wait)
-            speed = pace(slow)
-        start = cumulative(gone, speed)
-        count = put(symbols, count, start, cumulative(gone + own, speed) - start)
-        slow = after_change(slow, gone, own)
-    return symbols[:count]
+            i = U(at[k])
+            group, own = i >> U(5), U(table[U(base[i]) >> shift])
+            if i < whole:
+                before = sums[group] + part(base, group << U(5), i & U(31), table, planes, shift, mask, first)
+            else:
+                before = sums[group] + one_by_one(base, whole, i - whole, table, shift)
+            gone, speed, done = before - done, pace(slow), before + own
+            while gone * speed >> U(16) >= PATIENCE:
+                count = put(symbols, count, GIVEN_UP, WHOLE - GIVEN_UP)
+                wait = patience(speed)
+                gone -= wait
+                slow = slower(slow, wait)
+                speed = pace(slow)
+                if count + U(2) > U(len(symbols)):
+                    symbols = np.concatenate((symbols, symbols))
+            start = cumulative(gone, speed)
+            count = put(symbols, count, start, cumulative(gone + own, speed) - start)
+            slow = after_change(slow, gone, own)
+        offsets[q + 1] = count
+    return symbols[: np.int64(count)], offsets
 
 
 @coder
-def step_symbols(base, target, at, shift, mask, width, first, last):  # type: ignore[no-untyped-def]
-    """Those that say what the changes are."""
-    models, symbols, count = new_models(first, last - first), np.empty(4 * len(at) + 64, np.uint64), U(0)
-    for k in range(len(at)):
-        if count + U(64) > U(len(symbols)):
-            symbols = np.concatenate((symbols, symbols))
-        old, new = U(base[at[k]]), U(target[at[k]])
-        which, place = models_of(old, shift, mask, first), ordinal(old, width)
-        step = ordinal(new, width) - place
-        m = U(abs(step) - 1)
-        count = put_step(symbols, count, models, which, (step > 0) == (place >= 0), m)
-        if m:
-            count = put_more(symbols, count, models, which, m, width)
-    return symbols[:count]
+def step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last):  # type: ignore[no-untyped-def]
+    """For each change the symbol that says what it is; quarter by quarter those that say how long the longer ones are, and where
+    those of a quarter end. Of each quarter a change, then the models learn from them."""
+    models, symbols = new_models(rates, first, last - first), np.empty(len(at), np.uint64)
+    long, longs, learnt = np.empty(len(at) + 1, np.uint32), cuts.copy(), np.empty(QUARTERS, np.uint64)
+    for j in range(cuts[1]):
+        there = U(0)
+        while there < QUARTERS and cuts[there] + U(j) < cuts[there + U(1)]:
+            k = cuts[there] + U(j)
+            old, new = U(base[at[k]]), U(target[at[k]])
+            place = ordinal(old, width)
+            step = ordinal(new, width) - place
+            which, away, longer = models_of(old, shift, mask, first), (step > 0) == (place >= 0), abs(step) > 1
+            symbols[k] = step_symbol(models, which, away, longer)
+            learnt[there] = which << U(2) | U(away) << U(1) | U(longer)
+            long[longs[there]] = k
+            longs[there] += U(longer)
+            there += U(1)
+        for q in range(there):
+            which, bits = learnt[q] >> U(2), learnt[q]
+            models[which] = learn(U(models[which]), (bits >> U(1)) & U(1))
+            models[which + U(1)] = learn(U(models[which + U(1)]), bits & U(1))
+    rests, count, offsets = np.empty(64, np.uint64), U(0), np.zeros(QUARTERS + U(1), np.uint64)
+    for q in range(QUARTERS):
+        for n in range(cuts[q], longs[q]):
+            if count + U(64) > U(len(rests)):
+                rests = np.concatenate((rests, rests))
+            i = at[long[n]]
+            old, new = U(base[i]), U(target[i])
+            m = U(abs(ordinal(new, width) - ordinal(old, width)) - 1)
+            count = put_more(rests, count, models, models_of(old, shift, mask, first), m, width)
+        offsets[q + 1] = count
+    return symbols, rests, offsets
 
 
 @coder
-def rans(symbols):  # type: ignore[no-untyped-def]
-    """Final state and words of the coder, in the order in which a decoder reads them."""
-    words = np.empty(len(symbols) + 1, np.uint32)
-    first = U(len(words))
-    state = NONE
-    for k in range(len(symbols)):
-        symbol = symbols[U(len(symbols) - 1 - k)]
-        frequency, start = symbol & U(0xFFFFFFFF), symbol >> U(32)
-        if state >= frequency << U(64 - SCALE):
-            first -= U(1)
-            words[first] = np.uint32(state & U(0xFFFFFFFF))
-            state >>= U(32)
-        quotient = state // frequency
-        state = (quotient << U(SCALE)) + (state - quotient * frequency) + start
-    return state, words[first:]
+def rans(places, offsets, steps, cuts, rests, rest_offsets):  # type: ignore[no-untyped-def]
+    """The coders' final states; their words in the order in which a decoder reads them (of each change the place and the step,
+    and behind all of them the rests), quarter by quarter; and how many words each has."""
+    words, states = np.empty(len(places) + len(steps) + len(rests) + 4, np.uint32), np.full(QUARTERS, NONE)
+    first, up = np.empty(QUARTERS, np.uint64), offsets.copy()
+    ends = offsets + cuts + rest_offsets + np.arange(5).astype(np.uint64)
+    for q in range(QUARTERS):
+        first[q] = ends[q + 1]
+        for k in range(rest_offsets[q + 1] - rest_offsets[q]):
+            states[q], first[q] = coded(states[q], words, first[q], rests[rest_offsets[q + 1] - U(1) - U(k)])
+    for j in range(np.int64(cuts[1]) - 1, -1, -1):  # the four in turns: each waits for a division
+        for q in range(QUARTERS):
+            k = cuts[q] + U(j)
+            if k < cuts[q + 1]:
+                states[q], first[q] = coded(states[q], words, first[q], steps[k])
+                k = up[q + 1] - U(1)
+                states[q], first[q] = coded(states[q], words, first[q], places[k])
+                while k > offsets[q] and places[k - U(1)] >> U(32) == GIVEN_UP:
+                    k -= U(1)
+                    states[q], first[q] = coded(states[q], words, first[q], places[k])
+                up[q + 1] = k
+    count = U(0)
+    for q in range(QUARTERS):
+        for k in range(first[q], ends[q + 1]):
+            words[count] = words[k]
+            count += U(1)
+    return states, words[: np.int64(count)], ends[1:] - first
+
+
+@inlined
+def coded(state, words, first, symbol):  # type: ignore[no-untyped-def]
+    """The coder's state with a symbol more, and where its words begin."""
+    frequency, start = symbol & U(0xFFFFFFFF), symbol >> U(32)
+    full = state >= frequency << U(64 - SCALE)
+    words[first - U(1)] = np.uint32(state & U(0xFFFFFFFF))
+    state, first = either(full, state >> U(32), state), first - U(full)
+    quotient = state // frequency
+    return (quotient << U(SCALE)) + (state - quotient * frequency) + start, first

@@ -26,10 +26,8 @@ CLASSES = 16
 """As many classes as have entries of their own: from the first on. Those below it have the first one's, those above none."""
 GROUP = U(32)
 """Elements that are looked up together."""
-_PLANES = 3
+PLANES = 3
 """An entry is of 24 bits."""
-WINDOW = 64
-"""So many numbers `reaching` looks at."""
 
 
 def has_avx2() -> bool:
@@ -42,24 +40,21 @@ def has_avx2() -> bool:
 @coder
 def planes_of(table, first):  # type: ignore[no-untyped-def]
     """Of a table by class, what `total` and `eights` take: bytes of the entries from `first` on, equal significance together."""
-    planes = np.zeros(_PLANES * CLASSES, np.uint8)
+    planes = np.zeros(PLANES * CLASSES, np.uint8)
     for c in range(min(U(CLASSES), U(len(table)) - first)):
-        for k in range(_PLANES):
+        for k in range(PLANES):
             planes[U(k) * U(CLASSES) + U(c)] = (table[first + U(c)] >> U(8 * k)) & U(255)
     return planes
 
 
-class _Vectors:
-    """Writes instructions for 32 elements of an array, from its i-th on."""
+class Writer:
+    """Writes instructions."""
 
-    def __init__(self, context: Any, builder: Any, array: Any, values: Any, i: Any) -> None:
-        self.context, self.builder, self.width = context, builder, array.dtype.bitwidth
-        self.numbers, self.bytes, self.sums = (
-            ir.VectorType(ir.IntType(n), k) for n, k in ((self.width, 32), (8, 32), (64, 4))
-        )
-        self.elements = self.load(array, values, i, self.numbers)
+    def __init__(self, context: Any, builder: Any) -> None:
+        self.context, self.builder = context, builder
 
     def load(self, array: Any, values: Any, at: Any, kind: Any) -> Any:
+        """A vector of an array's elements from the one at `at` on."""
         place = self.builder.gep(self.context.make_array(array)(self.context, self.builder, values).data, [at])
         return self.builder.load(self.builder.bitcast(place, kind.as_pointer()), align=array.dtype.bitwidth // 8)
 
@@ -69,10 +64,27 @@ class _Vectors:
         return self.builder.call(known.get(name) or ir.Function(self.builder.module, function, name), operands)
 
     def spread(self, number: Any, kind: Any) -> Any:
+        """A number, or its low bits, in all places of a vector."""
         bits = kind.element.width
         number = number if bits == number.type.width else self.builder.trunc(number, kind.element)
         one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), number, I32(0))
-        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, 32), [0] * 32))
+        return self.shuffle(one, one, [0] * kind.count)
+
+    def shuffle(self, a: Any, b: Any, places: list[int]) -> Any:
+        """Of the elements of both, one behind the other, those at some places."""
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(places)), places))
+
+
+class _Vectors(Writer):
+    """For 32 elements of an array, from its i-th on."""
+
+    def __init__(self, context: Any, builder: Any, array: Any, values: Any, i: Any) -> None:
+        super().__init__(context, builder)
+        self.width = array.dtype.bitwidth
+        self.numbers, self.bytes, self.sums = (
+            ir.VectorType(ir.IntType(n), k) for n, k in ((self.width, 32), (8, 32), (64, 4))
+        )
+        self.elements = self.load(array, values, i, self.numbers)
 
     def classes(self, shift: Any, mask: Any) -> Any:
         """(bits >> shift) & mask, in as many bits as an element has."""
@@ -96,10 +108,9 @@ class _Vectors:
         # A byte with its highest bit set is looked up as zero: so is what is beyond the table.
         classes = self.call("llvm.uadd.sat.v32i8", self.bytes, classes, ir.Constant(self.bytes, [0x80 - CLASSES] * 32))
         added: Any = ir.Constant(self.sums, [0] * 4)
-        for k in range(_PLANES):
+        for k in range(PLANES):
             table = self.load(array, planes, I64(k * CLASSES), ir.VectorType(ir.IntType(8), CLASSES))
-            twice = ir.Constant(ir.VectorType(I32, 32), [*range(CLASSES)] * 2)  # one for each half of the register
-            table = self.builder.shuffle_vector(table, table, twice)
+            table = self.shuffle(table, table, [*range(CLASSES)] * 2)  # one for each half of the register
             found = self.call("llvm.x86.avx2.pshuf.b", self.bytes, table, classes)
             sums = self.call("llvm.x86.avx2.psad.bw", self.sums, found, ir.Constant(self.bytes, [0] * 32))
             added = self.builder.add(added, self.builder.shl(sums, ir.Constant(self.sums, [8 * k] * 4)))
@@ -153,31 +164,11 @@ def copied(typing, source, target, i, count):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def reaching(typing, numbers, i, origin, need):  # type: ignore[no-untyped-def]
-    """A bit for each of 64 numbers of 32 bits from the i-th on, the first lowest: whether it is `need` or more beyond `origin`,
-    modulo 2^32."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        kind = ir.VectorType(I32, WINDOW)
-        values = context.make_array(numbers)(context, builder, arguments[0]).data
-        place = builder.bitcast(builder.gep(values, [arguments[1]]), kind.as_pointer())
-
-        def spread(number):  # type: ignore[no-untyped-def]
-            one = builder.insert_element(ir.Constant(kind, ir.Undefined), builder.trunc(number, I32), I32(0))
-            return builder.shuffle_vector(one, one, ir.Constant(kind, [0] * WINDOW))
-
-        beyond = builder.sub(builder.load(place, align=4), spread(arguments[2]))
-        return builder.bitcast(builder.icmp_unsigned(">=", beyond, spread(arguments[3])), I64)
-
-    return types.uint64(numbers, *[types.uint64] * 3), generate
-
-
-@intrinsic
 def trailing_zeros(typing, bits):  # type: ignore[no-untyped-def]
-    """The place of the lowest bit that is set, of a number that is not 0."""
+    """The place of the lowest bit that is set, 64 where none is."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
     return types.uint64(types.uint64), generate
 

@@ -75,7 +75,7 @@ class Raw:
 
 CODECS: dict[str, Codec] = {
     "same": Same(),
-    "conditioned-rans-3": Conditioned(),
+    "conditioned-rans-4": Conditioned(),
     "xor-planes-zstd1": XorPlanes(),
     "raw": Raw(),
 }

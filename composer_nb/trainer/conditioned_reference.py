@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from itertools import accumulate
-from itertools import count as count_from
 
 import numpy as np
 
@@ -41,10 +40,6 @@ class Rans:
     def slot(self) -> int:
         return self.state % 2**30
 
-    @property
-    def over(self) -> bool:
-        return self.state == 1 and not self.words
-
     def take(self, start: int, frequency: int) -> None:
         """Moves on, past the symbol within whose share `slot` lies."""
         self.state = frequency * (self.state >> 30) + self.slot - start
@@ -61,8 +56,8 @@ class Rans:
 class Adaptive:
     """A bit's probability by what it was so far."""
 
-    def __init__(self, p: float, seen: int) -> None:
-        self.p, self.seen = int(2**24 * p), seen
+    def __init__(self, p: int, seen: int) -> None:
+        self.p, self.seen = p, seen
 
     def read(self, rans: Rans) -> bool:
         one = min(max(self.p >> 8, 1), 65535) << 14
@@ -73,32 +68,35 @@ class Adaptive:
 
     @property
     def share(self) -> int:
-        return min(max(self.p >> 8, 64), 65536 - 64)
+        return (self.p >> 8) // 128 * 128 + 64
 
     def learn(self, bit: bool) -> None:
-        self.p += (2**24 - self.p) // (self.seen + 2) if bit else -(self.p // (self.seen + 2))
+        self.p += (2**24 * bit - self.p) * -(-(2**40) // (self.seen + 2)) >> 40
         self.seen = min(self.seen + 1, 254)
 
 
 class Models(dict[tuple[int, str, int], Adaptive]):
     """By class, what is asked, and where in a number; each as it begins where it was not asked before."""
 
+    def __init__(self, rates: list[int]) -> None:
+        self.rates = rates
+
     def __missing__(self, key: tuple[int, str, int]) -> Adaptive:
-        start = {("away", 0): (0.5, 14), ("longer", 0): (0.15, 2)}
-        self[key] = Adaptive(*start.get(key[1:], (0.5, 0)))
+        c, asked, _ = key
+        changes = cumulative(self.rates[c]) >> 14  # of 2^16
+        start = {"away": (2**23, 14), "longer": ((changes * changes >> 16) * changes >> 8, 2)}
+        self[key] = Adaptive(*start.get(asked, (2**23, 0)))
         return self[key]
 
 
-def read_two(rans: Rans, a: Adaptive, b: Adaptive) -> tuple[bool, bool]:
+def read_two(rans: Rans, longer: Adaptive, away: Adaptive) -> tuple[bool, bool]:
     """Two decisions in one symbol."""
-    split = a.share << 14
+    split = longer.share << 14
     first = rans.slot < split
     begin, whole = (0, split) if first else (split, 2**30 - split)
-    part = whole * b.share >> 16
+    part = whole * away.share >> 16
     second = rans.slot < begin + part
     rans.take(*((begin, part) if second else (begin + part, whole - part)))
-    a.learn(first)
-    b.learn(second)
     return first, second
 
 
@@ -108,47 +106,108 @@ def cumulative(time: int) -> int:
     return KNOTS[k] + (part * (KNOTS[k + 1] - KNOTS[k]) >> 16 if part else 0)
 
 
-def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
-    """Makes the target of the base, in place."""
-    first, more = body[:2]
-    digits = [int(digit, 16) for digit in body[2:].hex()]
+class Bytes:
+    """Reads the header of a block."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body, self.at = body, 0
+
+    def byte(self) -> int:
+        self.at += 1
+        return self.body[self.at - 1]
+
+    def number(self) -> int:
+        low = self.byte()
+        return low if low < 128 else low - 128 + 128 * self.number()
+
+    def difference(self) -> int:
+        number = self.number()
+        return -(number // 2) - 1 if number % 2 else number // 2
+
+    def bytes(self, count: int) -> bytes:
+        self.at += count
+        return self.body[self.at - count : self.at]
+
+
+def read_rates(header: Bytes, classes: int) -> list[int]:
+    """The hazard of each class."""
+    first, more = header.byte(), header.byte()
+    digits = [int(digit, 16) for digit in header.body[2:].hex()]
     codes, at = [16 * digits[0] + digits[1]], 2
     for _ in range(more):
         itself = digits[at] == 15
         codes.append(16 * digits[at + 1] + digits[at + 2] if itself else codes[-1] + 2 - digits[at])
         at += 3 if itself else 1
-    rates = np.zeros(layout.mask + 1, np.int64)
-    for c, code in enumerate([codes[0]] * first + codes):
-        rates[c] = (8 + code % 8) << (code // 8) if code else 0
-    at = 2 + (at + 1) // 2
-    sizes, count, at = divmod(body[at], 16), 0, at + 1
-    for k in count_from(0):
-        count, at = count | (body[at] & 127) << 7 * k, at + 1
-        if body[at - 1] < 128:
-            break
-    begin = at + sum(sizes)
-    words = np.frombuffer(body, "<u4", offset=begin).tolist()
-    places = Rans(int.from_bytes(body[at : at + sizes[0]], "little"), words[:count])
-    steps = Rans(int.from_bytes(body[at + sizes[0] : begin], "little"), words[count:])
-    classes = (block >> block.dtype.type(layout.shift)) & block.dtype.type(layout.mask)
-    hazard = np.cumsum(rates[classes])  # up to and with each element
-    models = Models()
-    slow, begin = NORMAL, 0
-    while not (places.over and steps.over):
-        speed = (NORMAL << 16) // slow
-        if places.slot >= KNOTS[-1]:
-            places.take(KNOTS[-1], 2**30 - KNOTS[-1])
-            wait = -(-(PATIENCE << 16) // speed)
-            begin, slow = begin + wait, clamp(slow + wait)
-            continue
-        i = int(np.searchsorted(hazard, begin - (-(next_time(places.slot) << 16) // speed)))
-        c, after = int(classes[i]), int(hazard[i])
-        gone = after - int(rates[c]) - begin
+    header.at += (at + 1) // 2
+    rates = [(8 + code % 8) << (code // 8) if code else 0 for code in [codes[0]] * first + codes]
+    return rates + [0] * (classes - len(rates))
+
+
+class Quarter:
+    """Some of a block's elements, in order, and what says which of them change."""
+
+    def __init__(self, block: Bits, classes: Bits, rates: list[int], rans: Rans) -> None:
+        self.block, self.classes, self.rates, self.rans = block, classes, rates, rans
+        self.hazard = np.cumsum(np.array(rates)[classes])  # up to and with each element
+        self.slow, self.begin = NORMAL, 0
+        self.long: list[tuple[int, bool, bool]] = []
+
+    def place(self) -> int:
+        """The next element that changes."""
+        while self.rans.slot >= KNOTS[-1]:
+            self.rans.take(KNOTS[-1], 2**30 - KNOTS[-1])
+            wait = -(-(PATIENCE << 16) // ((NORMAL << 16) // self.slow))
+            self.begin, self.slow = self.begin + wait, clamp(self.slow + wait)
+        speed = (NORMAL << 16) // self.slow
+        i = int(np.searchsorted(self.hazard, self.begin - (-(next_time(self.rans.slot) << 16) // speed)))
+        own, after = self.rates[self.classes[i]], int(self.hazard[i])
+        gone = max(after - own - self.begin, 0)
         start = cumulative(gone * speed >> 16)
-        places.take(start, cumulative((after - begin) * speed >> 16) - start)
-        block[i] = step(int(block[i]), max(c, first - 16), steps, models, layout.width)
-        slow = clamp(slow - slow // 32 + gone + min(int(rates[c]) // 2, 3 * NAT // 4))
-        begin = after
+        self.rans.take(start, cumulative((after - self.begin) * speed >> 16) - start)
+        self.slow = clamp(self.slow - self.slow // 32 + gone + min(own // 2, 3 * NAT // 4))
+        self.begin = after
+        return i
+
+
+def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
+    """Makes the target of the base, in place."""
+    header = Bytes(body)
+    rates = read_rates(header, layout.mask + 1)
+    count = header.number()
+    ends, lengths = [len(block)], [0]
+    if count >= 1024:
+        elements, words, ends, lengths = len(block) // 4, 0, [], []
+        for _ in range(3):
+            elements, words = elements + header.difference(), words + header.difference()
+            ends, lengths = [*ends, sum(ends[-1:]) + elements], [*lengths, words]
+        ends.append(len(block))
+    sizes = [digit for byte in header.bytes((len(ends) + 1) // 2) for digit in (byte % 16, byte // 16)]
+    states = [int.from_bytes(header.bytes(size), "little") for size in sizes[: len(ends)]]
+    words_there = np.frombuffer(body, "<u4", offset=header.at).tolist()
+    cuts = [0, *accumulate(lengths[: len(ends) - 1]), len(words_there)]
+    classes = (block >> block.dtype.type(layout.shift)) & block.dtype.type(layout.mask)
+    quarters = [
+        Quarter(block[begin:end], classes[begin:end], rates, Rans(state, words_there[a:b]))
+        for begin, end, state, a, b in zip([0, *ends], ends, states, cuts, cuts[1:], strict=False)
+    ]
+    lowest, models = max(body[0] - 16, 0), Models(rates)
+    for k in range(0, count, len(quarters)):
+        decided = []
+        for quarter in quarters[: count - k]:
+            i = quarter.place()
+            c = max(int(quarter.classes[i]), lowest)
+            longer, away = read_two(quarter.rans, models[c, "longer", 0], models[c, "away", 0])
+            decided.append((c, longer, away))
+            quarter.long.append((i, longer, away))
+        for c, longer, away in decided:
+            models[c, "longer", 0].learn(longer)
+            models[c, "away", 0].learn(away)
+    for quarter in quarters:
+        for i, longer, away in quarter.long:
+            c = max(int(quarter.classes[i]), lowest)
+            m = read_length(c, quarter.rans, models, layout.width) if longer else 0
+            quarter.block[i] = moved(int(quarter.block[i]), m + 1, away, layout.width)
+        assert quarter.rans.state == 1 and not quarter.rans.words
 
 
 def clamp(slow: int) -> int:
@@ -161,21 +220,24 @@ def next_time(slot: int) -> int:
     return (k << 16) - (-(slot - KNOTS[k] + 1 << 16) // (KNOTS[k + 1] - KNOTS[k]))
 
 
-def step(old: int, c: int, rans: Rans, models: Models, width: int) -> int:
-    """The new bits of an element of class c."""
+def read_length(c: int, rans: Rans, models: Models, width: int) -> int:
+    """By how many steps beyond one an element of class c changed, which is not none."""
+    length, more = 1, True
+    while more and length < width:
+        more = models[c, "length", length].read(rans)
+        length += more
+    if length == 1:
+        return 1
+    m, left = 2 + models[c, "second digit", length].read(rans), length - 2
+    while left:
+        digits = min(left, 16)
+        m, left = m << digits | rans.digits(digits), left - digits
+    return m
+
+
+def moved(old: int, steps: int, away: bool, width: int) -> int:
+    """The bits of the number so many steps from an old one."""
     sign = 2 ** (width - 1)
     ordinal = old if old < sign else sign - 1 - old
-    longer, away = read_two(rans, models[c, "longer", 0], models[c, "away", 0])
-    length = int(longer)
-    while longer and length < width:
-        longer = models[c, "longer", length].read(rans)
-        length += longer
-    m = min(length, 1)
-    if length > 1:
-        m = 2 + models[c, "second digit", length].read(rans)
-        left = length - 2
-        while left:
-            digits = min(left, 16)
-            m, left = m << digits | rans.digits(digits), left - digits
-    ordinal += (m + 1) if away == (ordinal >= 0) else -(m + 1)
+    ordinal += steps if away == (ordinal >= 0) else -steps
     return ordinal if ordinal >= 0 else sign - 1 - ordinal

@@ -45,12 +45,6 @@ def masks(a, b, shift, mask, limit):
 
 
 @numba.njit
-def reached(numbers, i, origin, need):
-    found = vectors.reaching(numbers, i, origin, need)
-    return found, vectors.trailing_zeros(found) if found else U(99)
-
-
-@numba.njit
 def copy(a, b, i, count):
     return vectors.copied(a, b, i, count)
 
@@ -87,17 +81,6 @@ def test_masks_have_a_bit_an_element(dtype: str, kind: type[np.unsignedinteger])
     limit = layout.mask // 3
     made = masks(a, b, *layout.numbers[:2], U(limit)).tolist()
     assert made == [list(pair) for pair in zip(bits_of(a != b), bits_of(classes(a, layout) < limit), strict=True)]
-
-
-def test_the_first_number_that_is_far_enough_modulo_the_word() -> None:
-    steps = np.random.default_rng(5).integers(0, 1 << 26, 300)
-    numbers = (np.cumsum(steps) + (1 << 32) - (1 << 30)).astype(np.uint32)  # they wrap
-    for i, need in ((0, 1), (7, 1 << 27), (60, 1 << 30), (200, 5)):
-        origin = int(numbers[i])
-        beyond = [((int(x) - origin) & 0xFFFFFFFF) >= need for x in numbers[i : i + vectors.WINDOW]]
-        found, place = reached(numbers, U(i), U(origin + (1 << 32)), U(need))
-        assert found == sum(int(flag) << j for j, flag in enumerate(beyond))
-        assert place == (beyond.index(True) if any(beyond) else 99)
 
 
 def test_what_is_copied_and_what_is_not() -> None:

@@ -100,13 +100,13 @@ def test_adjacent_numbers_are_one_step_apart():
     assert every == set(range(-128, 128)) and delta.ordinal(np.uint64(0x8000), np.uint64(16)) == -1
 
 
-@pytest.mark.parametrize("count", [1, 2, 9, 4096, 4097, 4100, 8192, 12_287, 12_289])
+@pytest.mark.parametrize("count", [1, 2, 9, 8192, 8193, 8196, 16_384, 24_575, 24_577])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
 def test_changes_beside_the_edges_of_pieces(count: int, dtype: str):
-    """The decoder copies and searches pieces of 4096 elements: changes beside their edges, alone and with one far before."""
-    kind = np.dtype(STORED[dtype])
+    """The decoder copies and searches pieces of 8192 elements: changes beside their edges, alone and with one far before."""
+    kind, piece = np.dtype(STORED[dtype]), int(delta_decoder.PIECE)
     base = np.full(count, {1: 0x3C, 2: 0x3C00, 4: 0x3C000000}[kind.itemsize], kind)
-    edges = sorted({k * 4096 + d for k in range(4) for d in (-2, -1, 0, 1, 8)} & set(range(count)) | {count - 1, 0})
+    edges = sorted({k * piece + d for k in range(4) for d in (-2, -1, 0, 1, 8)} & set(range(count)) | {count - 1, 0})
     for here in edges:
         for before in {0, here // 2, max(here - 1, 0)}:
             target = base.copy()
@@ -126,6 +126,39 @@ def test_runs_that_never_change_across_the_edges_of_pieces(seed: int):
         base[begin : begin + int(random.integers(0, 9000))] = 0x0400
     changed = (base == 0x3C00) & (random.random(count) < random.choice([1e-4, 1e-3, 0.1, 1]))
     round_trip(base, base + changed.astype(np.uint16), "float16")
+
+
+@pytest.mark.parametrize("changes", [1022, 1023, 1024, 1025, 1026, 1027, 1028])
+@pytest.mark.parametrize("where", ["even", "at the beginning", "at the end", "in two heaps", "random"])
+def test_changes_in_quarters(changes: int, where: str):
+    """From 1024 on they are in quarters, which have equal numbers of changes and any of elements: few, and more than a piece."""
+    random, count = np.random.default_rng(changes), 70_001
+    base = (0x3C00 + random.integers(0, 512, count)).astype(np.uint16)
+    at = {
+        "even": np.linspace(0, count - 1, changes).astype(np.int64),
+        "at the beginning": np.arange(changes),
+        "at the end": count - 1 - np.arange(changes),
+        "in two heaps": np.r_[5 : 5 + changes // 3, count - changes + changes // 3 : count],
+        "random": random.choice(count, changes, replace=False),
+    }[where]
+    assert len(np.unique(at)) == changes
+    target = base.copy()
+    target[at] += np.where(random.random(changes) < 0.1, 3, 1).astype(np.uint16)
+    round_trip(base, target, "bfloat16")
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_quarters_of_any_numbers(seed: int):
+    """Steps of any size, beyond zero too, in halves that change at different rates."""
+    random = np.random.default_rng(seed)
+    count = int(random.integers(1100, 30_000))
+    base = random.integers(0, 1 << 16, count).astype(np.uint16)
+    if random.random() < 0.7:
+        base = base & np.uint16(0x83FF) | np.uint16(random.choice([0, 0x3C00]))
+    rate = np.where(np.arange(count) < random.integers(0, count), random.choice([0.001, 0.1, 1]), 0.9)
+    other = base + random.choice([1, 0xFFFF, 0x8000, 700], count).astype(np.uint16)
+    round_trip(base, np.where(random.random(count) < rate, other, base), random.choice(["bfloat16", "float16"]))
 
 
 def test_sparse_deltas_of_whole_blocks_come_back():
@@ -225,35 +258,6 @@ def test_few_elements_are_counted_and_many_estimated():
     assert many.sum() > 2 and found[many] == pytest.approx(exact[many], rel=0.1)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 16), st.binary(max_size=9))
-def test_codes_come_back(seed: int, count: int, behind: bytes):
-    random = np.random.default_rng(seed)
-    first, codes = random.integers(0, 256 - count), np.zeros(256, np.uint8)
-    codes[first : first + count] = (
-        random.integers(0, 160, count) if random.random() < 0.5 else 90 - 8 * np.arange(count) // 2
-    )
-    codes[:first], header = codes[first], np.zeros(600, np.uint8)
-    header[:2] = first, count - 1
-    end = int(
-        delta_encoder.write_codes(codes, *(np.uint64(n) for n in (first, first + count - 1)), header, np.uint64(2))
-    )
-    assert end - 2 <= 1 + 1.5 * count
-    found = np.zeros(256, np.uint8)
-    body = np.concatenate([header[:end], np.frombuffer(behind, np.uint8)])
-    assert delta_decoder.read_codes(body, found, np.uint64(255)) == (0, first, count - 1, end)
-    assert np.array_equal(found, codes)
-
-
-@given(st.integers(1, 2**64 - 1), st.integers(1, 2**64 - 1), st.integers(0, 300), st.integers(0, 300))
-def test_states_come_back(a: int, b: int, first: int, second: int):
-    header = np.zeros(30, np.uint8)
-    end = int(delta_encoder.write_states(*(np.uint64(n) for n in (a, b, first)), header, np.uint64(3)))
-    body = np.concatenate([header[:end], np.zeros(4 * (first + second), np.uint8)])
-    assert delta_decoder.read_states(body, np.uint64(3)) == (0, (a, b), (first, second), end)
-    for cut in (3, end - 1, len(body) - 1):
-        assert delta_decoder.read_states(body[:cut], np.uint64(3))[0] == 3
-
-
 def test_time_is_looked_for_from_before_it_has_come():
     """`earliest` is never too late, and not much too early: what is left is gone through one by one."""
     random = np.random.default_rng(0)
@@ -323,6 +327,8 @@ def fuzz(rounds: int) -> int:
         d: weights(605, lr=lr, dtype=d) for d, lr in (("bfloat16", 3e-5), ("float32", 1e-9), ("float8_e4m3fn", 1e-3))
     }
     pairs["uint8"] = tuple(x.view(np.uint8) for x in weights(300, lr=1e-4))
+    pairs["float16"] = weights(1500, lr=1e-3, dtype="float16")  # in quarters
+    assert np.count_nonzero(np.not_equal(*pairs["float16"])) > delta.TOGETHER
     for dtype, (base, target) in pairs.items():
         payload = CODEC.encode(base, target, dtype)
         for _ in range(rounds // len(pairs)):
