@@ -41,6 +41,7 @@ from composer_nb.kernels.vectors import (
     GROUP,
     copied,
     eights,
+    fetched,
     planes_of,
 )
 
@@ -58,6 +59,8 @@ _CELL = 20
 PIECE = U(1 << 13)
 """Elements, no more, of which hazards are added up at once: they are still in the processor's caches when changes among them are
 looked for."""
+AHEAD = U(1 << 11)
+"""So many elements before they are copied their memory is asked for. What a processor foresees ends with a piece."""
 FAR, NEVER = U(1 << 30), U((1 << 31) - 1)
 """Hazard after which a piece ends, so that sums have 31 bits; and more than a piece has."""
 SPARE = WINDOW + 8
@@ -243,6 +246,8 @@ def next_piece(base, made, parts, q, sums, table, planes, shift, mask, first):  
     sums[k] = 0
     while i + GROUP <= end and so_far < FAR:
         copied(base, made, i, GROUP)
+        fetched(base, i + AHEAD)
+        fetched(made, i + AHEAD)
         a, b, c, d = eights(base, i, table, planes, shift, mask, first)
         sums[k + U(1)], sums[k + U(2)] = so_far + a, so_far + a + b
         so_far += a + b + c + d
@@ -305,14 +310,18 @@ def glance(parts, q, sums):  # type: ignore[no-untyped-def]
 
 @coder
 def look(base, parts, q, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Which of them it is; whether it is the one at which the slot is, as nearly always."""
-    which, at, end = step_to(
-        base, parts[PLACE + q], parts[START + q], parts[GOAL + q], table, planes, shift, mask, first
-    )
-    beyond = cumulative(parts[BEFORE + q] + end - parts[SINCE + q], parts[PACE + q])
-    parts[PLACE + q], parts[START + q] = parts[PLACE + q] + which, parts[BEFORE + q] + at
-    parts[STRIDE + q], parts[BEYOND + q] = end - at, beyond
-    return beyond > parts[SLOT + q]
+    """Which of them it is."""
+    here, before = parts[PLACE + q], parts[BEFORE + q]
+    which, at, end = step_to(base, here, parts[START + q], parts[GOAL + q], table, planes, shift, mask, first)
+    parts[PLACE + q], parts[START + q], parts[STRIDE + q] = here + which, before + at, end - at
+
+
+@inlined
+def ends_beyond(parts, q):  # type: ignore[no-untyped-def]
+    """What of the distribution lies below the element's end: whether that is beyond the slot."""
+    end = parts[START + q] + parts[STRIDE + q]
+    parts[BEYOND + q] = cumulative(max(end, parts[SINCE + q]) - parts[SINCE + q], parts[PACE + q])
+    return parts[BEYOND + q] > parts[SLOT + q]
 
 
 @coder
@@ -329,18 +338,15 @@ def search(base, made, parts, q, sums, table, planes, shift, mask, first):  # ty
         if parts[STOP + q] + GROUP > parts[END + q]:
             break
         next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
-    i, n, at, own, beyond = parts[PLACE + q], parts[END + q], parts[START + q], U(0), U(0)
-    while i < n:
-        own = U(table[U(base[i]) >> shift])
-        beyond = cumulative(max(at + own, parts[SINCE + q]) - parts[SINCE + q], parts[PACE + q])
-        if beyond > parts[SLOT + q]:
+    while parts[PLACE + q] < parts[END + q]:
+        parts[STRIDE + q] = table[U(base[parts[PLACE + q]]) >> shift]
+        if ends_beyond(parts, q):
             break
-        at += own
-        i += U(1)
-    while i >= parts[STOP + q] and parts[STOP + q] + GROUP <= n:  # a piece is copied before anything is changed in it
+        parts[PLACE + q], parts[START + q] = parts[PLACE + q] + U(1), parts[START + q] + parts[STRIDE + q]
+    while parts[PLACE + q] >= parts[STOP + q] and parts[STOP + q] + GROUP <= parts[END + q]:
+        # A piece is copied before anything is changed in it.
         next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
-    parts[PLACE + q], parts[START + q], parts[STRIDE + q], parts[BEYOND + q] = i, at, own, beyond
-    return i < n
+    return parts[PLACE + q] < parts[END + q]
 
 
 @coder
@@ -360,9 +366,12 @@ def change(base, made, parts, count, words, sums, long, models, table, planes, s
             for q in range(there):
                 glance(parts, q, sums)
             for q in range(there):
-                near = parts[PLACE + q] < parts[STOP + q]
-                near = near and look(base, parts, q, table, planes, shift, mask, first)
-                if not (near or search(base, made, parts, q, sums, table, planes, shift, mask, first)):
+                if parts[PLACE + q] < parts[STOP + q]:
+                    look(base, parts, q, table, planes, shift, mask, first)
+                else:  # which ends nowhere
+                    parts[START + q], parts[STRIDE + q] = U(0), U(0)
+            for q in range(there):
+                if not (ends_beyond(parts, q) or search(base, made, parts, q, sums, table, planes, shift, mask, first)):
                     return 1
             for q in range(there):
                 parts[STATE + q], parts[USED + q] = refill_surely(come(parts, q), words, parts[USED + q])

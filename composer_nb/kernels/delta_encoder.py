@@ -168,20 +168,23 @@ def rate_codes(there, changed):  # type: ignore[no-untyped-def]
     while not changed[last]:
         last -= 1
     together, moved, apart, most, first = 0, 0, 0.0, -math.inf, 0
-    pool = (0, 0)
+    n, k = 0, 0
     for c in range(last + 1):
         together, moved, apart = together + there[c], moved + changed[c], apart + entropy(there[c], changed[c])
-        saved = 4.0 * c + apart - entropy(together, moved)
-        if saved > most and c > last - CLASSES:
-            most, first, pool = saved, c, (together, moved)
-    for c in range(last + 1):
-        n, k = pool if c <= first else (there[c], changed[c])
+        if c > last - CLASSES:
+            saved = 4.0 * c + apart - entropy(together, moved)
+            if saved > most:
+                most, first, n, k = saved, c, together, moved
+    for c in range(first, last + 1):
+        if c > first:
+            n, k = there[c], changed[c]
         if k:
             best: Any = 1 + np.searchsorted(BETWEEN, -math.log(max(1 - k / n, 2.0**-7)) * NAT)
             before = np.int64(codes[c - 1])
             near = min(max(best, before - 12, 1), before + 2) if c > first else best
             gain = bits_at(near, n, k) - bits_at(best, n, k) if 0 < near != best else 8.0
             codes[c] = near if gain < 8 else best
+    codes[:first] = codes[first]
     return U(first), U(last), codes
 
 

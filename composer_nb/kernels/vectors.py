@@ -164,6 +164,19 @@ def copied(typing, source, target, i, count):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def fetched(typing, array, i):  # type: ignore[no-untyped-def]
+    """Asks for the memory of an element before it is needed; it may be one that there is not. Returns nothing of use."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        v, byte = Writer(context, builder), ir.IntType(8).as_pointer()
+        place = builder.gep(context.make_array(array)(context, builder, arguments[0]).data, [arguments[1]])
+        v.call("llvm.prefetch.p0i8", ir.VoidType(), builder.bitcast(place, byte), I32(0), I32(2), I32(1))
+        return arguments[1]
+
+    return types.uint64(array, types.uint64), generate
+
+
+@intrinsic
 def trailing_zeros(typing, bits):  # type: ignore[no-untyped-def]
     """The place of the lowest bit that is set, 64 where none is."""
 

@@ -34,7 +34,7 @@ class Same:
     def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
         ends = [_FIRST, *range(_PIECE, len(base) + _PIECE, _PIECE)]
         pieces = (slice(begin, end) for begin, end in pairwise([0, *ends]))
-        return b"" if all(np.array_equal(base[piece], target[piece]) for piece in pieces) else None
+        return b"" if all(base[piece].tobytes() == target[piece].tobytes() for piece in pieces) else None
 
     def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
         if payload:

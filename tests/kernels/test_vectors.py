@@ -45,6 +45,11 @@ def masks(a, b, shift, mask, limit):
 
 
 @numba.njit
+def fetch(a, i):
+    return vectors.fetched(a, i)
+
+
+@numba.njit
 def copy(a, b, i, count):
     return vectors.copied(a, b, i, count)
 
@@ -87,6 +92,13 @@ def test_what_is_copied_and_what_is_not() -> None:
     a, b = np.arange(50, dtype=np.uint16), np.zeros(50, np.uint16)
     copy(a, b, U(7), U(11))
     assert np.array_equal(b, np.where((a >= 7) & (a < 18), a, 0))
+
+
+def test_memory_can_be_asked_for_that_there_is_not() -> None:
+    a = np.arange(50, dtype=np.uint16)
+    for i in (0, 49, 50, 1 << 40):
+        fetch(a, U(i))
+    assert np.array_equal(a, np.arange(50))
 
 
 def test_without_avx2_it_is_the_same() -> None:
