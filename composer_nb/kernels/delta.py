@@ -10,8 +10,8 @@ block with many has four quarters with coders of their own, and a decoder does t
 Giesen, arXiv 1402.3392, does with symbols). docs/weight_codec.md has the format. Here is what both directions share;
 `delta_header`, `delta_encoder` and `delta_decoder` have the rest.
 
-Integers only, but where an encoder picks rates: every machine decodes the same. Everything is uint64, since numba makes float64
-of a signed and an unsigned one.
+Integers only, but where an encoder picks rates: every machine decodes the same. They are uint64 where they are not said to be
+something else, since numba makes float64 of a signed and an unsigned one.
 Nothing is checked by numba: what is read from a payload is compared with a bound before it is an index.
 """
 
@@ -43,7 +43,8 @@ QUARTERS, TOGETHER = U(4), U(1024)
 header."""
 LONGEST = 34
 MODELS = 2 + 2 * LONGEST
-"""Adaptive bits of a class: the sign, 34 of the magnitude's length, 34 of its second digit; two to spare."""
+"""Adaptive bits of a class: whether away from zero; whether longer than one step, and as many more for the length; the second
+digit for each length. Some to spare."""
 ANY, AWAY, LONGER = U(0), U(14), U(2)
 """Adaptive bits begin as if so many decisions had been seen: whether away from zero is mostly as likely as not."""
 APART = U(16)

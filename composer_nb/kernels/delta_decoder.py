@@ -37,13 +37,7 @@ from composer_nb.kernels.delta import (
 )
 from composer_nb.kernels.delta_header import read_codes, read_states
 from composer_nb.kernels.vector_search import WINDOW, below_goal, step_to
-from composer_nb.kernels.vectors import (
-    GROUP,
-    copied,
-    eights,
-    fetched,
-    planes_of,
-)
+from composer_nb.kernels.vectors import GROUP, copied, eights, fetched, planes_of
 
 FAULTS = {
     1: "has a change beyond its end",
@@ -51,7 +45,7 @@ FAULTS = {
     3: "ends within its header or a word",
     4: "has rates of classes that there are not",
     5: "names a rate that there is not",
-    6: "has more changes than elements, or halves that are none",
+    6: "has more changes than elements, or a quarter beyond its end",
     7: "goes on behind its last change",
 }
 
@@ -108,9 +102,7 @@ def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def
         return fault
     rates = RATES[codes]
     table, planes, models = by_bits(rates, width, shift), planes_of(rates, first), new_models(rates, first, more)
-    words = np.zeros(
-        (len(body) - np.int64(begin)) // 4 + 1, np.uint32
-    )  # one more than there are, which is read, not used
+    words = np.zeros((len(body) - np.int64(begin)) // 4 + 1, np.uint32)  # the last is read, and not used
     words[:-1].view(np.uint8)[:] = body[np.int64(begin) :]
     parts = np.zeros(4 * 23, np.uint64)
     for q in range(QUARTERS):
@@ -310,7 +302,7 @@ def glance(parts, q, sums):  # type: ignore[no-untyped-def]
 
 @coder
 def look(base, parts, q, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Which of them it is."""
+    """Which of the eight elements it is, and hazard before it and its own."""
     here, before = parts[PLACE + q], parts[BEFORE + q]
     which, at, end = step_to(base, here, parts[START + q], parts[GOAL + q], table, planes, shift, mask, first)
     parts[PLACE + q], parts[START + q], parts[STRIDE + q] = here + which, before + at, end - at
@@ -318,7 +310,7 @@ def look(base, parts, q, table, planes, shift, mask, first):  # type: ignore[no-
 
 @inlined
 def ends_beyond(parts, q):  # type: ignore[no-untyped-def]
-    """What of the distribution lies below the element's end: whether that is beyond the slot."""
+    """Keeps what of the distribution lies below the element's end; whether that is beyond the slot."""
     end = parts[START + q] + parts[STRIDE + q]
     parts[BEYOND + q] = cumulative(max(end, parts[SINCE + q]) - parts[SINCE + q], parts[PACE + q])
     return parts[BEYOND + q] > parts[SLOT + q]

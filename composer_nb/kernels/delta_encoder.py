@@ -75,7 +75,9 @@ def encode(base, target, shift, mask, width):  # type: ignore[no-untyped-def]
     places, offsets = place_symbols(base, at, cuts, ends, table, planes, shift, mask, first)
     steps, rests, rest_offsets = step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last)
     states, words, counts = rans(places, offsets, steps, cuts, rests, rest_offsets)
-    header = np.empty(2 + 2 * len(codes) + 60, np.uint8)
+    header = np.empty(
+        2 + 2 * len(codes) + 80, np.uint8
+    )  # rates: 24 bytes at most; numbers: 35; states and their sizes: 34
     header[0], header[1] = first, last - first
     end = write_codes(codes, first, last, header, U(2))
     end = write_states(count, ends, counts, states, header, end)
@@ -125,6 +127,8 @@ def histogram(base, changed, shift, mask):  # type: ignore[no-untyped-def]
             limit += U(1)
         there[: np.int64(limit)] = 0
         count_below(base, there, shift, mask, limit)
+        # A class that the sample has nothing of may still have many, in one row say.
+        there[np.int64(limit) :] = np.maximum(there[np.int64(limit) :], np.int64(one_in))
     return np.maximum(there, changed)
 
 

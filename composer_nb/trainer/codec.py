@@ -32,7 +32,7 @@ class Same:
     """Nothing for a tensor that did not change: an expert that no token was routed to."""
 
     def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
-        ends = [_FIRST, *range(_PIECE, len(base) + _PIECE, _PIECE)]
+        ends = [_FIRST, *range(_PIECE, max(len(base), len(target)) + _PIECE, _PIECE)]
         pieces = (slice(begin, end) for begin, end in pairwise([0, *ends]))
         return b"" if all(base[piece].tobytes() == target[piece].tobytes() for piece in pieces) else None
 

@@ -60,6 +60,8 @@ class Conditioned:
         if dtype not in LAYOUTS:
             return None
         layout = LAYOUTS[dtype]
+        if len(base) != len(target):
+            raise ValueError(f"a base of {len(base)} numbers and a target of {len(target)}")
         a, b = (_elements(bits, layout) for bits in (base, target))
         blocks = [encode_block(a[i : i + BLOCK], b[i : i + BLOCK], layout) for i in range(0, len(a), BLOCK)]
         return b"".join([struct.pack(f"<{len(blocks[1:])}I", *map(len, blocks[:-1])), *blocks])
