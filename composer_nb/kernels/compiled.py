@@ -15,7 +15,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as _intrinsic
-from numba.np.arrayobj import populate_array
 
 compiled: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"contract"})
 coder: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
@@ -102,20 +101,6 @@ def exp2(x):  # type: ignore[no-untyped-def]
     p = p * f + np.float32(6.9314718e-1)
     p = p * f + np.float32(1.0)
     return p * float_of((whole + np.int32(127)) << np.int32(23))
-
-
-@intrinsic
-def borrowed(typing, array):  # type: ignore[no-untyped-def]
-    """The same array, of which nobody counts the references: somebody else has to hold it for as long as it is used. Numba
-    counts them in every call that takes an array, with atomic instructions."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        kind = context.make_array(array)
-        given, made = kind(context, builder, arguments[0]), kind(context, builder)
-        populate_array(made, given.data, given.shape, given.strides, given.itemsize, meminfo=None)
-        return made._getvalue()
-
-    return array(array), generate
 
 
 @intrinsic

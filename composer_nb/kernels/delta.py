@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from composer_nb.kernels.compiled import coder
+from composer_nb.kernels.compiled import coder, inlined
 
 U = np.uint64
 SCALE = 30
@@ -120,6 +120,13 @@ def learn(model, bit):  # type: ignore[no-untyped-def]
     p, seen = np.int64(model >> U(8)), model & U(255)
     p += (((np.int64(bit) << 24) - p) * RECIPROCALS[seen + U(2)]) >> 40
     return (U(p) << U(8)) | (seen + U(seen < U(254)))
+
+
+@inlined
+def learn_step(models, which, step):  # type: ignore[no-untyped-def]
+    """What a class's models learn from a change: `step` is 2 for away from zero, and 1 for longer than one step."""
+    models[which] = learn(U(models[which]), step >> U(1))
+    models[which + U(1)] = learn(U(models[which + U(1)]), step & U(1))
 
 
 @coder

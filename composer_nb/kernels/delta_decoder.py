@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from composer_nb.kernels.compiled import borrowed, coder, either, inlined
+from composer_nb.kernels.compiled import coder, either, inlined
 from composer_nb.kernels.delta import (
     GIVEN_UP,
     KNOTS,
@@ -26,6 +26,7 @@ from composer_nb.kernels.delta import (
     by_bits,
     cumulative,
     learn,
+    learn_step,
     models_of,
     new_models,
     ordinal,
@@ -112,13 +113,7 @@ def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def
         parts[STOP + q] = parts[NEXT + q]
     sums = np.empty(QUARTERS * U(SUMS), np.int32)
     long = np.empty(count + QUARTERS, np.uint64)
-    fault = change(
-        borrowed(base), borrowed(made), borrowed(parts), count, borrowed(words), borrowed(sums), borrowed(long),
-        borrowed(models), borrowed(table), borrowed(planes), shift, mask, width, first,
-    )  # fmt: skip
-    # They live for as long as something reads them.
-    lent = len(parts) + len(words) + len(sums) + len(long) + len(models) + len(table) + len(planes)
-    return fault if lent else 0
+    return change(base, made, parts, count, words, sums, long, models, table, planes, shift, mask, width, first)
 
 
 @inlined
@@ -224,8 +219,7 @@ def put_change(base, made, parts, q, models, long, room, width):  # type: ignore
     made[i] = new
     long[room * q + parts[LONG + q]] = (old << U(32)) | (i << U(2)) | bits
     parts[LONG + q] += (bits & U(1)) | (((new ^ old) >> (width - U(1))) & U(1))
-    models[which] = learn(U(models[which]), bits >> U(1))
-    models[which + U(1)] = learn(U(models[which + U(1)]), bits & U(1))
+    learn_step(models, which, bits)
 
 
 @coder

@@ -25,6 +25,7 @@ from composer_nb.kernels.delta import (
     by_bits,
     cumulative,
     learn,
+    learn_step,
     models_of,
     new_models,
     ordinal,
@@ -34,7 +35,7 @@ from composer_nb.kernels.delta import (
     share,
     slower,
 )
-from composer_nb.kernels.delta_header import write_codes, write_states
+from composer_nb.kernels.delta_header import LARGEST, write_codes, write_states
 from composer_nb.kernels.vectors import (
     CLASSES,
     GROUP,
@@ -72,12 +73,10 @@ def encode(base, target, shift, mask, width):  # type: ignore[no-untyped-def]
     for q in range(U(1), parts):
         cuts[q] = cuts[q - U(1)] + (count + QUARTERS - U(q)) // QUARTERS
         ends[q - U(1)] = U(at[cuts[q]])
-    places, offsets = place_symbols(base, at, cuts, ends, table, planes, shift, mask, first)
+    places, offsets = place_symbols(base, at, cuts, table, planes, shift, mask, first)
     steps, rests, rest_offsets = step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last)
     states, words, counts = rans(places, offsets, steps, cuts, rests, rest_offsets)
-    header = np.empty(
-        2 + 2 * len(codes) + 80, np.uint8
-    )  # rates: 24 bytes at most; numbers: 35; states and their sizes: 34
+    header = np.empty(LARGEST, np.uint8)
     header[0], header[1] = first, last - first
     end = write_codes(codes, first, last, header, U(2))
     end = write_states(count, ends, counts, states, header, end)
@@ -250,19 +249,14 @@ def group_sums(base, table, planes, shift, mask, first):  # type: ignore[no-unty
 
 
 @coder
-def place_symbols(base, at, cuts, ends, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+def place_symbols(base, at, cuts, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
     """The symbols that say where changes are, quarter by quarter: the frequency of each, and what lies below it in the 32 bits
     above; and where those of a quarter end."""
     sums = group_sums(base, table, planes, shift, mask, first)
     symbols, offsets, count = np.empty(2 * len(at) + 64, np.uint64), np.zeros(QUARTERS + U(1), np.uint64), U(0)
     whole = U(len(base)) & ~U(31)
     for q in range(QUARTERS):
-        slow, done, begin = NORMAL, U(0), ends[U(q) - U(1)] if q else U(0)
-        if begin < whole:
-            group = begin >> U(5)
-            done = sums[group] + part(base, group << U(5), begin & U(31), table, planes, shift, mask, first)
-        else:
-            done = sums[whole >> U(5)] + one_by_one(base, whole, begin - whole, table, shift)
+        slow, done = NORMAL, U(0)
         for k in range(cuts[q], cuts[q + 1]):
             if count + U(2) > U(len(symbols)):
                 symbols = np.concatenate((symbols, symbols))
@@ -272,6 +266,8 @@ def place_symbols(base, at, cuts, ends, table, planes, shift, mask, first):  # t
                 before = sums[group] + part(base, group << U(5), i & U(31), table, planes, shift, mask, first)
             else:
                 before = sums[group] + one_by_one(base, whole, i - whole, table, shift)
+            if q and U(k) == cuts[q]:  # where the quarter begins
+                done = before
             gone, speed, done = before - done, pace(slow), before + own
             while gone * speed >> U(16) >= PATIENCE:
                 count = put(symbols, count, GIVEN_UP, WHOLE - GIVEN_UP)
@@ -308,9 +304,7 @@ def step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last)
             longs[there] += U(longer)
             there += U(1)
         for q in range(there):
-            which, bits = learnt[q] >> U(2), learnt[q]
-            models[which] = learn(U(models[which]), (bits >> U(1)) & U(1))
-            models[which + U(1)] = learn(U(models[which + U(1)]), bits & U(1))
+            learn_step(models, learnt[q] >> U(2), learnt[q] & U(3))
     rests, count, offsets = np.empty(64, np.uint64), U(0), np.zeros(QUARTERS + U(1), np.uint64)
     for q in range(QUARTERS):
         for n in range(cuts[q], longs[q]):
@@ -330,7 +324,7 @@ def rans(places, offsets, steps, cuts, rests, rest_offsets):  # type: ignore[no-
     and behind all of them the rests), quarter by quarter; and how many words each has."""
     words, states = np.empty(len(places) + len(steps) + len(rests) + 4, np.uint32), np.full(QUARTERS, NONE)
     first, up = np.empty(QUARTERS, np.uint64), offsets.copy()
-    ends = offsets + cuts + rest_offsets + np.arange(5).astype(np.uint64)
+    ends = offsets + cuts + rest_offsets + np.arange(len(offsets)).astype(np.uint64)
     for q in range(QUARTERS):
         first[q] = ends[q + 1]
         for k in range(rest_offsets[q + 1] - rest_offsets[q]):

@@ -9,6 +9,9 @@ from composer_nb.kernels.compiled import coder
 from composer_nb.kernels.delta import NONE, QUARTERS, RATES, TOGETHER, U
 from composer_nb.kernels.vectors import CLASSES
 
+LARGEST = 2 + 24 + 35 + 34
+"""Bytes that a header has at most: classes, rates, numbers (of five each), states and their sizes."""
+
 
 @coder
 def write_codes(codes, first, last, header, at):  # type: ignore[no-untyped-def]

@@ -87,9 +87,8 @@ if has_avx2():
             values, i, table_planes = arguments[0], arguments[1], arguments[5]
             sums = v.running(v.entries(array, values, i, planes, table_planes, arguments[6:]))
             sums = builder.add(sums, v.spread(so_far, _EIGHT))
-            kept = cgutils.alloca_once(
-                builder, ir.ArrayType(_EIGHT, 2)
-            )  # a number chosen from a vector: by way of memory
+            # A number is chosen from a vector by way of memory.
+            kept = cgutils.alloca_once(builder, ir.ArrayType(_EIGHT, 2))
             kept.align = 32
             kept = builder.bitcast(kept, I32.as_pointer())
             builder.store(so_far, builder.gep(kept, [I64(7)]))

@@ -106,7 +106,7 @@ def cumulative(time: int) -> int:
     return KNOTS[k] + (part * (KNOTS[k + 1] - KNOTS[k]) >> 16 if part else 0)
 
 
-class Bytes:
+class Header:
     """Reads the header of a block."""
 
     def __init__(self, body: bytes) -> None:
@@ -124,12 +124,12 @@ class Bytes:
         number = self.number()
         return -(number // 2) - 1 if number % 2 else number // 2
 
-    def bytes(self, count: int) -> bytes:
+    def next(self, count: int) -> bytes:
         self.at += count
         return self.body[self.at - count : self.at]
 
 
-def read_rates(header: Bytes, classes: int) -> list[int]:
+def read_rates(header: Header, classes: int) -> list[int]:
     """The hazard of each class."""
     first, more = header.byte(), header.byte()
     digits = [int(digit, 16) for digit in header.body[2:].hex()]
@@ -171,7 +171,7 @@ class Quarter:
 
 def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
     """Makes the target of the base, in place."""
-    header = Bytes(body)
+    header = Header(body)
     rates = read_rates(header, layout.mask + 1)
     count = header.number()
     ends, lengths = [len(block)], [0]
@@ -181,8 +181,8 @@ def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
             elements, words = elements + header.difference(), words + header.difference()
             ends, lengths = [*ends, sum(ends[-1:]) + elements], [*lengths, words]
         ends.append(len(block))
-    sizes = [digit for byte in header.bytes((len(ends) + 1) // 2) for digit in (byte % 16, byte // 16)]
-    states = [int.from_bytes(header.bytes(size), "little") for size in sizes[: len(ends)]]
+    sizes = [digit for byte in header.next((len(ends) + 1) // 2) for digit in (byte % 16, byte // 16)]
+    states = [int.from_bytes(header.next(size), "little") for size in sizes[: len(ends)]]
     words_there = np.frombuffer(body, "<u4", offset=header.at).tolist()
     cuts = [0, *accumulate(lengths[: len(ends) - 1]), len(words_there)]
     classes = (block >> block.dtype.type(layout.shift)) & block.dtype.type(layout.mask)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import numba
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.kernels.compiled import borrowed, dot, dot3, either, exp2, largest, total, zeros
+from composer_nb.kernels.compiled import dot, dot3, either, exp2, largest, total, zeros
 
 
 @given(st.integers(1, 70), st.integers(0, 1000))
@@ -36,24 +34,8 @@ def test_sums_are_those_of_float64(count: int, seed: int):
 
 
 @numba.njit
-def double(x):
-    y = borrowed(x)
-    for i in range(len(y)):
-        y[i] *= 2
-    return len(y)
-
-
-@numba.njit
 def chosen(one, a, b):
     return either(one, a, b)
-
-
-def test_a_borrowed_array_is_the_same_memory_and_holds_no_reference():
-    x = np.arange(5)
-    before = sys.getrefcount(x)
-    count = double(x)
-    references = sys.getrefcount(x)
-    assert count == 5 and x.tolist() == [0, 2, 4, 6, 8] and references == before
 
 
 def test_one_of_two():

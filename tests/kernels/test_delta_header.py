@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.kernels import delta, delta_header
+from composer_nb.kernels import delta_header
 
 U = np.uint64
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -92,9 +92,3 @@ def test_more_than_there_is_is_refused() -> None:
             if not fault:
                 assert count <= 4000 and ends == sorted(ends) and ends[-1] == 4000
                 assert used == sorted(used) and used[-1] * 4 == len(body) - begin
-
-
-def test_the_clock_and_the_distribution_begin_as_the_format_says() -> None:
-    assert [int(x) for x in delta.KNOTS[:2]] == [0, 2**30 * 260218914 >> 32]
-    assert delta.cumulative(U(1 << 16), U(1 << 16)) == delta.KNOTS[1]
-    assert delta.cumulative(U(2**40), U(1 << 16)) == delta.GIVEN_UP

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numba
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ import pytest
 from composer_nb.kernels import vector_search, vectors
 from composer_nb.kernels.delta import by_bits
 from composer_nb.trainer.conditioned import LAYOUTS
+from tests.kernels import any_processor
 
 U = np.uint64
 SHAPES = [("bfloat16", np.uint16), ("float32", np.uint32), ("float8_e4m3fn", np.uint8), ("uint8", np.uint8)]
@@ -61,18 +58,4 @@ def test_the_element_with_which_entries_reach_a_goal(dtype: str, kind: type[np.u
 
 
 def test_without_avx2_it_is_the_same() -> None:
-    """The other path, in a process of its own for which numba makes code of any processor."""
-    program = "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'goal', sys.argv[1]]))"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from composer_nb.kernels import vectors; assert not vectors.has_avx2(); {program}",
-            __file__,
-        ],
-        env=os.environ | {"NUMBA_CPU_NAME": "generic"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    any_processor.assert_they_pass("goal", __file__)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numba
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ import pytest
 from composer_nb.kernels import vectors
 from composer_nb.kernels.delta import by_bits
 from composer_nb.trainer.conditioned import LAYOUTS, Layout
+from tests.kernels import any_processor
 
 U = np.uint64
 N = 160
@@ -102,16 +99,4 @@ def test_memory_can_be_asked_for_that_there_is_not() -> None:
 
 
 def test_without_avx2_it_is_the_same() -> None:
-    """The other path, in a process of its own for which numba makes code of any processor."""
-    environment = os.environ | {"NUMBA_CPU_NAME": "generic"}
-    program = (
-        "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'sums_are', sys.argv[1]]))"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        f"from composer_nb.kernels import vectors; assert not vectors.has_avx2(); {program}",
-        __file__,
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    any_processor.assert_they_pass("sums_are", __file__)
