@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights lab render clean moved
+.PHONY: help setup demo example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights lab render clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -50,11 +50,11 @@ check: .venv/.ready ## format, lint and types
 	$(BIN)/python -m mypy
 
 check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell, and read the machine code; needs no GPU
-	@$(BIN)/python -m composer_nb.kernels.aot
+	@$(BIN)/python scripts/check_kernels.py
 
 test-older-triton: build/triton-3.6/.ready ## the kernels by Triton 3.6, which other machines have: interpreted, and compiled; formats against peers
-	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rs tests/kernels -k 'triton or gluon or quantize or peers or layer' $(ARGS)
-	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m composer_nb.kernels.aot
+	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rs tests/kernels -k 'triton or quantize or peers or layer' $(ARGS)
+	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python scripts/check_kernels.py
 
 # Laid over the environment: its interpreter of Triton wants NumPy before 2.4. Peers are there to compare with, and nothing else uses them.
 build/triton-3.6/.ready: .venv/.ready
@@ -62,8 +62,14 @@ build/triton-3.6/.ready: .venv/.ready
 	  triton==3.6.0 numpy==2.3.5 ml_dtypes==0.6.0 torchao==0.18.0
 	@touch $@
 
+example: .venv/.ready ## make data/example anew from the current recipe: two full runs, half an hour
+	@for seed in 0 1; do $(BIN)/composer-nb tour --plain --runs build/example/$$seed --set seed=$$seed \
+	  --set rl.max_seconds=6000 || exit 1; done
+	@$(BIN)/python scripts/make_example.py build/example/0/tour data/example
+	@$(BIN)/python scripts/make_example.py build/example/1/tour data/example_seed_1 --scores
+
 bench: .venv/.ready ## measure this machine
-	@$(BIN)/composer-nb bench $(ARGS)
+	@$(BIN)/python scripts/machine_bench.py $(ARGS)
 
 bench-gpu: .venv/.ready ## the MoE kernels on a GPU against their peers, in eight minutes; table and JSON in build/bench_gpu/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)

@@ -9,21 +9,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.agent import Limits
+from composer_nb.harness.agent.loop import LIMITS, Told, converse
+from composer_nb.harness.agent.prompt import system_text
+from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import ARMS, arms_of, difference, figures
 from composer_nb.harness.product.attempts import Environment, attempt_all, check_fit
-from composer_nb.harness.product.diff import Blob
-from composer_nb.harness.product.loop import LIMITS, Told, converse
-from composer_nb.harness.product.prompt import system_text
-from composer_nb.harness.product.work import Work, keep, write_text
-from composer_nb.harness.runtime import spec_of
-from composer_nb.harness.sandboxes import open_backend
-from composer_nb.harness.sandboxes.contract import WORKSPACE, SandboxDied, SandboxFailure
-from composer_nb.harness.sandboxes.fleet import Fleet
+from composer_nb.harness.product.diff import Blob, require_git
+from composer_nb.harness.product.work import Work, keep
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.store import save_attempts
-from composer_nb.harness.task import Task
+from composer_nb.harness.tasks.runtime import spec_of
+from composer_nb.harness.tasks.task import Task
 from composer_nb.policies import identity, open_policy
 
 
@@ -88,7 +89,7 @@ def evaluate_arms(
         if attempts is not first and (gain := difference(attempts, first, settings.seed)):
             report[name]["gain"] = gain
     whole = {"policy": policy, "seed": settings.seed, "samples": samples, "backend": backend, "arms": report}
-    write_text(out / "report.json", json.dumps(whole, indent=2))
+    write_json(out / "report.json", whole)
     return whole
 
 
@@ -97,7 +98,8 @@ def _claim(out: Path, what: Mapping[str, Any]) -> None:
     path, text = out / "bench.json", json.dumps(what, indent=2, sort_keys=True)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ValueError(f"--out {out}: holds rollouts of another policy, backend or settings ({path}); give another")
-    write_text(path, text)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text)
 
 
 def new_folder(under: Path, name: str) -> Path:
@@ -133,6 +135,7 @@ def run_agent(
         raise ValueError("agent: the instruction is not UTF-8")
     if image and backend != "docker":
         raise ValueError(f"--image {image}: the backend {backend} has no images; use --backend docker")
+    require_git()
     source = checkout.read_checkout(root)
     if out.exists():
         raise FileExistsError(f"{out}: is there already; give --out a new folder")

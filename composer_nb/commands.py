@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent import Agent, Limits
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert
+from composer_nb.harness.agent.loop import complete
+from composer_nb.harness.agent.tiny import Agent, Limits, play
+from composer_nb.harness.attempt import Attempt, graded
 from composer_nb.harness.bench import run_eval, summarise
-from composer_nb.harness.execute import CachedExecutor, Executor
-from composer_nb.harness.expert import Script, ScriptedPolicy, expert
-from composer_nb.harness.render import CompactRenderer
-from composer_nb.harness.sandbox import BwrapSandboxes
-from composer_nb.harness.task import Task, load_tasks
+from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tools.toolset import ToolSet
 
 SCRIPTS = ("expert",)
 LATER = ("vllm", "sglang")
+ENDPOINT_ROLLOUTS = 8
+"""Rollouts at a time against an endpoint."""
 
 
 def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,8 +33,8 @@ def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[st
     `settings` are dotted names: `limits.*`, `engine.slots` and `seed` matter here. Returns what `summarise` returns, with
     the policy's name and seed. Raises ValueError for other kinds of policy, FileNotFoundError where nothing is.
     """
-    from composer_nb.config import Settings, override
-    from composer_nb.trainer.ranks import set_up_process
+    from composer_nb.settings import Settings, override
+    from composer_nb.trainer.learning.ranks import set_up_process
 
     kind, colon, name = policy.partition(":")
     if colon and kind in LATER:
@@ -40,7 +44,7 @@ def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[st
     chosen = override(Settings(), settings)
     set_up_process(chosen.seed)
     loaded = load_tasks(tasks)
-    with BwrapSandboxes() as sandboxes:
+    with SandboxExecutor() as sandboxes:
         executor = CachedExecutor(sandboxes)
         if colon and kind == "scripted":
             sampled, greedy = _scripted(name, loaded, samples, chosen.seed, executor)
@@ -70,7 +74,7 @@ def _scripted(
 
 def _textual(tasks: Sequence[Task]) -> Agent:
     """For what has no tokenizer: one is trained on the tasks at hand. Its tokens are counted, but no limit is set on them."""
-    from composer_nb.trainer.tokenizer import train_tokenizer
+    from composer_nb.trainer.models.tokenizer import train_tokenizer
 
     texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
     tokenizer: Tokenizer = train_tokenizer(texts, 1024)
@@ -80,17 +84,20 @@ def _textual(tasks: Sequence[Task]) -> Agent:
 def _endpoint(
     name: str, tasks: Sequence[Task], samples: int, executor: Executor
 ) -> tuple[list[Attempt], list[Attempt]]:
-    from composer_nb.harness.openai_policy import OpenAIPolicy
+    from composer_nb.harness.agent.endpoint import EndpointSpeaker
     from composer_nb.policies import open_endpoint
 
-    agent = _textual(tasks)
-    schemas = [tool.schema for tool in agent.tools.tools.values()]
+    limits, tools = Limits(turn_tokens=1 << 12, tokens=1 << 20), ToolSet.tiny()
 
     def attempts(each: int, temperature: float) -> list[Attempt]:
-        with OpenAIPolicy(
-            open_endpoint(name, temperature), agent.renderer, schemas, seconds=agent.limits.seconds
-        ) as policy:
-            return list(run_eval(policy, agent, tasks, executor, each))
+        endpoint = open_endpoint(name, temperature)
+
+        def one(task: Task) -> Attempt:
+            speaker = EndpointSpeaker(endpoint, "", tools.schemas, limits, parallel=False)
+            return complete(graded(task, play(task, speaker, tools, limits)), executor)
+
+        with ThreadPoolExecutor(ENDPOINT_ROLLOUTS, thread_name_prefix="endpoint") as pool:
+            return list(pool.map(one, [task for task in tasks for _ in range(each)]))
 
     return attempts(samples, 1.0), attempts(1, 0.0)
 
@@ -98,9 +105,9 @@ def _endpoint(
 def _checkpoint(
     path: Path, tasks: Sequence[Task], samples: int, settings: Any, executor: Executor
 ) -> tuple[list[Attempt], list[Attempt]]:
-    from composer_nb.trainer.checkpoint import load_pretrained
     from composer_nb.trainer.engine import Engine
-    from composer_nb.trainer.tokenizer import load_tokenizer
+    from composer_nb.trainer.models.checkpoint import load_pretrained
+    from composer_nb.trainer.models.tokenizer import load_tokenizer
 
     if not path.is_dir():
         raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or write scripted:expert)")

@@ -1,9 +1,9 @@
-"""`composer-nb doctor`: what this machine has, what being without the rest costs, the one line that mends it.
+"""`composer-nb doctor`: what this machine has, what a missing part costs, and the command that fixes it.
 
-Covers: interpreter, machine, torch and its device, the sandbox (one is really started), optional programs.
-Does not cover: speed (`composer-nb bench`) and what a sandbox withstands (`composer-nb sandbox check`).
+Covers: interpreter, machine, torch and its device, the sandbox (one is started), optional programs.
+Does not cover: speed (`make bench`) and the strength of a sandbox (`composer-nb sandbox check`).
 
-torch and the harness are imported where they are asked about, so that a broken installation is a finding too.
+torch and the harness are imported inside the checks, so that a broken installation is a finding too.
 """
 
 import importlib.util
@@ -13,11 +13,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -41,10 +40,10 @@ USER_NAMESPACES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
-    `found` is what is there. Where `ok` is false, `cost` says what does not work or is slower, and `mend` is
-    the one line that changes it. `required`: the tour cannot run without it; the rest is merely missed.
+    `found` is what is there. If `ok` is false, `cost` says what does not work or is slower, and `mend` is the command that
+    fixes it. `required`: the tour cannot run without it.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """What the installed torch says of itself; `cuda_build` is the CUDA version it was built for, if any."""
+    """Facts about the installed torch; `cuda_build` is the CUDA version of its build, if any."""
 
     version: str
     cuda_build: str | None
@@ -66,35 +65,38 @@ class TorchFacts:
 
 
 def diagnose() -> list[Finding]:
-    """Look at everything; takes a few seconds, most of them for importing torch."""
+    """Run all checks; takes a few seconds, most of them to import torch."""
     cores, torch, driver = available_cores(), probe_torch(), driver_gpus()
     facts = torch if isinstance(torch, TorchFacts) else None
+    memory, disk = available_memory() / GIB, shutil.disk_usage(Path.cwd()).free / GIB
+    bwrap, triton, ray = shutil.which("bwrap"), installed("triton"), installed("ray")
+    bubblewrap, git = output_of("bwrap", "--version"), output_of("git", "--version")
     return [
-        check_python(sys.version_info[:3]),
-        check_platform(platform.system()),
-        check_cores(cores),
-        check_memory(available_memory()),
-        check_disk(Path.cwd()),
-        check_torch(torch),
+        finding("python", f"{platform.python_version()} at {sys.executable}", sys.version_info >= (3, 11)),
+        finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}", sys.platform == "linux"),
+        finding("cores", f"{cores:g}", cores >= 2),
+        finding("memory", f"{memory:.1f} GiB available", memory >= LEAST_MEMORY_GIB),
+        finding("disk", f"{disk:.1f} GiB free", disk >= LEAST_DISK_GIB),
+        finding("torch", device_of(facts) if facts else f"cannot be imported: {torch}", facts is not None),
         check_gpu(facts, driver),
         check_threads(facts, cores),
-        check_triton(facts),
-        check_bubblewrap(),
+        finding("triton", triton or "not installed", triton is not None or not (facts and facts.gpus)),
+        finding("bubblewrap", f"{bubblewrap} at {bwrap}" if bubblewrap else "not found", bubblewrap is not None),
         check_sandbox(),
         check_tools(),
         check_kernel(),
-        check_git(),
-        check_ray(),
+        finding("git", git or "not found", git is not None),
+        finding("ray", ray or "not installed", ray is not None),
     ]
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Whether everything that is required was found in order."""
+    """Return whether all required checks passed."""
     return all(finding.ok for finding in findings if finding.required)
 
 
 def as_table(findings: Sequence[Finding]) -> Table:
-    """The findings as a table: ok, `without` for what is merely missed, `BROKEN` for what is required."""
+    """Return the findings as a table: ok, `without` for optional parts, `BROKEN` for required ones."""
     table = Table(title="composer_nb doctor", title_justify="left")
     for heading in ("", "what", "found", "what that costs, and what mends it"):
         table.add_column(heading, overflow="fold")
@@ -109,7 +111,7 @@ def as_table(findings: Sequence[Finding]) -> Table:
 
 
 def device_line() -> str:
-    """What torch will run on; a second line warns where the driver sees a GPU that torch cannot use."""
+    """Return the device that torch will use, with a second line if the driver sees a GPU that torch cannot use."""
     torch = probe_torch()
     if isinstance(torch, str):
         return f"torch cannot be imported: {torch}"
@@ -119,7 +121,7 @@ def device_line() -> str:
 
 
 def probe_torch() -> TorchFacts | str:
-    """What the installed torch says, or why it cannot be imported."""
+    """Return facts about torch, or why it cannot be imported."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: one of its shared libraries does not load
@@ -134,13 +136,13 @@ def probe_torch() -> TorchFacts | str:
 
 
 def driver_gpus() -> tuple[str, ...]:
-    """The GPUs that the NVIDIA driver lists, without asking torch; empty where there is no working driver."""
+    """Return the GPUs that the NVIDIA driver lists; empty without a working driver."""
     listing = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return tuple(line.strip() for line in (listing or "").splitlines() if line.strip())
 
 
 def output_of(*command: str) -> str | None:
-    """What a program prints, or None where it is missing, fails or takes over ten seconds."""
+    """Return the output of a program; None if it is missing, fails or takes over ten seconds."""
     try:
         return subprocess.check_output(
             command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=10
@@ -149,78 +151,50 @@ def output_of(*command: str) -> str | None:
         return None
 
 
-def check_python(version: tuple[int, ...]) -> Finding:
+NO_SANDBOX = "no sandbox can be made, so no agent can work and nothing is graded"
+ADVICE = {
+    "python": ("nothing runs: Python 3.11 or newer is needed", "make clean setup PYTHON=python3.11"),
+    "platform": (NO_SANDBOX, "run it on Linux, also in a container or a virtual machine"),
+    "cores": ("sandboxes and training take turns: about twice the time", "give the machine or the container two cores"),
+    "memory": (
+        "training beside a notebook kernel and sandboxes may be killed for lack of memory",
+        f"free memory, or give the container at least {LEAST_MEMORY_GIB:g} GiB",
+    ),
+    "disk": ("checkpoints and rollouts of a few runs may not fit", "remove old directories under runs/"),
+    "torch": ("nothing can be trained or sampled; only the harness works", INSTALL),
+    "triton": (
+        "on this GPU the slower torch references run instead of the kernels",
+        f"{PIP} install -c constraints.txt triton",
+    ),
+    "bubblewrap": (NO_SANDBOX, MEND_BUBBLEWRAP),
+    "jupyter kernel": (
+        "notebooks, and so `make demo`, run in another interpreter or not at all",
+        f"{sys.executable} -m ipykernel install --sys-prefix",
+    ),
+    "git": ("runs do not record their commit", "scripts/system_packages git"),
+    "ray": ("one machine and one process; the tour and all notebooks run without it", f"{PIP} install ray"),
+}
+"""Cost of a missing part, and the command that fixes it."""
+REQUIRED = {"python", "torch", "bubblewrap", "sandbox", "jupyter kernel"}
+
+
+def finding(name: str, found: str, ok: bool, cost: str = "", mend: str = "") -> Finding:
+    """Return a finding, with the advice of ADVICE unless another is given."""
+    usual = ADVICE.get(name, ("", ""))
     return Finding(
-        name="python",
-        found=f"{'.'.join(map(str, version))} at {sys.executable}",
-        ok=version >= (3, 11),
-        cost="nothing runs: Python 3.11 or newer is needed",
-        mend="make clean setup PYTHON=python3.11",
-        required=True,
-    )
-
-
-def check_platform(system: str) -> Finding:
-    return Finding(
-        name="platform",
-        found=f"{system} {platform.release()} {platform.machine()}",
-        ok=system == "Linux",
-        cost="no sandbox can be made here, so no agent can work and nothing is graded",
-        mend="run it on Linux, a container or a virtual machine included",
-    )
-
-
-def check_cores(cores: float) -> Finding:
-    return Finding(
-        name="cores",
-        found=f"{cores:g}",
-        ok=cores >= 2,
-        cost="sandboxes and training take turns: about twice the time",
-        mend="give the machine or the container two cores",
-    )
-
-
-def check_memory(available: int) -> Finding:
-    return Finding(
-        name="memory",
-        found=f"{available / GIB:.1f} GiB available",
-        ok=available >= LEAST_MEMORY_GIB * GIB,
-        cost="training beside a notebook kernel and sandboxes may be killed for memory",
-        mend=f"free memory, or give the container at least {LEAST_MEMORY_GIB:g} GiB",
-    )
-
-
-def check_disk(folder: Path) -> Finding:
-    free = shutil.disk_usage(folder).free
-    return Finding(
-        name="disk",
-        found=f"{free / GIB:.1f} GiB free",
-        ok=free >= LEAST_DISK_GIB * GIB,
-        cost="checkpoints and rollouts of a few runs may not fit",
-        mend="remove old directories under runs/",
-    )
-
-
-def check_torch(torch: TorchFacts | str) -> Finding:
-    return Finding(
-        name="torch",
-        found=f"cannot be imported: {torch}" if isinstance(torch, str) else device_of(torch),
-        ok=not isinstance(torch, str),
-        cost="nothing can be trained or sampled; only the harness works",
-        mend=INSTALL,
-        required=True,
+        name=name, found=found, ok=ok, cost=cost or usual[0], mend=mend or usual[1], required=name in REQUIRED
     )
 
 
 def device_of(torch: TorchFacts) -> str:
-    """The version and the device that work will run on."""
+    """Return torch's version and device."""
     return f"{torch.version} on {', '.join(torch.gpus) or 'CPU'}"
 
 
 def check_gpu(torch: TorchFacts | None, driver: tuple[str, ...]) -> Finding:
-    """Three ways to be without a GPU: there is none, torch is a CPU build, or its CUDA does not start."""
+    """Distinguish three ways to lack a GPU: none, a CPU build of torch, or CUDA that does not start."""
     if torch and torch.gpus:
-        return Finding(name="gpu", found=f"{', '.join(torch.gpus)} (CUDA {torch.cuda_build})", ok=True)
+        return finding("gpu", f"{', '.join(torch.gpus)} (CUDA {torch.cuda_build})", True)
     seen, cost = f"the driver sees {', '.join(driver)}", "everything runs on the CPU"
     if not driver:
         found, cost = NO_GPU, "small models only, on the CPU; the code path is the same"
@@ -234,80 +208,44 @@ def check_gpu(torch: TorchFacts | None, driver: tuple[str, ...]) -> Finding:
         # --isolated: without the machine's own pip settings, which offered the build that has no CUDA.
         found, pin = f"{seen}, but torch is a build without CUDA", torch.version.partition("+")[0]
         mend = f"{PIP} --isolated install --force-reinstall -c constraints.txt torch=={pin}"
-    return Finding(name="gpu", found=found, ok=False, cost=cost, mend=mend)
+    return finding("gpu", found, False, cost, mend)
 
 
 def check_threads(torch: TorchFacts | None, cores: float) -> Finding:
-    """More threads than cores make each of them wait for the others, many times over inside a container."""
+    """Check the number of threads: more threads than cores wait for each other."""
     setting, threads = os.environ.get("OMP_NUM_THREADS"), torch.threads if torch else None
-    return Finding(
-        name="threads",
-        found=f"torch uses {threads or 'no'}; OMP_NUM_THREADS is {setting or 'not set'}",
-        ok=threads is None or threads <= max(1.0, cores),
-        cost=f"threads wait for one another: {threads} of them on {cores:g} cores",
-        mend=f"export OMP_NUM_THREADS={max(1, int(cores))}",
-    )
-
-
-def check_triton(torch: TorchFacts | None) -> Finding:
-    """Triton matters on a GPU alone: elsewhere the torch references run anyway."""
-    version = installed("triton")
-    return Finding(
-        name="triton",
-        found=version or "not installed",
-        ok=version is not None or not (torch and torch.gpus),
-        cost="on this GPU the kernels' plain torch references run instead, more slowly",
-        mend=f"{PIP} install -c constraints.txt triton",
-    )
-
-
-def check_bubblewrap() -> Finding:
-    program = shutil.which("bwrap")
-    version = output_of(program, "--version") if program else None
-    return Finding(
-        name="bubblewrap",
-        found=f"{version} at {program}" if version else "not found",
-        ok=version is not None,
-        cost="no sandbox can be made, so no agent can work and nothing is graded",
-        mend=MEND_BUBBLEWRAP,
-        required=True,
+    return finding(
+        "threads",
+        f"torch uses {threads or 'no'}; OMP_NUM_THREADS is {setting or 'not set'}",
+        threads is None or threads <= max(1.0, cores),
+        f"threads wait for each other: {threads} of them on {cores:g} cores",
+        f"export OMP_NUM_THREADS={max(1, int(cores))}",
     )
 
 
 def check_sandbox() -> Finding:
-    """Start one sandbox and run one call in it: a program that is installed may still not be allowed to."""
-    from composer_nb.harness.sandbox import BwrapSandboxes, CallRequest, SandboxFailure, SandboxUnavailable
+    """Start one sandbox and run one call in it; an installed program may still lack permission."""
+    from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor
+    from composer_nb.harness.sandbox.contract import SandboxFailure, SandboxUnavailable
 
     source = "def add(a, b):\n    return a + b\n"
     request = CallRequest(files={"f.py": source}, module="f", function="add", arguments=("(19, 23)",))
     start = time.perf_counter()
     try:
-        with BwrapSandboxes(run_id="doctor") as sandboxes:
+        with SandboxExecutor(run_id="doctor") as sandboxes:
             outcome = sandboxes.run([request])[0][0]
-            capabilities = sandboxes.capabilities
+            missing = [name for name, holds in sandboxes.capabilities().enforced.items() if not holds]
         ok = (outcome.status, outcome.text) == ("returned", "42")
         seconds = time.perf_counter() - start
-        found = f"works, {seconds:.1f} s to start; {enforced(capabilities)}" if ok else f"answered {outcome}"
+        limits = f"not enforced: {', '.join(missing)}" if missing else "every limit enforced"
+        found = f"works, {seconds:.1f} s to start; {limits}" if ok else f"answered {outcome}"
     except (SandboxUnavailable, SandboxFailure) as error:
         ok, found = False, str(error)
-    return Finding(
-        name="sandbox",
-        found=found,
-        ok=ok,
-        cost="no agent can work and nothing is graded",
-        mend=mend_sandbox(),
-        required=True,
-    )
-
-
-def enforced(capabilities: Mapping[str, Any]) -> str:
-    """Which limits a backend cannot enforce here, in words."""
-    missing = [name for name, holds in capabilities["limits"].items() if not holds]
-    return f"not enforced: {', '.join(missing)}" if missing else "every limit enforced"
+    return finding("sandbox", found, ok, "no agent can work and nothing is graded", mend_sandbox())
 
 
 def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
-    """The line that most likely lets bubblewrap start, from kernel settings that are known to forbid it."""
+    """Return the command most likely to let bubblewrap start, from kernel settings known to forbid it."""
     if shutil.which("bwrap") is None:
         return MEND_BUBBLEWRAP
     for name, forbidding, allowing in USER_NAMESPACES:
@@ -318,22 +256,19 @@ def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
 
 
 def check_tools() -> Finding:
-    """The programs that the product's tools run in a sandbox, and pytest, which agents and grades have from here."""
-    from composer_nb.harness.sandboxes.programs import PACKAGES, host_programs
+    """Check the programs that the product's tools run in a sandbox, and pytest for agents and grading."""
+    from composer_nb.harness.sandbox.toolchain.programs import PACKAGES, host_programs
 
     there = set(host_programs()) | ({"pytest"} if installed("pytest") else set())
     missing = sorted({*PACKAGES, "pytest"} - there)
-    return Finding(
-        name="agent tools",
-        found=", ".join(sorted(there)) or "none",
-        ok=not missing,
-        cost=f"no {' and no '.join(missing)} in sandboxes, so agents lack tools, or have no tests to run",
-        mend="pip install 'composer_nb[agent]'",
+    cost = f"no {' and no '.join(missing)} in sandboxes, so agents lack tools or cannot run tests"
+    return finding(
+        "agent tools", ", ".join(sorted(there)) or "none", not missing, cost, "pip install 'composer_nb[agent]'"
     )
 
 
 def check_kernel() -> Finding:
-    """Whether a notebook's `python3` kernel is this interpreter, and not one that was installed elsewhere."""
+    """Check that a notebook's `python3` kernel is this interpreter."""
     if importlib.util.find_spec("jupyter_client") is None:
         command = "not installed"
     else:
@@ -346,40 +281,11 @@ def check_kernel() -> Finding:
     # Jupyter runs a bare `python` of a kernel as the interpreter that it runs on itself.
     bare = {"python", "python3", f"python3.{sys.version_info.minor}"}
     same = command in bare or Path(command).parent == Path(sys.executable).parent
-    return Finding(
-        name="jupyter kernel",
-        found="this interpreter" if same else command,
-        ok=same,
-        cost="notebooks, and so `make demo`, run in another interpreter or not at all",
-        mend=f"{sys.executable} -m ipykernel install --sys-prefix",
-        required=True,
-    )
-
-
-def check_git() -> Finding:
-    version = output_of("git", "--version")
-    return Finding(
-        name="git",
-        found=version or "not found",
-        ok=version is not None,
-        cost="runs do not record the commit they were made from",
-        mend="scripts/system_packages git",
-    )
-
-
-def check_ray() -> Finding:
-    version = installed("ray")
-    return Finding(
-        name="ray",
-        found=version or "not installed",
-        ok=version is not None,
-        cost="one machine and one process; the tour and every notebook run without it",
-        mend=f"{PIP} install ray",
-    )
+    return finding("jupyter kernel", "this interpreter" if same else command, same)
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

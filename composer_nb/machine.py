@@ -1,4 +1,4 @@
-"""What this process may use of the machine it runs on: cores and memory, limits of control groups counted."""
+"""Cores and memory that this process may use, with the limits of control groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 def cgroup_limits(name: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[str]:
-    """What a cgroup-v2 control file (`cpu.max`) says for this process's group and every group above it."""
+    """Return the values of a cgroup-v2 control file (`cpu.max`) for this process's group and every group above it."""
     try:
         relative = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
@@ -21,7 +21,7 @@ def cgroup_limits(name: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Pa
 
 
 def available_cores() -> float:
-    """CPU cores this process may use: its affinity, or the cgroup's quota where that is less."""
+    """Return the CPU cores this process may use: its affinity, or the cgroup quota if that is less."""
     cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
     for limit in cgroup_limits("cpu.max"):
         quota, _, period = limit.partition(" ")
@@ -31,6 +31,6 @@ def available_cores() -> float:
 
 
 def available_memory() -> int:
-    """Bytes this process may come to use: the machine's available memory, or the cgroup's limit if less."""
+    """Return the bytes this process may use: the machine's available memory, or the cgroup limit if that is less."""
     limits = (int(limit) for limit in cgroup_limits("memory.max") if limit != "max")
     return min([psutil.virtual_memory().available, *limits])

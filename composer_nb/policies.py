@@ -12,16 +12,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent import Limits
-from composer_nb.harness.chat import ChatRenderer
-from composer_nb.harness.openai_policy import LISTED_S, Endpoint
-from composer_nb.harness.product.loop import LIMITS
-from composer_nb.harness.product.scripts import SCRIPTS, read_script
-from composer_nb.harness.product.shared import Shared
-from composer_nb.harness.product.speaker import EndpointSpeaker, ScriptSpeaker, Speaker, TokenSpeaker
-from composer_nb.harness.render_kimi import KimiRenderer
-from composer_nb.harness.render_qwen import QwenRenderer
-from composer_nb.harness.task import Task
+from composer_nb.harness.agent.chat import ChatRenderer
+from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointSpeaker
+from composer_nb.harness.agent.kimi import KimiRenderer
+from composer_nb.harness.agent.loop import LIMITS
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.scripts import SCRIPTS, read_script
+from composer_nb.harness.agent.shared import Shared, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker
+from composer_nb.harness.tasks.task import Task
 
 KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
 FORMATS: tuple[type[ChatRenderer], ...] = (QwenRenderer, KimiRenderer)
@@ -113,9 +112,9 @@ def open_engine(
 ) -> Iterator[OpenEngine]:
     """`tokens`: of one conversation, fewer where the model reads no more. Raises FileNotFoundError and ValueError for what is no
     checkpoint, or one of a model without a format for several tools."""
-    from composer_nb.trainer.checkpoint import load_pretrained
     from composer_nb.trainer.engine import Engine
-    from composer_nb.trainer.tokenizer import load_tokenizer
+    from composer_nb.trainer.models.checkpoint import load_pretrained
+    from composer_nb.trainer.models.tokenizer import load_tokenizer
 
     if not path.is_dir():
         raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or give {KINDS})")

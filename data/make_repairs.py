@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from composer_nb.harness.execute import CachedExecutor
-from composer_nb.harness.repairs import buggy_prints, fingerprints, make_tasks
-from composer_nb.harness.sandbox import BwrapSandboxes
-from composer_nb.harness.task import Task, save_tasks
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.tasks.repairs import buggy_prints, fingerprints, make_tasks
+from composer_nb.harness.tasks.task import Task, save_tasks
 
 
 def main() -> None:
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("--seed", default="0")
     parser.add_argument("--harbor", action="store_true")
     arguments = parser.parse_args()
-    with BwrapSandboxes() as sandboxes:
+    with SandboxExecutor() as sandboxes:
         executor = CachedExecutor(sandboxes)
         train = list(make_tasks(arguments.seed, arguments.count, heldout=False, executor=executor))
         prints = fingerprints(train) | buggy_prints(train)

@@ -25,7 +25,8 @@ import torch
 from gpu_cases import Bench, ceilings, compiled, decoding, layers, memory, products, rows
 
 from composer_nb.kernels import explain
-from composer_nb.kernels.bench import L2_BYTES, OURS, Case, Found, as_json, run_case, table
+from scripts import triton_interpreter
+from scripts.gpu_bench_tools import L2_BYTES, OURS, Case, Found, as_json, run_case, table
 
 REHEARSAL = "REHEARSAL on a CPU, in Triton's interpreter: the flow is tested, the times mean nothing."
 PLAN: tuple[tuple[Callable[[Bench], Iterator[Case]], int], ...] = (
@@ -94,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    triton_interpreter.repair()
     b = Bench(asked.device)
     explain(device=b.device, backend="triton")  # refuses a GPU that is too old, and a machine without Triton
     facts = machine(b)

@@ -23,28 +23,26 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from composer_nb.harness.attacks.conduct import left_behind, machine_state
-from composer_nb.harness.calls import SandboxFailure
-from composer_nb.harness.execute import CachedExecutor
-from composer_nb.harness.grading.check import grade_files
-from composer_nb.harness.journal import FOLDER
-from composer_nb.harness.reap import reap
-from composer_nb.harness.repairs import make_tasks
-from composer_nb.harness.sandbox import BwrapSandboxes
-from composer_nb.harness.sandboxes import open_backend
-from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxDied, SandboxSpec
-from composer_nb.harness.task import Task, load_tasks, save_tasks
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxDied, SandboxFailure, SandboxSpec
+from composer_nb.harness.sandbox.journal import FOLDER, OWN, mounts, started
+from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.tasks.repairs import make_tasks
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 
 EACH = 20
 SPEC = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20)
 LOOK = "import f\nprint('imported')"
 
 
-def episode(task: Task, number: int, backend: Backend, graders: BwrapSandboxes, fault: str) -> float | None:
+def episode(task: Task, number: int, backend: Backend, graders: SandboxExecutor, fault: str) -> float | None:
     """The reward of an episode; None after a fault of the infrastructure. Meanwhile this process, or the one that holds the
     sandbox, is killed if that is the `fault`."""
     try:
@@ -61,7 +59,7 @@ def episode(task: Task, number: int, backend: Backend, graders: BwrapSandboxes, 
             if fault:
                 time.sleep(0.15)
                 box.read("f.py")
-            return float(grade_files(task, files, graders).passed)
+            return float(grade(task, files, graders).passed)
     except SandboxDied:
         return 0.0
     except SandboxFailure:
@@ -80,7 +78,7 @@ def work(arguments: argparse.Namespace, folder: Path) -> None:
     tasks, journal = load_tasks(folder / "tasks.jsonl"), folder / FOLDER
     with (
         open_backend(arguments.backend, "episodes", journal) as backend,
-        BwrapSandboxes(run_id="grades", journal=journal) as graders,
+        SandboxExecutor(run_id="grades", journal=journal) as graders,
     ):
         for number in range(arguments.work, arguments.until):
             draw = Random(f"fault {number}").random()
@@ -111,6 +109,50 @@ def launch(first: int, arguments: argparse.Namespace, folder: Path) -> list[dict
     return done
 
 
+@dataclass(frozen=True, slots=True)
+class MachineState:
+    """What sandboxes could leave on a machine: (pid, start) of processes that hold them, mounts, cgroups, folders."""
+
+    processes: frozenset[tuple[int, int]]
+    mounts: frozenset[str]
+    cgroups: frozenset[str]
+    folders: frozenset[str]
+
+
+def machine_state() -> MachineState:
+    """What there is now. A cgroup counts when nothing runs in it: one that is in use is somebody's."""
+    holders = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if (
+                entry.name.isdigit()
+                and (entry / "comm").read_bytes().strip() == b"bwrap"
+                and (tick := started(int(entry.name)))
+            ):
+                holders.add((int(entry.name), tick))
+        except OSError:
+            continue
+    groups = {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{OWN}*") if _of_nobody(path)}
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob(f"{OWN}*")}
+    return MachineState(frozenset(holders), mounts(), frozenset(groups), frozenset(folders))
+
+
+def left_behind(before: MachineState) -> list[str]:
+    """What there is now and was not before, a line each."""
+    now = machine_state()
+    return [
+        f"{name}: {entry}" for name in MachineState.__slots__ for entry in getattr(now, name) - getattr(before, name)
+    ]
+
+
+def _of_nobody(group: Path) -> bool:
+    """Whether nothing runs in a group. (A sandbox that lives has at least its resident program in it.)"""
+    try:
+        return not (group / "cgroup.procs").read_text().strip()
+    except OSError:
+        return False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=2000)
@@ -126,7 +168,7 @@ def main() -> int:
     before = machine_state()
     with tempfile.TemporaryDirectory() as name:
         folder, begin = Path(name), time.monotonic()
-        with BwrapSandboxes() as boxes:
+        with SandboxExecutor() as boxes:
             save_tasks(
                 make_tasks("episodes", 48, heldout=False, executor=CachedExecutor(boxes)), folder / "tasks.jsonl"
             )

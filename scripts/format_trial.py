@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from composer_nb.trainer.format_trial import train
+from composer_nb.labs.formats.trial import train
 
 RUNS = [("bf16", "ieee"), ("mxfp8", "ieee"), ("nvfp4", "ieee"), ("nvfp4", "inverse"), ("nvfp4", "approximate")]
 

@@ -10,12 +10,11 @@ import torch
 from gpu_peers import Shape, blockwise_products, liger_layer, loop_mm, peer, rowwise_product, their_layer, torchao_cast
 from torch import Tensor
 
-from composer_nb.kernels import Recipe, grouped_mm, moe, mx_quantize
-from composer_nb.kernels.bench import OURS, Case, Form, Routes, Target, route_logits
-from composer_nb.kernels.formats import row_quantize
-from composer_nb.kernels.plain import Plan
-from composer_nb.kernels.recipes import quantise_rows, quantise_weights
-from composer_nb.kernels.routing import choose_experts
+from composer_nb.kernels import grouped_mm, moe, mx_quantize
+from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.recipes import quantise_rows, quantise_weights
+from composer_nb.kernels.moe.routing import choose_experts
+from scripts.gpu_bench_tools import OURS, Case, Form, Routes, Target, route_logits
 
 BF16 = torch.bfloat16
 
@@ -48,7 +47,7 @@ class Bench:
         return self.normal(s.e, 2 * s.i, s.d, scale=s.d**-0.5), self.normal(s.e, s.d, s.i, scale=s.i**-0.5)
 
     def plan(self, s: Shape, routes: Routes) -> tuple[Tensor, Plan]:
-        from composer_nb.kernels.routing_triton import plan
+        from composer_nb.kernels.moe.routing_triton import plan
 
         experts = choose_experts(route_logits(routes, s.n, s.e, self.device), s.k)
         return experts, plan(experts, s.e)
@@ -150,9 +149,8 @@ def products(b: Bench) -> Iterator[Case]:
 
 
 def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: Plan, work: float, shape: str) -> Iterator[Case]:
-    """Rows 12 to 14: operands that are quantised already."""
-    from composer_nb.kernels.scaled_gemm_gluon import specialised_product
-    from composer_nb.kernels.scaled_gemm_triton import scaled_product
+    """Row 12: operands that are quantised already."""
+    from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
 
     def scaled(format: Any) -> Form:
         qx, qw = quantise_rows(x, format, "triton"), quantise_weights(up, format, "triton")
@@ -172,29 +170,6 @@ def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: Plan, work: float, sh
             forms["torch scaled_mm an expert, blocks of 128"] = peer("torch", lambda: blockwise_products(x, up, plan))
         goals = {"torch grouped_mm, bf16": target} if target else {}
         yield Case(number=number, title=f"grouped product, {format}", forms=forms, goals=goals, **common)
-    blocks: list[Any] = [quantise_rows(x, "fp8_block128", "triton"), quantise_weights(up, "fp8_block128", "triton")]
-    hopper = b.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    specialised: Form = lambda: specialised_product(*blocks, plan, dtype=BF16)  # noqa: E731
-    yield Case(
-        number="13",
-        title="grouped product, fp8_block128 in Gluon, warps specialised",
-        forms={
-            OURS: specialised if hopper else "needs a Hopper GPU",
-            "ours without warps of their own": scaled("fp8_block128"),
-            "torch grouped_mm, bf16": plain,
-        },
-        goals={"torch grouped_mm, bf16": Target(1.2, 1.4, 1.7)},
-        **common,
-    )
-    qx, qw, peer_form = row_quantize(x), row_quantize(up), "torch _scaled_grouped_mm, rows"
-    row: Form = lambda: scaled_product(qx, qw, plan, gather=False, dtype=BF16)  # noqa: E731
-    yield Case(
-        number="14",
-        title="grouped product, fp8 with a scale a row, sums in the tensor core",
-        forms={OURS: row, peer_form: rowwise_product(x, up, plan), "torch grouped_mm, bf16": plain},
-        goals={peer_form: Target(0.9, 1.0, 1.1)},
-        **common,
-    )
 
 
 def layers(b: Bench) -> Iterator[Case]:
@@ -285,7 +260,7 @@ def compiled(b: Bench) -> Iterator[Case]:
 
 def rows(b: Bench) -> Iterator[Case]:
     """Rows 8 to 11: what moves memory."""
-    from composer_nb.kernels import quantize, routing_triton, rows_triton
+    from composer_nb.kernels.moe import routing_triton, rows_triton
 
     high, wide = b.size(131_072, 64), b.size(7168, 256)
     x, per = b.normal(high, wide), 2 + 1 + 1 / 32
@@ -306,16 +281,6 @@ def rows(b: Bench) -> Iterator[Case]:
         **common,
     )
     goal = Target(0.6, 0.75, 0.85)
-    both: dict[str, Form | str] = {OURS: lambda: quantize.mx_quantize_dual(x, backend="triton")[0].qdata}
-    yield Case(
-        number="9",
-        title="mx_quantize_dual",
-        shape=size,
-        forms=both,
-        work=x.numel() * (per + 1 + 1 / 32),
-        goals={"copy": goal},
-        **common,
-    )
     s = b.shapes["S1"]
     h, gate = b.normal(s.n * s.k, 2 * s.i), torch.rand(s.n * s.k, device=b.device)
     fused: dict[str, Form | str] = {OURS: lambda: rows_triton.swiglu(h, gate, "mxfp8")}
@@ -329,25 +294,20 @@ def rows(b: Bench) -> Iterator[Case]:
         **common,
     )
     _, plan = b.plan(s, "uniform")
-    tokens, copies = b.normal(s.n, s.d), b.normal(s.n * s.k, s.d)
-    goal, moved = Target(0.75, 0.85, 0.9), 2.0 * (s.n + s.n * s.k) * s.d
-    for title, form, other in (
-        ("permute", lambda: rows_triton.permute(tokens, plan), lambda: tokens[plan.token_M]),
-        ("combine", lambda: rows_triton.combine(copies, plan), lambda: copies[plan.row_NK].sum(1)),
-    ):
-        yield Case(
-            number="10",
-            title=title,
-            shape="S1, uniform",
-            forms={OURS: form, "torch": other},
-            work=moved,
-            goals={"copy": goal},
-            **common,
-        )
+    copies = b.normal(s.n * s.k, s.d)
+    yield Case(
+        number="10",
+        title="combine",
+        shape="S1, uniform",
+        forms={OURS: lambda: rows_triton.combine(copies, plan), "torch": lambda: copies[plan.row_NK].sum(1)},
+        work=2.0 * (s.n + s.n * s.k) * s.d,
+        goals={"copy": Target(0.75, 0.85, 0.9)},
+        **common,
+    )
     logits = route_logits("uniform", s.n, s.e, b.device)
 
     def ours() -> None:
-        routing_triton.plan(routing_triton.router(logits, s.k)[0], s.e)
+        routing_triton.plan(routing_triton.choose(logits, s.k), s.e)
 
     def theirs() -> None:
         _, chosen = logits.softmax(-1).topk(s.k, dim=-1)
@@ -366,18 +326,14 @@ def rows(b: Bench) -> Iterator[Case]:
 
 def decoding(b: Bench) -> Iterator[Case]:
     """Row 16; bytes are those of the experts that are chosen."""
-    from composer_nb.kernels.decode_triton import decode_experts
-
     base = b.shapes["S1"]
     up, down = b.weights(base)
     for n in (1, 8, 32, 64) if not b.rehearsal else (1, 2):
         s = Shape(base.name, n, base.d, base.i, base.e, base.k)
         logits, x = route_logits("uniform", n, s.e, b.device, seed=n), b.normal(n, s.d)
         experts = choose_experts(logits, s.k)
-        gates = logits.gather(1, experts).softmax(-1)
         forms: dict[str, Form | str] = {
-            OURS: lambda x=x, experts=experts, gates=gates: decode_experts(x, experts, gates, up, down),
-            "ours, sorted": lambda x=x, logits=logits: moe(x, logits, up, down, base.k, backend="triton"),
+            OURS: lambda x=x, logits=logits: moe(x, logits, up, down, base.k, backend="triton")
         }
         for backend in ("grouped_mm", "batched_mm"):
             made = peer("transformers", lambda s=s, backend=backend: their_layer(s, backend))
@@ -404,8 +360,7 @@ def memory(b: Bench) -> list[str]:
     s, said, of_bf16, goal = b.shapes["S1"], list[str](), 0, Target(0.25, 0.4, 0.45)
     leaves = b.normal(s.n, s.d), route_logits("uniform", s.n, s.e, b.device), *b.weights(s)
     leaves, pull = tuple(leaf.requires_grad_() for leaf in leaves), b.normal(s.n, s.d)
-    small = Recipe(name="mxfp8, saved in mxfp8", forward="mxfp8", dgrad="mxfp8", save="mxfp8")
-    for recipe in ("bf16", "mxfp8", small):
+    for recipe in ("bf16", "mxfp8"):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -413,12 +368,11 @@ def memory(b: Bench) -> list[str]:
         kept = torch.cuda.memory_allocated() - before
         torch.autograd.grad(out, leaves, pull)
         peak = torch.cuda.max_memory_allocated() - before
-        name = recipe if isinstance(recipe, str) else recipe.name
         of_bf16 = of_bf16 or peak
         less = 1 - peak / of_bf16
-        verdict = f"; goals 25 / 40 / 45 %: {goal.verdict(less)}" if recipe is small else ""
+        verdict = f"; goals 25 / 40 / 45 %: {goal.verdict(less)}" if recipe == "mxfp8" else ""
         said.append(
-            f"row 17, memory of the S1 layer, {name}: {kept / 2**20:,.0f} MiB kept, peak {peak / 2**20:,.0f} MiB, "
+            f"row 17, memory of the S1 layer, {recipe}: {kept / 2**20:,.0f} MiB kept, peak {peak / 2**20:,.0f} MiB, "
             f"{less:.0%} less than bf16's{verdict}"
         )
         del out

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_nb.kernels.bench import Form
-from composer_nb.kernels.formats import e8m0_to_float
-from composer_nb.kernels.plain import Plan
+from composer_nb.kernels.formats.microscaling import e8m0_to_float
+from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.quantize import mx_quantize
+from scripts.gpu_bench_tools import Form
 
 
 @dataclass(frozen=True, slots=True)

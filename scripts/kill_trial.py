@@ -27,13 +27,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from composer_nb.config import Settings, override
-from composer_nb.harness.journal import started
-from composer_nb.harness.reap import reap
-from composer_nb.trainer.journal import Journal
-from composer_nb.trainer.launch import fork, start_or_resume
-from composer_nb.trainer.replay import replay
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.harness.sandbox.journal import started
+from composer_nb.harness.sandbox.reap import reap
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.replay import replay
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.journal import Journal
 
 MICRO = {
     "ranks": 1,
@@ -59,14 +59,14 @@ MICRO = {
 ON_RAY = {"services.on": True, "services.ahead": 1, "services.engines": 2}
 MARKS = {
     "launcher": "start_or_resume",
-    "coordinator": "composer_nb.trainer.coordinator",
+    "coordinator": "composer_nb.trainer.services.coordinator",
     "trainer": "ray::Trainer",
     "engine": "ray::EngineService",
     "environment": "ray::EnvironmentService",
     "raylet": "raylet/raylet ",
     "control": "gcs/gcs_server ",
 }
-LAUNCHER = "import sys; from pathlib import Path; from composer_nb.trainer.launch import start_or_resume; " + (
+LAUNCHER = "import sys; from pathlib import Path; from composer_nb.trainer.recipe.launch import start_or_resume; " + (
     "start_or_resume(Path(sys.argv[1]), say=lambda line: None)"
 )
 PATIENCE_S = 900.0

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Cuts a complete run down to what a notebook can look at in a checkout: `scripts/make_example.py RUN OUT`.
 
-Kept whole: the metrics of every step, the ledger, stages, settings, the tokenizer, and report.json as the full run has it.
-Kept in part: rollouts of three RL steps (first, a third, last) with their routes, the attempts at some held-out tasks, the
-tasks that these name, the first demonstrations, and weights: those that the last step's gradient was taken on, and `final`
-where there is room. `excerpt.json` counts what is left, and makes the result read-only for the package. What names the
-machine is taken out. RUN is only read; an OUT that is itself an excerpt is replaced.
+Kept whole: the metrics of every step, the ledger, stages, settings, the tokenizer, and report.json as the full run has it. Kept
+in part: rollouts of three RL steps (the first, one at a third, the last that trained on something) with their routes, the
+attempts at some held-out tasks, the tasks that these name, the first demonstrations, and the weights that RL began with, that
+its last step started from, and that it ended with. With `--scores` only what a comparison of runs needs is kept: no rollouts of
+RL, no weights. `excerpt.json` counts what is left, and makes the result read-only for the package. Paths and names of the
+machine are removed. RUN is only read; an OUT that is itself an excerpt is replaced.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from composer_nb.harness.files import write_json
 from composer_nb.harness.store import load_attempts, save_attempts
-from composer_nb.harness.task import load_tasks, save_tasks
-from composer_nb.trainer.data import load_rows, save_rows
-from composer_nb.trainer.report import POLICIES, build_report, open_run
-from composer_nb.trainer.rundir import EXCERPT, RunDir, write_json
+from composer_nb.harness.tasks.task import load_tasks, save_tasks
+from composer_nb.trainer.learning.data import load_rows, save_rows
+from composer_nb.trainer.recipe.reader import open_run, telling_step
+from composer_nb.trainer.recipe.report import POLICIES, build_report
+from composer_nb.trainer.records.rundir import EXCERPT, RunDir
 
 HELDOUT_TASKS, DEMONSTRATIONS = 48, 64
-TARGET, LIMIT = 8_000_000, 10_000_000
-"""Bytes: `final` is kept if the result stays under the first; more than the second is refused."""
+WEIGHTS = ("start", "before_final", "final")
+LIMIT = 16_000_000
+"""Bytes; a larger result is refused."""
 LEFT_OVER = ("rollout", "checkpoint", "orchestrator")
 """Tables of what a run works with and no reader needs."""
 TEXTS = ("*.json", "*.jsonl", "run.db")
 
 
-def excerpt(run: RunDir, out: Path) -> dict[str, Any]:
+def excerpt(run: RunDir, out: Path, scores_only: bool = False) -> dict[str, Any]:
     """Makes `out` from `run` and returns what was kept. Raises ValueError for a run that is not complete, for an `out` that is
     something else than an excerpt, and when the result is too large or names the machine."""
     report = build_report(run)
@@ -52,19 +56,20 @@ def excerpt(run: RunDir, out: Path) -> dict[str, Any]:
     shutil.rmtree(part, ignore_errors=True)
     for folder in ("data", "rollouts", "weights"):
         (part / folder).mkdir(parents=True)
-    steps = sorted({1, max(1, round(report["train"]["steps"] / 3)), report["train"]["steps"]})
+    last = telling_step(run)
+    steps = [] if scores_only else sorted({1, max(1, round(last / 3)), last})
     kept = {
         "run": report["run"],
         "rollouts_of_rl_steps": steps,
         "of_rl_steps": report["train"]["steps"],
         **keep_heldout(run, part),
         **keep_batches(run, part, steps),
-        **keep_demonstrations(run, part),
+        **({} if scores_only else keep_demonstrations(run, part)),
     }
     shutil.copyfile(run.path / "data" / "tokenizer.json", part / "data" / "tokenizer.json")
     shutil.copyfile(run.path / "metrics.jsonl", part / "metrics.jsonl")
     keep_database(run, part, steps)
-    kept["weights"] = keep_weights(run, part)
+    kept["weights"] = [] if scores_only else keep_weights(run, part)
     report |= {name: impersonal(report[name]) for name in ("settings", "provenance")}
     for name, value in {"report": report | {"excerpt": kept}, "excerpt": kept}.items():
         write_json(part / f"{name}.json", value)
@@ -128,14 +133,10 @@ def keep_database(run: RunDir, part: Path, steps: Sequence[int]) -> None:
 
 
 def keep_weights(run: RunDir, part: Path) -> list[str]:
-    """The version that the last step started from, and the one that it made where there is room."""
-    kept = []
-    for name in ("before_final", "final"):
-        source = run.path / "weights" / name
-        if not kept or size(part) + size(source) <= TARGET:
-            shutil.copytree(source, part / "weights" / name)
-            kept.append(name)
-    return kept
+    """Copy the versions that RL began with, that its last step started from, and that it ended with."""
+    for name in WEIGHTS:
+        shutil.copytree(run.path / "weights" / name, part / "weights" / name)
+    return list(WEIGHTS)
 
 
 def impersonal(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,9 +175,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--scores", action="store_true", help="keep only what a comparison of runs needs")
     given = parser.parse_args(words)
     try:
-        kept = excerpt(open_run(given.run), given.out.absolute())
+        kept = excerpt(open_run(given.run), given.out.absolute(), given.scores)
     except (ValueError, OSError, pa.ArrowException) as error:
         raise SystemExit(str(error)) from None
     print(json.dumps(kept, indent=2))

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.config import Settings, from_dict, override
-from composer_nb.trainer.launch import fork, start_or_resume
-from composer_nb.trainer.report import build_report
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.settings import Settings, from_dict, override
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.records.rundir import RunDir
 
 SCORES = ("pass_at_1", "pass_greedy", "best_of_k")
 LAST = 15
@@ -41,7 +41,7 @@ def run(source: RunDir, runs: Path, name: str, settings: Settings) -> dict[str, 
     report, steps = build_report(done), done.steps("rl")
     found = {score: report["eval"]["final"][score] for score in SCORES} | {"seconds": report["wall_s"]["rl"]}
     for metric in ("solved", "k3", "masked", "replay_overlap"):
-        values = [step[metric] for step in steps[-LAST:] if metric in step]
+        values = [step[metric] for step in steps[-LAST:] if step.get(metric) is not None]
         found[metric] = float(np.mean(values)) if values else float("nan")
     return found
 

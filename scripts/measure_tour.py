@@ -14,10 +14,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from composer_nb.config import Settings, override, to_dict
-from composer_nb.trainer.launch import fork, start_or_resume
-from composer_nb.trainer.report import build_report
-from composer_nb.trainer.rundir import RunDir, create, provenance, write_json
+from composer_nb.harness.files import write_json
+from composer_nb.settings import Settings, override, to_dict
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.records.rundir import RunDir, create, provenance
 
 
 def run(runs: Path, name: str, settings: Settings, source: RunDir | None = None) -> RunDir:

@@ -26,17 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from composer_nb.harness.policy import Request
-from composer_nb.kernels.causal import causal_attention, padded
+from composer_nb.kernels.attention.causal import causal_attention, padded
 from composer_nb.kernels.logprob import logprob_entropy
-from composer_nb.trainer.checkpoint import load_pretrained, save_pretrained
+from composer_nb.labs.rewards.rescore import stored_batch
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.model import Model, ModelConfig, PackedRows
-from composer_nb.trainer.packing import flatten, score
-from composer_nb.trainer.replay_settings import FULL, NO_REPLAY
-from composer_nb.trainer.report import example_run
-from composer_nb.trainer.rescore import stored_batch
+from composer_nb.trainer.learning.packing import flatten, score
+from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
+from composer_nb.trainer.models.variants import batch_invariant
+from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.rl import to_stream
-from composer_nb.trainer.variants import batch_invariant
 
 COMMON: dict[str, Any] = {"vocab_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 1024}
 SHAPES = {

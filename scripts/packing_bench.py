@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from composer_nb.trainer.balance import Cost, first_fit, pack
+from composer_nb.trainer.learning.balance import Cost, first_fit, pack
 
 ROOT = Path(__file__).resolve().parents[1]
 COST = Cost(linear=18251206656.0, quadratic=2359296.0)  # Cost.of Qwen3-30B-A3B's configuration

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""How well search answers questions about repositories: `scripts/retrieval_bench.py DIR... [--questions 150] [--kind docstring]
-[--traces TASKS ROLLOUTS]...`.
+"""Measure how well search answers questions about repositories:
 
-Each DIR is an unpacked source distribution that the embedding has not seen. Its questions are mined (`search/questions.py`), at
-most `--questions` drawn with a fixed seed. With `--traces`, they are what agents on a repository's tasks said and came to need.
-Prints Markdown: a table for each repository, and one for all questions together.
+    scripts/retrieval_bench.py DIR... [--questions 150] [--kind docstring] [--traces TASKS ROLLOUTS]...
+
+Each DIR is an unpacked source distribution that the embedding has not seen. Its questions are mined
+(`scripts/retrieval/questions.py`), and at most `--questions` of them are drawn with a fixed seed. With `--traces`, questions are
+what agents on a repository's tasks said and came to need. Prints a Markdown table per repository, and one for all questions.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
+from retrieval.measure import ranks, table
+from retrieval.questions import Mined, mine, read_repository
+from retrieval.traces import read_traces
 
 from composer_nb.harness.search.embedding import SHIPPED, load_embedding
 from composer_nb.harness.search.index import CodeIndex
-from composer_nb.harness.search.measure import ranks, table
-from composer_nb.harness.search.questions import Mined, mine, read_repository
-from composer_nb.harness.search.traces import read_traces
 
 
 def main() -> None:

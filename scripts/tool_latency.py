@@ -9,10 +9,10 @@ import argparse
 import os
 import statistics
 
-from composer_nb.harness.cursor.toolset import CursorTools
-from composer_nb.harness.sandboxes import BACKENDS, open_backend
-from composer_nb.harness.sandboxes.contract import SandboxSpec
-from composer_nb.harness.tools import ToolCall, ToolSet
+from composer_nb.harness.sandbox import BACKENDS, open_backend
+from composer_nb.harness.sandbox.contract import SandboxSpec
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
 
 FILES = 5000
 BODY = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(20))
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="bwrap")
     parser.add_argument("--calls", type=int, default=100)
     told = parser.parse_args()
-    tools: CursorTools = ToolSet.cursor()
+    tools: ToolSet = ToolSet.cursor()
     with open_backend(told.backend) as backend, backend.create(SandboxSpec(trusted=True)) as box:
         box.upload({f"p{n % 50}/m{n}.py": BODY.encode() for n in range(FILES)})
         session = tools.open(box)

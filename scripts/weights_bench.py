@@ -29,16 +29,16 @@ import torch
 import zstandard
 from tokenizers import Tokenizer
 
+from composer_nb.kernels.delta.codec import CODECS, bits, encode
+from composer_nb.kernels.delta.conditioned import LAYOUTS, Bits
 from composer_nb.kernels.logprob import logprob_entropy
-from composer_nb.trainer.checkpoint import load_pretrained
-from composer_nb.trainer.codec import CODECS, bits, encode
-from composer_nb.trainer.conditioned import LAYOUTS, Bits
-from composer_nb.trainer.loss import policy_loss
-from composer_nb.trainer.model import Model, ModelConfig, PackedRows
-from composer_nb.trainer.optimizer import FlatAdamW
-from composer_nb.trainer.packing import flatten, score
-from composer_nb.trainer.report import example_run
-from composer_nb.trainer.rescore import stored_batch
+from composer_nb.labs.rewards.rescore import stored_batch
+from composer_nb.trainer.learning.loss import policy_loss
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.packing import flatten, score
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
+from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.rl import to_stream, trains
 
 DTYPE = "bfloat16"

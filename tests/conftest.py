@@ -51,8 +51,8 @@ TINY: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
     """A finished run, to be read only; `copy_of` gives one to change. Test processes side by side share one."""
-    from composer_nb.config import Settings, override
-    from composer_nb.trainer.launch import start_or_resume
+    from composer_nb.settings import Settings, override
+    from composer_nb.trainer.recipe.launch import start_or_resume
 
     shared = tmp_path_factory.getbasetemp()
     if worker_id != "master":
@@ -69,8 +69,8 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
 @pytest.fixture(scope="session")
 def docker_client() -> Iterator[Any]:
     """A connection to the Docker Engine. Without one tests are left out on a laptop, and fail in CI, which starts one."""
-    from composer_nb.harness.calls import SandboxUnavailable
-    from composer_nb.harness.sandboxes.engine import connect
+    from composer_nb.harness.sandbox.contract import SandboxUnavailable
+    from composer_nb.harness.sandbox.engine import connect
 
     try:
         made = connect()
@@ -85,7 +85,7 @@ def docker_client() -> Iterator[Any]:
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Any], Any]:
     """A copy of a run, as `runs/tour` in a temporary directory."""
-    from composer_nb.trainer.rundir import RunDir
+    from composer_nb.trainer.records.rundir import RunDir
 
     def one(source: str, target: str) -> None:
         # Nobody changes weights in place, so they need not be copied.

@@ -5,14 +5,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer_nb import cli
-from composer_nb.harness.task import Task, save_tasks
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.operations import COMMANDS
+from composer_nb.trainer.records.rundir import RunDir
 
 TASK = Task(
     id="add-1",
@@ -48,9 +50,17 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["compare", "nowhere", "elsewhere"], "nowhere: no run here"),
         (["microscope", "nowhere"], "nowhere: no run here"),
         (["tour", "--set", "rl.stepz=3"], "unknown setting 'rl.stepz'; did you mean 'rl.steps'?"),
-        (["tour", "--set", "rl.steps"], "write --set name=value"),
-        (["tour", "--set", "rl.steps=many"], "rl.steps='many': must be of type int"),
+        (["tour", "--set", "rl.steps"], "'rl.steps': write NAME=VALUE"),
+        (["tour", "--set", "rl.steps=many"], "rl.steps='many': must be a valid integer"),
+        (["tour", "--set", "data.code=nowhere"], "data.code='nowhere': neither 'stdlib' nor a folder"),
+        (["tour", "--set", "data.code=."], "data.code='.': only 0 usable Python files"),
         (["tour", "--resume"], "no run here"),
+        (["verdict", "nowhere", "accept"], "nowhere: no agent's work is kept here"),
+        (["up", "tasks.jsonl"], "tasks.jsonl: not a folder"),
+        (["jobs", "run", "nowhere.yml"], "nowhere.yml: no such job file"),
+        (["jobs", "status"], "runs/jobs: no run of a job file is there"),
+        (["follow"], "runs/tour: no run here"),
+        (["agent", "nowhere", "fix it", "--policy", "scripted:x.json"], "nowhere: no folder here"),
         (["tour", "--resume", "--set", "seed=1"], "leave out --set"),
         (["eval", "--policy", "vllm:http://x", "--tasks", "TASKS"], "not supported yet"),
         (
@@ -92,7 +102,7 @@ def test_a_full_disk_and_an_interrupt_are_no_bugs(
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_report", fail)
+    monkeypatch.setitem(COMMANDS, "report", replace(COMMANDS["report"], run=fail))
     assert cli.main(["report", "x"]) == status
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -102,7 +112,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, error: Excep
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_report", fail)
+    monkeypatch.setitem(COMMANDS, "report", replace(COMMANDS["report"], run=fail))
     with pytest.raises(type(error)):
         cli.main(["report", "x"])
 
@@ -144,15 +154,14 @@ def test_two_runs_are_compared_for_programs_for_people_and_as_a_page(
     assert "settings that differ: none" in shown and "paired by task" in shown
 
 
-def test_a_mismatch_is_looked_into_for_programs_for_people_and_as_a_page(tmp_path: Path, capsys: Any):
+def test_a_mismatch_is_explained_to_programs_and_to_people(capsys: Any):
     example = str(Path(__file__).parents[1] / "data" / "example")
     looking = ["microscope", example, "--engine", "bf16-head", "--rollouts", "2"]
     assert cli.main([*looking, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["named"] == ["tokens", "head dtype"]
-    page = tmp_path / "page.html"
-    assert cli.main([*looking, "--html", str(page)]) == 0
-    assert "named: tokens, head dtype" in capsys.readouterr().out
-    assert "head dtype" in page.read_text() and page.read_text().count("<img") == 2
+    named = json.loads(capsys.readouterr().out)["named"]
+    assert named[-1] == "head dtype" and set(named) <= {"tokens", "head dtype"}
+    assert cli.main(looking) == 0
+    assert f"named: {', '.join(named)}" in capsys.readouterr().out
     assert cli.main(["microscope", example, "--engine", "genius"]) == 2
     assert "must be one of recorded, float32" in capsys.readouterr().err
 
@@ -170,7 +179,7 @@ def test_a_finished_tour_resumes_to_its_results(
 
 
 def test_an_interrupted_tour_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    from composer_nb.trainer import launch
+    from composer_nb.trainer.recipe import launch
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -208,7 +217,7 @@ def test_unfit_tasks_are_found(tmp_path: Path, capsys: Any):
     save_tasks([TASK, wrong, done, bare], path)
     assert cli.main(["tasks", "check", str(path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert (found["fit"], found["unfit"]) == (1, 3)
+    assert (found["fit"], found["unfit"]) == (1, 3) and found["guards"] == {"calls": 4}
     problems = {row["id"]: row["problem"] for row in found["tasks"]}
     assert problems["add-1"] == ""
     assert problems["wrong"] == "the solution fails 1 tests, first test_hidden.py::test_0"
@@ -216,12 +225,43 @@ def test_unfit_tasks_are_found(tmp_path: Path, capsys: Any):
     assert problems["bare"] == "has no solution"
     save_tasks([TASK], path)
     assert cli.main(["tasks", "check", str(path)]) == 0
-    assert "1 of 1 tasks are fit" in capsys.readouterr().out
+    assert "1 of 1 tasks are fit; guarded by recorded calls: 1; " in capsys.readouterr().out, "its tests are calls"
+
+
+def test_rows_of_a_benchmark_become_task_folders(tmp_path: Path, capsys: Any):
+    from tests.harness.tasks.test_swe import BENCH, FILES, SMITH
+
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    lines = [json.dumps(SMITH), "{", json.dumps(SMITH | {"patch": ""}), "", json.dumps(SMITH), "[1]"]
+    rows.write_text("\n".join(lines))
+    arguments = ["tasks", "from", str(rows), "--out", str(out), "--format"]
+    assert cli.main([*arguments, "swesmith", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    problems = [each.removeprefix(f"{rows}:") for each in found["problems"]]
+    assert found["tasks"] == 1 and [each.partition(":")[0] for each in problems] == ["2", "3", "5", "6"]
+    assert "patch is missing" in problems[1] and "is there already" in problems[2] and "not an object" in problems[3]
+    assert Task.from_harbor(out / "Org__lib-1").grader == "script"
+
+    source = tmp_path / "lib"
+    for path, text in FILES.items():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_text(text)
+    rows.write_text(json.dumps([BENCH]))
+    again = [*arguments[:-2], str(tmp_path / "with"), "--format", "swebench", "--repository", str(source)]
+    assert cli.main(again) == 0
+    assert "1 tasks in" in capsys.readouterr().out
+    assert Task.from_harbor(tmp_path / "with" / "Org__lib-1").grader == "pytest"
+    for text, message in (("", "holds no row"), ("[", "neither JSON Lines nor a JSON list")):
+        rows.write_text(text)
+        assert cli.main(again) == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments[:-3])
+    assert ended.value.code == 2 and "required: --out, --format" in capsys.readouterr().err
 
 
 def test_a_task_that_answers_by_chance_is_unfit():
-    from composer_nb.harness.grading.check import check_functions
-    from composer_nb.harness.sandbox import CallOutcome
+    from composer_nb.harness.grading.check import check_task
+    from composer_nb.harness.sandbox.calls import CallOutcome
 
     class Moody:
         asked = 0
@@ -230,17 +270,8 @@ def test_a_task_that_answers_by_chance_is_unfit():
             self.asked += 1
             return [(CallOutcome(status="returned", text="7" if self.asked == 1 else "0"),) for _ in requests]
 
-    row = check_functions(TASK, Moody())
+    row = check_task(TASK, Moody())
     assert not row["repeatable"] and row["problem"].startswith("two runs gave different results: ")
-
-
-@pytest.mark.slow
-def test_bench_measures_everything(capsys: Any):
-    assert cli.main(["bench", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    figures = {name: value for name, value in found.items() if isinstance(value, float)}
-    assert len(figures) == 9 and all(value > 0 for value in figures.values()), figures
-    assert found["sandbox_p50_ms"] <= found["sandbox_p95_ms"]
 
 
 def test_a_run_is_followed_to_its_end_and_stopped_only_while_it_is_live(tiny_run: RunDir, tmp_path: Path, capsys: Any):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,9 +50,9 @@ def test_the_harness_imports_without_torch() -> None:
 
 
 def test_what_learns_imports_without_ray_and_triton() -> None:
-    """Kernels in Triton and Gluon aside, which nothing imports before one is to run."""
+    """Except kernels in Triton, which are imported only when one runs."""
     blocked = {"ray", "transformers", "matplotlib", "IPython", "triton"}
-    import_all([f"{PACKAGE}.kernels", f"{PACKAGE}.trainer"], blocked, ("_triton", "_gluon", ".triton_steps"))
+    import_all([f"{PACKAGE}.kernels", f"{PACKAGE}.trainer"], blocked, ("_triton", ".triton_steps"))
 
 
 def modules() -> dict[str, Path]:
@@ -80,33 +81,45 @@ def imported(name: str, path: Path, known: set[str], *, at_import: bool = False)
                 yield from (each if each in known else source for each in deeper)
 
 
-ALLOWED = {
-    # What may be imported by whom: itself, and what is named here.
-    "kernels": set(),
-    "harness": set(),
-    "trainer": {"kernels", "harness", "config", "machine"},
-    "machine": set(),
-    "config": {"kernels", "harness", "trainer"},
-    "views": {"kernels", "harness", "trainer", "config"},
-}
-"""Of the modules at the top (jobs, the command line and the like) nothing below may import any but `config` and `machine`."""
+LAYERS = ("kernels", "harness", "trainer", "labs views", "jobs")
+"""Each imports only itself and those before it; the modules at the top (the command line and the like) import them all."""
 
 
 def part(module: str) -> str:
-    """`trainer` of composer_nb.trainer.model; empty for the package itself."""
+    """`trainer` of composer_nb.trainer.models.transformer; empty for the package itself."""
     return [*module.split("."), ""][1]
 
 
 def test_imports_flow_one_way() -> None:
     known = modules()
-    assert {part(name) for name in known} >= set(ALLOWED)
+    order = {name: place for place, layer in enumerate(LAYERS) for name in layer.split()}
+    order |= {"settings": order["trainer"], "machine": 0, "logs": 0, "provenance": 0, "": 0}
     wrong = [
         f"{name} imports {target}"
         for name, path in known.items()
         for target in imported(name, path, set(known))
-        if part(name) in ALLOWED and part(target) not in ALLOWED[part(name)] | {part(name), ""}
+        if order.get(part(target), len(LAYERS)) > order.get(part(name), len(LAYERS))
     ]
     assert not wrong
+
+
+def folder(module: str) -> str:
+    """The folder of a module, two levels below the package at most; a module that lies higher stands for itself."""
+    parts = module.split(".")[1:]
+    if parts[0] in ("views", "jobs"):
+        return parts[0]
+    return "/".join(parts[:3] if parts[:3] == ["harness", "tasks", "making"] else parts[:2])
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Imports inside functions count. What a package's own `__init__` exports does not."""
+    known = modules()
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        if path.name != "__init__.py":
+            found = {target for target in imported(name, path, set(known)) if known[target].name != "__init__.py"}
+            graph.setdefault(folder(name), set()).update({folder(target) for target in found} - {folder(name)})
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_every_import_exists_and_none_goes_round() -> None:
@@ -118,7 +131,84 @@ def test_every_import_exists_and_none_goes_round() -> None:
 
 
 def test_settings_are_below_what_runs_with_them() -> None:
-    """`config` may import only what defines settings, so that a stage can import it."""
+    """`settings` may import only what defines settings, so that a stage can import it."""
     known = modules()
-    targets = set(imported("config", known[f"{PACKAGE}.config"], set(known)))
-    assert not any(f"{PACKAGE}.config" in set(imported(name, known[name], set(known))) for name in targets)
+    targets = set(imported("settings", known[f"{PACKAGE}.settings"], set(known)))
+    assert not any(f"{PACKAGE}.settings" in set(imported(name, known[name], set(known))) for name in targets)
+
+
+PROMISED = {
+    "kernels": ("mx_quantize", "nvfp4_quantize", "grouped_mm", "moe", "explain"),
+    "harness": ("Task", "Sandbox", "Agent", "reward", "run_eval", "reap"),
+    "trainer.model": ("Model", "load_pretrained", "save_pretrained"),
+    "trainer.weights": ("encode_delta", "apply_delta", "verify"),
+    "trainer.engine": ("Engine",),
+}
+
+
+def test_promised_names_can_be_imported() -> None:
+    lines = [f"from {PACKAGE}.{module} import {', '.join(names)}" for module, names in PROMISED.items()]
+    lines.append("assert all(map(callable, (mx_quantize, Task, reward, reap, load_pretrained, verify, Engine)))")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def picture() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Of docs/architecture.md: the boxes in each frame, and the boxes that an arrow leads to from each box or frame."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    frames: dict[str, set[str]] = {"": set()}
+    arrows: dict[str, set[str]] = {}
+    frame = ""
+    for line in text.partition("```mermaid")[2].partition("```")[0].splitlines():
+        word = line.split()[0] if line.split() else ""
+        if word == "subgraph":
+            frame = line.split()[1].partition("[")[0]
+            frames[frame] = set()
+        elif word == "end":
+            frame = ""
+        elif "-->" in line:
+            ends = [end.strip() for end in line.split("-->")]
+            for start, end in itertools.pairwise(ends):
+                arrows.setdefault(start, set()).add(end)
+        elif "[" in line:
+            frames[frame].add(word.partition("[")[0])
+    return frames, arrows
+
+
+def test_the_picture_of_the_architecture_matches() -> None:
+    """Its boxes are the folders, and whatever one folder imports can be reached by arrows."""
+    frames, arrows = picture()
+    assert {frame: boxes for frame, boxes in frames.items() if (ROOT / PACKAGE / frame).is_dir() and frame} == {
+        layer: {path.name for path in (ROOT / PACKAGE / layer).iterdir() if (path / "__init__.py").exists()}
+        | ({"rl"} if layer == "trainer" else set())
+        for layer in ("harness", "trainer")
+    }
+    inside = {box: frame for frame, boxes in frames.items() for box in boxes}
+
+    def reach(box: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [box, inside.get(box, "")]
+        while todo:
+            for end in arrows.get(todo.pop(), set()):
+                found = {end, *frames.get(end, set())}
+                todo += found - seen
+                seen |= found
+        return seen
+
+    known = modules()
+    missing = set()
+    for name, path in known.items():
+        mine = box_of(name)
+        for target in imported(name, path, set(known)) if path.name != "__init__.py" else ():
+            other = box_of(target)
+            if mine in inside and other in inside and mine != other and inside[mine] == inside[other]:
+                missing |= {f"{mine} imports {other}"} if other not in reach(mine) else set()
+    assert not missing
+
+
+def box_of(module: str) -> str:
+    """Its folder in the harness or the trainer; `making` is not in the picture."""
+    _, layer, box, *rest = [*module.split("."), "", ""]
+    return box if layer in ("harness", "trainer") and rest[:1] != ["making"] else ""

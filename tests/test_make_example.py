@@ -13,13 +13,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from composer_nb.harness.task import load_tasks
-from composer_nb.trainer.checkpoint import load_pretrained
-from composer_nb.trainer.journal import Journal
-from composer_nb.trainer.launch import fork, start_or_resume
-from composer_nb.trainer.report import build_report, example_run, open_run, solved_by_task, stored_steps, write_report
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.settings import Settings, from_dict, override
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.reader import example_run, open_run, solved_by_task, stored_steps
+from composer_nb.trainer.recipe.report import build_report, compare
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.journal import Journal
 from composer_nb.views import rollout
+from composer_nb.views.report import write_report
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "make_example.py"
 
@@ -100,16 +103,31 @@ def test_looking_at_it_writes_nothing(cut: RunDir):
         lambda run: run.finish("rl", 1.0, {}),
         lambda run: Journal(run),
         lambda run: write_report(run),
-        lambda run: start_or_resume(run.path),
+        lambda run: start_or_resume(run.path, override(Settings(), {"rl.steps": 99})),
         lambda run: fork(run, None),  # type: ignore[arg-type]
     ],
     ids=["finish", "journal", "report", "resume", "fork"],
 )
 def test_whatever_would_write_to_it_is_refused(cut: RunDir, write: Callable[[RunDir], Any]):
     before = contents(cut.path)
-    with pytest.raises((ValueError, sqlite3.OperationalError), match="excerpt|readonly"):
+    with pytest.raises((ValueError, sqlite3.OperationalError), match="excerpt|readonly|other settings"):
         write(cut)
     assert contents(cut.path) == before
+
+
+def test_it_is_shown_where_a_run_would_be_resumed(cut: RunDir):
+    before = contents(cut.path)
+    said: list[str] = []
+    assert start_or_resume(cut.path, say=said.append).path == cut.path
+    assert "not resumed" in said[0] and contents(cut.path) == before
+
+
+def test_scores_alone_are_enough_to_compare_runs(tiny_run: RunDir, script: dict[str, Any], cut: RunDir, tmp_path: Path):
+    script["main"]([str(tiny_run.path), str(tmp_path / "scores"), "--scores"])
+    run = open_run(tmp_path / "scores")
+    assert not stored_steps(run) and not list((run.path / "weights").iterdir())
+    found = compare(cut, run)
+    assert found["eval"]["final"]["difference"]["pass_at_1"] == 0 and found["eval"]["final"]["difference"]["paired"]
 
 
 def test_it_replaces_an_excerpt_and_nothing_else(tiny_run: RunDir, script: dict[str, Any], cut: RunDir, tmp_path: Path):
@@ -142,7 +160,7 @@ def test_a_result_that_is_too_large_or_names_the_machine_is_refused(
         file.write(json.dumps({"note": f"{run.path}/weights"}) + "\n")
     with pytest.raises(SystemExit, match=r"metrics\.jsonl names the machine"):
         script["main"]([str(run.path), str(tmp_path / "out")])
-    (run.path / "metrics.jsonl").write_bytes(b"\n" * 10_000_001)
+    (run.path / "metrics.jsonl").write_bytes(b"\n" * 16_000_001)
     with pytest.raises(SystemExit, match="bytes, more than"):
         script["main"]([str(run.path), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -153,14 +171,23 @@ def test_the_example_that_ships_is_small_and_whole():
     before = contents(run.path)
     report = build_report(run)
     assert report["complete"] and run.excerpt is not None and len(stored_steps(run)) == 3
-    assert sum(len(data) for _, data in before.values()) < 10_000_000
+    assert sum(len(data) for _, data in before.values()) < 16_000_000
     assert report["eval"]["final"]["n_tasks"] == run.excerpt["of_heldout_tasks"] > run.excerpt["heldout_tasks"]
     rows = pq.read_table(run.path / "rollouts" / "eval_final.parquet", columns=["task_id"])["task_id"].to_pylist()
     assert len(set(rows)) == run.excerpt["heldout_tasks"]
     assert contents(run.path) == before
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_examples_that_ship_are_of_the_current_recipe(seed: int):
+    """A change of the recipe's defaults needs new examples: `make example`. Their time limit is lifted, since the number of
+    batches must not depend on the machine."""
+    made = from_dict(example_run(seed).settings())
+    assert made == override(Settings(), {"seed": seed, "rl.max_seconds": made.rl.max_seconds})
+    assert len(example_run(seed).steps("rl")) == Settings().rl.steps
+
+
 def test_a_package_without_a_checkout_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("composer_nb.trainer.report.EXAMPLE", tmp_path / "nowhere")
+    monkeypatch.setattr("composer_nb.trainer.recipe.reader.EXAMPLES", (tmp_path / "nowhere",))
     with pytest.raises(FileNotFoundError, match="comes with the repository"):
         example_run()

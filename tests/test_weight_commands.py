@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from composer_nb import cli
-from composer_nb.trainer.shards import bytes_of, header_of, index_of, write_shard
-from composer_nb.trainer.version_store import Publisher
+from composer_nb.trainer.models.shards import bytes_of, header_of, index_of, write_shard
+from composer_nb.trainer.versions.publisher import Publisher
 
 FILES = {"config.json": b"{}"}
 

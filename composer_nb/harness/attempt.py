@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from composer_nb.harness.agent import Agent, Steps
-from composer_nb.harness.calls import SandboxFailure
-from composer_nb.harness.grade import Grade, grading
+from composer_nb.harness.agent.loop import Steps
+from composer_nb.harness.agent.tiny import Agent
+from composer_nb.harness.grading.grade import Grade, grading
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.tasks.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,13 @@ class Attempt:
 
 
 def attempt(agent: Agent, task: Task, rollout: int, release: Callable[[int], Trace]) -> Steps[Attempt]:
-    """Runs the agent, then grades what it left. A fault of the infrastructure in either is a grade of `infra_error`."""
-    done = yield from agent.run(task, rollout, release)
+    """Run the agent, then grade what it left. A fault of the infrastructure in either is a grade of `infra_error`."""
+    return (yield from graded(task, agent.run(task, rollout, release)))
+
+
+def graded(task: Task, steps: Steps[Rollout]) -> Steps[Attempt]:
+    """Run a rollout of a task with the grader `functions`, then grade what it left."""
+    done = yield from steps
     grade = Grade(status="infra_error")
     if done.stop != "infrastructure":
         try:

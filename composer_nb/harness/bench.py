@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.agent import Agent, drive
+from composer_nb.harness.agent.tiny import Agent, drive
 from composer_nb.harness.attempt import Attempt, attempt
-from composer_nb.harness.execute import Executor
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.rollout import Turn
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.tasks.task import Task
 
 
 def run_eval(
@@ -72,9 +72,9 @@ def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str
     return found
 
 
-def behaviour(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """How a policy goes about it: means over attempts. retries_after_failed_test is, of those who edited and then failed
-    the tests, the share that edited again (0 where there are none)."""
+def behaviour(attempts: Sequence[Attempt]) -> dict[str, float | None]:
+    """Describe how a policy works, as means over attempts. `retries_after_failed_test` is the share of the attempts with an
+    edit that failed the tests which edited again. A rate whose denominator is empty is None."""
     rollouts = [done.rollout for done in attempts]
     calls = sum(rollout.calls for rollout in rollouts)
     retried = [again for rollout in rollouts if (again := _retried(rollout.turns)) is not None]
@@ -82,9 +82,9 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, float]:
         "tokens_per_task": float(np.mean([rollout.tokens for rollout in rollouts])),
         "sampled_per_task": float(np.mean([rollout.sampled for rollout in rollouts])),
         "tool_calls_per_task": calls / len(rollouts),
-        "invalid_call_rate": sum(rollout.invalid_calls for rollout in rollouts) / max(1, calls),
+        "invalid_call_rate": sum(rollout.invalid_calls for rollout in rollouts) / calls if calls else None,
         "runs_tests": float(np.mean([any(turn.tests_run for turn in rollout.turns) for rollout in rollouts])),
-        "retries_after_failed_test": float(np.mean(retried)) if retried else 0.0,
+        "retries_after_failed_test": float(np.mean(retried)) if retried else None,
         "finishes": float(np.mean([rollout.stop == "finished" for rollout in rollouts])),
     }
 

@@ -24,6 +24,10 @@ class Request:
     """What stands between the end of the last turn and the next one: the prompt at first, then an observation."""
     max_tokens: int
     """The turn is cut after so many tokens."""
+    temperature: float | None = None
+    """Of this turn; None is the policy's own."""
+    top_p: float = 1.0
+    """Tokens are drawn from the fewest that have this probability between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,10 @@ class Completion:
     """Of each token under the distribution that it was drawn from."""
     policy_versions: list[int]
     """Of each token; -1 where no policy acted (a script)."""
+
+
+class TimeIsUp(Exception):
+    """A time limit passed before an answer came."""
 
 
 class ProviderFailure(RuntimeError):

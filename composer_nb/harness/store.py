@@ -7,7 +7,6 @@ file, in the order of the rows. Both files are renamed into place when complete.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +20,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, load_file, save, save_file
 
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grade import Grade
+from composer_nb.harness.files import replacing
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout, Segment, Turn
-from composer_nb.harness.task import Task
+from composer_nb.harness.tasks.task import Task
 
 _TENSORS = ("routes", "gates", "margins", "route_valid", "checks")
 _COLUMNS = {
@@ -43,12 +43,14 @@ _COLUMNS = {
     "read_tokens": pa.int64(),
     "written_tokens": pa.int64(),
     "seconds": pa.float64(),
+    "calls": pa.int64(),
+    "calls_failed": pa.int64(),
 }
 """`tests`, `turns` and `files` are JSON; `files` holds what differs from the task's, null for what is gone. `read_tokens` and
 `written_tokens` are an endpoint's counts."""
 
 
-_LATER = {"read_tokens": 0, "written_tokens": 0, "seconds": 0.0}
+_LATER = {"read_tokens": 0, "written_tokens": 0, "seconds": 0.0, "calls": 0, "calls_failed": 0}
 """Columns that older files lack, and what stands for them."""
 
 
@@ -68,9 +70,8 @@ def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str,
         (path.with_suffix(".safetensors"), lambda part: save_file(tensors, part)),
         (path, lambda part: pq.write_table(table, part, compression="zstd")),
     ):
-        part = target.with_name(target.name + ".part")
-        write(part)
-        os.replace(part, target)
+        with replacing(target) as part:
+            write(part)
 
 
 def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
@@ -147,6 +148,8 @@ def _row(done: Attempt) -> dict[str, Any]:
         "read_tokens": done.rollout.counted[0],
         "written_tokens": done.rollout.counted[1],
         "seconds": done.rollout.seconds,
+        "calls": done.grade.calls,
+        "calls_failed": done.grade.calls_failed,
     }
 
 
@@ -177,5 +180,11 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         counted=(row["read_tokens"], row["written_tokens"]),
         seconds=row["seconds"],
     )
-    grade = Grade(status=row["status"], tests=json.loads(row["tests"]), flags=tuple(row["flags"]))
+    grade = Grade(
+        status=row["status"],
+        tests=json.loads(row["tests"]),
+        flags=tuple(row["flags"]),
+        calls=row["calls"],
+        calls_failed=row["calls_failed"],
+    )
     return Attempt(task=tasks[row["task_id"]], rollout=rollout, grade=grade)

@@ -35,6 +35,8 @@ from papermill.engines import NBClientEngine, NotebookExecutionManager, papermil
 from papermill.log import logger
 
 ENGINE = "composer_nb"
+CANCELLED = "cancelled"
+"""What ended a cell that was interrupted from outside."""
 GRACE_S = 15.0
 """Seconds a cell has to end after an interrupt: enough to save, less than the 30 that Slurm and Kubernetes give."""
 TICK_S = 0.25
@@ -68,7 +70,7 @@ class Progress:
 
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and the end of the time limit interrupt the cell that runs. One that does not end within the
+        """Interrupt the cell that runs on Ctrl-C, SIGTERM and at the time limit. A cell that does not end within the
         grace period, or a second Ctrl-C, ends everything by a KeyboardInterrupt. For the main thread."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
@@ -105,13 +107,13 @@ class Progress:
             raise KeyboardInterrupt
 
     def counts(self) -> dict[str, Any]:
-        """Code cells, as the record tells them."""
+        """Return the counts of code cells for the record."""
         ran = [state for state in self.states if state not in ("pending", "running")]
         return {"cells": len(self.states), "cells_run": len(ran), "cell_states": dict(Counter(self.states))}
 
 
 class _Manager(NotebookExecutionManager):
-    """Saves the notebook, seldom if it is big, and leaves the states of its cells alone."""
+    """Saves the notebook, rarely if it is big, and leaves the states of its cells alone."""
 
     saving_s = 0.0
     saved_at = float("-inf")
@@ -135,7 +137,7 @@ class _Manager(NotebookExecutionManager):
                 self.save_if_due()
 
     def autosave_cell(self, **kwargs: Any) -> None:
-        """papermill's client calls this with every message."""
+        """Note a change; papermill's client calls this with every message."""
         self.changed = True
 
     def begin(self, cell: NotebookNode) -> None:
@@ -151,14 +153,14 @@ class _Manager(NotebookExecutionManager):
         self.save_if_due()
 
     def finish(self) -> None:
-        """The last save. It does not touch the cells."""
+        """Save for the last time, without touching the cells."""
         end, told = self.now(), self.nb.metadata.papermill
         told["end_time"], told["duration"] = end.isoformat(), (end - self.start_time).total_seconds()
         self.save()
 
 
 class _Client(PapermillNotebookClient):
-    """Runs cell after cell, and says of each what became of it."""
+    """Runs cell after cell and records the state of each."""
 
     progress: Progress
 
@@ -208,6 +210,8 @@ class _Client(PapermillNotebookClient):
         finally:
             progress.cell = None
         if progress.sent:
+            if progress.stopped != "timed_out":
+                progress.error = CANCELLED
             return progress.stopped or "interrupted"
         shown = [output for output in cell.get("outputs", []) if output.output_type == "error"]
         if state == "completed" and shown:  # told, not raised: the tag `raises-exception`, or a magic's own handling
@@ -267,5 +271,5 @@ papermill_engines.register(ENGINE, _Engine)
 
 
 def first_line(text: object) -> str:
-    """The first line that is not empty."""
+    """Return the first line that is not empty."""
     return (str(text).strip() or "no message").splitlines()[0]

@@ -1,4 +1,4 @@
-"""What is known of a notebook before a kernel starts: its parameters and their types, its variables, its digest."""
+"""Checks of a notebook before a kernel starts: its parameters and their types, its variables, its digest."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 
 def check_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, if the notebook's parameters cell takes it. Raises ValueError that names the parameter and the nearest known
-    one, or the type wanted; FileNotFoundError when there is no notebook. A parameter `overrides` holds dotted names of
-    `config.Settings`; they are checked as such."""
+    """Return `given` if the notebook's parameters cell takes it. A parameter `overrides` holds dotted names of settings.
+
+    Raises ValueError that names the parameter and the nearest known one, or the type wanted; FileNotFoundError when there is no
+    notebook."""
     known = parameters_of(source)
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"{source.name} has no parameter {name!r}; {nearest(name, known)}")
         check_type(source.name, name, value, known[name])
     if given.get("overrides"):
-        from composer_nb.config import Settings, override
+        from composer_nb.settings import Settings, override
 
         override(Settings(), given["overrides"])
     return dict(given)
 
 
 def check_type(where: str, name: str, value: Any, wanted: type) -> None:
-    """Raises ValueError unless `value` is of the type wanted (an int will do for a float) and made of plain values."""
+    """Raise ValueError unless `value` is of the type wanted (an int will do for a float) and made of plain values."""
     fits = isinstance(value, (int, float) if wanted is float else wanted)
     if not fits or (isinstance(value, bool) and wanted is not bool):
         raise ValueError(f"{where}: parameter {name}={value!r} must be of type {wanted.__name__}")
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: parameter {name} holds something that is not plain data: {error}") from None
 
 
 def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """What to say to somebody who misspelt a name."""
+    """Return the advice for a misspelt name."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"did you mean {near[0]!r}?" if near else "it takes none"
 
 
 def parameters_of(source: Path) -> dict[str, type]:
-    """Name -> type of the parameters cell. Raises ValueError unless there is exactly one, of annotated names alone."""
+    """Return the types of the parameters by name. Raises ValueError unless there is exactly one cell of annotated names."""
     cells = [c for c in _read(source).cells if "parameters" in c.metadata.get("tags", [])]
     if len(cells) != 1:
         raise ValueError(f"{source.name}: {len(cells)} cells are tagged `parameters`, not one")
@@ -70,7 +71,7 @@ def parameters_of(source: Path) -> dict[str, type]:
 
 
 def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
-    """Raises ValueError for an output whose variable no cell sets, so that it is known before the work and not after."""
+    """Raise ValueError, before the work, for an output whose variable no cell sets."""
     if not outputs:
         return
     names = {name: None for cell in _read(source).cells if cell.cell_type == "code" for name in _sets(cell.source)}
@@ -85,7 +86,7 @@ def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
 
 
 def _sets(source: str) -> Iterator[str]:
-    """Variables that a cell binds where the cells after it see them."""
+    """Yield the variables that a cell binds where later cells see them."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     try:
@@ -105,7 +106,7 @@ def _sets(source: str) -> Iterator[str]:
 
 
 def outputs_cell(outputs: Mapping[str, str]) -> str:
-    """The cell that is run last; empty without outputs."""
+    """Return the source of the cell that is run last; empty without outputs."""
     if not outputs:
         return ""
     words = ", ".join(f"{name}={expression}" for name, expression in outputs.items())
@@ -124,14 +125,6 @@ def _read(source: Path) -> NotebookNode:
 
 
 def notebook_digest(source: Path) -> str:
-    """SHA-256 of what a notebook does: its code cells and their tags, neither prose nor outputs nor metadata."""
+    """Return the SHA-256 of a notebook's code cells and their tags, without prose, outputs and metadata."""
     cells = [(c.source, c.metadata.get("tags", [])) for c in _read(source).cells if c.cell_type == "code"]
     return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
-
-
-def package_digest() -> str:
-    """SHA-256 of this package's source."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()

@@ -1,14 +1,12 @@
-"""What a run of a job file leaves on disk, and how to read it, whoever wrote it and however that ended.
+"""The files of a run of a job file: made, read, corrected.
 
-The records of the attempts are the truth; run.json of the whole is a summary. A run is alive while somebody holds its lock, so
-nobody has to believe a process number.
+The records of the attempts are the truth; run.json of the whole is a summary. A run is alive while its lock is held, so no
+process number has to be trusted.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,30 +16,28 @@ from typing import Any
 
 import psutil
 
+from composer_nb.harness.files import point, write_atomic
+from composer_nb.harness.untrusted import beneath
 from composer_nb.jobs import processes
 from composer_nb.jobs.check import notebook_digest
-from composer_nb.jobs.records import ENDED, file_digest, now, read_json, remove_parts, write_json, write_text
+from composer_nb.jobs.records import ENDED, file_digest, now, read_json, remove_parts, write_record
 
 STOP_S = 40.0
 """Seconds after a request to stop until a notebook is killed: its cell's grace, the kernel's end, the sweep."""
 
 
 def create(runs: Path, name: str) -> Path:
-    """Makes `runs/<name>-<time>-<id>` and points `runs/<name>` at it. The id keeps runs apart that begin at once, here and in
+    """Make `runs/<name>-<time>-<id>` and point `runs/<name>` at it. The id keeps runs apart that begin at once, here and in
     the environment of their processes."""
     unique = uuid.uuid4().hex[:6]
     folder = runs.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{unique}"
     folder.mkdir(parents=True)
-    link, temporary = runs / name, runs / f".{name}-{unique}"
-    if link.exists() and not link.is_symlink():
-        raise ValueError(f"{link} is a folder of its own; choose another name for the job, or move it away")
-    temporary.symlink_to(folder.name)
-    os.replace(temporary, link)
+    point(runs / name, folder)
     return folder
 
 
 def find(runs: Path, text: str | None = None) -> Path:
-    """The run that `text` names: a directory, a job's name (its newest run), or nothing (the newest of all). Raises
+    """Return the run that `text` names: a directory, a job's name (its newest run), or nothing (the newest of all). Raises
     FileNotFoundError."""
     for path in (Path(text), runs / text) if text else ():
         if (path / "job.json").is_file():
@@ -53,17 +49,17 @@ def find(runs: Path, text: str | None = None) -> Path:
 
 
 def attempts(folder: Path, node: str) -> list[int]:
-    """Numbers of the attempts at a node, in order."""
-    return sorted(int(path.name) for path in (folder / "nodes" / node).glob("*") if path.name.isdecimal())
+    """Return the numbers of the attempts at a node, in order."""
+    return sorted(int(path.name) for path in beneath(folder / "nodes", node).glob("*") if path.name.isdecimal())
 
 
 def attempt_dir(folder: Path, node: str, number: int) -> Path:
-    return folder / "nodes" / node / str(number)
+    return beneath(folder / "nodes", node) / str(number)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the run's lock. Raises ValueError where somebody else does."""
+    """Hold the run's lock. Raises ValueError where another process does."""
     with (folder / "lock").open("a+") as lock:
         patience = time.monotonic() + 2  # to ask whether a run is alive is to hold its lock for a moment
         while True:
@@ -90,16 +86,14 @@ def alive(folder: Path) -> bool:
 
 
 def snapshot(notebook: Path, folder: Path) -> Path:
-    """A copy of a notebook in the run, so that an edit meanwhile changes nothing."""
+    """Return a copy of a notebook in the run, so that an edit meanwhile changes nothing."""
     digest = notebook_digest(notebook)
     copy = folder / "notebooks" / digest[:12] / notebook.name
     with suppress(FileNotFoundError, ValueError):  # not there yet, or damaged
         if notebook_digest(copy) == digest:
             return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
-    part = copy.with_suffix(".part")
-    shutil.copyfile(notebook, part)
-    os.replace(part, copy)
+    write_atomic(copy, notebook.read_bytes())
     return copy
 
 
@@ -107,8 +101,8 @@ def snapshot(notebook: Path, folder: Path) -> Path:
 
 
 def settle(path: Path, state: str, error: str) -> dict[str, Any]:
-    """Writes the record of an attempt that could not do it itself, ends what it left running here, and says in its notebook
-    what became of the cell that ran."""
+    """Write the record of an attempt that could not do it itself, end what it left running here, and set the state of the cell
+    that ran."""
     attempt = read_json(path / "attempt.json") or {}
     if mark := attempt.get("mark"):
         processes.end(lambda: [p for p in processes.marked(processes.NODE, mark) if processes.lease(p) is None])
@@ -116,7 +110,7 @@ def settle(path: Path, state: str, error: str) -> dict[str, Any]:
     record |= {"state": state, "error": error, "ended": now()}
     import nbformat  # takes a second, which a look at a run need not wait
 
-    output = Path(attempt.get("output", path / "missing"))
+    output = beneath(path, Path(attempt.get("output", "missing")).name)
     try:
         book = nbformat.read(output, 4)
     except Exception as fault:  # nbformat's reader raises what its many versions happen to raise
@@ -125,16 +119,16 @@ def settle(path: Path, state: str, error: str) -> dict[str, Any]:
         for cell in book.cells:
             if cell.metadata.get("papermill", {}).get("status") == "running":
                 cell.metadata.papermill["status"] = state
-        write_text(output, nbformat.writes(book) + "\n")
+        write_atomic(output, nbformat.writes(book) + "\n")
         record |= {"output": output.name, "output_sha256": file_digest(output)}
-    write_json(path / "run.json", record)
+    write_record(path / "run.json", record)
     remove_parts(path)
     return record
 
 
 def settle_all(folder: Path) -> list[dict[str, Any]]:
-    """Makes true what a killed runner left, once its notebooks have ended, and ends what they did not; returns that. The
-    caller holds the lock."""
+    """Correct the records that a killed runner left, once its notebooks have ended; return the processes that had to be ended.
+    The caller holds the lock."""
     patience = time.monotonic() + STOP_S
     while time.monotonic() < patience and any(map(_saves, processes.of_run(folder.name))):
         time.sleep(0.2)
@@ -148,7 +142,7 @@ def settle_all(folder: Path) -> list[dict[str, Any]]:
 
 
 def _saves(process: psutil.Process) -> bool:
-    """Whether it is the process of an attempt, which ends by itself when its runner has gone."""
+    """Whether this is the process of an attempt, which ends by itself when its runner has gone."""
     with suppress(psutil.Error):
         return "composer_nb.jobs" in process.cmdline()
     return False
@@ -158,9 +152,9 @@ def _saves(process: psutil.Process) -> bool:
 
 
 def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
-    """What became of a run: its run.json, corrected by the records of the attempts where it has not the last word.
+    """Return the status of a run: its run.json, corrected by the records of its attempts.
 
-    `running` says whether somebody runs it, for a caller who holds the lock.
+    `running` says whether it has a runner, for a caller who holds the lock.
     """
     job = read_json(folder / "job.json")
     if job is None or "nodes" not in job:
@@ -177,7 +171,7 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
 
 
 def _node(folder: Path, name: str, told: dict[str, Any], running: bool) -> dict[str, Any]:
-    """A node as it is: what the runner said last, if that is final, else what its last attempt says."""
+    """Return a node's record: the runner's last one if it is final, else that of its last attempt."""
     node = {"state": "pending", "attempt": 0, **told}
     numbers = attempts(folder, name)
     if node["state"] in ENDED or not numbers:
@@ -191,7 +185,7 @@ def _node(folder: Path, name: str, told: dict[str, Any], running: bool) -> dict[
 
 
 def cancel(folder: Path) -> dict[str, Any]:
-    """Ends a run, whoever runs it and wherever, or what is left of one; returns its status."""
+    """End a run on whatever machine, or what is left of one; return its status."""
     if alive(folder):
         (folder / "cancel").touch()
         patience = time.monotonic() + STOP_S + 20
@@ -205,8 +199,8 @@ def cancel(folder: Path) -> dict[str, Any]:
 
 
 def sweep(folder: Path) -> list[dict[str, Any]]:
-    """Cleans up after a run that nobody runs any more; returns the processes it ended on this machine."""
+    """Clean up after a run without a runner; return the processes that were ended on this machine."""
     with locked(folder):
         ended = settle_all(folder)
-        write_json(folder / "run.json", status(folder, running=False))
+        write_record(folder / "run.json", status(folder, running=False))
     return ended

@@ -1,4 +1,4 @@
-"""Where the attempts of a graph run: the protocol, and processes on this machine."""
+"""Executors of a graph's attempts: the protocol, and processes on this machine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Executor(Protocol):
     """Whether the place itself was lost, so that trying again is in vain."""
 
     def start(self, attempt: Path, node: Node) -> Any:
-        """Begins the attempt that a file describes; what it returns stands for it below."""
+        """Begin the attempt that a file describes; return its handle."""
 
     def poll(self, handle: Any) -> str | None:
-        """None while it runs; then empty, or what the infrastructure did to it."""
+        """Return None while it runs; then empty text, or the fault of the infrastructure that ended it."""
 
     def stop(self, handle: Any, *, kill: bool) -> None:
-        """Asks it to end, or ends it."""
+        """Ask it to end, or end it."""
 
     def close(self) -> None:
-        """Ends what the run leased anywhere, and lets go."""
+        """End what the run leased anywhere, and disconnect."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class Local:
 
 
 def spawn(attempt: Path, run: str) -> subprocess.Popen[bytes]:
-    """The process of an attempt. It has a session of its own, ends when our end of its input closes, and writes to log.txt
+    """Start the process of an attempt. It has a session of its own, ends when our end of its input closes, and writes to log.txt
     beside `attempt`."""
     environment = {name: text for name, text in os.environ.items() if name != processes.LEASE} | {processes.RUN: run}
     root = Path(__file__).parents[2]

@@ -33,15 +33,18 @@ from typing import Any
 import pydantic
 import yaml
 
+from composer_nb.harness.untrusted import visible
 from composer_nb.jobs.check import check_outputs, check_parameters, check_type, nearest, parameters_of
 
 REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
 JOB, DIR = "job", "dir"
+MOST_NODES, MOST_DEPTH = 10_000, 100
+"""Limits of a YAML document with its aliases written out: each may stand for thousands of others."""
 MERGE = "tag:yaml.org,2002:merge"
-"""Of the key `<<`, which takes over what an anchor holds."""
+"""Tag of the key `<<`, which takes over what an anchor holds."""
 PLACES = ("run_dir", "runs", "first", "second")
-"""Parameters that are paths. A notebook runs in its own folder; who names a path on the command line means it from here."""
+"""Parameters that are paths. A notebook runs in its own folder; a path on the command line is relative to this one."""
 
 
 class NodeFile(pydantic.BaseModel):
@@ -112,7 +115,7 @@ class Job:
 
 
 def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
-    """Reads and checks a job file; `settings` are those of `--set`.
+    """Read and check a job file; `settings` are those of `--set`.
 
     Each is `parameter=value`, for every node that takes it; `node:parameter=value`, for one; or a dotted setting
     (`rl.steps=20`), which goes into the `overrides` of every node that takes them. Raises FileNotFoundError, or ValueError
@@ -138,12 +141,12 @@ def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
 
 
 def name_of(path: Path) -> str:
-    """The name in a job file. Raises like `load_job`."""
+    """Return the name in a job file. Raises like `load_job`."""
     return _read(path).name
 
 
 def references(value: Any) -> Iterator[tuple[str, str]]:
-    """(node, output) of every reference in a value, however deep."""
+    """Yield (node, output) of every reference in a value, however deep."""
     if isinstance(value, str):
         yield from ((node, output) for node, output in REFERENCE.findall(value))
     elif isinstance(value, Mapping):
@@ -155,7 +158,7 @@ def references(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def resolve(value: Any, found: Mapping[tuple[str, str], Any]) -> Any:
-    """`value` with its references replaced."""
+    """Return `value` with its references replaced."""
     if isinstance(value, str):
         if whole := REFERENCE.fullmatch(value):
             return found[whole[1], whole[2]]
@@ -182,15 +185,33 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
+def _yaml(text: str) -> Any:
+    """Read YAML. Raises ValueError for whatever is wrong with it, before it fills the memory."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        todo, count = [(node, 1)], 0
+        while todo:
+            at, depth = todo.pop()
+            count += 1
+            if count > MOST_NODES or depth > MOST_DEPTH:
+                raise ValueError(f"more than {MOST_NODES} values, or {MOST_DEPTH} in one another")
+            inner = [each for pair in at.value for each in pair] if isinstance(at, yaml.MappingNode) else at.value
+            todo += [(each, depth + 1) for each in inner if isinstance(each, yaml.Node)]
+        return loader.construct_document(node)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(visible(" ".join(str(error).split()))) from None
+
+
 def _read(path: Path) -> JobFile:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such job file")
     if path.suffix == ".ipynb":
         raise ValueError(f"{path} is a notebook; jobs run takes a job file that names it, jobs render runs it as it is")
     try:
-        return JobFile.model_validate(yaml.load(path.read_text(encoding="utf-8"), _Loader))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        return JobFile.model_validate(_yaml(path.read_text(encoding="utf-8")))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"]]
@@ -200,10 +221,12 @@ def _read(path: Path) -> JobFile:
         else:
             text = first["msg"]
         raise ValueError(f"{path}: {'.'.join(place) or 'the file'}: {text}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from None
 
 
 def _known(path: Path, name: str, node: NodeFile) -> dict[str, type]:
-    """What the node's notebook takes."""
+    """Return the parameters of the node's notebook."""
     if not NAME.fullmatch(name) or name == JOB:
         raise ValueError(f"{path}: {name!r} cannot name a node: letters, digits, - and _, and not `job`")
     notebook = path.parent / node.notebook
@@ -214,7 +237,7 @@ def _known(path: Path, name: str, node: NodeFile) -> dict[str, type]:
 
 
 def _given(written: JobFile, known: Mapping[str, Mapping[str, type]]) -> dict[str, dict[str, Any]]:
-    """Parameters of each node: the job's, then its own."""
+    """Return the parameters of each node: the job's, then its own."""
     everything = {name: kind for kinds in known.values() for name, kind in kinds.items()}
     for name in written.parameters:
         if name not in everything:
@@ -234,7 +257,7 @@ def _set(
     axes: dict[str, dict[str, Any]],
     dotted: dict[str, dict[str, Any]],
 ) -> None:
-    """Puts one `--set` in its place. A parameter that a grid varies is no longer varied; dotted settings come on top of
+    """Apply one `--set`. A parameter that a grid varies is no longer varied; dotted settings come on top of
     whatever `overrides` the file or a grid gives."""
     node, colon, name = key.rpartition(":")
     if colon and node not in known:
@@ -255,7 +278,7 @@ def _set(
 
 
 def _typed(text: str, wanted: type) -> Any:
-    """Text of the command line as what the notebook's annotation says: `007` stays text where text is wanted."""
+    """Return text of the command line in the type of the notebook's annotation: `007` stays text where text is wanted."""
     if wanted is str:
         return text
     if wanted in (int, float):
@@ -264,8 +287,8 @@ def _typed(text: str, wanted: type) -> Any:
         except ValueError:
             return text
     try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+        return _yaml(text)
+    except ValueError:
         return text
 
 
@@ -277,7 +300,7 @@ def _expand(
     axes: Mapping[str, Any],
     dotted: Mapping[str, Any],
 ) -> Iterator[Node]:
-    """One node a point of the grid."""
+    """Yield one node per point of the grid."""
     choices = []
     for name, values in axes.items():
         if not values:
@@ -311,7 +334,7 @@ def _label(value: Any) -> str:
 
 
 def _check(path: Path, node: Node, known: Mapping[str, type], written: JobFile) -> None:
-    """Checks names, references and types. What a reference will be is not known yet: its type is checked when it is."""
+    """Check names, references and types. The type of a reference's value is checked when it is known."""
     plain = {name: value for name, value in node.parameters.items() if not list(references(value))}
     check_parameters(node.notebook, plain)
     for name, value in node.parameters.items():
@@ -335,7 +358,7 @@ def _check(path: Path, node: Node, known: Mapping[str, type], written: JobFile) 
 
 
 def _ordered(path: Path, nodes: Mapping[str, Node], families: Mapping[str, list[Node]]) -> dict[str, Node]:
-    """The nodes with what they need, each after it. Raises ValueError for a circle."""
+    """Return the nodes in an order in which they can run, with their needs. Raises ValueError for a cycle."""
     needs: dict[str, tuple[str, ...]] = {}
     for node in nodes.values():
         wanted = [source for source, output in references(dict(node.parameters)) if source not in (JOB, node.family)]

@@ -1,10 +1,9 @@
-"""Runs one notebook, through papermill's API, and says honestly what happened.
+"""Runs one notebook through papermill's API and records what happened.
 
-papermill alone marks cells that never ran as completed, writes files that a kill leaves empty, ignores misspelt parameters
-and dies of SIGTERM without a word. So here: parameters are checked against the notebook's annotations before a kernel
-starts; files are renamed into place; SIGTERM and Ctrl-C interrupt the cell that runs and wait for it; cells that did not run
-say so; what a kernel left running is ended, but for what holds a lease (`processes.py`), even if we are killed outright;
-`run.json` beside the executed notebook tells what happened.
+papermill alone marks cells that never ran as completed, leaves empty files after a kill, ignores misspelt parameters and dies of
+SIGTERM. Here parameters are checked against the notebook's annotations before a kernel starts; files are renamed into place;
+SIGTERM and Ctrl-C interrupt the cell that runs and wait for it (`cells.py`); processes that a kernel left are ended unless they
+hold a lease (`processes.py`), even if this process is killed; `run.json` beside the executed notebook holds the record.
 """
 
 from __future__ import annotations
@@ -16,31 +15,27 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from composer_nb import __version__
+from composer_nb.harness.files import write_atomic
+from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs import processes
-from composer_nb.jobs.check import (
-    check_outputs,
-    check_parameters,
-    notebook_digest,
-    outputs_cell,
-    package_digest,
-)
-from composer_nb.jobs.records import ENDED, OUTPUTS, file_digest, now, reserve, write_json, write_text
+from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest, outputs_cell
+from composer_nb.jobs.records import ENDED, OUTPUTS, file_digest, now, reserve, write_record
+from composer_nb.provenance import commit, package_digest
 
 START_S = 180
-"""Seconds a kernel may take to start: ten at once on two cores take most of a minute."""
+"""Seconds a kernel may take to start, more on a busy machine: ten at once on two cores take most of a minute."""
 
 
 class JobFailed(RuntimeError):
@@ -64,31 +59,53 @@ def run_notebook(
     about: Mapping[str, Any] | None = None,
     mark: str = "",
 ) -> dict[str, Any]:
-    """Executes `source` into `output` and returns the record that is also written to run.json beside it.
+    """Execute `source` into `output` and return the record that is also written to run.json beside it.
 
     `say` gets every line that a cell prints, as it is printed; `timeout_s` limits the notebook, `cell_timeout_s` one cell;
-    `outputs` are names for variables of the notebook (`{"run_dir": "run.path"}`) whose values are wanted at the end;
-    `folder` is where the kernel runs, the notebook's own by default; `about` is added to the record; `mark` is what its
-    processes are known by. Raises ValueError for parameters that the notebook does not take, JobFailed, and
-    KeyboardInterrupt on Ctrl-C or SIGTERM, always after output and run.json have been written. For the main thread.
+    `outputs` are names for variables of the notebook (`{"run_dir": "run.path"}`) whose final values are recorded; `folder` is
+    where the kernel runs, by default the notebook's own; `about` is added to the record; `mark` identifies its processes. Raises
+    ValueError for parameters that the notebook does not take, JobFailed, and KeyboardInterrupt on Ctrl-C or SIGTERM, always
+    after output and run.json have been written. For the main thread.
     """
-    values = check_parameters(source, parameters or {})
-    check_outputs(source, outputs or {})
+    values, wanted = check_parameters(source, parameters or {}), outputs or {}
+    check_outputs(source, wanted)
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     mark = mark or f"{source.stem}-{uuid.uuid4().hex[:12]}"
-    record = {**(about or {}), **_opening(source, values)}
-    start = time.perf_counter()
-    with terminate_as_interrupt(), reserve(output.parent):
-        write_json(output.with_name("run.json"), record)
-        kept = output.with_name("outputs.json")
+    record = {
+        **(about or {}),
+        "state": "running",
+        "notebook": source.name,
+        "notebook_sha256": notebook_digest(source),
+        "parameters": dict(values),
+        "package_digest": package_digest(),
+        "commit": commit(),
+        "versions": _versions(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_started": psutil.Process().create_time(),
+        "started": now(),
+    }
+    start, path, kept = time.perf_counter(), output.with_name("run.json"), output.with_name("outputs.json")
+    with ExitStack() as stack:
+        stack.enter_context(terminate_as_interrupt())
+        stack.enter_context(reserve(output.parent))
+        write_record(path, record)
         kept.unlink(missing_ok=True)
-        with _sockets() as sockets, processes.guarded(processes.NODE, mark, output.parent, sockets):
+        with ExitStack() as inner:
+            sockets = inner.enter_context(_sockets())
+            inner.enter_context(processes.guarded(processes.NODE, mark, output.parent, sockets))
             variables = {processes.NODE: mark, OUTPUTS: str(kept), "JUPYTER_RUNTIME_DIR": str(sockets)}
-            with _environment(variables), _swept(mark, record):
-                limits = {"timeout_s": timeout_s, "cell_timeout_s": cell_timeout_s}
-                failure = _execute(source, output, values, outputs or {}, folder or source.parent, say, limits, record)
-        _close(record, output, kept if outputs and failure is None else None, time.perf_counter() - start)
+            inner.enter_context(_environment(variables))
+            inner.enter_context(_swept(mark, record))
+            limits = timeout_s, cell_timeout_s
+            failure = _execute(source, output, values, wanted, folder or source.parent, say, limits, record)
+        if wanted and failure is None:
+            record["outputs"] = json.loads(kept.read_text(encoding="utf-8"))
+        if output.is_file():
+            record["output"], record["output_sha256"] = output.name, file_digest(output)
+        record |= {"ended": now(), "seconds": time.perf_counter() - start}
+        write_record(path, record)
     if isinstance(failure, KeyboardInterrupt):
         raise failure
     if record["state"] != "completed":
@@ -104,19 +121,20 @@ def _execute(
     outputs: Mapping[str, str],
     folder: Path,
     say: Callable[[str], None],
-    limits: Mapping[str, Any],
+    limits: tuple[float | None, int | None],
     record: dict[str, Any],
 ) -> BaseException | None:
-    """Runs the cells; adds state, error and cells to `record`. Returns what ended it early."""
+    """Run the cells; add state, error and cells to `record`. Return what ended them early."""
     import papermill
     from papermill.iorw import papermill_io
     from traitlets.config import Config
 
-    from composer_nb.jobs.cells import ENGINE, Progress
+    from composer_nb.jobs.cells import CANCELLED, ENGINE, Progress
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it would say is in the record
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the record says it
     papermill_io.register(f"{output.parent}/", _AtomicHandler())
-    progress = Progress(timeout_s=limits["timeout_s"])
+    timeout_s, cell_timeout_s = limits
+    progress = Progress(timeout_s=timeout_s)
     failure: BaseException | None = None
     with progress.heeding_signals():
         try:
@@ -129,16 +147,17 @@ def _execute(
                 last_cell=outputs_cell(outputs),
                 progress_bar=False,
                 stdout_file=_Lines(say),
-                start_timeout=START_S,
-                execution_timeout=limits["cell_timeout_s"],
+                start_timeout=int(patience(START_S)),
+                execution_timeout=cell_timeout_s,
                 cwd=folder,
                 config=Config({"KernelManager": {"transport": "ipc", "ip": os.environ["JUPYTER_RUNTIME_DIR"] + "/k"}}),
             )
             record["state"] = progress.fault or "completed"
         except KeyboardInterrupt as interrupt:
             record["state"], failure = progress.stopped or "interrupted", interrupt
+            progress.error = progress.error or CANCELLED
             if progress.stopped == "timed_out":
-                progress.error = f"the notebook took longer than {limits['timeout_s']} s (timeout_s)"
+                progress.error = f"the notebook took longer than {timeout_s} s (timeout_s)"
                 failure = TimeoutError(progress.error)
         except Exception as error:  # whatever papermill, the kernel or a cell raises is this run's outcome
             # Kernels that do not start, or die between cells, are RuntimeErrors; what a cell raises is a `fault`.
@@ -151,50 +170,12 @@ def _execute(
     return failure
 
 
-def _opening(source: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a run that has just begun."""
-    return {
-        "state": "running",
-        "notebook": source.name,
-        "notebook_sha256": notebook_digest(source),
-        "parameters": dict(values),
-        "package_digest": package_digest(),
-        "commit": _commit(),
-        "versions": _versions(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process_started": psutil.Process().create_time(),
-        "started": now(),
-    }
-
-
-def _close(record: dict[str, Any], output: Path, kept: Path | None, seconds: float) -> None:
-    """Completes the record and writes it."""
-    if kept:
-        record["outputs"] = json.loads(kept.read_text(encoding="utf-8"))
-    if output.is_file():
-        record["output"], record["output_sha256"] = output.name, file_digest(output)
-    record |= {"ended": now(), "seconds": seconds}
-    write_json(output.with_name("run.json"), record)
-
-
 def _versions() -> dict[str, str]:
-    names = ("papermill", "nbclient", "ipykernel", "numpy", "torch", "ray")
     found = {"composer_nb": __version__, "python": sys.version.split()[0]}
-    for name in names:
+    for name in ("papermill", "nbclient", "ipykernel", "numpy", "torch", "ray"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _commit() -> str | None:
-    """The commit of the package's checkout; None outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # Signals and processes
@@ -202,7 +183,7 @@ def _commit() -> str | None:
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, once, so that everything ends as on Ctrl-C. For the main thread."""
+    """Make SIGTERM raise KeyboardInterrupt, once, so that everything ends as on Ctrl-C. For the main thread."""
 
     def interrupt(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -217,8 +198,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _swept(mark: str, record: dict[str, Any]) -> Iterator[None]:
-    """Ends, afterwards, every process that was started meanwhile, orphans of the kernel too, and notes which they were; what
-    holds a lease is spared, and noted."""
+    """Afterwards end every process that was started meanwhile, orphans of the kernel too, and record them; processes that hold a
+    lease are spared and recorded."""
     before = set(psutil.Process().children(recursive=True))
 
     def left() -> list[psutil.Process]:
@@ -235,7 +216,7 @@ def _swept(mark: str, record: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _sockets() -> Iterator[Path]:
-    """A private directory for the kernel's sockets. Over TCP kernels that start at once take one another's ports, and hang."""
+    """Yield a private directory for the kernel's sockets. Kernels that start at once take each other's TCP ports and hang."""
     longest = 80  # of the 108 bytes that the path of a socket may have
     folder = None if len(tempfile.gettempdir()) < longest else "/tmp"
     with tempfile.TemporaryDirectory(prefix="nb-", dir=folder, ignore_cleanup_errors=True) as made:
@@ -244,7 +225,7 @@ def _sockets() -> Iterator[Path]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """What the kernel inherits: `values`, and no lease of ours."""
+    """Let the kernel inherit `values`, and no lease of ours."""
     before = dict(os.environ)
     os.environ.pop(processes.LEASE, None)
     os.environ.update(values)
@@ -256,20 +237,20 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _AtomicHandler:
-    """What papermill reads and writes notebooks with: files appear whole or not at all."""
+    """Reads and writes notebooks for papermill; files appear whole or not at all."""
 
     def read(self, path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
 
     def write(self, text: str, path: str) -> None:
-        write_text(Path(path), text, sync=False)  # often; the record's digest tells whether the last one is whole
+        write_atomic(Path(path), text)  # often; the record's digest tells whether the last one is whole
 
     def pretty_path(self, path: str) -> str:
         return path
 
 
 class _Lines:
-    """A stream that hands on whole lines."""
+    """A stream that passes on whole lines."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.rest = say, ""

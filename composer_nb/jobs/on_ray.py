@@ -7,7 +7,6 @@ Requests to stop travel as files beside the attempt, so nothing but Ray's own co
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 import time
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.jobs import processes
-from composer_nb.jobs.check import package_digest
 from composer_nb.jobs.executor import spawn
 from composer_nb.jobs.file import Job, Node
+from composer_nb.provenance import package_digest
+from composer_nb.trainer.services.cluster import attach
 
 STOP, KILL = "stop", "kill"
 TICK_S = 0.2
@@ -31,16 +31,16 @@ class OnRay:
     limit: int | None = None
 
     def __init__(self, address: str, run: str, job: Job) -> None:
-        """Raises ValueError where Ray is not installed, there is no cluster, or no machine of it is large enough."""
+        """Raise ValueError where Ray is not installed, there is no cluster, or no machine of it is large enough."""
         try:
             import ray
         except ImportError:
             raise ValueError("--ray: Ray is not installed here; pip install ray") from None
         self.ray, self.run, self.gone = ray, run, False
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=run)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ValueError(f"--ray {address}: no Ray cluster answers there ({str(error).splitlines()[0]})") from None
+            attach(address, run)
+        except ConnectionError as error:
+            raise ValueError(f"--ray: {error}") from None
         try:
             self._check_size(job)
         except ValueError:
@@ -100,7 +100,7 @@ class OnRay:
 
 
 def run_attempt(path: str, run: str, digest: str) -> str:
-    """One attempt, on whatever machine Ray chose: returns what the infrastructure did to it, empty if nothing."""
+    """Run one attempt on the machine that Ray chose; return the fault of the infrastructure, empty if none."""
     attempt = Path(path)
     if not attempt.is_file():
         raise FileNotFoundError(f"{socket.gethostname()} does not see {path}: keep --runs on a shared file system")
@@ -124,5 +124,5 @@ def run_attempt(path: str, run: str, digest: str) -> str:
 
 
 def end_leased(run: str) -> int:
-    """Ends on this machine what holds a lease on the run; returns how many processes that were."""
+    """End on this machine what holds a lease on the run; return the number of processes."""
     return len(processes.end(lambda: processes.of_run(run)))

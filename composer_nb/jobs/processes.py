@@ -1,4 +1,4 @@
-"""Processes that a run started: found again whatever became of their parents, spared where they hold a lease, ended.
+"""Processes that a run started: found even when their parents are gone, spared if they hold a lease, ended.
 
 Every process below a notebook's kernel inherits two environment variables, so it can be found after its parents died:
 
@@ -39,7 +39,7 @@ Find = Callable[[], Iterable[psutil.Process]]
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Meanwhile a process below us whose parent dies becomes a child of ours, not of init."""
+    """Adopt processes below us whose parent dies; without this, init does."""
     pr_set_child_subreaper = 36
     control = ctypes.CDLL(None, use_errno=True).prctl
     control(pr_set_child_subreaper, 1)
@@ -50,7 +50,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def environment(process: psutil.Process) -> dict[str, str]:
-    """What a process was started with; empty where that can not be read, as of another user's."""
+    """Return the environment that a process was started with; empty where it cannot be read, as of another user's."""
     try:
         return process.environ()
     except (psutil.Error, OSError):
@@ -58,14 +58,14 @@ def environment(process: psutil.Process) -> dict[str, str]:
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:
-    """Every living process but this one that was started with `name=value` in its environment."""
+    """Return every living process but this one that was started with `name=value` in its environment."""
     return [
         p for p in psutil.process_iter() if p.pid != os.getpid() and environment(p).get(name) == value and living(p)
     ]
 
 
 def living(process: psutil.Process) -> bool:
-    """Whether it runs: neither gone nor a zombie."""
+    """Whether a process runs: neither gone nor a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -73,7 +73,7 @@ def living(process: psutil.Process) -> bool:
 
 
 def lease(process: psutil.Process) -> str | None:
-    """The lease that a process, or one above it and below the kernel, holds; None without."""
+    """Return the lease that a process, or one above it and below the kernel, holds; None without."""
     if held := environment(process).get(LEASE):
         return held
     with suppress(psutil.Error):
@@ -87,34 +87,34 @@ def lease(process: psutil.Process) -> str | None:
 
 
 def started_by(node: str, before: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """What runs below us or carries `node`'s mark, but for the processes `before`."""
+    """Return the processes that run below us or carry `node`'s mark, except those of `before`."""
     found = {*psutil.Process().children(recursive=True), *marked(NODE, node)} - set(before)
     return [process for process in found if living(process)]
 
 
 def of_run(run: str) -> list[psutil.Process]:
-    """What belongs to a run of a job file: all that carries its mark and holds no other lease, all that it leases."""
+    """Return the processes of a run: all that carry its mark and hold no other lease, and all that it leases."""
     return [p for p in {*marked(RUN, run), *marked(LEASE, run)} if lease(p) in (None, run)]
 
 
 def orphans(before: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """What runs below us without a lease, but for the processes `before`: also what wears no mark, as a program that cleared
-    its environment does, and came to us when an attempt was killed."""
+    """Return the processes that run below us without a lease, except those of `before`: also those without a mark, as of a
+    program that cleared its environment, which came to us when an attempt was killed."""
     found = set(psutil.Process().children(recursive=True)) - set(before)
     return [p for p in found if living(p) and lease(p) is None and not _watches(p)]
 
 
 def _watches(process: psutil.Process) -> bool:
-    """Whether it is the watcher of an attempt, which cleans up and ends by itself."""
+    """Whether this is the watcher of an attempt, which cleans up and ends by itself."""
     with suppress(psutil.Error):
         return __file__ in process.cmdline()
     return False
 
 
 def end(find: Find, polite_s: float = POLITE_S) -> list[dict[str, Any]]:
-    """Ends what `find` finds, again and again until it finds nothing: SIGTERM, SIGKILL `polite_s` later.
+    """End what `find` finds, again and again until it finds nothing: SIGTERM, SIGKILL `polite_s` later.
 
-    Returns pid and name of each. Gives up after ten more seconds on what not even SIGKILL ends (a process stuck in a
+    Return pid and name of each. Gives up after ten more seconds on what not even SIGKILL ends (a process stuck in a
     system call); `find` still finds that.
     """
     told: dict[int, dict[str, Any]] = {}
@@ -133,7 +133,7 @@ def end(find: Find, polite_s: float = POLITE_S) -> list[dict[str, Any]]:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Removes those of our children among `pids` that have ended from the table of processes."""
+    """Remove our ended children among `pids` from the table of processes."""
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -141,9 +141,8 @@ def reap(pids: Iterable[int]) -> None:
 
 @contextmanager
 def guarded(kind: str, value: str, folder: Path, scratch: Path | None = None, wait_s: float = 0.0) -> Iterator[None]:
-    """While the block runs, a small process watches over us. Should we be killed outright, it gives what we started
-    `wait_s` seconds to end by itself, ends the rest, and removes what we were writing in `folder` and
-    all of `scratch`.
+    """Let a small process watch over us while the block runs. If we are killed, it gives what we started `wait_s` seconds to
+    end by itself, ends the rest, and removes what we were writing in `folder` and all of `scratch`.
 
     `kind` is RUN or NODE, `value` the mark to look for.
     """
@@ -173,7 +172,7 @@ def guarded(kind: str, value: str, folder: Path, scratch: Path | None = None, wa
 
 
 def follow_parent() -> None:
-    """Interrupts this process when whoever started it with a pipe as its input closes that pipe, be it by dying."""
+    """Interrupt this process when the parent closes the pipe that is its input, also by dying."""
 
     def wait() -> None:
         with suppress(OSError):
@@ -185,7 +184,7 @@ def follow_parent() -> None:
 
 
 def _guard(kind: str, value: str, wait_s: str, folder: str, writer: str, scratch: str) -> None:
-    """The watcher: returns at once when told so, otherwise when its input ends."""
+    """Watch: return at once on the word `done`; when the input ends without it, clean up."""
     if sys.stdin.buffer.read() == b"done":
         return
 

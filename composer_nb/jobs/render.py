@@ -1,46 +1,50 @@
-"""Notebooks to read without running anything: an executed copy and a page of each, from one clean run, and an index.
+"""Executed notebooks as pages: an executed copy and an HTML page of each, from one clean run, and an index.
 
     render(notebooks, Path("build/render"))
 
-The notebooks run as a job, one after another, so what became of them is what the runner says. One that failed has a page as
-well, with its traceback, and says so in the index. Beside the pages stand `render.json`, the index for programs, and
-`render.yml`, the job that ran.
+The notebooks run as a job, one after another. A notebook that failed has its page, with the traceback. `render.json` is the
+index for programs. nbconvert makes the body of a page; formulas become MathML, and no page fetches a file or runs a script.
+Widgets are left to JupyterLab: a page shows their static twin.
 
-Leaves out: notebooks that would train for longer than reading is worth. They are rendered on a finished run, or listed with the
-reason.
+A notebook that trains for long is rendered on a finished run, or listed with the reason.
 """
 
 from __future__ import annotations
 
-import ast
-import html
+import copy
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbformat
 import yaml
+from jinja2 import Environment, pass_context
+from latex2mathml.converter import convert
+from markupsafe import Markup
+from nbconvert.exporters import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from pygments.formatters import HtmlFormatter
 
 from composer_nb import __version__
-from composer_nb.jobs import pages
+from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.jobs.check import parameters_of
 from composer_nb.jobs.file import load_job
-from composer_nb.jobs.records import now, read_json, write_json, write_text
+from composer_nb.jobs.records import now, read_json
 from composer_nb.jobs.runner import run_job
+from composer_nb.views.page import document
 
-NAME = "render"
 LIMIT_S = 1800.0
-"""For a notebook. At their smoke size they promise three minutes, on a machine that has nothing else to do."""
+"""Time limit of a notebook. At its smoke size it takes minutes on an idle machine."""
 ON_A_RUN = {"00_tour": "run_dir"}
 """Notebooks that train for long unless this parameter names a finished run."""
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """What the first cell of a notebook promises, as Markdown."""
+class Opening(NamedTuple):
+    """Contents of a notebook's first cell, as Markdown."""
 
     title: str
     goals: tuple[str, ...]
@@ -56,16 +60,10 @@ class Entry:
     name: str
     opening: Opening
     state: str
-    """One of the states of a job's node, or `not rendered`."""
+    """State of the job's node, or `not rendered`."""
     error: str = ""
-    """Why it has not completed, in a line."""
-    seconds: float | None = None
-    parameters: Mapping[str, Any]
-    """As the notebook had them, whether given or by default."""
-    commit: str | None = None
-    version: str = __version__
-    """Of the package."""
-    ended: str = ""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """The attempt's run.json."""
     files: tuple[str, ...] = ()
     """Page and executed notebook."""
 
@@ -78,38 +76,45 @@ def render(
     runs: Path = Path("runs/jobs"),
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Entry], dict[str, Any]]:
-    """Runs the notebooks and writes what they became into `out`; returns the index and what the job's run.json says.
+    """Run the notebooks and write their pages into `out`; return the index and the job's run.json.
 
-    `settings` are those of a job: `name=value` for every notebook that takes it, `notebook:name=value` for one. What an
-    earlier call wrote into `out` is removed, and nothing else. Raises ValueError for parameters that do not fit and
-    where no notebook can be rendered, FileNotFoundError for a notebook that is not there. For the main thread.
+    `settings` are those of a job: `name=value` for every notebook that takes it, `notebook:name=value` for one. Removes what an
+    earlier call wrote into `out`, and nothing else. Raises ValueError for parameters that do not fit and where no notebook can
+    be rendered, FileNotFoundError for a missing notebook. For the main thread.
     """
     sources = {re.sub(r"[^A-Za-z0-9_.=+-]+", "-", path.stem).strip("-.") or "notebook": path for path in notebooks}
     if len(sources) < len(notebooks):
         raise ValueError("two notebooks have the same name; render them into folders of their own")
     given = dict(settings or {})
-    reasons = {name: reason for name in sources if (reason := _left_out(name, given))}
+    reasons = {
+        name: f"{name} trains for long; to render it, name a finished run: --set {name}:{parameter}=runs/tour"
+        for name, parameter in ON_A_RUN.items()
+        if name in sources and not (given.get(f"{name}:{parameter}") or given.get(parameter))
+    }
     if len(reasons) == len(sources):
         raise ValueError("; ".join(reasons.values()) or "no notebook to render")
     job = _write_job({name: path for name, path in sources.items() if name not in reasons}, out)
-    load_job(job, given)  # what is wrong is said before the old pages go
-    _clear(out)
+    load_job(job, given)  # reports what is wrong before the old pages go
+    for name in [*(read_json(out / "render.json") or {}).get("files", []), "render.json"]:
+        (out / Path(name).name).unlink(missing_ok=True)
     openings = {name: opening(path) for name, path in sources.items()}
     told = run_job(job, given, runs=runs, say=say)
     entries = [
-        Entry(name=name, opening=openings[name], state="not rendered", error=reasons[name], parameters={})
+        Entry(name=name, opening=openings[name], state="not rendered", error=reasons[name])
         if name in reasons
-        else _written(name, path, openings[name], told["nodes"][name], out)
-        for name, path in sources.items()
+        else _written(name, openings[name], told["nodes"][name], out)
+        for name in sources
     ]
-    write_text(out / "index.html", index(entries))
+    seconds = sum(entry.record.get("seconds", 0.0) for entry in entries)
+    index = _page("The notebooks, executed", _INDEX, entries=entries, seconds=seconds, now=now())
+    write_atomic(out / "index.html", index)
     files = ["index.html", *(name for entry in entries for name in entry.files)]
     write_json(out / "render.json", {"files": files, "run": told["dir"], "notebooks": [asdict(e) for e in entries]})
     return entries, told
 
 
 def shipped() -> list[Path]:
-    """The notebooks of the checkout. Raises FileNotFoundError where the package stands alone."""
+    """Return the notebooks of the checkout. Raises FileNotFoundError for an installed package, which has none."""
     folder = Path(__file__).parents[2] / "notebooks"
     if not (found := sorted(folder.glob("*.ipynb"))):
         raise FileNotFoundError(f"{folder}: the notebooks come with a checkout; name the ones to render")
@@ -117,7 +122,7 @@ def shipped() -> list[Path]:
 
 
 def opening(path: Path) -> Opening:
-    """Title, aims and needs from a notebook's first cell; what is not there is empty, the title then the file's name."""
+    """Return title, goals and needs from a notebook's first cell; what is missing is empty, the title then the file's name."""
     first = next(iter(nbformat.read(path, 4).cells), None)
     text = first.source if first is not None and first.cell_type == "markdown" else ""
     title = re.search(r"^# (.+)$", text, re.M)
@@ -130,126 +135,121 @@ def opening(path: Path) -> Opening:
     )
 
 
-def parameter_values(book: nbformat.NotebookNode) -> dict[str, Any]:
-    """What an executed notebook's parameters were: the cell of defaults, then the cell that a run has put after it."""
-    found: dict[str, Any] = {}
-    for cell in book.cells:
-        if {"parameters", "injected-parameters"} & set(cell.metadata.get("tags", [])):
-            for node in ast.parse(cell.source).body:
-                match node:
-                    case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                        found[name] = _plain(value)
-                    case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                        found[name] = _plain(value)
-    return found
-
-
-def _plain(value: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(value)
-    except ValueError:  # papermill writes an infinite number as a call
-        return ast.unparse(value)
-
-
-def _left_out(name: str, settings: Mapping[str, str]) -> str:
-    """Why a notebook is not run, if it is not."""
-    parameter = ON_A_RUN.get(name)
-    if parameter is None or settings.get(f"{name}:{parameter}") or settings.get(parameter):
-        return ""
-    return f"{name} trains for long; to render it, name a finished run: --set {name}:{parameter}=runs/tour"
-
-
-def _clear(out: Path) -> None:
-    """Removes what an earlier call has written, so that no old page passes for a new one."""
-    for name in (read_json(out / "render.json") or {}).get("files", []):
-        (out / Path(name).name).unlink(missing_ok=True)
-    (out / "render.json").unlink(missing_ok=True)
-
-
 def _write_job(sources: Mapping[str, Path], out: Path) -> Path:
-    """The job file: a node a notebook. What a notebook keeps goes into its node's own directory."""
+    """Write the job file, one node per notebook. Runs that a notebook makes go into its node's own directory."""
     nodes = {}
     for name, path in sources.items():
         parameters = {"runs": f"${{{name}.dir}}"} if "runs" in parameters_of(path) else {}
         nodes[name] = {"notebook": os.path.relpath(path, out), "parameters": parameters, "timeout_s": LIMIT_S}
     out.mkdir(parents=True, exist_ok=True)
     file = out / "render.yml"
-    write_text(file, yaml.safe_dump({"name": NAME, "nodes": nodes}, sort_keys=False))
+    write_atomic(file, yaml.safe_dump({"name": "render", "nodes": nodes}, sort_keys=False))
     return file
 
 
-def _written(name: str, source: Path, promised: Opening, node: Mapping[str, Any], out: Path) -> Entry:
-    """Writes page and copy of a notebook that ran, however that ended."""
-    executed = Path(node.get("output", source))
-    record = read_json(executed.with_name("run.json")) or {}
+def _written(name: str, opening: Opening, node: Mapping[str, Any], out: Path) -> Entry:
+    """Write page and copy of a notebook that ran, whatever its state."""
+    executed = Path(node.get("output", ""))
+    record = (read_json(executed.with_name("run.json")) if executed.name else None) or {}
+    files = (f"{name}.html", f"{name}.ipynb") if "output" in record else ()
     entry = Entry(
-        name=name,
-        opening=promised,
-        state=node["state"],
-        error=node.get("error", ""),
-        seconds=record.get("seconds"),
-        parameters=record.get("parameters", {}),
-        commit=record.get("commit"),
-        version=record.get("versions", {}).get("composer_nb", __version__),
-        ended=record.get("ended", ""),
+        name=name, opening=opening, state=node["state"], error=node.get("error", ""), record=record, files=files
     )
-    if "output" not in record:  # it did not begin, or nothing readable is left of it
-        return entry
-    book = nbformat.read(executed, 4)
-    files = (f"{name}.html", f"{name}.ipynb")
-    entry = replace(entry, parameters=parameter_values(book), files=files)
-    write_text(out / files[0], pages.notebook_page(book, promised.title, header(entry)))
-    write_text(out / files[1], executed.read_text(encoding="utf-8"))
+    if files:
+        write_atomic(out / files[0], notebook_page(nbformat.read(executed, 4), entry))
+        write_atomic(out / files[1], executed.read_text(encoding="utf-8"))
     return entry
 
 
 # HTML
 
 
-def header(entry: Entry) -> str:
-    """What stands above a notebook's page: what ran, when, how that ended."""
-    links = f'<a href="index.html">all notebooks</a> · <a href="{entry.name}.ipynb">{entry.name}.ipynb</a>'
-    return f"<header><div class=quiet>{links}</div>{_facts(entry)}</header>"
+class _Renderer(IPythonRenderer):
+    """Writes formulas as MathML."""
+
+    def block_math(self, body: str) -> str:
+        return convert(body.strip(), display="block")
+
+    def inline_math(self, body: str) -> str:
+        return convert(body.strip(), display="inline")
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return self.block_math(f"\\begin{{{name}}}{body}\\end{{{name}}}")
 
 
-def index(entries: Sequence[Entry]) -> str:
-    """The page that lists the notebooks."""
-    done = sum(entry.state == "completed" for entry in entries)
-    spent = sum(entry.seconds or 0.0 for entry in entries)
-    about = f"{done} of {len(entries)} notebooks completed, in {spent:.0f} s, one after another; written {now()}."
-    head = f'<h1>The notebooks, executed</h1><p class="quiet">{about}</p>'
-    return pages.page("The notebooks, executed", head + "\n".join(map(_card, entries)))
+class _Exporter(HTMLExporter):
+    """Exports the body alone: nbconvert's head would fetch scripts."""
+
+    @pass_context
+    def markdown2html(self, context: Any, source: str) -> str:
+        return _markdown(source)
 
 
-def _card(entry: Entry) -> str:
-    title = _inline(entry.opening.title)
-    if entry.files:
-        title = f'<a href="{entry.files[0]}">{title}</a>'
-    goals = "".join(f"<li>{_inline(goal)}</li>" for goal in entry.opening.goals)
-    aims = f"<div class=quiet>You will</div><ul>{goals}</ul>" if goals else ""
-    return f"<article id='{entry.name}'><h2>{title}</h2>{aims}{_facts(entry)}</article>"
+def _markdown(source: str) -> str:
+    return MarkdownWithMath(_Renderer(escape=False, exclude_anchor_links=True)).render(source)
 
 
-def _facts(entry: Entry) -> str:
-    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in _rows(entry))
-    return f"<dl>{rows}</dl>"
+def notebook_page(book: nbformat.NotebookNode, entry: Entry) -> str:
+    """Return the page of an executed notebook."""
+    shown = copy.deepcopy(book)
+    shown.metadata.pop("widgets", None)  # nbconvert would put it into the page for a script to read
+    for cell in shown.cells:
+        if cell.cell_type == "code":
+            state = cell.metadata.get("papermill", {}).get("status", "pending")
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), f"state-{state}"]
+            for output in cell.outputs:
+                data = output.get("data", {})
+                data.pop("application/javascript", None)
+                if data.pop(WIDGET, None) and "text/html" not in data:
+                    output["data"] = {"text/plain": "(controls; they work in JupyterLab)"}
+    body, _ = _Exporter(template_name="basic").from_notebook_node(shown)
+    return _page(entry.opening.title, _NOTEBOOK, entry=entry, body=Markup(body))
 
 
-def _rows(entry: Entry) -> Iterator[tuple[str, str]]:
-    why = f": {html.escape(entry.error)}" if entry.error else ""
-    yield "state", f'<span class="{entry.state.replace(" ", "-")}">{entry.state}</span>{why}'
-    if entry.opening.needs:
-        yield "needs", _inline(entry.opening.needs)
-    if entry.seconds is not None:
-        yield "measured", f"{entry.seconds:.1f} s, ended {entry.ended}"
-    if entry.parameters:
-        given = ", ".join(f"{name} = {value!r}" for name, value in entry.parameters.items())
-        yield "parameters", f"<code>{html.escape(given)}</code>"
-    if entry.seconds is not None:
-        yield "commit", html.escape(entry.commit or "none: the package is not in a checkout")
-        yield "package", f"composer_nb {html.escape(entry.version)}"
+def _page(title: str, template: str, **values: Any) -> str:
+    environment = Environment(autoescape=True)
+    environment.filters["inline"] = lambda text: Markup(
+        _markdown(text).strip().removeprefix("<p>").removesuffix("</p>")
+    )
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("vs", "github-dark"))
+    rules = f"{_RULES}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n.highlight {{ background: none }}"
+    body = environment.from_string(_FACTS + template).render(version=__version__, **values)
+    return document(title, [body], rules)
 
 
-def _inline(text: str) -> str:
-    """Markdown of one paragraph, without the paragraph."""
-    return pages.markdown(text).strip().removeprefix("<p>").removesuffix("</p>")
+_FACTS = """
+{%- macro facts(entry) %}{% set record = entry.record %}<dl>
+<dt>state</dt><dd><span class="{{ entry.state | replace(' ', '-') }}">{{ entry.state }}</span>
+{%- if entry.error %}: {{ entry.error }}{% endif %}</dd>
+{% if entry.opening.needs %}<dt>needs</dt><dd>{{ entry.opening.needs | inline }}</dd>{% endif %}
+{% if record %}<dt>measured</dt><dd>{{ "%.1f" | format(record.seconds or 0) }} s, ended {{ record.ended }}</dd>
+<dt>parameters</dt><dd><code>{% for name, value in record.parameters.items() %}{{ name }} = {{ value }} {% endfor %}</code></dd>
+<dt>commit</dt><dd>{{ record.commit or "none: the package is not in a checkout" }}</dd>
+<dt>package</dt><dd>composer_nb {{ version }}</dd>{% endif %}
+</dl>{% endmacro %}"""
+_NOTEBOOK = """<header><div class=quiet><a href="index.html">all notebooks</a> ·
+<a href="{{ entry.name }}.ipynb">{{ entry.name }}.ipynb</a></div>{{ facts(entry) }}</header>
+<main>{{ body }}</main>"""
+_INDEX = """<h1>The notebooks, executed</h1>
+<p class="quiet">{{ entries | selectattr("state", "equalto", "completed") | list | length }} of {{ entries | length }} notebooks
+completed, in {{ "%.0f" | format(seconds) }} s, one after another; written {{ now }}.</p>
+{% for entry in entries %}<article id="{{ entry.name }}"><h2>
+{%- if entry.files %}<a href="{{ entry.files[0] }}">{{ entry.opening.title | inline }}</a>
+{%- else %}{{ entry.opening.title | inline }}{% endif %}</h2>
+{% if entry.opening.goals %}<div class=quiet>You will</div>
+<ul>{% for goal in entry.opening.goals %}<li>{{ goal | inline }}</li>{% endfor %}</ul>{% endif %}
+{{ facts(entry) }}</article>{% endfor %}"""
+_RULES = """
+.quiet, dt, .output_stdout pre, .output_stderr pre { color: var(--quiet) } .quiet, dl, table { font-size: 13px }
+.failed, .timed_out, .lost, .interrupted, .ansi-red-fg, .ansi-red-intense-fg { color: var(--bad) }
+.completed, .ansi-green-fg, .ansi-green-intense-fg { color: var(--good) } .ansi-bold { font-weight: 600 }
+header, article { border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1.1rem; margin: 1rem 0 }
+article h2 { margin: 0 } dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem } dd { margin: 0 }
+dd, .output_text pre { overflow-wrap: anywhere } .output_text pre { white-space: pre-wrap; background: none; padding: 0 }
+.prompt { display: none } .output_area { overflow-x: auto; margin: .4rem 0 }
+.highlight pre { font: 13px/1.5 ui-monospace, monospace; margin: 0 } code { background: var(--code) }
+.output_error { border-left: 3px solid var(--bad); padding-left: .8rem }
+.celltag_state-pending .input_area { opacity: .55 }
+.celltag_state-pending .input_area::after { content: "did not run"; font-size: 12px }
+.celltag_state-failed .input_area { outline: 1px solid var(--bad) }
+"""

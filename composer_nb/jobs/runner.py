@@ -1,15 +1,15 @@
-"""The loop over a graph: runs its notebooks headless, here or on a Ray cluster, and keeps what is true about it.
+"""The loop over a graph: runs its notebooks headless, here or on a Ray cluster, and records what happened.
 
 runs/jobs/<name>-<time>-<id>/   runs/jobs/<name> links to the newest
-  job.json              what was asked: file, settings, nodes with their parameters
-  run.json              what became of it, rewritten at each change
-  log.txt               what the runner said
+  job.json              the request: file, settings, nodes with their parameters
+  run.json              a summary, rewritten at each change
+  log.txt               what the runner printed
   notebooks/            the notebooks as they were when the run began
   nodes/<node>/<n>/     attempt n: the executed notebook, run.json, log.txt, outputs.json
 
 Each attempt is a process of its own (`notebook.py`). A node is completed when an attempt under its key is: a hash of the
-notebook's code, the resolved parameters, this package and the completed nodes before it. So `--resume`, or a second look, repeats
-what is unfinished, changed or damaged, and nothing else.
+notebook's code, the resolved parameters, this package and the completed nodes before it. So `--resume` repeats what is
+unfinished, changed or damaged, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_nb.harness.untrusted import beneath
 from composer_nb.jobs import directory, processes
-from composer_nb.jobs.check import check_parameters, notebook_digest, package_digest
+from composer_nb.jobs.check import check_parameters, notebook_digest
 from composer_nb.jobs.directory import STOP_S
 from composer_nb.jobs.executor import Executor, Local
 from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, name_of, references, resolve
-from composer_nb.jobs.records import ENDED, file_digest, now, read_json, reserve, write_json
+from composer_nb.jobs.records import ENDED, file_digest, now, read_json, reserve, write_record
+from composer_nb.provenance import package_digest
 
 TICK_S = 0.1
 ANSWERS_S = 5.0
@@ -39,25 +41,20 @@ ANSWERS_S = 5.0
 
 @dataclass(kw_only=True)
 class NodeState:
-    """A node as it stands."""
+    """State of a node."""
 
-    state: str = "pending"
-    key: str = ""
-    attempt: int = 0
-    lost: int = 0
-    kept: bool = False
-    """Completed by an earlier call of the runner."""
-    error: str = ""
-    outputs: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    digest: str = ""
-    """Of the executed notebook."""
+    record: dict[str, Any] = field(default_factory=lambda: {"state": "pending", "attempt": 0})
+    """What run.json says about it: state, attempt, key, error, seconds, outputs, output, and whether it is `kept`, completed by
+    an earlier call of the runner."""
     handle: Any = None
+    """The executor's handle of the running attempt."""
     begun: float = 0.0
+    lost: int = 0
+    """Attempts that the infrastructure lost."""
 
-    def told(self) -> dict[str, Any]:
-        names = ("state", "attempt", "kept", "error", "seconds", "outputs", "key")
-        return {name: getattr(self, name) for name in names if getattr(self, name) or name in ("state", "attempt")}
+    @property
+    def state(self) -> str:
+        return str(self.record["state"])
 
 
 def run_job(
@@ -69,13 +66,13 @@ def run_job(
     resume: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Runs the graph in the job file `path` and returns what run.json says.
+    """Run the graph in the job file `path` and return its run.json.
 
-    `settings` are those of `--set` (see `load_job`); `ray` is the address of a cluster to run on; `resume` goes on with the
-    newest run of that name, if there is one, with its settings and these on top. Nodes that fail do not stop those that
-    do not need them. SIGTERM and Ctrl-C interrupt all notebooks and wait for them; the state is then `interrupted`. Raises
-    ValueError or FileNotFoundError for what is wrong with the file, for a cluster that does not answer, and for a run that
-    somebody else is running. For the main thread.
+    `settings` are those of `--set` (see `load_job`); `ray` is the address of a cluster to run on; `resume` resumes the newest run
+    of that name, if there is one, with its settings and these on top. Nodes that fail do not stop those that do not need them.
+    SIGTERM and Ctrl-C interrupt all notebooks and wait for them; the state is then `interrupted`. Raises ValueError or
+    FileNotFoundError for a wrong job file, for a cluster that does not answer, and for a run that has a live runner. For the main
+    thread.
     """
     newest = (runs / name_of(path)).resolve()
     before = read_json(newest / "job.json") if resume else None
@@ -83,42 +80,41 @@ def run_job(
         raise ValueError(f"{newest / 'job.json'} cannot be read: this run is lost; start a new one, without --resume")
     settings = {**(before["settings"] if before is not None else {}), **(settings or {})}
     job = load_job(path, settings)
-    if ray is not None:
-        answers(ray)
-    folder = newest if before is not None else directory.create(runs, job.name)
     with ExitStack() as stack:
+        address = None if ray is None else stack.enter_context(_cluster(ray))
+        folder = newest if before is not None else directory.create(runs, job.name)
         stack.enter_context(directory.locked(folder))
         directory.settle_all(folder)
         stack.enter_context(reserve(folder))
         # The watcher gives the notebooks, which end by themselves when we are gone, time to save.
         stack.enter_context(processes.guarded(processes.RUN, folder.name, folder, wait_s=STOP_S))
         stack.enter_context(processes.adopting_orphans())
-        executor = _executor(ray, folder.name, job)
-        runner = Runner(job, folder, executor, say, {"settings": settings, "ray": ray})
-        return runner.run()
+        executor: Executor = Local(run=folder.name, limit=job.parallel)
+        if address is not None:
+            from composer_nb.jobs.on_ray import OnRay
+
+            executor = OnRay(address, folder.name, job)
+        return Runner(job, folder, executor, say, {"settings": settings, "ray": ray}).run()
 
 
-def answers(address: str) -> None:
-    """Raises ValueError where nothing listens at HOST:PORT: Ray itself would try for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():
-        return  # `auto`: Ray looks for itself
-    try:
-        socket.create_connection((host, int(port)), ANSWERS_S).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--ray {address}: nothing answers there ({error}); nothing was started") from None
+@contextmanager
+def _cluster(ray: str) -> Iterator[str]:
+    """Yield the address of the cluster that `ray` names, and keep a head of `composer-nb up` alive meanwhile. Raises ValueError
+    where there is none, or where nothing listens at HOST:PORT: Ray itself would try for minutes."""
+    from composer_nb.trainer.services.head import held
 
-
-def _executor(ray: str | None, run: str, job: Job) -> Executor:
-    if ray is None:
-        return Local(run=run, limit=job.parallel)
-    from composer_nb.jobs.on_ray import OnRay
-
-    return OnRay(ray, run, job)
+    with held(ray) as address:
+        host, colon, port = address.removeprefix("ray://").rpartition(":")
+        if colon and port.isdecimal():  # else it is `auto`, and Ray looks for itself
+            try:
+                socket.create_connection((host, int(port)), ANSWERS_S).close()
+            except (OSError, OverflowError) as error:
+                raise ValueError(f"--ray {ray}: nothing answers there ({error}); nothing was started") from None
+        yield address
 
 
 class Runner:
-    """The loop: start what is ready, see what ended, until nothing is left to do."""
+    """Starts what is ready and watches what runs until nothing is left to do."""
 
     def __init__(
         self, job: Job, folder: Path, executor: Executor, say: Callable[[str], None], about: dict[str, Any]
@@ -135,7 +131,7 @@ class Runner:
             for name, node in job.nodes.items()
         }
         told = {"id": folder.name, "name": job.name, "file": str(job.path), **about, "nodes": nodes}
-        write_json(folder / "job.json", told)
+        write_record(folder / "job.json", told)
 
     def run(self) -> dict[str, Any]:
         with self._heeding_signals():
@@ -143,153 +139,150 @@ class Runner:
                 while self._step():
                     time.sleep(TICK_S)
             finally:
-                for state in self.states.values():
-                    if state.handle is not None:
-                        self.executor.stop(state.handle, kill=True)
+                for state in self._running():
+                    self.executor.stop(state.handle, kill=True)
                 self.executor.close()
-        told = self._told(over=True)
-        write_json(self.folder / "run.json", told)
+        told = self._summary(over=True)
+        write_record(self.folder / "run.json", told)
         self.say(f"{self.job.name}: {told['state']} ({told['seconds']:.1f} s)")
         return told
 
+    def _running(self) -> list[NodeState]:
+        return [state for state in self.states.values() if state.handle is not None]
+
     def _step(self) -> bool:
-        """One turn; whether there is more to do."""
-        before = [(state.state, state.attempt) for state in self.states.values()]
+        """Take one turn; return whether there is more to do."""
+        before = [(state.state, state.record["attempt"]) for state in self.states.values()]
         if self.asked or (self.folder / "cancel").exists():
             self._stop("interrupted" if self.asked else "cancelled")
         for name, state in self.states.items():
             if state.handle is not None:
                 self._watch(self.job.nodes[name], state)
         for name, state in self.states.items():
-            if state.state == "pending" and state.handle is None and not self.stopping and self._ready(name):
+            if self._ready(name):
                 self._begin(self.job.nodes[name], state)
-        if before != [(state.state, state.attempt) for state in self.states.values()]:
-            with suppress(OSError):  # a full disk: the records of the attempts, and the last word, are tried again
-                write_json(self.folder / "run.json", self._told())
-        return any(state.handle is not None for state in self.states.values()) or (
-            not self.stopping and any(s.state == "pending" and self._ready(n) for n, s in self.states.items())
-        )
+        if before != [(state.state, state.record["attempt"]) for state in self.states.values()]:
+            with suppress(OSError):  # a full disk: the records of the attempts, and the last summary, are tried again
+                write_record(self.folder / "run.json", self._summary())
+        return bool(self._running()) or any(map(self._ready, self.states))
 
     def _ready(self, name: str) -> bool:
+        state, limit = self.states[name], self.executor.limit
         needed = all(self.states[need].state == "completed" for need in self.job.nodes[name].needs)
-        running = sum(state.handle is not None for state in self.states.values())
-        return needed and not self.executor.gone and (self.executor.limit is None or running < self.executor.limit)
+        free = not (self.stopping or self.executor.gone) and (limit is None or len(self._running()) < limit)
+        return state.state == "pending" and state.handle is None and needed and free
 
     # One node
 
     def _begin(self, node: Node, state: NodeState) -> None:
-        """Takes over a finished attempt under the same key, or starts a new one."""
+        """Keep a finished attempt under the same key, or start a new one."""
+        record = state.record
         try:
             parameters = resolve(dict(node.parameters), self._found(node))
             check_parameters(self.notebooks[node.notebook], parameters)
         except ValueError as error:  # the type of another node's output
-            state.state, state.error = "failed", str(error)
+            record |= {"state": "failed", "error": str(error)}
             self.say(f"{node.name}: failed: {error}")
             return
-        state.key, state.error = self._key(node, parameters), ""
-        if self._take_over(node, state):
+        key = self._key(node, parameters)
+        record |= {"key": key, "error": ""}
+        if self._keep(node, state):
             return
-        state.attempt = max(directory.attempts(self.folder, node.name), default=0) + 1
-        path = directory.attempt_dir(self.folder, node.name, state.attempt)
-        try:
-            path.mkdir(parents=True)
-            write_json(path / "attempt.json", self._attempt(node, state, path, parameters))
-            state.handle = self.executor.start(path / "attempt.json", node)
-        except OSError as error:
-            state.state, state.error = "failed", f"it could not be started: {error}"
-        self.say(f"{node.name}: {state.error or f'attempt {state.attempt}'}")
-
-    def _attempt(self, node: Node, state: NodeState, path: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """What `notebook.main` reads."""
-        about = {"run": self.folder.name, "node": node.name, "attempt": state.attempt, "key": state.key}
-        return {
+        number = max(directory.attempts(self.folder, node.name), default=0) + 1
+        path = directory.attempt_dir(self.folder, node.name, number)
+        record |= {"attempt": number, "output": str(path / node.notebook.name)}
+        attempt = {
             "source": str(self.notebooks[node.notebook]),
-            "output": str(path / node.notebook.name),
+            "output": record["output"],
             "folder": str(node.notebook.parent),
             "parameters": parameters,
             "outputs": node.spec.outputs,
             "timeout_s": node.spec.timeout_s,
             "cell_timeout_s": node.spec.cell_timeout_s,
-            "mark": f"{self.folder.name}/{node.name}/{state.attempt}",
-            "about": about,
+            "mark": f"{self.folder.name}/{node.name}/{number}",
+            "about": {"run": self.folder.name, "node": node.name, "attempt": number, "key": key},
         }
+        try:
+            path.mkdir(parents=True)
+            write_record(path / "attempt.json", attempt)
+            state.handle = self.executor.start(path / "attempt.json", node)
+        except OSError as error:
+            record |= {"state": "failed", "error": f"it could not be started: {error}"}
+        self.say(f"{node.name}: {record['error'] or f'attempt {number}'}")
 
     def _found(self, node: Node) -> dict[tuple[str, str], Any]:
-        """What the node's references mean now."""
+        """Return the values of the node's references."""
         home = self.folder / "nodes"
-        found: dict[tuple[str, str], Any] = {(JOB, DIR): str(self.folder), (node.family, DIR): str(home / node.name)}
+        found: dict[tuple[str, str], Any] = {
+            (JOB, DIR): str(self.folder),
+            (node.family, DIR): str(beneath(home, node.name)),
+        }
         for source, output in references(dict(node.parameters)):
             if (source, output) not in found:
                 members = self.job.family(source)
-                values = [str(home / n) if output == DIR else self.states[n].outputs[output] for n in members]
+                values = [
+                    str(beneath(home, name)) if output == DIR else self.states[name].record["outputs"][output]
+                    for name in members
+                ]
                 found[source, output] = values if self.job.nodes[members[0]].spec.grid else values[0]
         return found
 
     def _key(self, node: Node, parameters: Mapping[str, Any]) -> str:
-        before = {need: [self.states[need].key, self.states[need].digest] for need in sorted(node.needs)}
+        before = {need: [self.states[need].record.get(n) for n in ("key", "digest")] for need in sorted(node.needs)}
         parts = [notebook_digest(self.notebooks[node.notebook]), parameters, node.spec.outputs, self.package, before]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _take_over(self, node: Node, state: NodeState) -> bool:
-        """Whether an earlier attempt did this already and is whole."""
+    def _keep(self, node: Node, state: NodeState) -> bool:
+        """Return whether an earlier, undamaged attempt has the node's key; its record is then the node's."""
         for number in reversed(directory.attempts(self.folder, node.name)):
             path = directory.attempt_dir(self.folder, node.name, number)
-            record = read_json(path / "run.json")
-            if record is None or record.get("state") != "completed" or record.get("key") != state.key:
+            record = read_json(path / "run.json") or {}
+            if record.get("state") != "completed" or record.get("key") != state.record["key"]:
                 continue
             if record["package_digest"] != self.package:  # it was edited while the runner ran
                 continue
-            output = path / record["output"]
+            output = beneath(path, record["output"])
             if not output.is_file() or file_digest(output) != record["output_sha256"]:
                 self.say(f"{node.name}: attempt {number} is damaged: {output.name} is not what was written")
                 error = f"{output.name} was damaged afterwards"
-                write_json(path / "run.json", {**record, "state": "lost", "error": error})
+                write_record(path / "run.json", {**record, "state": "lost", "error": error})
                 continue
-            self._take(state, record)
-            state.attempt, state.kept = number, True
+            _take(state, record)
+            state.record |= {"attempt": number, "kept": True, "output": str(output)}
             self.say(f"{node.name}: kept, attempt {number}")
             return True
         return False
 
-    def _take(self, state: NodeState, record: Mapping[str, Any]) -> None:
-        state.state, state.error = record["state"], record.get("error", "")
-        state.outputs, state.digest = record.get("outputs", {}), record.get("output_sha256", "")
-        state.seconds = record.get("seconds", 0.0)
-
     def _watch(self, node: Node, state: NodeState) -> None:
-        """Looks after an attempt that was started."""
-        path = directory.attempt_dir(self.folder, node.name, state.attempt)
-        blow = self.executor.poll(state.handle)
+        """Follow an attempt that was started."""
+        path = directory.attempt_dir(self.folder, node.name, state.record["attempt"])
+        fault = self.executor.poll(state.handle)
         at = time.monotonic()
-        if state.state == "pending" and (path / "run.json").exists():  # until then it waits, be it for its turn
-            state.state, state.begun = "running", at
+        if state.state == "pending" and (path / "run.json").exists():  # until then it waits, perhaps for its turn
+            state.record["state"], state.begun = "running", at
         taken = at - state.begun if state.state == "running" else 0.0
         limit = node.spec.timeout_s or float("inf")
-        if blow is None:
+        if fault is None:
             if taken > limit + STOP_S or (self.stopping and (self.hurry or at - self.stopping > STOP_S)):
                 self.executor.stop(state.handle, kill=True)
             return
         state.handle = None
-        record = self._record(path, blow, taken > limit)
-        self._take(state, record)
-        self.say(f"{node.name}: {state.state} ({state.seconds:.1f} s){': ' * bool(state.error)}{state.error}")
+        record = read_json(path / "run.json")
+        if record is None or record.get("state") not in ENDED or (fault and record["state"] == "interrupted"):
+            ended = "interrupted" if self.stopping else "timed_out" if taken > limit else "lost"
+            record = directory.settle(path, ended, fault or "it ended without a record")
+        _take(state, record)
+        error = state.record["error"]
+        self.say(f"{node.name}: {state.state} ({state.record['seconds']:.1f} s){': ' * bool(error)}{error}")
         if state.state == "lost" and state.lost < node.spec.retries and not (self.stopping or self.executor.gone):
             state.lost += 1
-            state.state = "pending"
-
-    def _record(self, path: Path, blow: str, late: bool) -> dict[str, Any]:
-        """The record of an attempt that ended; made true where the attempt could not do so itself."""
-        record = read_json(path / "run.json")
-        if record is not None and record.get("state") in ENDED and not (blow and record["state"] == "interrupted"):
-            return record
-        state = "interrupted" if self.stopping else "timed_out" if late else "lost"
-        return directory.settle(path, state, blow or "it ended without a word")
+            state.record["state"] = "pending"
 
     # Signals and records
 
     @contextmanager
     def _heeding_signals(self) -> Iterator[None]:
-        """SIGTERM, Ctrl-C and a closed terminal stop the run, a second Ctrl-C at once."""
+        """Stop the run on SIGTERM, Ctrl-C and a closed terminal; on a second Ctrl-C at once."""
 
         def on_signal(number: int, frame: object) -> None:
             self.hurry = self.asked and number == signal.SIGINT
@@ -310,36 +303,32 @@ class Runner:
             return
         self.stopping = time.monotonic()
         self.say(f"{why}: the notebooks are given {STOP_S:.0f} s to end")
-        for state in self.states.values():
-            if state.handle is not None:
-                self.executor.stop(state.handle, kill=False)
+        for state in self._running():
+            self.executor.stop(state.handle, kill=False)
 
-    def _told(self, *, over: bool = False) -> dict[str, Any]:
-        nodes = {name: self._told_of(name) for name in self.states}
+    def _summary(self, *, over: bool = False) -> dict[str, Any]:
+        """Return the contents of run.json."""
         ended = {state.state for state in self.states.values()}
         state = "running"
         if over:
-            state = "interrupted" if self.stopping and ended != {"completed"} else _worst(ended)
+            worst = ("failed", "timed_out", "lost", "interrupted")
+            state = next((each for each in worst if each in ended), "completed")
+            state = "interrupted" if self.stopping and ended != {"completed"} else state
+        nodes = {
+            name: {k: v for k, v in one.record.items() if v or k == "attempt"} for name, one in self.states.items()
+        }
         told: dict[str, Any] = {"id": self.folder.name, "name": self.job.name, "state": state, "started": self.started}
         told |= {"host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.begun}
         return told | {"dir": str(self.folder), "nodes": nodes} | ({"ended": now()} if over else {})
 
-    def _told_of(self, name: str) -> dict[str, Any]:
-        state, node = self.states[name], self.job.nodes[name]
-        told = state.told()
-        if state.attempt:
-            told["output"] = str(directory.attempt_dir(self.folder, name, state.attempt) / node.notebook.name)
-        waits = [need for need in node.needs if self.states[need].state != "completed"]
-        if state.state == "pending" and waits:
-            told["error"] = f"waits for {', '.join(waits)}"
-        return told
-
     def say(self, line: str) -> None:
-        with suppress(OSError):  # whoever read this has gone; the log below stays
+        with suppress(OSError):  # the reader is gone; the log below stays
             self._say(line)
         with suppress(OSError), (self.folder / "log.txt").open("a", encoding="utf-8") as log:
             log.write(f"{now()} {line}\n")
 
 
-def _worst(states: set[str]) -> str:
-    return next((state for state in ("failed", "timed_out", "lost", "interrupted") if state in states), "completed")
+def _take(state: NodeState, record: Mapping[str, Any]) -> None:
+    """Take over what an attempt's record says."""
+    state.record |= {"state": record["state"], "error": record.get("error", ""), "seconds": record.get("seconds", 0.0)}
+    state.record |= {"outputs": record.get("outputs", {}), "digest": record.get("output_sha256", "")}

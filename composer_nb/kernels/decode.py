@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.kernels.attention import attend_one
+from composer_nb.kernels.attention.cached import attend_one
 from composer_nb.kernels.compiled import compiled, dot, exp2
 
 Floats = NDArray[np.float32]

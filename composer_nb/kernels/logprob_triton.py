@@ -19,11 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.aot import Expect, Spec
-from composer_nb.kernels.grouped_gemm_triton import Tiles, pattern
-from composer_nb.kernels.triton_runtime import interpreting, repair_interpreter
-
-repair_interpreter()
+from composer_nb.kernels.moe.grouped_gemm_triton import Tiles
+from composer_nb.kernels.triton_runtime import interpreting
 
 PIECE = 1024
 """Rows whose logits' gradient is in memory at a time, in the backward pass."""
@@ -161,31 +158,3 @@ def _sum_of_equals(key_S: Tensor, value_S: Tensor) -> Tensor:
     run_S = torch.cat([sorted_S.new_zeros(1), (sorted_S[1:] != sorted_S[:-1]).cumsum(0)])
     total_S = torch.zeros_like(value_S).index_add_(0, run_S, value_S[order_S])
     return torch.empty_like(value_S).scatter_(0, order_S, total_S[run_S])
-
-
-_SIZES = {"D": 2048, "V": 151_936, "BM": Tiles().m, "BV": 128, "BD": Tiles().k}
-SPECS = (
-    Spec(
-        name="log-probabilities, normalisers",
-        kernel=normaliser_kernel,
-        types={"hidden": "*bf16", "weight": "*bf16", "total": "*fp32", "entropy": "*fp32", "U": "i32"},
-        constants=_SIZES,
-        warps=Tiles().warps,
-        expect=Expect(ptx=pattern(None), narrow=4),
-    ),
-    Spec(
-        name="log-probabilities, sampled tokens",
-        kernel=chosen_kernel,
-        types={"hidden": "*bf16", "weight": "*bf16", "from_s": "*i64", "token_s": "*i64", "out": "*fp32", "S": "i32"},
-        constants={"D": 2048, "BS": 16, "BD": 256},
-        expect=Expect(narrow=2),
-    ),
-    Spec(
-        name="log-probabilities, slopes",
-        kernel=slope_kernel,
-        types={**dict.fromkeys(("hidden", "weight", "slope"), "*bf16"), "total": "*fp32", "g": "*fp32", "U": "i32"},
-        constants=_SIZES,
-        warps=Tiles().warps,
-        expect=Expect(ptx=pattern(None), narrow=8),
-    ),
-)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from composer_nb.kernels.formats import (
+from composer_nb.kernels.formats.microscaling import (
     MXTensor,
     NVFP4Tensor,
     Rule,
@@ -30,28 +30,6 @@ def mx_quantize(
     from composer_nb.kernels import quantize_triton
 
     return quantize_triton.mx_quantize(x, block, rows, rule)
-
-
-def mx_quantize_dual(
-    x_RK: Tensor, *, block: int = 32, rule: Rule = "rceil", backend: str | None = None
-) -> tuple[MXTensor, MXTensor]:
-    """MXFP8 of x [R, K] and of its transpose [K, R]: a GPU reads x once for both.
-
-    The second one is what a gradient of weights takes, whose sum runs over rows. Its blocks are R's: where rows are sorted by
-    expert, each expert's must begin at a multiple of `block`, or a block holds rows of two. Raises ValueError for other than two
-    dimensions.
-    """
-    check_mx(x_RK, block, 1, rule)
-    if x_RK.dim() != 2 or not x_RK.shape[0]:
-        raise ValueError(f"x of shape {tuple(x_RK.shape)} must be a matrix with rows to have a transpose")
-    if choose(x_RK.device, backend)[0] == "torch":
-        return (
-            mx_quantize_reference(x_RK, block=block, rule=rule),
-            mx_quantize_reference(x_RK.T, block=block, rule=rule),
-        )
-    from composer_nb.kernels import quantize_triton
-
-    return quantize_triton.mx_quantize_dual(x_RK, block, rule)
 
 
 def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = None) -> NVFP4Tensor:

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_nb.kernels.aot import Expect, Spec
-from composer_nb.kernels.formats import (
+from composer_nb.kernels.formats.microscaling import (
     NVFP4_BLOCK,
     MXTensor,
     NVFP4Tensor,
@@ -24,9 +23,7 @@ from composer_nb.kernels.formats import (
     mx_scale_shape,
     nvfp4_global_scale,
 )
-from composer_nb.kernels.triton_runtime import ran, repair_interpreter
-
-repair_interpreter()
+from composer_nb.kernels.triton_runtime import ran
 
 # -- MXFP8 ---------------------------------------------------------------------------------------------------
 
@@ -74,120 +71,57 @@ def store_mx(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def mx_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    q_ptr,
-    s_ptr,
-    qt_ptr,
-    st_ptr,
-    R,
-    K,
-    stride_b,
-    stride_r,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    RCEIL: tl.constexpr,
-    ALONG: tl.constexpr,
-    DOWN: tl.constexpr,
-    PACKED: tl.constexpr,
-    PACKED_DOWN: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-):
-    """x [B, R, K] quantised along its rows (ALONG), and its transpose along the columns (DOWN), from one reading."""
+    x_ptr, q_ptr, s_ptr, R, K, stride_b, stride_r, BLOCK: tl.constexpr, ROWS: tl.constexpr, RCEIL: tl.constexpr,
+    DOWN: tl.constexpr, PACKED: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Quantise x [B, R, K] along its rows, or with DOWN its transpose, along the columns of x."""
     at_b = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * H
-    col = tl.program_id(1) * W
-    r = row + tl.arange(0, H)
-    k = col + tl.arange(0, W)
+    row, col = tl.program_id(0) * H, tl.program_id(1) * W
+    r, k = row + tl.arange(0, H), col + tl.arange(0, W)
     inside = (r < R)[:, None] & (k < K)[None, :]
     at = x_ptr + at_b * stride_b + r.to(tl.int64)[:, None] * stride_r + k[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if ALONG:
-        code, byte = mx_codes(x, ROWS, BLOCK, RCEIL)
-        store_mx(q_ptr, s_ptr, code, byte, at_b, row, col, R, K, ROWS, BLOCK, PACKED)
     if DOWN:
         code, byte = mx_codes(tl.trans(x), ROWS, BLOCK, RCEIL)
-        store_mx(qt_ptr, st_ptr, code, byte, at_b, col, row, K, R, ROWS, BLOCK, PACKED_DOWN)
+        store_mx(q_ptr, s_ptr, code, byte, at_b, col, row, K, R, ROWS, BLOCK, PACKED)
+    else:
+        code, byte = mx_codes(x, ROWS, BLOCK, RCEIL)
+        store_mx(q_ptr, s_ptr, code, byte, at_b, row, col, R, K, ROWS, BLOCK, PACKED)
 
 
-def mx_tile(along: bool, down: bool, rows: int) -> tuple[int, int, int]:
-    """Height, width and warps of a program: long pieces of rows where that is enough, squares where columns matter."""
+def mx_tile(down: bool, rows: int) -> tuple[int, int, int]:
+    """Return the height, width and warps of a program: long row segments if possible, squares where columns matter."""
     return (128, 128, 16) if down or rows > 1 else (8, 512, 4)
 
 
-def _launch_mx(x_BRK: Tensor, block: int, rows: int, rule: Rule, along: bool, down: bool) -> list[MXTensor]:
-    """Of x, if `along`; of its transpose, if `down`. The last dimension of x has stride 1."""
-    B, R, K = x_BRK.shape
-    made = [
-        MXTensor(
-            qdata=torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_BRK.device),
-            scale=torch.empty(mx_scale_shape(torch.Size(shape), block, rows), dtype=torch.uint8, device=x_BRK.device),
-            block=block,
-            rows=rows,
-            rule=rule,
-            made_by=ran(),
-        )
-        for shape, wanted in (((B, R, K), along), ((B, K, R), down))
-        if wanted
-    ]
-    first, last = made[0], made[-1]
-    height, width, warps = mx_tile(along, down, rows)
-    if B * R:
-        mx_kernel[(triton.cdiv(R, height), triton.cdiv(K, width), B)](
-            x_BRK,
-            first.qdata.view(torch.uint8),
-            first.scale,
-            last.qdata.view(torch.uint8),
-            last.scale,
-            R,
-            K,
-            x_BRK.stride(0),
-            x_BRK.stride(1),
-            BLOCK=block,
-            ROWS=rows,
-            RCEIL=rule == "rceil",
-            ALONG=along,
-            DOWN=down,
-            PACKED=K % (4 * block) == 0 and width >= 4 * block,
-            PACKED_DOWN=R % (4 * block) == 0 and height >= 4 * block,
-            H=height,
-            W=width,
-            num_warps=warps,
-        )
-    return made
-
-
 def mx_quantize(x: Tensor, block: int, rows: int, rule: Rule) -> MXTensor:
-    """x [..., R, K]; a transposed view is read as it lies."""
+    """Return MXFP8 of x [..., R, K]. A transposed view is read in its memory order, without a copy."""
     x = x.detach()
-    x_BRK = (
-        x.reshape(-1, *x.shape[-2:])
-        if rows > 1 or (x.dim() > 1 and x.stride(-1) != 1)
-        else x.reshape(1, -1, x.shape[-1])
-    )
+    matrices = rows > 1 or (x.dim() > 1 and x.stride(-1) != 1)
+    x_BRK = x.reshape(-1, *x.shape[-2:]) if matrices else x.reshape(1, -1, x.shape[-1])
     down = x_BRK.stride(-1) != 1 and x_BRK.stride(-2) == 1
-    if not down and x_BRK.stride(-1) != 1:
+    if down:
+        x_BRK = x_BRK.mT
+    elif x_BRK.stride(-1) != 1:
         x_BRK = x_BRK.contiguous()
-    (made,) = _launch_mx(x_BRK.mT if down else x_BRK, block, rows, rule, along=not down, down=down)
-    return MXTensor(
-        qdata=made.qdata.reshape(x.shape),
-        scale=made.scale.reshape(mx_scale_shape(x.shape, block, rows)),
+    B, R, K = x_BRK.shape
+    made = MXTensor(
+        qdata=torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device),
+        scale=torch.empty(mx_scale_shape(x.shape, block, rows), dtype=torch.uint8, device=x.device),
         block=block,
         rows=rows,
         rule=rule,
-        made_by=made.made_by,
+        made_by=ran(),
     )
-
-
-def mx_quantize_dual(x_RK: Tensor, block: int, rule: Rule) -> tuple[MXTensor, MXTensor]:
-    x_RK = x_RK.detach()
-    x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
-    both = _launch_mx(x_RK[None], block, 1, rule, along=True, down=True)
-    along, down = (
-        MXTensor(qdata=each.qdata[0], scale=each.scale[0], block=block, rule=rule, made_by=each.made_by)
-        for each in both
-    )
-    return along, down
+    height, width, warps = mx_tile(down, rows)
+    length, most = (R, height) if down else (K, width)
+    if x.numel():
+        mx_kernel[(triton.cdiv(R, height), triton.cdiv(K, width), B)](
+            x_BRK, made.qdata.view(torch.uint8), made.scale, R, K, x_BRK.stride(0), x_BRK.stride(1),
+            BLOCK=block, ROWS=rows, RCEIL=rule == "rceil", DOWN=down,
+            PACKED=length % (4 * block) == 0 and most >= 4 * block, H=height, W=width, num_warps=warps,
+        )  # fmt: skip
+    return made
 
 
 # -- NVFP4 ---------------------------------------------------------------------------------------------------
@@ -228,19 +162,9 @@ def _pack(low, high, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nvfp4_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    q_ptr,
-    s_ptr,
-    g_ptr,
-    R,
-    K,
-    stride_r,
-    TOKEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-):
-    """x [R, K]: with TOKEN a float32 scale is found for each row, in a first reading, and stored; else one is there."""
+    x_ptr, q_ptr, s_ptr, g_ptr, R, K, stride_r, TOKEN: tl.constexpr, HARDWARE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Quantise x [R, K]. With TOKEN a first pass finds and stores a float32 scale for each row; else g_ptr holds one scale."""
     r = tl.program_id(0) * H + tl.arange(0, H)
     x_row = x_ptr + r.to(tl.int64)[:, None] * stride_r
     if TOKEN:
@@ -290,82 +214,9 @@ def nvfp4_quantize(x: Tensor, share: Share) -> NVFP4Tensor:
     scale = torch.empty(*x.shape[:-1], K // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=x.device)
     height, width = 4, min(1024, triton.next_power_of_2(K))
     if R:
+        hardware = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 10
         nvfp4_kernel[(triton.cdiv(R, height),)](
-            x_RK,
-            qdata,
-            scale.view(torch.uint8),
-            global_scale,
-            R,
-            K,
-            x_RK.stride(0),
-            TOKEN=share == "token",
-            HARDWARE=x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 10,
-            H=height,
-            W=width,
-            num_warps=4,
-        )
+            x_RK, qdata, scale.view(torch.uint8), global_scale, R, K, x_RK.stride(0),
+            TOKEN=share == "token", HARDWARE=hardware, H=height, W=width, num_warps=4,
+        )  # fmt: skip
     return NVFP4Tensor(qdata=qdata, scale=scale, global_scale=global_scale, share=share, made_by=ran())
-
-
-# -- what must be true of them when compiled ----------------------------------------------------------------
-
-
-def _mx_spec(name: str, *, block: int = 32, rows: int = 1, along: bool = True, down: bool = False) -> Spec:
-    height, width, warps = mx_tile(along, down, rows)
-    return Spec(
-        name=name,
-        kernel=mx_kernel,
-        types={
-            "x_ptr": "*bf16",
-            **dict.fromkeys(("q_ptr", "s_ptr", "qt_ptr", "st_ptr"), "*u8"),
-            **dict.fromkeys(("R", "K", "stride_b", "stride_r"), "i32"),
-        },
-        constants={
-            "BLOCK": block,
-            "ROWS": rows,
-            "RCEIL": True,
-            "ALONG": along,
-            "DOWN": down,
-            "PACKED": width >= 4 * block,
-            "PACKED_DOWN": height >= 4 * block,
-            "H": height,
-            "W": width,
-        },
-        warps=warps,
-        expect=Expect(
-            narrow=along + down,  # scales
-            ptx=dict.fromkeys((90, 100), r"cvt\.rn\.satfinite\.e4m3x2\.f32"),
-            never=r"\.ftz|div\.|rcp\.|lg2\.|ex2\.",
-        ),
-    )
-
-
-def _nvfp4_spec(name: str, *, hardware: bool) -> Spec:
-    return Spec(
-        name=name,
-        kernel=nvfp4_kernel,
-        types={
-            "x_ptr": "*bf16",
-            **dict.fromkeys(("q_ptr", "s_ptr"), "*u8"),
-            "g_ptr": "*fp32",
-            **dict.fromkeys(("R", "K", "stride_r"), "i32"),
-        },
-        constants={"TOKEN": True, "HARDWARE": hardware, "H": 4, "W": 1024},
-        architectures=(100,) if hardware else (90,),
-        expect=Expect(
-            narrow=8,  # scales
-            ptx={90: r"div\.rn\.f32", 100: r"div\.rn\.f32[\s\S]*cvt\.rn\.satfinite\.e2m1x2\.f32"},
-            never=r"\.ftz|div\.full|div\.approx|rcp\.approx",
-        ),
-    )
-
-
-SPECS = (
-    _mx_spec("mx_quantize"),
-    _mx_spec("mx_quantize, blocks of 128", block=128),
-    _mx_spec("mx_quantize, squares of 128", block=128, rows=128),
-    _mx_spec("mx_quantize, transposed", along=False, down=True),
-    _mx_spec("mx_quantize_dual", down=True),
-    _nvfp4_spec("nvfp4_quantize, codes by comparisons", hardware=False),
-    _nvfp4_spec("nvfp4_quantize, codes by conversion", hardware=True),
-)

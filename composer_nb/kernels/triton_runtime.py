@@ -1,44 +1,31 @@
-"""Who computes: torch or Triton; and Triton's interpreter put right.
+"""Which back end computes: torch or Triton.
 
     torch     the plain references. Any device.
-    triton    kernels in Triton: compiled, on a GPU of compute capability 9.0 or more; on a CPU in its interpreter, to test.
+    triton    kernels in Triton: compiled, on a GPU of compute capability 9.0 or more; on a CPU in its interpreter, for tests.
 
-Triton is imported only where its kernels run. They are in modules named `…_triton`, which are imported inside functions and
-begin with `repair_interpreter()`, because the interpreter computes wrongly what they rest on. It replaces
-
-1. casts to float8 and bfloat16, which lose the carry of rounding, cut off instead of rounding, and make garbage below the
-   normal numbers: by torch's, to nearest with ties to even, which saturate as the hardware's do;
-2. `tl.dot` of bfloat16, which multiplies the bits as integers;
-3. `tl.dot_scaled`, which is missing: by dequantisation and a product in float32;
-4. arithmetic on bfloat16 and float8, which is done on the bits as integers too: refused. Kernels compute in float32.
+Triton is imported only where its kernels run. They are in modules named `…_triton`, which are imported inside functions.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cache
 from importlib import metadata
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import numpy as np
 import torch
-from torch import Tensor
-
-from composer_nb.kernels.formats import e2m1_to_float, e8m0_to_float, unpack_e2m1
 
 BackendName = Literal["torch", "triton"]
 VARIABLE = "COMPOSER_NB_KERNELS"
 OLDEST = (9, 0)
 """Compute capability of Hopper, the oldest that kernels are compiled for."""
-
-KNOWN = ("3.6", "3.7")
-"""Versions of Triton whose interpreter was read, and is repaired; another one is refused until somebody looked."""
+interpreter_is_repaired = False
+"""Set by `scripts/triton_interpreter.py`: as it comes, Triton's interpreter computes wrongly what the kernels rest on."""
 
 
 @cache
 def triton_version() -> str | None:
-    """None where Triton is not installed."""
+    """Return the installed version of Triton, or None."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -46,13 +33,13 @@ def triton_version() -> str | None:
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets kernels: its environment says so before it is imported, and for the whole process."""
+    """Whether Triton interprets kernels. Its environment says so before it is imported, and for the whole process."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def choose(device: torch.device, backend: str | None = None) -> tuple[BackendName, str]:
-    """The back end, and why. None: what the variable COMPOSER_NB_KERNELS says, else Triton on a GPU that it is compiled for, else
-    torch. Raises ValueError for an unknown one, and for Triton where it can not run."""
+    """Return the back end and the reason. The default is the variable COMPOSER_NB_KERNELS, then Triton on a GPU that it compiles
+    for, then torch. Raises ValueError for an unknown back end, and for Triton where it cannot run."""
     asked = backend or os.environ.get(VARIABLE) or None
     source = "backend" if backend else VARIABLE
     if asked is None:
@@ -68,11 +55,12 @@ def choose(device: torch.device, backend: str | None = None) -> tuple[BackendNam
 
 
 def _no_triton(device: torch.device, interpreted: bool) -> str:
-    """Why Triton's kernels can not run on tensors of `device`; empty where they can."""
+    """Return why Triton's kernels cannot run on tensors of `device`, or an empty string."""
     if triton_version() is None:
         return "triton is not installed"
     if interpreted:
-        return ""
+        repaired = "the interpreter is wrong in casts and products: scripts/triton_interpreter.py repairs it for tests"
+        return "" if interpreter_is_repaired else repaired
     if interpreting():
         return "TRITON_INTERPRET is set, and interpreted kernels are run only where they are asked for"
     if device.type == "cpu":
@@ -86,147 +74,5 @@ def _no_triton(device: torch.device, interpreted: bool) -> str:
 
 
 def ran() -> str:
-    """What a kernel in Triton ran in, for `made_by`."""
+    """Return what a Triton kernel ran in, for `made_by`."""
     return "interpret" if interpreting() else "triton"
-
-
-# -- the interpreter -----------------------------------------------------------------------------------------
-
-ORIGINAL: dict[str, Callable[..., Any]] = {}
-"""What was replaced, by its name."""
-
-
-def repair_interpreter() -> None:
-    """Put Triton's interpreter right, once; nothing where kernels are compiled. Raises RuntimeError for an unknown version."""
-    if ORIGINAL or not interpreting():
-        return
-    version = triton_version() or "none"
-    if not version.startswith(tuple(f"{known}." for known in KNOWN)):
-        raise RuntimeError(f"the interpreter of Triton {version} was never checked; {', '.join(KNOWN)} were")
-    from triton.language.semantic import TritonSemantic
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    for owner, name, replacement in (
-        (interpreter, "_convert_float", convert_float),
-        (builder, "create_dot", _create_dot),
-        (builder, "binary_op", _binary_op),
-        (TritonSemantic, "dot_scaled", _dot_scaled),
-    ):
-        ORIGINAL[name] = getattr(owner, name)
-        setattr(owner, name, replacement)
-    builder.create_dot_scaled = _create_dot_scaled
-
-
-@cache
-def _torch_types() -> dict[Any, torch.dtype]:
-    import triton.language as tl
-
-    return {
-        tl.float8e4nv: torch.float8_e4m3fn,
-        tl.float8e5: torch.float8_e5m2,
-        tl.float16: torch.float16,
-        tl.bfloat16: torch.bfloat16,
-        tl.float32: torch.float32,
-        tl.float64: torch.float64,
-    }
-
-
-def as_tensor(data: np.ndarray, dtype: Any) -> Tensor:
-    """The interpreter's array of bits or numbers, as a tensor of Triton's type `dtype`."""
-    bits = np.array(data, order="C", ndmin=1).view(f"i{data.itemsize}")
-    return torch.from_numpy(bits).view(_torch_types()[dtype]).reshape(data.shape)
-
-
-def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """A cast between floating point types as a GPU does it: to nearest, ties to even, float8 saturating and NaN positive;
-    bfloat16 also towards zero. Takes and gives the interpreter's arrays."""
-    from triton._C.libtriton import ir
-
-    types = _torch_types()
-    if source not in types or target not in types:
-        converted: np.ndarray = ORIGINAL["_convert_float"](data, source, target, rounding)
-        return converted
-    wide = as_tensor(data, source)
-    wide = wide.float() if wide.itemsize < 4 else wide
-    if types[target].itemsize == 1:
-        largest = torch.finfo(types[target]).max
-        wide = torch.where(wide.isnan(), wide.abs(), wide.clamp(-largest, largest))
-    elif types[target] == torch.bfloat16 and rounding == ir.ROUNDING_MODE.RTZ:
-        wide = (wide.float().view(torch.int32) & -0x10000).view(torch.float32)
-    out = wide.to(types[target])
-    return out.view(getattr(torch, f"int{8 * out.itemsize}")).numpy().view(f"u{out.itemsize}").reshape(data.shape)
-
-
-def _widened(handle: Any) -> Any:
-    """A handle of bfloat16 or float8 as one of float32."""
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
-
-    if not _is_bits(handle):
-        return handle
-    return TensorHandle(as_tensor(handle.data, handle.dtype.scalar).float().numpy(), tl.float32)
-
-
-def _is_bits(handle: Any) -> bool:
-    """Whether the interpreter holds these numbers as the bits of a type that NumPy has not."""
-    dtype = handle.dtype.scalar
-    return bool(dtype.is_floating()) and handle.data.dtype.kind == "u"
-
-
-def _create_dot(self: Any, a: Any, b: Any, *others: Any, **named: Any) -> Any:
-    return ORIGINAL["create_dot"](self, _widened(a), _widened(b), *others, **named)
-
-
-def _binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
-    if _is_bits(lhs) or _is_bits(rhs):
-        raise TypeError(
-            f"{op.__name__} of {lhs.dtype} and {rhs.dtype}: the interpreter has it only in float32 and wider"
-        )
-    return ORIGINAL["binary_op"](self, lhs, rhs, op)
-
-
-def _dot_scaled(self: Any, *args: Any) -> Any:
-    """Formats come as plain strings from a kernel that is interpreted."""
-    import triton.language as tl
-
-    return ORIGINAL["dot_scaled"](self, *(tl.constexpr(each) if isinstance(each, str) else each for each in args))
-
-
-def _create_dot_scaled(
-    self: Any, lhs: Any, lhs_scale: Any, lhs_type: Any, rhs: Any, rhs_scale: Any, rhs_type: Any, *others: Any
-) -> Any:
-    """acc + (lhs · its scales) @ (rhs · its scales) in float32. lhs [M, K] or packed [M, K / 2], rhs [K, N] or [K / 2, N];
-    scales [M, K / block] and [N, K / block], E8M0 as uint8 or e4m3."""
-    from triton.runtime.interpreter import TensorHandle
-
-    _fast_math, lhs_k_pack, rhs_k_pack, acc = others
-    if not (lhs_k_pack and rhs_k_pack):
-        raise NotImplementedError("float4 packed along another dimension than the summed one")
-    left = _dequantized(lhs.data, lhs_scale, lhs_type)
-    right = _dequantized(np.swapaxes(rhs.data, -1, -2), rhs_scale, rhs_type)
-    return TensorHandle((left @ right.mT).numpy() + acc.data, acc.dtype.scalar)
-
-
-def _dequantized(data: np.ndarray, scale: Any, kind: Any) -> Tensor:
-    import triton.language as tl
-
-    form = kind.name.lower()
-    if form == "e2m1":
-        value = e2m1_to_float(unpack_e2m1(torch.from_numpy(np.array(data, order="C"))))
-    else:
-        types = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "bf16": tl.bfloat16, "fp16": tl.float16}
-        value = as_tensor(data, types[form]).float()
-    if scale is None:
-        return value
-    bits = np.array(scale.data, order="C")
-    if scale.dtype.scalar == tl.float8e4nv:
-        factor = as_tensor(bits, tl.float8e4nv).float()
-    else:
-        factor = e8m0_to_float(torch.from_numpy(bits.view(np.uint8)))
-    return value * factor.repeat_interleave(value.shape[-1] // factor.shape[-1], -1)
-
-
-def first_config_if_interpreting(configs: list[Any]) -> list[Any]:
-    """For `triton.autotune`: measuring needs a driver, which the interpreter has not."""
-    return configs[:1] if interpreting() else configs

@@ -1,0 +1,1 @@
+"""Training: models, learning, weight versions, parallelism, services, the recipe."""

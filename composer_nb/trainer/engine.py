@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace, route_checks, route_dtype
-from composer_nb.kernels.attention import cached_attention
+from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, fits, project
-from composer_nb.trainer.model import Model
+from composer_nb.trainer.models.transformer import Model
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
 """Logits after each leader's last token, and experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens."""
@@ -49,6 +49,8 @@ class _Slot:
     length: int = 0
     """Tokens forwarded so far, those in the cache."""
     max_tokens: int = 0
+    drawn: tuple[float, float] = (1.0, 1.0)
+    """Temperature and top_p of the turn."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -57,8 +59,8 @@ class _Slot:
 
 
 class Engine:
-    """Samples turns from a model. `temperature` 0 is greedy; log-probs are always those of temperature 1 or of the
-    temperature sampled at, whichever is drawn from.
+    """Samples turns from a model. `temperature` 0 is greedy. Log-probs are those of the distribution that is drawn from, and of
+    temperature 1 for a greedy turn.
 
     Raises ValueError for a request that can not fit `max_length`, RuntimeError when more rollouts are alive than slots.
     """
@@ -120,6 +122,9 @@ class Engine:
         if known is None and not self._free:
             raise RuntimeError(f"more than engine.slots={self.capacity} rollouts are alive")
         pending = [*(known.pending if known else ()), *request.token_ids]
+        temperature = self.temperature if request.temperature is None else request.temperature
+        if temperature < 0 or not 0 < request.top_p <= 1:
+            raise ValueError(f"temperature={temperature} and top_p={request.top_p}: at least 0, and above 0 up to 1")
         if not pending or request.max_tokens < 1:
             raise ValueError(
                 f"rollout {request.rollout} has no token to go on from, or no room for one: "
@@ -130,6 +135,7 @@ class Engine:
             raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
         slot = known or self._live.setdefault(request.rollout, self._new_slot(request.rollout))
         slot.pending, slot.max_tokens, slot.waiting = pending, request.max_tokens, False
+        slot.drawn = temperature, request.top_p
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
@@ -153,7 +159,7 @@ class Engine:
         if not active:
             return []
         logits_SV = self._forward([slot for _, slot in active])
-        tokens, logprobs = self._sample(logits_SV, [slot.uniform[slot.length] for _, slot in active])
+        tokens, logprobs = _sample(logits_SV, [slot for _, slot in active])
         done = []
         for (rollout, slot), token, logprob in zip(active, tokens, logprobs, strict=True):
             slot.pending = [token]
@@ -282,18 +288,43 @@ class Engine:
         self._pasts += len(leaders)
         return leaders, leader_S
 
-    def _sample(self, logits_SV: Tensor, uniform_S: list[float]) -> tuple[list[int], list[float]]:
-        """One token a row with its log-probability: the first whose cumulative probability exceeds the row's random number."""
-        if self.temperature == 0:
-            logprob_SV = logits_SV.log_softmax(-1)
-            token_S = logprob_SV.argmax(-1)
-        else:
-            logprob_SV = (logits_SV / self.temperature).log_softmax(-1)
-            below_SV = logprob_SV.double().exp().cumsum(-1)
-            drawn_S1 = torch.tensor(uniform_S, dtype=torch.float64, device=logits_SV.device)[:, None] * below_SV[:, -1:]
-            token_S = torch.searchsorted(below_SV, drawn_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
-        chosen_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
-        return token_S.tolist(), chosen_S.tolist()
+
+def _sample(logits_SV: Tensor, slots: Sequence[_Slot]) -> tuple[list[int], list[float]]:
+    """One token a slot with its log-probability. Slots that draw alike are worked on together."""
+    kinds = {slot.drawn for slot in slots}
+    if len(kinds) == 1:
+        return _draw(logits_SV, [slot.uniform[slot.length] for slot in slots], *kinds.pop())
+    tokens, logprobs = [0] * len(slots), [0.0] * len(slots)
+    for kind in kinds:
+        rows = [row for row, slot in enumerate(slots) if slot.drawn == kind]
+        found = _draw(logits_SV[rows], [slots[row].uniform[slots[row].length] for row in rows], *kind)
+        for row, token, logprob in zip(rows, *found, strict=True):
+            tokens[row], logprobs[row] = token, logprob
+    return tokens, logprobs
+
+
+def _draw(logits_SV: Tensor, uniform_S: list[float], temperature: float, top_p: float) -> tuple[list[int], list[float]]:
+    """The first token of each row whose cumulative probability exceeds the row's random number, and its log-probability."""
+    if temperature == 0:
+        logprob_SV = logits_SV.log_softmax(-1)
+        token_S = logprob_SV.argmax(-1)
+    else:
+        logprob_SV = (logits_SV / temperature).log_softmax(-1)
+        if top_p < 1:
+            logprob_SV = nucleus(logprob_SV, top_p)
+        below_SV = logprob_SV.double().exp().cumsum(-1)
+        drawn_S1 = torch.tensor(uniform_S, dtype=torch.float64, device=logits_SV.device)[:, None] * below_SV[:, -1:]
+        token_S = torch.searchsorted(below_SV, drawn_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
+    chosen_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
+    return token_S.tolist(), chosen_S.tolist()
+
+
+def nucleus(logprob_SV: Tensor, top_p: float) -> Tensor:
+    """Return log-probabilities over the fewest tokens that have `top_p` between them (Holtzman et al. 2020, arXiv 1904.09751)."""
+    order = logprob_SV.sort(stable=True, dim=-1, descending=True)
+    above_SV = order.values.exp().cumsum(-1) - order.values.exp()
+    kept_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
+    return logprob_SV.masked_fill(~kept_SV, -torch.inf).log_softmax(-1)
 
 
 def pack(model: Model) -> DecodeWeights | None:
@@ -304,6 +335,8 @@ def pack(model: Model) -> DecodeWeights | None:
     plain = (
         plain
         and not model.config.latent
+        and model.config.norm_topk_prob
+        and model.config.moe_layers == model.config.num_hidden_layers
         and not model.tile
         and model.kernels.recipe == "bf16"
         and model.router_dtype in (None, torch.float32)

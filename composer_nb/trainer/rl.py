@@ -12,6 +12,7 @@ Leaves out: asynchrony (every batch is sampled from the newest version) and summ
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,22 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_nb.harness.agent import Agent, drive
+from composer_nb.harness.agent.tiny import Agent, drive
 from composer_nb.harness.attempt import Attempt, attempt
-from composer_nb.harness.execute import Executor
 from composer_nb.harness.policy import Policy
-from composer_nb.harness.reward import Reward, RewardSettings, reward
-from composer_nb.harness.sandbox import SandboxFailure
-from composer_nb.harness.task import Task
-from composer_nb.kernels.routing import Routing
-from composer_nb.trainer.balance import Cost, deal_out, first_fit
-from composer_nb.trainer.loss import LossSettings, advantages, kl_penalty, policy_loss
-from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import Optimizer
-from composer_nb.trainer.packing import FlatBatch, Stream, families, flatten, microbatches, score
-from composer_nb.trainer.ranks import Ranks
-from composer_nb.trainer.replay_settings import NO_REPLAY, ReplaySettings
-from composer_nb.trainer.routes import overlap, own_routes, require_routes
+from composer_nb.harness.rewards import Reward, RewardSettings, reward
+from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.tasks.task import Task
+from composer_nb.kernels.moe.routing import Routing
+from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
+from composer_nb.trainer.learning.loss import LossSettings, advantages, kl_penalty, policy_loss
+from composer_nb.trainer.learning.optimizer import Optimizer
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, families, flatten, microbatches, score
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
+from composer_nb.trainer.learning.routes import overlap, own_routes, require_routes
+from composer_nb.trainer.models.transformer import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +164,8 @@ class Learner:
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """One epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps; streams of one prompt share
-        a step. Calls `after` when a step is done. Returns metrics. Raises ValueError, before anything is learnt, for routes that
-        can not be replayed."""
+        a step. Calls `after` when a step is done. Returns metrics; those that no token gave are NaN. Raises ValueError, before
+        anything is learnt, for routes that cannot be replayed."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)
         order = families(streams)
@@ -197,8 +198,8 @@ class Learner:
         )
         sums = ranks.sums({name: totals[name] for name in names})
         count, rows, agreed, chosen, implausible = (sums.pop(n) for n in ("tokens", *names[6:]))
-        found = {name: value / max(1.0, count) for name, value in sums.items()}
-        found |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": lr}
+        found = {name: share(value, count) for name, value in sums.items()}
+        found |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
         found["logit_scale"] = self.optimizer.logit_scale
         if ranks.world > 1 and shares:
             found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
@@ -206,8 +207,8 @@ class Learner:
             assert rows == sum(len(stream.token_ids) - 1 for stream in streams), (
                 "each row of routes is used exactly once"
             )
-            found["replay_overlap"] = agreed / max(1.0, chosen)
-            found["replay_implausible"] = implausible / max(1.0, chosen)
+            found["replay_overlap"] = share(agreed, chosen)
+            found["replay_implausible"] = share(implausible, chosen)
         return found
 
     def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
@@ -253,6 +254,11 @@ def _share(
     return parts[share], {"imbalance": packing.imbalance, "imbalance_first_fit": plain.imbalance}
 
 
+def share(part: float, whole: float) -> float:
+    """Return `part / whole`, or NaN where there is nothing to share: a figure without data is not 0."""
+    return part / whole if whole else math.nan
+
+
 def clocked(clock: dict[str, float], name: str, start: float) -> float:
     """Adds the time since `start` to `clock[name]` and returns the time now."""
     now = time.perf_counter()
@@ -292,6 +298,6 @@ def step_point(sums: dict[str, float]) -> dict[str, Any]:
         "sampled": sums["sampled"],
         "samples": count,
         "finished": sums["finished"] / count,
-        "invalid_call_rate": sums["invalid"] / max(1.0, sums["turns"]),
+        "invalid_call_rate": share(sums["invalid"], sums["turns"]),
         "flagged": sums["flagged"],
     }

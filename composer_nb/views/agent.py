@@ -1,16 +1,18 @@
-"""An agent at work with the product's tools: its conversation, its diff with a verdict, what calls took, and the bench's arms."""
+"""Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, and the arms of the
+bench."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.product.show import call_line
 from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
+from composer_nb.harness.untrusted import as_html
+from composer_nb.views import style
 from composer_nb.views.page import Html, box
-from composer_nb.views.style import BLUE, GREEN, GREY, SKY, VERMILION, Picture, as_share, key, title
+from composer_nb.views.style import BLUE, GREEN, INK, SKY, VERMILION, Picture, as_share, interval, key, title
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -19,32 +21,30 @@ _LINES = {"+": "background:#00996622", "-": "background:#d55e0022", "@": "opacit
 
 
 def conversation(turns: Sequence[Turn]) -> Html:
-    """What was said, and every call with its answer folded under it. Failed calls are red."""
+    """Return the messages and calls as HTML, each observation folded under its call. Failed calls are red."""
     parts: list[str] = []
     for turn in turns:
         if turn.said:
-            parts.append(f"<p>{html.escape(turn.said)}</p>")
+            parts.append(f"<p>{as_html(turn.said)}</p>")
         if turn.call or turn.error:
             colour = f";color:{VERMILION}" if turn.error else ""
-            head = f'<code style="background:none{colour}">{html.escape(call_line(turn))}</code>'
+            head = f'<code style="background:none{colour}">{as_html(call_line(turn))}</code>'
             took = f'<span class="quiet"> {turn.seconds * 1e3:.0f} ms</span>'
-            parts.append(
-                f"<details><summary>{head}{took}</summary><pre>{html.escape(turn.observation)}</pre></details>"
-            )
+            parts.append(f"<details><summary>{head}{took}</summary><pre>{as_html(turn.observation)}</pre></details>")
     return box(*parts)
 
 
 def diff(text: str) -> Html:
-    """A unified diff in colours."""
+    """Return a unified diff in colours."""
     lines = [
-        f'<span style="{_LINES.get(line[:1], "")}">{html.escape(line)}</span>' for line in text.rstrip("\n").split("\n")
+        f'<span style="{_LINES.get(line[:1], "")}">{as_html(line)}</span>' for line in text.rstrip("\n").split("\n")
     ]
     return box(f"<pre>{chr(10).join(lines)}</pre>")
 
 
 def verdict(work: Work) -> ipywidgets.VBox:
-    """Buttons that accept or reject what an agent did. Nothing in a notebook waits for them; what was said last counts, and an
-    accepted change can not be rejected any more."""
+    """Return buttons that accept or reject the result of an agent. No cell waits for them; the last click counts, and an accepted
+    change cannot be rejected later."""
     import ipywidgets
 
     yes = ipywidgets.Button(description="Accept", icon="check", tooltip=f"write the changes into {work.source.root}")
@@ -55,7 +55,7 @@ def verdict(work: Work) -> ipywidgets.VBox:
         try:
             action()
         except (ValueError, OSError) as error:
-            said.value = html.escape(str(error))
+            said.value = as_html(str(error))
             return
         said.value = text
         yes.disabled = no.disabled = True
@@ -66,16 +66,15 @@ def verdict(work: Work) -> ipywidgets.VBox:
 
 
 def times(turns: Sequence[Turn]) -> Picture:
-    """A bar a call, in the order of calls; those of one turn have one shade, failed ones another colour."""
+    """Draw one bar per call, in order. Calls of one turn share a shade; failed calls have another colour."""
     calls = [turn for turn in turns if turn.call or turn.error]
-    picture = Picture(8.0, 0.32 * len(calls) + 1.0)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(8.0, 0.32 * len(calls) + 1.0)
     turn_number = 0
     for place, turn in enumerate(calls):
         turn_number += not turn.beside
         colour = VERMILION if turn.error else (BLUE, SKY)[turn_number % 2]
         ax.barh(place, turn.seconds * 1e3, color=colour, height=0.7)
-        ax.text(turn.seconds * 1e3, place, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=GREY)
+        ax.text(turn.seconds * 1e3, place, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=INK)
     ax.invert_yaxis()
     ax.set_yticks([])
     ax.set_xlim(0, 1e3 * max([0.001, *(turn.seconds for turn in calls)]) * 2.2)
@@ -84,16 +83,19 @@ def times(turns: Sequence[Turn]) -> Picture:
 
 
 def arms(report: Mapping[str, Any]) -> Picture:
-    """Solved tasks by arm with their intervals, and calls a task."""
+    """Draw solved tasks with intervals, and calls per task, by arm."""
     names = list(report["arms"])
     rows = [report["arms"][name] for name in names]
     picture = Picture(8.5, 2.8)
     solved, calls = picture.panels(1, 2)
     for place, row in enumerate(rows):
+        if "pass_at_1" not in row:  # every attempt was lost
+            solved.text(place, 0.0, "–", ha="center", va="bottom")
+            continue
         low, high = row["ci95"]
         solved.bar(place, row["pass_at_1"], color=BLUE, width=0.6)
-        solved.plot([place, place], [low, high], color=GREY, linewidth=2)
-        valid = row["tool_calls_per_task"] * (1 - row["invalid_call_rate"])
+        interval(solved, [place, place], [low, high])
+        valid = row["tool_calls_per_task"] * (1 - (row["invalid_call_rate"] or 0.0))  # without calls there is no rate
         calls.bar(place, valid, color=GREEN, width=0.6, label="answered" if not place else None)
         invalid = row["tool_calls_per_task"] - valid
         calls.bar(place, invalid, bottom=valid, color=VERMILION, width=0.6, label="invalid" if not place else None)

@@ -1,33 +1,33 @@
-"""Figures of two runs side by side: scores with intervals, their differences, curves on one axis, seconds by stage.
+"""Two runs side by side: figures, tables for a terminal and an HTML page of what `trainer.recipe.report.compare` found.
 
-The first run is blue in every figure, the second orange.
+The first run is blue in every figure, the second orange. Two runs are two samples: a difference in settings need not be the
+cause of a difference in scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import html
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
 
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
-from composer_nb.views.curves import WINDOW, line
-from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps
+from composer_nb.views.curves import WINDOW, line, scaled
+from composer_nb.views.page import document, figure, html_table, shown, text_table
+from composer_nb.views.style import Picture, as_share, key, title
 
 COLORS = (style.BLUE, style.ORANGE)
-_CURVES = {
-    "solved": ("rollouts that solve their task", "share"),
-    "reward": ("reward", "mean of a batch"),
-    "entropy": ("entropy", "nats a token"),
-    "turns": ("tool calls a rollout", "calls"),
-    "staleness": ("staleness of what was trained", "batches"),
-    "live_groups": ("groups with a signal", "share"),
-}
+_CURVES = ("solved", "reward", "entropy", "turns", "staleness", "live_groups")
 
 
 def figures(found: Mapping[str, Any], first: RunDir, second: RunDir) -> dict[str, tuple[str, bytes]]:
-    """Name -> (caption, PNG) of everything that both runs have got to. `found` is what `compare` found."""
+    """Return (caption, PNG) by name of every figure that both runs have data for. `found` is the result of `compare`."""
     drawn: dict[str, tuple[Picture, str]] = {}
     if any("difference" in part for part in found["eval"].values()):
         drawn["scores"] = (
@@ -43,18 +43,17 @@ def figures(found: Mapping[str, Any], first: RunDir, second: RunDir) -> dict[str
 
 
 def scores(found: Mapping[str, Any]) -> Picture:
-    """pass@1 of every policy that both runs scored, and the differences."""
+    """Draw pass@1 of every policy that both runs scored, and the differences."""
     both = {name: part for name, part in found["eval"].items() if "difference" in part}
     if not both:
         return style.empty("there is no policy yet that both runs have scored")
     picture = Picture(9.5, 3.2)
     bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
     for place, (color, label) in enumerate(zip(COLORS, labels(found), strict=True)):
-        at = np.arange(len(both)) + (place - 0.5) * 0.4
         values = [part["scores"][place] for part in both.values()]
-        bars.bar(at, [score["pass_at_1"] for score in values], 0.37, color=color, label=label)
+        at = style.paired(bars, place, [score["pass_at_1"] for score in values], bars.bar, color=color, label=label)
         for x, score in zip(at, values, strict=True):
-            bars.plot([x, x], score["ci95"], color=style.INK, linewidth=1.2)
+            style.interval(bars, [x, x], score["ci95"])
     bars.set_xticks(range(len(both)), list(both))
     as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in both.values() for s in part["scores"]))))
     title(bars, "solved, held-out tasks, pass@1")
@@ -64,50 +63,110 @@ def scores(found: Mapping[str, Any]) -> Picture:
         gaps.plot(gap["ci95"], [place, place], color=style.INK, linewidth=1.4)
         gaps.plot(gap["pass_at_1"], place, "o" if gap["paired"] else "s", color=style.INK, markersize=6)
     gaps.axvline(0, color=style.GREY, linestyle=":")
-    gaps.set_yticks(range(len(both)), list(both))
-    gaps.set_ylim(len(both) - 0.5, -0.5)
-    gaps.grid(axis="y", visible=False)
-    gaps.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
+    style.rows(gaps, list(both)).xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
     paired = all(part["difference"]["paired"] for part in both.values())
     title(gaps, f"second − first, {'paired by task' if paired else 'not paired'}", "pass@1")
     return picture
 
 
 def curves(found: Mapping[str, Any], first: RunDir, second: RunDir) -> Picture:
-    """What RL did in both, over its steps."""
+    """Draw curves of RL in both runs."""
     steps = first.steps("rl"), second.steps("rl")
     if not any(steps):
         return style.empty("RL has not reached its first checkpoint yet in either run")
     picture = Picture(9.5, 5.4)
-    for ax, (name, (text, unit)) in zip(picture.panels(2, 3), _CURVES.items(), strict=True):
+    for ax, name in zip(picture.panels(2, 3), _CURVES, strict=True):
         for points, color, label in zip(steps, COLORS, labels(found), strict=True):
             line(ax, points, name, color, label)
-        as_share(ax, 1.02) if unit == "share" else from_zero(ax) if name != "reward" else ax
-        title(whole_steps(ax), text, "RL step", unit)
-    key(picture.axes[0], loc="best")
+        scaled(ax, name)
     return picture
 
 
 def times(found: Mapping[str, Any]) -> Picture:
-    """Seconds by part of the recipe."""
+    """Draw seconds by part of the recipe."""
     names = [name for name in found["wall_s"] if name != "total"] + ["total"]
-    picture = Picture(9.5, 0.9 + 0.42 * len(names))
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(9.5, 0.9 + 0.42 * len(names))
     for place, (color, label) in enumerate(zip(COLORS, labels(found), strict=True)):
-        at = np.arange(len(names)) + (place - 0.5) * 0.4
         spent = [found["wall_s"].get(name, (0, 0))[place] or 0.0 for name in names]
-        ax.barh(at, spent, 0.37, color=color, label=label)
-        for y, seconds in zip(at, spent, strict=True):
-            ax.text(seconds, y, f" {seconds:.0f}", va="center", fontsize=8.5, color=style.INK)
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.grid(axis="y", visible=False)
-    title(ax, "seconds by part of the recipe", "seconds")
+        for y, seconds in zip(style.paired(ax, place, spent, ax.barh, color=color, label=label), spent, strict=True):
+            style.note(ax, seconds, y, f" {seconds:.0f}")
+    title(style.rows(ax, names), "seconds by part of the recipe", "seconds")
     key(ax, loc="best")
     return picture
 
 
 def labels(found: Mapping[str, Any]) -> Sequence[str]:
-    """The runs' names; a run compared with itself still has two."""
+    """Return the names of the runs; a run compared with itself gets two."""
     names = [run["run"] for run in found["runs"]]
     return names if names[0] != names[1] else [f"{names[0]}, first", f"{names[1]}, second"]
+
+
+# As text
+
+_PARTS = {
+    "settings": "settings that differ",
+    "provenance": "code and machine",
+    "train": "reinforcement learning",
+    "wall_s": "seconds",
+}
+
+
+def table(found: Mapping[str, Any]) -> Group:
+    """Return the comparison for a terminal."""
+    names = [run["run"] for run in found["runs"]]
+    parts: list[Table | str] = [f"first: {escape(names[0])}   second: {escape(names[1])}"]
+    for part, heading in _PARTS.items():
+        rows = list(pair_rows(found[part]))
+        parts.append(text_table(rows, ("", "first", "second"), heading) if rows else f"[bold]{heading}[/]: none")
+        if part == "provenance" and found["eval"]:
+            head, *rest = score_rows(found)
+            parts.append(text_table(rest, head, "held-out tasks"))
+    return Group(*parts)
+
+
+def page(found: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> str:
+    """Return one HTML page; `figures` are (caption, PNG) by name."""
+    names = [run["run"] for run in found["runs"]]
+    body = [f"<h1>{html.escape(names[0])} and {html.escape(names[1])}</h1>"]
+    for run in found["runs"]:
+        if not run["complete"]:
+            body.append(f"<p class=note>{html.escape(run['run'])} is not complete.</p>")
+    if found["eval"]:
+        head, *rows = score_rows(found)
+        body += ["<h2>Held-out tasks</h2>", html_table(rows, head)]
+    body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
+    for part, heading in _PARTS.items():
+        rows = list(pair_rows(found[part]))
+        body.append(f"<h2>{heading.capitalize()}</h2>")
+        body.append(html_table(rows, ("", *names)) if rows else "<p>None.</p>")
+    return document(" and ".join(names), body)
+
+
+def score_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of the table of scores."""
+    yield ("policy", "pass@1, first", "second", "difference", "95 %", "", "greedy", "best of k")
+    for name, part in found["eval"].items():
+        scores, gap = part["scores"], part.get("difference")
+        how = "" if gap is None else "paired by task" if gap["paired"] else "other tasks, not paired"
+        yield (
+            name,
+            *("–" if s is None else "{:.3f} ({:.3f}–{:.3f})".format(s["pass_at_1"], *s["ci95"]) for s in scores),
+            "" if gap is None else f"{gap['pass_at_1']:+.3f}",
+            "" if gap is None else "{:+.3f} to {:+.3f}".format(*gap["ci95"]),
+            how,
+            *(" → ".join(shown((s or {}).get(key), ".3f") for s in scores) for key in ("pass_greedy", "best_of_k")),
+        )
+
+
+def pair_rows(pairs: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str, str]]:
+    """Yield name and both values as text."""
+    for name, (old, new) in pairs.items():
+        yield name, _spoken(old), _spoken(new)
+
+
+def _spoken(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if type(value) is int else value if isinstance(value, str) else json.dumps(value)

@@ -1,14 +1,15 @@
-"""Curves over steps: losses of supervised training, what RL did, where the time went."""
+"""Curves over steps: losses of supervised training, metrics of RL, and times."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
 from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps
 
@@ -25,7 +26,7 @@ _LOSSES = {
 
 
 def supervised(run: RunDir) -> Picture:
-    """Losses of mid-training, of the long-context phase if there is one, and of fine-tuning, in nats a token."""
+    """Draw the losses of mid-training, the long-context phase if there is one, and fine-tuning, in nats per token."""
     stages = {"midtrain": "mid-training", "extend": "on longer rows", "sft": "fine-tuning on mistakes"}
     steps = {name: run.steps(name) for name in stages}
     if not steps["midtrain"]:
@@ -46,43 +47,81 @@ def supervised(run: RunDir) -> Picture:
     return picture
 
 
+METRICS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
+    "reward": ("reward", "mean of a batch", (("reward", style.ORANGE, "reward"),)),
+    "solved": (
+        "solved",
+        "share",
+        (("best_of_group", style.GREEN, "group: any rollout solves it"), ("solved", style.BLUE, "rollout: solved")),
+    ),
+    "entropy": ("entropy", "nats a token", (("entropy", style.PURPLE, "entropy"),)),
+    "staleness": ("staleness of what was trained", "batches", (("staleness", style.BLUE, "mean"),)),
+    "turns": ("tool calls a rollout", "calls", (("turns", style.ORANGE, "calls"),)),
+    "live_groups": ("groups with a signal", "share", (("live_groups", style.SKY, "groups"),)),
+    "faults": (
+        "what teaches nothing, or goes wrong",
+        "share",
+        (
+            ("invalid_call_rate", style.VERMILION, "invalid calls"),
+            ("unfinished", style.GREY, "never finished"),
+            ("dead", style.SKY, "groups without a signal"),
+        ),
+    ),
+}
+"""Panels over RL steps: title, unit, and lines (metric, color, label)."""
+
+
+def metric(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, bound: int | None = None) -> Axes:
+    """Draw a panel of METRICS; `bound` is a horizontal line."""
+    for each, color, label in METRICS[name][2]:
+        line(ax, steps, each, color, label)
+    if name == "staleness" and any(point.get("staleness_max") is not None for point in steps):
+        ax.plot(*gaps(steps, "staleness_max"), color=style.SKY, linewidth=1, label="oldest")
+    if not steps:
+        style.absent(ax, "RL has no step yet")
+    elif not ax.lines:
+        style.absent(ax, "nothing was trained")
+    if bound:
+        ax.axhline(bound, color=style.INK, linestyle=":", label="bound")
+    return scaled(ax, name)
+
+
+def scaled(ax: Axes, name: str) -> Axes:
+    """Title a panel of METRICS and set its axes."""
+    heading, unit, _ = METRICS[name]
+    if unit == "share":
+        as_share(ax, 1.02)
+    elif name != "reward":
+        from_zero(ax)
+    title(whole_steps(ax), heading, "RL step", unit)
+    key(ax)
+    return ax
+
+
 def reinforcement(run: RunDir) -> Picture:
-    """RL: solved rollouts with the tuning tasks, entropy, calls a rollout, what went wrong."""
+    """Draw RL: solved rollouts and tuning tasks, entropy, calls per rollout, and failures."""
     steps = run.steps("rl")
     if not steps:
         return style.empty("RL has not reached its first checkpoint yet")
+    derived = [{**p, "unfinished": 1 - p["finished"], "dead": 1 - p["live_groups"]} for p in steps]
     picture = Picture(9.5, 6.0)
-    solved, entropy, calls, faults = picture.panels(2, 2)
-    line(solved, steps, "best_of_group", style.GREEN, "group: any rollout solves it")
-    line(solved, steps, "solved", style.BLUE, "rollout: solved")
-    looks = (("tune_greedy", "greedy", "D", style.VERMILION), ("tune_pass_at_1", "pass@1", "o", style.BLACK))
+    panels = picture.panels(2, 2)
+    for ax, name in zip(panels, ("solved", "entropy", "turns", "faults"), strict=True):
+        metric(ax, derived, name).set_xlim(0, steps[-1]["step"] + 1)
+    looks = (("tune_greedy", "greedy", "D", style.VERMILION), ("tune_pass_at_1", "pass@1", "o", style.INK))
     for name, label, marker, color in looks:
-        if points := [(p["step"], p[name]) for p in steps if name in p]:
+        if points := [(p["step"], p[name]) for p in steps if p.get(name) is not None]:
             at, values = zip(*points, strict=True)
-            solved.plot(at, values, marker, color=color, markersize=5, label=f"tuning tasks, {label}", zorder=3)
-    title(as_share(solved, 1.02), "solved", "", "share")
-    key(solved, loc="best")
-    line(entropy, steps, "entropy", style.PURPLE, "entropy")
-    scale = steps[-1].get("logit_scale", 1.0)
-    sharper = "" if scale == 1 else f" (logits × {scale:.2f} by now)"
-    title(from_zero(entropy), f"entropy of what is sampled{sharper}", "", "nats a token")
-    if not entropy.lines:
-        style.absent(entropy, "no group had a signal: nothing was trained")
-    line(calls, steps, "turns", style.ORANGE, "calls")
-    title(from_zero(calls), "tool calls a rollout", "RL step", "calls")
-    line(faults, steps, "invalid_call_rate", style.VERMILION, "invalid calls")
-    line(faults, [{**p, "unfinished": 1 - p["finished"]} for p in steps], "unfinished", style.GREY, "never finished")
-    line(faults, [{**p, "dead": 1 - p["live_groups"]} for p in steps], "dead", style.SKY, "groups without a signal")
-    title(as_share(faults, 1.02), "what teaches nothing, or goes wrong", "RL step", "share")
-    key(faults)
-    for ax in (solved, entropy, calls, faults):
-        whole_steps(ax).set_xlim(0, steps[-1]["step"] + 1)
+            panels[0].plot(at, values, marker, color=color, markersize=5, label=f"tuning tasks, {label}", zorder=3)
+    key(panels[0], loc="best")
+    if (scale := steps[-1].get("logit_scale", 1.0)) != 1:
+        title(panels[1], f"entropy of what is sampled (logits × {scale:.2f} by now)", "RL step", "nats a token")
     return picture
 
 
 def line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, label: str) -> None:
-    """Every step faintly, and the mean over WINDOW steps."""
-    points = [(p["step"], p[name]) for p in steps if name in p]
+    """Draw every step that has the figure faintly, and the mean over WINDOW of them."""
+    points = [(p["step"], p[name]) for p in steps if p.get(name) is not None]
     if not points:
         return
     at, values = (np.array(x, float) for x in zip(*points, strict=True))
@@ -93,20 +132,21 @@ def line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, la
     )
 
 
+def gaps(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return steps and one figure of each, NaN where a step has none, so that the line has a gap."""
+    values = [p.get(name) for p in steps]
+    return [p["step"] for p in steps], [math.nan if value is None else float(value) for value in values]
+
+
 def time_split(run: RunDir, report: Mapping[str, Any]) -> Picture:
-    """Seconds by stage, and what an average rank did in each RL step."""
+    """Draw seconds by stage, and how an average rank spent each RL step."""
     stages: Mapping[str, float] = report["stages"]
     steps = run.steps("rl")
     if not stages:
         return style.empty("no stage is complete yet")
     picture = Picture(9.5, 3.4)
     bars, split = picture.panels(1, 2)
-    names = list(stages)[::-1]
-    bars.barh(names, [stages[name] for name in names], color=style.SKY, height=0.65)
-    for place, name in enumerate(names):
-        bars.text(stages[name], place, f" {stages[name]:.0f}", va="center", fontsize=8.5, color=style.INK)
-    bars.grid(axis="y", visible=False)
-    bars.set_xlim(0, max(stages.values()) * 1.12)
+    style.bars(bars, stages, style.SKY, ".0f").set_xlim(0, max(stages.values()) * 1.12)
     title(bars, "seconds by stage", "seconds")
     if not steps:
         split.axis("off")
@@ -116,7 +156,7 @@ def time_split(run: RunDir, report: Mapping[str, Any]) -> Picture:
 
 
 def step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
-    """In the plain loop a rank samples, waits and trains by turns; beside services the trainer trains or waits for a batch."""
+    """Draw the parts of each step: sampling, waiting and training in the synchronous loop; waiting and training with services."""
     at = [p["step"] for p in steps]
     parts = {"sample and grade": "sample_s", "wait for the other rank": "wait_s", "train": "train_s"}
     colors = [style.SKY, style.PALE, style.BLUE]
@@ -134,21 +174,15 @@ def step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 
 def staleness(run: RunDir, report: Mapping[str, Any]) -> Picture:
-    """How old the trained rollouts were, step by step, against the bound; and where the versions passed."""
+    """Draw the staleness of trained rollouts step by step with the bound, and where it arose."""
     steps, train = run.steps("rl"), report["train"]
     picture = Picture(9.5, 3.0)
     ages, parts = picture.panels(1, 2)
-    at = [p["step"] for p in steps]
-    ages.plot(at, [p["staleness"] for p in steps], color=style.BLUE, linewidth=2, label="mean")
-    ages.plot(at, [p["staleness_max"] for p in steps], color=style.SKY, linewidth=1, label="oldest")
-    ages.axhline(train["staleness_bound"], color=style.INK, linestyle=":", label="bound")
-    from_zero(whole_steps(ages))
-    title(ages, "staleness of what was trained", "RL step", "batches")
-    ages.legend(frameon=False, fontsize=8.5, labelcolor=style.INK)
+    metric(ages, steps, "staleness", train["staleness_bound"])
     names = {"while sampled": "in_flight", "while waiting": "in_queue"}
-    parts.barh(
-        list(names), [train.get(name, 0.0) for name in names.values()], color=[style.BLUE, style.SKY], height=0.5
-    )
-    parts.grid(axis="y", visible=False)
+    known = {text: train[name] for text, name in names.items() if train.get(name) is not None}
+    style.bars(parts, known, [style.BLUE, style.SKY][: len(known)])
+    if not known:
+        style.absent(parts, "nothing was trained")
     title(parts, "where it arose", "batches, mean over rollouts")
     return picture

@@ -1,15 +1,14 @@
-"""A run on one board: where it stands, its curves, its ledger, what is under way.
+"""A run on one board: its state, curves, ledger and work in flight.
 
-    Dashboard(run.path)        in a notebook: keeps up with a live run until it ends or is closed
-    board(look(run.path))      the same at one moment, as HTML that needs nothing else
-    facts(look(run.path))      its figures alone, for a terminal
+    Dashboard(run.path)              in a notebook: follows a live run until it ends or is closed
+    board(read_status(run.path))     the same at one moment, as HTML that needs no other file
+    facts(read_status(run.path))     the figures alone, for a terminal
 
-It attaches to the run's directory, so it does not matter who carries the run, or whether anybody does.
+The board reads the run's directory, so it does not matter which process runs it.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import threading
@@ -22,32 +21,32 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from composer_nb.trainer.journal import REFUSED
-from composer_nb.trainer.look import Seen, look
+from composer_nb.harness.untrusted import as_html
+from composer_nb.trainer.recipe.launch import LOCK
+from composer_nb.trainer.recipe.report import reward_trend
+from composer_nb.trainer.recipe.status import Status, read_status
+from composer_nb.trainer.services.head import holder
+from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style
-from composer_nb.views.curves import line, step_times
-from composer_nb.views.rollout import Html
-from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps
+from composer_nb.views.curves import metric, step_times
+from composer_nb.views.page import Html, box, image
+from composer_nb.views.style import Picture, key, title
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 EVERY_S = 2.0
 SHARE = 0.2
-"""Of the time, at most, that a live board spends drawing: the machine has better things to do."""
+"""Maximum fraction of time spent redrawing."""
 _STATE = {"live": style.BLUE, "complete": style.GREEN, "dead": style.VERMILION}
 _REASON = {"trained": style.BLUE, "held": style.SKY, "zero_advantage": style.GREY}
-_BOX = (
-    "background:#fff;color:#222;padding:.6em .8em;border:1px solid #e3e3e3;border-radius:4px;"
-    "font:13px/1.5 system-ui,sans-serif"
-)
 
 
 # In words
 
 
-def headline(seen: Seen) -> str:
-    """State, steps done and an estimate of the rest, in a line."""
+def headline(seen: Status) -> str:
+    """Return state, progress and estimated time left in one line."""
     parts = [f"{seen.path.name}: {seen.state}"]
     if seen.stage:
         steps = f" {seen.done} of {seen.total} steps" if seen.total else ""
@@ -59,43 +58,45 @@ def headline(seen: Seen) -> str:
     return ", ".join(parts)
 
 
-def facts(seen: Seen) -> Iterator[tuple[str, str]]:
-    """What else is known, a line each."""
+def facts(seen: Status) -> Iterator[tuple[str, str]]:
+    """Yield name and text of all other facts."""
     if seen.state == "live":
-        yield "carried by", f"process {seen.pid or '(it does not say which)'}"
+        yield "process", str(seen.pid or "unknown")
     elif seen.state == "dead":
-        yield "carried by", "nobody; start_detached and start_or_resume go on where it stands"
+        yield "process", "none; start_detached and start_or_resume resume the run"
     if seen.quiet_s is not None:
         yield "last wrote", f"{_spoken(seen.quiet_s)} ago"
-    yield "last said", seen.last_line or "nothing yet"
+    yield "last line", seen.last_line or "none yet"
     if seen.stages:
         yield "stages, seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in seen.stages.items())
     if share := utilisation(seen):
-        yield "trainer at work", f"{share:.0%} of the time of RL's steps"
+        yield "trainer busy", f"{share:.0%} of the time of RL steps"
     if tokens := sum(seen.ledger.values()):
         yield "ledger, tokens", ", ".join(f"{why} {n:,} ({n / tokens:.0%})" for why, n in _ranked(seen.ledger))
     if seen.served is not None:
         served = f"the slowest engine serves those of batch {seen.served} of {seen.trained}"
         yield "weight versions", f"{seen.versions} made; {served}"
-        yield "under way", _under_way(seen)
+        yield "in flight", _in_flight(seen)
     for engine in seen.engines:
         at = f"reported version {engine.version} ({engine.hash[:12]})"
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
+    if seen.steps:
+        yield "reward", reward_trend(seen.steps)
     for change in seen.changes:
-        since = {None: "asked for, not taken up yet", REFUSED: "refused; the run's log says why"}
+        since = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
         yield (
             f"{change.name} = {json.dumps(change.value)}",
             since.get(change.step, f"from step {(change.step or 0) + 1} on"),
         )
 
 
-def utilisation(seen: Seen) -> float | None:
-    """Share of the wall-clock time of RL's steps in which the trainer trained; None before the first step."""
+def utilisation(seen: Status) -> float | None:
+    """Return the share of the wall-clock time of RL steps in which the trainer trained; None before the first step."""
     wall = sum(point["time"]["wall_s"] for point in seen.steps)
     return sum(point["time"]["train_s"] for point in seen.steps) / wall if wall else None
 
 
-def _under_way(seen: Seen) -> str:
+def _in_flight(seen: Status) -> str:
     if not seen.slots:
         return "nothing"
     size, done, running = (sum(getattr(s, name) for s in seen.slots) for name in ("size", "done", "running"))
@@ -116,8 +117,8 @@ def _spoken(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def plain(seen: Seen) -> dict[str, Any]:
-    """All of it, ready for JSON; of RL's steps the last."""
+def plain(seen: Status) -> dict[str, Any]:
+    """Return the status ready for JSON, with the last RL step alone."""
     known = asdict(seen)
     steps = known.pop("steps")
     return {
@@ -131,62 +132,36 @@ def plain(seen: Seen) -> dict[str, Any]:
 # As a picture
 
 
-def picture(seen: Seen) -> Picture:
-    """Curves over RL's steps; below them the ledger, the groups under way and the seconds of every stage."""
+def picture(seen: Status) -> Picture:
+    """Draw curves over RL steps, the ledger, the groups in flight and the seconds of each stage."""
     drawn = Picture(9.5, 6.6)
-    for ax, panel in zip(drawn.panels(3, 3), _PANELS, strict=True):
-        panel(ax, seen)
+    *over_steps, times, ledger, work, stages = drawn.panels(3, 3)
+    for ax, name in zip(over_steps, ("reward", "solved", "entropy", "staleness", "turns"), strict=True):
+        metric(ax, seen.steps, name, seen.bound if name == "staleness" else None)
+    if seen.steps:
+        step_times(times, seen.steps)
+    title(times, "seconds of a step")
+    _ledger(ledger, seen)
+    _work(work, seen)
+    _bars(stages, "seconds of complete stages", seen.stages, style.SKY)
     return drawn
 
 
-def _reward(ax: Axes, seen: Seen) -> None:
-    line(ax, seen.steps, "reward", style.ORANGE, "reward")
-    title(_over_steps(ax, seen), "reward", "", "mean of a batch")
-
-
-def _solved(ax: Axes, seen: Seen) -> None:
-    line(ax, seen.steps, "best_of_group", style.GREEN, "any of a group")
-    line(ax, seen.steps, "solved", style.BLUE, "rollouts")
-    title(as_share(_over_steps(ax, seen), 1.02), "solved")
-    key(ax)
-
-
-def _entropy(ax: Axes, seen: Seen) -> None:
-    line(ax, seen.steps, "entropy", style.PURPLE, "entropy")
-    title(from_zero(_over_steps(ax, seen)), "entropy", "", "nats a token")
-
-
-def _staleness(ax: Axes, seen: Seen) -> None:
-    line(ax, seen.steps, "staleness", style.BLUE, "mean")
-    if seen.steps and "staleness_max" in seen.steps[-1]:
-        ax.plot(*_points(seen, "staleness_max"), color=style.SKY, linewidth=1, label="oldest")
-    if seen.bound:
-        ax.axhline(seen.bound, color=style.INK, linestyle=":", label="bound")
-    title(from_zero(_over_steps(ax, seen)), "staleness of what was trained", "", "batches")
-    key(ax)
-
-
-def _calls(ax: Axes, seen: Seen) -> None:
-    line(ax, seen.steps, "turns", style.ORANGE, "calls")
-    title(from_zero(_over_steps(ax, seen)), "tool calls a rollout")
-
-
-def _times(ax: Axes, seen: Seen) -> None:
-    if seen.steps:
-        step_times(ax, seen.steps)
-    title(ax, "seconds of a step")
-
-
-def _ledger(ax: Axes, seen: Seen) -> None:
-    rows = _ranked(seen.ledger)[::-1]
-    ax.barh([why for why, _ in rows], [n for _, n in rows], color=[_REASON.get(why, style.ORANGE) for why, _ in rows])
+def _ledger(ax: Axes, seen: Status) -> None:
+    ledger = dict(_ranked(seen.ledger))
+    _bars(ax, "sampled tokens", ledger, [_REASON.get(why, style.ORANGE) for why in ledger])
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _sideways(ax, "sampled tokens", bool(rows))
 
 
-def _work(ax: Axes, seen: Seen) -> None:
-    """A bar a group, from the oldest: finished, being sampled, not dispatched."""
+def _bars(ax: Axes, text: str, values: Mapping[str, float], color: Any) -> None:
+    title(style.bars(ax, values, color), text)
+    if not values:
+        style.absent(ax, "none yet")
+
+
+def _work(ax: Axes, seen: Status) -> None:
+    """Draw one bar per group, oldest first: finished, being sampled, not dispatched."""
     names = [str(slot.slot) for slot in seen.slots]
     parts = {
         "finished": ([s.done for s in seen.slots], style.GREEN),
@@ -198,7 +173,7 @@ def _work(ax: Axes, seen: Seen) -> None:
         ax.bar(names, counts, bottom=below, color=color, label=label)
         below = [a + b for a, b in zip(below, counts, strict=True)]
     ax.set_xticks(range(0, len(names), max(1, len(names) // 6)))
-    title(ax, "rollouts under way, by prompt", "", "")
+    title(ax, "rollouts in flight, by prompt", "", "")
     if seen.slots:
         ax.set_ylim(0, max(below) * 1.6)
         key(ax, loc="upper left", ncols=2)
@@ -206,88 +181,58 @@ def _work(ax: Axes, seen: Seen) -> None:
         style.absent(ax, "none")
 
 
-def _stages(ax: Axes, seen: Seen) -> None:
-    rows = list(seen.stages.items())[::-1]
-    ax.barh([name for name, _ in rows], [spent for _, spent in rows], color=style.SKY)
-    _sideways(ax, "seconds of complete stages", bool(rows))
-
-
-_PANELS = (_reward, _solved, _entropy, _staleness, _calls, _times, _ledger, _work, _stages)
-
-
-def _points(seen: Seen, name: str) -> tuple[list[int], list[float]]:
-    return [point["step"] for point in seen.steps], [point[name] for point in seen.steps]
-
-
-def _over_steps(ax: Axes, seen: Seen) -> Axes:
-    if not seen.steps:
-        style.absent(ax, "RL has no step yet")
-    elif not ax.lines:
-        style.absent(ax, "nothing was trained")
-    return whole_steps(ax)
-
-
-def _sideways(ax: Axes, text: str, any_: bool) -> None:
-    ax.grid(axis="y", visible=False)
-    ax.grid(axis="x", color=style.PALE)
-    title(ax, text) if any_ else style.absent(title(ax, text), "none yet")
-
-
 # As HTML
 
 
-def head(seen: Seen) -> Html:
-    """Headline, bar of progress and facts."""
+def head(seen: Status) -> Html:
+    """Return headline, progress bar and facts."""
     share = 1.0 if seen.state == "complete" else seen.done / seen.total if seen.total else 0.0
     color = _STATE[seen.state]
-    cell = "text-align:left;vertical-align:top;padding:.05em 1.2em .05em 0;font-size:12.5px"
     rows = "".join(
-        f'<tr style="background:none"><td style="{cell};color:#777;white-space:nowrap">{html.escape(name)}</td>'
-        f'<td style="{cell};color:#222;overflow-wrap:anywhere">{html.escape(text)}</td></tr>'
-        for name, text in facts(seen)
+        f'<tr><td class="quiet">{as_html(name)}</td><td>{as_html(text)}</td></tr>' for name, text in facts(seen)
     )
-    return Html(
-        f'<div style="{_BOX}"><div style="font-weight:600"><span style="color:{color}">●</span> '
-        f'{html.escape(headline(seen))}</div><div style="background:#e6e6e6;height:6px;margin:.4em 0">'
-        f'<div style="background:{color};height:6px;width:{share:.1%}"></div></div>'
-        f'<table style="border:0">{rows}</table></div>'
+    return box(
+        f'<div class="head"><span style="color:{color}">●</span> {as_html(headline(seen))}</div>',
+        '<div style="background:var(--cnb-line);height:6px;margin:.4em 0">',
+        f'<div style="background:{color};height:6px;width:{share:.1%}"></div></div><table>{rows}</table>',
     )
 
 
-def board(seen: Seen) -> Html:
-    """The whole board at one moment, with nothing outside it: the static twin of `Dashboard`."""
-    image = base64.b64encode(picture(seen).png()).decode()
-    alt = html.escape(headline(seen))
-    shown = f'<img alt="{alt}" style="max-width:100%;background:#fff" src="data:image/png;base64,{image}">'
-    return Html(f"{head(seen).text}<div>{shown}</div>")
+def board(seen: Status) -> Html:
+    """Return the whole board at one moment, without other files: the static twin of `Dashboard`."""
+    return Html(f"{head(seen).text}<div>{image(headline(seen), picture(seen).png())}</div>")
 
 
 # Live
 
 _WATCHED: dict[Path, Dashboard] = {}
-"""One live board a run in this process: a cell that is run again replaces its own."""
+"""Live boards of this process by run: a cell that is run again replaces its own board."""
 
 
 class Dashboard:
-    """A board that keeps up with a live run. Raises FileNotFoundError where there is none.
+    """A board that follows a live run. Raises FileNotFoundError where there is none.
 
-    A thread looks every `every_s` seconds and draws when something has changed; cells go on meanwhile. It ends with the
-    run, on `close`, with the button, and when another board of the same run is opened. A run that is over is drawn once.
+    A thread reads the run every `every_s` seconds, less often on a slow machine, and redraws after a change. It stops when the
+    run ends, on `close`, with the button, or when another board of the same run opens, each time after a last update. A
+    finished run is drawn once.
     """
 
     def __init__(self, path: Path, every_s: float = EVERY_S) -> None:
         import ipywidgets
 
-        self.seen = look(path)
+        self.seen = read_status(path)
         self.every_s = every_s
         if (other := _WATCHED.pop(self.seen.path, None)) is not None:
             other.close()
         self._closed = threading.Event()
-        self._head, self._picture = ipywidgets.HTML(), ipywidgets.Image(format="png")
+        self._last_drawn: tuple[Any, ...] | None = None
+        self._head = ipywidgets.HTML(layout=ipywidgets.Layout(width="100%"))
+        self._picture = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%"))
         self._button = ipywidgets.Button(description="Stop watching", tooltip="The run goes on")
         self._button.on_click(lambda _: self.close())
-        self.widget = ipywidgets.VBox([self._head, self._picture, self._button])
-        self._draw()
+        layout = ipywidgets.Layout(width="100%")
+        self.widget = ipywidgets.VBox([self._head, self._picture, self._button], layout=layout)
+        self._show(self.seen)
         self._thread = threading.Thread(target=self._keep_up, name=f"board of {self.seen.path.name}", daemon=True)
         if self.seen.state == "live":
             _WATCHED[self.seen.path] = self
@@ -297,41 +242,52 @@ class Dashboard:
 
     @property
     def live(self) -> bool:
-        """Whether it still keeps up."""
+        """Whether the board still follows the run."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops keeping up, and returns when nothing is left of it but what it shows. The run goes on."""
+        """Update once more, then stop. The run goes on."""
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def still(self) -> Html:
-        """The board as it is now."""
+        """Return the board as it is now."""
         return board(self.seen)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        """The widget, and its static twin for whoever can show none."""
+        """Return the widget, and its static twin for front ends without widgets."""
         return {**self.widget._repr_mimebundle_(**options), "text/html": self.still().text}
 
-    def _draw(self) -> None:
-        self._head.value = head(self.seen).text
-        self._picture.value = picture(self.seen).png()
+    def _show(self, seen: Status) -> None:
+        self.seen = seen
+        self._head.value = head(seen).text
+        if _drawn(seen) != self._last_drawn:
+            self._picture.value = picture(seen).png()
+            self._last_drawn = _drawn(seen)
 
     def _keep_up(self) -> None:
-        wait = self.every_s
+        """Update and rest by turns; a rest lasts the time of the update divided by SHARE. Closing the board or the end of the run
+        ends a rest and leads to a last update."""
+        rest = self.every_s
         try:
-            while self.seen.state == "live" and not self._closed.wait(wait):
+            while self.seen.state == "live":
+                until = time.perf_counter() + rest
+                while time.perf_counter() < until and self._carried():
+                    if self._closed.wait(min(self.every_s, EVERY_S)):
+                        break
                 begin = time.perf_counter()
-                before, self.seen = self.seen, look(self.seen.path)
-                if _drawn(before) != _drawn(self.seen):
-                    self._picture.value = picture(self.seen).png()
-                self._head.value = head(self.seen).text
-                wait = max(self.every_s, (time.perf_counter() - begin) / SHARE)
+                self._show(read_status(self.seen.path))
+                if self._closed.is_set():
+                    break
+                rest = max(self.every_s, (time.perf_counter() - begin) / SHARE)
         except Exception:  # there is nobody above a thread: what went wrong stands in the board's place
-            self._head.value = f'<div style="{_BOX}"><pre>{html.escape(traceback.format_exc())}</pre></div>'
+            self._head.value = box(f"<pre>{html.escape(traceback.format_exc())}</pre>").text
         finally:
             self._end()
+
+    def _carried(self) -> bool:
+        return holder(self.seen.path / LOCK) is not None
 
     def _end(self) -> None:
         self._button.layout.display = "none"
@@ -339,6 +295,6 @@ class Dashboard:
             del _WATCHED[self.seen.path]
 
 
-def _drawn(seen: Seen) -> tuple[Any, ...]:
-    """What the picture shows of a run."""
+def _drawn(seen: Status) -> tuple[Any, ...]:
+    """Return the part of a status that the picture shows."""
     return seen.state, len(seen.steps), seen.ledger, seen.slots, seen.stages, seen.changes

@@ -1,7 +1,5 @@
-"""Environments: a rollout in its sandbox turn by turn, forks of it, cheats and graders, what limits hold back, a fleet at work.
-
-Figures, and HTML where a page does better than a picture, of what `instruments.py` noted.
-"""
+"""Figures and HTML of environments: rollouts, forks, cheats and graders, limits, and fleets. `instruments.py` records the
+data."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from composer_nb.harness.attacks.case import Verdict as Judged
-from composer_nb.harness.attacks.patches import Patch
 from composer_nb.harness.grading.plan import Twin
-from composer_nb.harness.sandboxes.fleet import FleetLimits
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.fleet import FleetLimits
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.case import Verdict as Judged
+from composer_nb.labs.attacks.patches import Patch
 from composer_nb.views import page, style
 from composer_nb.views.instruments import Asked, Episode, Future, Kind, Verdict, Watched
 from composer_nb.views.page import Html
@@ -33,7 +31,7 @@ HUES: dict[Kind, str] = {"read": style.SKY, "write": style.ORANGE, "exec": style
 
 
 def turns(agent: Watched) -> Html:
-    """What the agent said in each turn, and its calls; long observations are folded."""
+    """Return messages and calls of each turn as HTML; long observations are folded."""
     rows = []
     for number, turn in enumerate(agent.turns, 1):
         rows.append(f'<div class="head">{number} · {html.escape(turn.message)}</div>')
@@ -49,7 +47,7 @@ def turns(agent: Watched) -> Html:
 
 
 def timeline(agent: Watched) -> Picture:
-    """The calls of a rollout, one after another without the time that the agent thought; and what the sandbox used."""
+    """Draw the calls of a rollout one after another, without thinking time, and the sandbox's memory and CPU use."""
     picture = Picture(9.5, 0.34 * len(agent.turns) + 1.6)
     calls, memory, cpu = picture.panels(1, 3, width_ratios=(5, 1.6, 1.6), sharey=True)
     begin, seen, total = 0.0, set[Kind](), sum(call.ms for call in agent.calls)
@@ -64,7 +62,7 @@ def timeline(agent: Watched) -> Picture:
         last = max((place for place, call in enumerate(agent.calls) if call.turn == number), default=None)
         if last is not None:
             spent = sum(call.ms for call in agent.calls if call.turn == number)
-            calls.text(ends[last], number, f"  {spent:.0f} ms", va="center", fontsize=8.5, color=style.INK)
+            style.note(calls, ends[last], number, f"  {spent:.0f} ms")
     calls.set_xlim(0, begin * 1.12)
     calls.set_yticks(range(1, len(agent.turns) + 1))
     calls.invert_yaxis()
@@ -83,10 +81,9 @@ def timeline(agent: Watched) -> Picture:
 
 
 def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
-    """A rollout up to a snapshot and what became of its forks: their own tests, the hidden tests, the digest of the workspace.
-    Equal digests have one colour and one marker."""
-    picture = Picture(9.5, 0.5 * len(futures) + 1.0)
-    [ax] = picture.panels(1, 1)
+    """Draw a rollout up to a snapshot and its forks with visible tests, hidden tests and the digest of the workspace. Equal
+    digests share colour and marker."""
+    picture, ax = style.one_panel(9.5, 0.5 * len(futures) + 1.0)
     ax.axis("off")
     middle, fork = (len(futures) - 1) / 2, 1.05 * len(trunk) - 0.2
     columns = {
@@ -96,7 +93,7 @@ def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
         "workspace": fork + 4.85,
     }
     for text, x in columns.items():
-        ax.text(x, -0.8, text, ha="center", va="center", fontsize=8.5, color=style.GREY)
+        style.note(ax, x, -0.8, text, ha="center", color=style.GREY)
     ax.plot([0, fork], [middle, middle], color=style.GREY, linewidth=1.2, zorder=1)
     for place, text in enumerate(trunk):
         _node(ax, 1.05 * place, middle, text, style.PALE)
@@ -128,7 +125,7 @@ def _node(ax: Axes, x: float, y: float, text: str, fill: str, ink: str = style.I
 
 
 def twin(task: Task, one: Twin) -> Html:
-    """A hidden test beside its twin; what differs is marked."""
+    """Return a hidden test beside its twin, with the difference marked."""
     text = task.tests[one.path]
     first, last = _around(text, one.start)
     columns = []
@@ -145,7 +142,7 @@ def twin(task: Task, one: Twin) -> Html:
 
 
 def _around(text: str, offset: int) -> tuple[int, int]:
-    """Where the function of a module in which a character lies begins, with its decorators, and ends; else its line."""
+    """Return begin and end of the function around a character, decorators included; else of its line."""
     line = text.count("\n", 0, offset) + 1
     found = [
         (first, node.end_lineno or first)
@@ -160,7 +157,7 @@ def _around(text: str, offset: int) -> tuple[int, int]:
 
 
 def patches(chosen: Sequence[Patch]) -> Html:
-    """What each patch changes in its workspace; the files are folded."""
+    """Return the changes of each patch, with files folded."""
     parts = []
     for patch in chosen:
         files = ""
@@ -177,21 +174,20 @@ _CELLS: dict[tuple[bool, Verdict], tuple[str, str, str]] = {
     (True, "tampered"): (style.VERMILION, "white", "✗ tampered"),
     (False, "accepted"): (style.VERMILION, "white", "✗ accepted"),
     (False, "rejected"): (style.PALE, style.INK, "rejected"),
-    (False, "tampered"): (style.YELLOW, style.INK, "! tampered"),
+    (False, "tampered"): (style.YELLOW, style.DARK, "! tampered"),
 }
-"""(whether the work is honest, verdict) -> fill, ink, text."""
+"""(honest work, verdict) -> fill, ink, text."""
 
 
 def matrix(verdicts: Mapping[str, Mapping[str, Verdict]], honest: str) -> Picture:
-    """What each grader (columns) makes of each patch (rows), of which only `honest` should be accepted."""
+    """Draw the verdict of each grader (columns) on each patch (rows); only `honest` should be accepted."""
     graders = list(next(iter(verdicts.values())))
-    picture = Picture(2.6 + 1.35 * len(graders), 0.7 + 0.3 * len(verdicts))
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(2.6 + 1.35 * len(graders), 0.7 + 0.3 * len(verdicts))
     for y, (name, row) in enumerate(verdicts.items()):
         for x, grader in enumerate(graders):
             fill, ink, text = _CELLS[name == honest, row[grader]]
             ax.barh(y, 0.96, left=x + 0.02, height=0.9, color=fill)
-            ax.text(x + 0.5, y, text, ha="center", va="center", fontsize=8.5, color=ink)
+            style.note(ax, x + 0.5, y, text, ha="center", color=ink)
     ax.set_yticks(range(len(verdicts)), list(verdicts), fontsize=9)
     ax.set_xticks([x + 0.5 for x in range(len(graders))], [textwrap.fill(name, 13) for name in graders], fontsize=9)
     ax.xaxis.tick_top()
@@ -207,7 +203,7 @@ def matrix(verdicts: Mapping[str, Mapping[str, Verdict]], honest: str) -> Pictur
 
 
 def cases(found: Sequence[tuple[str, Judged, float]]) -> Html:
-    """Attacks: what was tried, what became of it, and in how many seconds."""
+    """Return each attack with its outcome and seconds."""
     rows = []
     for name, judged, seconds in found:
         text, hue = ("held", "0,158,115") if judged.blocked else ("NOT HELD", "213,94,0")
@@ -218,23 +214,20 @@ def cases(found: Sequence[tuple[str, Judged, float]]) -> Html:
 
 
 def lateness(late: Mapping[str, Sequence[float]]) -> Picture:
-    """By how many ms each kind of command was over after its time limit, a dot a try."""
-    picture = Picture(9.5, 0.32 * len(late) + 1.1)
-    [ax] = picture.panels(1, 1)
+    """Draw how many ms each kind of command outlived its time limit, one dot per try."""
+    picture, ax = style.one_panel(9.5, 0.32 * len(late) + 1.1)
     for y, values in enumerate(late.values()):
         ax.plot(values, [y] * len(values), "o", color=style.BLUE, markersize=5, alpha=0.6)
         ax.plot(np.median(values), y, "|", color=style.INK, markersize=14, markeredgewidth=2)
-    ax.set_yticks(range(len(late)), list(late))
-    ax.set_ylim(len(late) - 0.5, -0.5)
+    style.rows(ax, list(late))
     ax.set_xlim(0, max(max(values) for values in late.values()) * 1.08)
     title(ax, "how late a command is over (bar: median)", "ms after its time limit")
     return picture
 
 
 def neighbour(parts: Mapping[str, Sequence[tuple[float, float]]], during: str) -> Picture:
-    """ms of a small command in one sandbox, in parts one after another; in the part `during` another sandbox misbehaves."""
-    picture = Picture(9.5, 2.8)
-    [ax] = picture.panels(1, 1)
+    """Draw ms of a small command in one sandbox over consecutive parts; another sandbox misbehaves in the part `during`."""
+    picture, ax = style.one_panel(9.5, 2.8)
     zero = min(at for points in parts.values() for at, _ in points)
     most = max(ms for points in parts.values() for _, ms in points)
     for name, points in parts.items():
@@ -254,8 +247,8 @@ def neighbour(parts: Mapping[str, Sequence[tuple[float, float]]], during: str) -
 
 
 def fleet(done: Sequence[Episode], limits: FleetLimits, short: tuple[float, float] | None = None) -> Picture:
-    """How many wait, start and live, over time; how long an agent waits for its sandbox, and how long that takes to start.
-    `short`: when the machine was short of something."""
+    """Draw how many sandboxes wait, start and live over time, and the distributions of waiting and starting. `short`: interval in
+    which the machine lacked resources."""
     picture = Picture(9.5, 3.4)
     over, spread = picture.panels(1, 2, width_ratios=(3, 2))
     zero, end = min(one.asked for one in done), max(one.ended for one in done)
@@ -274,14 +267,8 @@ def fleet(done: Sequence[Episode], limits: FleetLimits, short: tuple[float, floa
         over.axvspan(short[0] - zero, short[1] - zero, color=style.VERMILION, alpha=0.18, linewidth=0)
     over.set_xlim(0, end - zero)
     over.yaxis.set_major_locator(MaxNLocator(integer=True))
-    above: Any = {
-        "frameon": False,
-        "fontsize": 8.5,
-        "labelcolor": style.INK,
-        "loc": "lower left",
-        "bbox_to_anchor": (0, 1.0),
-    }
-    over.legend(reverse=True, ncols=3, **above)
+    above: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1.0)}
+    key(over, reverse=True, ncols=3, **above)
     title(over, "", "seconds", "sandboxes")
     longest = max(one.ready - one.asked for one in done) * 1e3
     bins = [float(edge) for edge in np.geomspace(1, 1.1 * max(longest, 2), 32)]
@@ -292,7 +279,7 @@ def fleet(done: Sequence[Episode], limits: FleetLimits, short: tuple[float, floa
     spread.set_xscale("log")
     spread.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     title(spread, "", "ms (those at 1: at once)", "episodes")
-    spread.legend(**above)
+    key(spread, **above)
     return picture
 
 
@@ -302,9 +289,8 @@ def _overlap(spans: Sequence[tuple[float, float]], at: NDArray[np.float64]) -> N
 
 
 def breaker(log: Sequence[Asked]) -> Picture:
-    """What a fleet answered over time, while its backend broke down and was repaired."""
-    picture = Picture(9.5, 2.1)
-    [ax] = picture.panels(1, 1)
+    """Draw the decisions of a fleet over time, while its backend broke down and was repaired."""
+    picture, ax = style.one_panel(9.5, 2.1)
     kinds: tuple[tuple[str, str, str, Callable[[Asked], bool]], ...] = (
         ("starts", style.BLUE, "o", lambda one: one.decision == "start" and one.works),
         ("start fails", style.VERMILION, "X", lambda one: one.decision == "start" and not one.works),
@@ -316,15 +302,7 @@ def breaker(log: Sequence[Asked]) -> Picture:
     broken = [one.now for one in log if not one.works]
     if broken:
         ax.axvspan(broken[0], broken[-1], color=style.ORANGE, alpha=0.2, linewidth=0)
-        ax.text(
-            float(np.mean(broken)),
-            -0.62,
-            "the backend is broken",
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            color=style.INK,
-        )
+        style.note(ax, float(np.mean(broken)), -0.62, "the backend is broken", ha="center")
     ax.set_yticks(range(3), [f"{name} ({sum(map(fits, log))})" for name, _, _, fits in kinds])
     ax.set_ylim(2.5, -0.9)
     title(ax, "one question a second", "seconds")

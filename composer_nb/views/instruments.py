@@ -1,8 +1,5 @@
-"""Instruments: what stands between a notebook and its sandboxes and notes what happens there; `environments.py` draws it.
-
-Rollouts call by call, graders in everyday use, the pulse of a sandbox, the times of a fleet's episodes, and what is there of a
-run that may have been killed.
-"""
+"""Instruments that record sandboxes for a notebook: calls of a rollout, common graders, response times, episodes of a fleet, and
+what a killed run left. `environments.py` draws the records."""
 
 from __future__ import annotations
 
@@ -17,11 +14,9 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
-from composer_nb.harness.grade import Grade
-from composer_nb.harness.grading import kit
-from composer_nb.harness.grading.scope import is_test_module
-from composer_nb.harness.journal import mark_of, started
-from composer_nb.harness.sandboxes.contract import (
+from composer_nb.harness.grading import box
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.sandbox.contract import (
     Backend,
     Capabilities,
     ExecResult,
@@ -29,10 +24,12 @@ from composer_nb.harness.sandboxes.contract import (
     SandboxSpec,
     Snapshot,
     Stats,
+    archive_of,
 )
-from composer_nb.harness.sandboxes.fleet import Decision, Fleet
-from composer_nb.harness.sandboxes.resident import archive_of
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.fleet import Decision, Fleet
+from composer_nb.harness.sandbox.journal import mark_of, started
+from composer_nb.harness.tasks.scope import is_test_module
+from composer_nb.harness.tasks.task import Task
 
 Kind = Literal["read", "write", "exec"]
 Verdict = Literal["accepted", "rejected", "tampered"]
@@ -55,14 +52,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the agent said, and what its sandbox used once the turn's calls were done."""
+    """A message of the agent, and the sandbox's resource use after the calls of that turn."""
 
     message: str
     stats: Stats
 
 
 class Watched:
-    """A sandbox whose calls are noted, turn by turn."""
+    """A sandbox that records its calls by turn."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -70,7 +67,7 @@ class Watched:
         self.turns: list[Turn] = []
 
     def turn(self, message: str) -> None:
-        """Begins a turn."""
+        """Begin a turn."""
         self.turns.append(Turn(message=message, stats=self.sandbox.stats()))
 
     def read(self, path: str) -> str:
@@ -98,22 +95,22 @@ def _last_line(done: ExecResult) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Future:
-    """What became of a fork."""
+    """The result of a fork."""
 
     seen: bool
-    """Whether the tests that the agent can see pass."""
+    """Whether the visible tests pass."""
     grade: Grade
     digest: str
-    """Of its workspace."""
+    """Digest of the workspace."""
 
 
 # Graders.
 
 
 def tools_archive(backend: Backend) -> bytes:
-    """pytest as a tar archive, compiled for the sandboxes of `backend`, which have no Python packages of their own."""
+    """Return pytest as a tar archive, compiled for the sandboxes of `backend`, which have no Python packages."""
     files = {}
-    for name, (_, package, text) in kit.sources().items():
+    for name, (_, package, text) in box.sources().items():
         if not name.startswith("composer_nb"):
             files[f"kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py"] = text.encode()
     with backend.create() as sandbox:
@@ -123,8 +120,8 @@ def tools_archive(backend: Backend) -> bytes:
 
 
 def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> dict[str, bool]:
-    """Whether graders in everyday use would accept a workspace, by rule. All of them judge one run of pytest where the agent
-    worked, with the hidden tests `ids` copied in; `tools` is what `tools_archive` made. Raises SandboxDied."""
+    """Return whether common graders would accept a workspace, by rule. All judge one pytest run where the agent worked, with the
+    hidden tests `ids` copied in; `tools` comes from `tools_archive`. Raises SandboxDied."""
     sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=tools)
     sandbox.upload({path: text.encode() for path, text in task.tests.items()})
     command = ["python3", "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", *filter(is_test_module, task.tests)]
@@ -149,7 +146,7 @@ def verdict(grade: Grade) -> Verdict:
 
 
 def pulse(sandbox: Sandbox, seconds: float) -> list[tuple[float, float]]:
-    """Runs `true` again and again: (when each began, ms that it took)."""
+    """Run `true` repeatedly; return (start, ms) of each."""
     found: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
     while (begin := time.perf_counter()) < end:
@@ -161,7 +158,7 @@ def pulse(sandbox: Sandbox, seconds: float) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One sandbox, from asking for it to its end, in seconds of one clock."""
+    """Times of one sandbox from the request to its end, in seconds of one clock."""
 
     asked: float
     starting: float
@@ -170,7 +167,7 @@ class Episode:
 
 
 class Clocked:
-    """A backend that notes when each of its sandboxes began to start and when it was ready. It does not close the inner one."""
+    """A backend that records start and readiness of each sandbox. It does not close the inner backend."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner, self.name = inner, inner.name
@@ -191,7 +188,7 @@ class Clocked:
 def run_episodes(
     fleet: Fleet, spec: SandboxSpec, work: Callable[[Sandbox], object], count: int, workers: int
 ) -> list[Episode]:
-    """`count` sandboxes of a fleet over a Clocked backend, asked for by `workers` threads; `work` is done in each."""
+    """Run `work` in `count` sandboxes of a fleet over a Clocked backend, requested by `workers` threads."""
     clocked = fleet.backend
     assert isinstance(clocked, Clocked)
 
@@ -209,7 +206,7 @@ def run_episodes(
 
 
 def peak(spans: Iterable[tuple[float, float]]) -> int:
-    """How many spans of time overlap at most. One that ends as another begins does not overlap it."""
+    """Return the maximum number of overlapping time spans. Spans that only touch do not overlap."""
     most = there = 0
     for _, change in sorted((at, change) for begin, end in spans for at, change in ((begin, 1), (end, -1))):
         there += change
@@ -219,21 +216,21 @@ def peak(spans: Iterable[tuple[float, float]]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One question to `Admission`, and what came of it."""
+    """One request to `Admission` and its decision."""
 
     now: float
     decision: Decision
     works: bool
-    """Whether the backend makes sandboxes at that time."""
+    """Whether the backend can make sandboxes at that time."""
 
 
 def descendants(pid: int) -> dict[int, int | None]:
-    """The processes below one, and when each started."""
+    """Return the descendants of a process with their start times."""
     return {child.pid: started(child.pid) for child in psutil.Process(pid).children(recursive=True)}
 
 
 def census(folder: Path, below: Mapping[int, int | None]) -> dict[str, int]:
-    """What is there of a run: its processes (pid -> when it started), and what the journals in `folder` name, by kind."""
+    """Count what is left of a run: its processes (pid -> start time), and the resources that the journals in `folder` name."""
     named = Counter[tuple[str, str, str]]()
     for file in folder.glob("*.jsonl"):
         for line in file.read_text().splitlines():

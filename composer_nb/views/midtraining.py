@@ -1,4 +1,4 @@
-"""Mid-training: loss against tokens with its fits, what a mixture does to both kinds of text, who sees whom in a batch."""
+"""Mid-training: loss against tokens with fits, the effect of data mixtures, and which tokens see which in a batch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.trainer.data import Batch, Row
-from composer_nb.trainer.model import Model, PackedRows
-from composer_nb.trainer.scaling import LossFit
+from composer_nb.labs.scaling import LossFit
+from composer_nb.trainer.learning.data import Batch, Row
+from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title
 
 MOVED = 1e-4
-"""A logit that moves by less has only been rounded differently."""
+"""Smaller changes of a logit are rounding."""
 _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.BLUE])
 
 
 def tokens_seen(points: Sequence[Mapping[str, Any]], begin: int = 0) -> NDArray[np.float64]:
-    """Tokens trained on from step `begin` up to each point of a supervised stage (`step`, and `tokens` a step since the point
-    before). Raises ValueError when no point is at `begin`, which then can not be counted from."""
+    """Return the tokens trained on from step `begin` up to each point of a supervised stage (`tokens` is per step since the point
+    before). Raises ValueError when no point is at `begin`."""
     steps = np.array([0, *(point["step"] for point in points)])
     counted = np.cumsum([0.0, *(np.diff(steps) * [point["tokens"] for point in points])])
     if begin not in steps:
@@ -42,8 +42,8 @@ def against_tokens(
     what: str,
     unit: str = "nats a token",
 ) -> Picture:
-    """The loss over a logarithmic axis of tokens; the first `fitted` points made the fits, the open ones they had not seen.
-    Beside it, how far each fit is off at those."""
+    """Draw loss over tokens with its fits, and the error of each fit. Fits use the first `fitted` points; open points were held
+    back."""
     x, y = np.asarray(tokens), np.asarray(loss)
     picture = Picture(9.5, 3.3)
     ax, errors = picture.panels(1, 2, width_ratios=(3, 2))
@@ -65,7 +65,7 @@ def against_tokens(
 
 
 def mixtures(runs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]], unit: str) -> Picture:
-    """Runs by name, each (tokens, held-out loss of code, held-out loss of what the agent writes), one panel a loss."""
+    """Draw runs by name, each (tokens, held-out loss of code, held-out loss of the agent's text), with one panel per loss."""
     picture = Picture(9.5, 3.2)
     panels = picture.panels(1, 2)
     for (name, (tokens, *losses)), hue, mark in zip(runs.items(), (style.BLUE, style.VERMILION), "os", strict=False):
@@ -82,7 +82,7 @@ def mixtures(runs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence
 
 
 def _log_axis(ax: Axes, which: Literal["x", "y"]) -> None:
-    """A logarithmic axis with a few plain numbers on it."""
+    """Make an axis logarithmic, with a few plain numbers."""
     ax.set(**{f"{which}scale": "log"})
     axis = ax.xaxis if which == "x" else ax.yaxis
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -92,8 +92,8 @@ def _log_axis(ax: Axes, which: Literal["x", "y"]) -> None:
 
 @torch.no_grad()
 def influence(model: Model, rows: Sequence[Row]) -> NDArray[np.float32]:
-    """[N, N]: by how much the final hidden state at place j moves when the token at place i is exchanged for another, in a batch
-    of N input tokens (all but the last of each row)."""
+    """Return [N, N] how much the final hidden state at place j moves when the token at place i is exchanged, in a batch of N
+    input tokens (all but the last of each row)."""
     batch = Batch.of(rows)
     packed = PackedRows.of_lengths(batch.lengths, model.config)
 
@@ -110,8 +110,7 @@ def influence(model: Model, rows: Sequence[Row]) -> NDArray[np.float32]:
 
 
 def who_sees_whom(moved_NN: NDArray[np.float32], lengths: Sequence[int]) -> Picture:
-    """`influence` as a picture: a column is a place, coloured where the token of the row's place reaches it. Lines part the rows
-    of the batch."""
+    """Draw `influence`: a column is coloured where the token of the row reaches it. Lines separate the rows of the batch."""
     picture = Picture(5.2, 4.6)
     ax = picture.add_subplot()
     shown = ax.imshow(np.log10(np.maximum(moved_NN, MOVED)), cmap=_SEEN)

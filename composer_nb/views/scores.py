@@ -1,25 +1,29 @@
-"""Scores side by side: policies on held-out tasks, by family, how they go about it, and the mismatch of engine and trainer."""
+"""Scores of policies on held-out tasks, by family and behaviour, and the mismatch of engine and trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from composer_nb.views import style
+from composer_nb.views.page import shown
 from composer_nb.views.style import POLICY, Picture, as_share, key, title
 
+LEAST = 1e-13
+"""Lower end of a mismatch axis, below float32's resolution."""
 _NOT_YET = "no policy has been scored yet"
 
 
 def policies(report: Mapping[str, Any]) -> Picture:
-    """pass@1 and greedy with 95 % intervals over tasks, and best-of-k, of every policy."""
+    """Draw pass@1 and greedy with 95 % intervals over tasks, and best of k, of every policy."""
     scores: Mapping[str, Any] = report.get("eval", {})
     if not scores:
         return style.empty(_NOT_YET)
-    picture = Picture(9.5, 3.4)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(9.5, 3.4)
     kinds = (
         ("pass_at_1", "ci95", "pass@1"),
         ("pass_greedy", "ci95_greedy", "greedy"),
@@ -28,15 +32,15 @@ def policies(report: Mapping[str, Any]) -> Picture:
     width = 0.8 / len(scores)
     for place, (name, score) in enumerate(scores.items()):
         at = np.arange(len(kinds)) + (place - (len(scores) - 1) / 2) * width
-        heights = [score[kind] for kind, _, _ in kinds]
+        heights = [math.nan if score.get(kind) is None else score[kind] for kind, _, _ in kinds]
         ax.bar(at, heights, width * 0.92, color=POLICY.get(name, style.PURPLE), label=name)
-        for x, (kind, interval, _) in zip(at, kinds, strict=True):
-            top = score[kind]
-            if interval:
+        for x, height, (_, interval, _) in zip(at, heights, kinds, strict=True):
+            top = 0.0 if math.isnan(height) else height
+            if interval and not math.isnan(height):
                 low, high = score[interval]
-                ax.plot([x, x], [low, high], color=style.INK, linewidth=1.2)
+                style.interval(ax, [x, x], [low, high])
                 top = high
-            ax.text(x, top + 0.015, f"{score[kind]:.2f}", ha="center", fontsize=8, color=style.INK)
+            ax.text(x, top + 0.015, shown(height, ".2f"), ha="center", fontsize=8, color=style.INK)
     counts = {name: score["n_tasks"] for name, score in scores.items()}
     k = max(score["k"] for score in scores.values())
     ax.set_xticks(range(len(kinds)), [label if kind != "best_of_k" else f"best of {k}" for kind, _, label in kinds])
@@ -46,16 +50,20 @@ def policies(report: Mapping[str, Any]) -> Picture:
     return picture
 
 
+def table(report: Mapping[str, Any], figures: Sequence[str]) -> pd.DataFrame:
+    """Return figures of every policy as text, one row per policy; “–” for missing values."""
+    rows = {name: [shown(score.get(figure), ".3f") for figure in figures] for name, score in report["eval"].items()}
+    return pd.DataFrame.from_dict(rows, "index", columns=list(figures))
+
+
 def families(report: Mapping[str, Any]) -> Picture:
-    """pass@1 by family of program: where each policy stands on one line a family."""
+    """Draw pass@1 by program family, one line per family."""
     scores = {name: s for name, s in report.get("eval", {}).items() if name != "base"}
     if not scores:
         return style.empty(_NOT_YET)
     names = sorted({family for s in scores.values() for family in s["by_family"]})
-    picture = Picture(7.5, 0.9 + 0.42 * len(names))
-    [ax] = picture.panels(1, 1)
-    ax.grid(axis="y", visible=False)
-    ax.grid(axis="x", color=style.PALE)
+    picture, ax = style.one_panel(7.5, 0.9 + 0.42 * len(names))
+    style.rows(ax, names)
     for place, family in enumerate(names):
         found = [s["by_family"][family] for s in scores.values() if family in s["by_family"]]
         ax.plot([min(found), max(found)], [place, place], color=style.PALE, linewidth=3, zorder=1)
@@ -66,8 +74,6 @@ def families(report: Mapping[str, Any]) -> Picture:
         ]
         color = POLICY.get(name, style.PURPLE)
         ax.plot(*zip(*points, strict=True), markers.get(name, "o"), color=color, markersize=7.5, label=name, alpha=0.9)
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_xlim(-0.03, 1.03)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     title(ax, "pass@1 by family of program", "share of attempts solved")
@@ -86,42 +92,37 @@ _BEHAVIOUR = {
 
 
 def behaviour(report: Mapping[str, Any]) -> Picture:
-    """How policies go about a task, one small panel a habit."""
+    """Draw the behaviour of policies, one panel per figure."""
     scores = report.get("eval", {})
     if not scores:
         return style.empty(_NOT_YET)
     picture = Picture(9.5, 4.2)
-    for ax, (name, (text, form)) in zip(picture.panels(2, 3), _BEHAVIOUR.items(), strict=True):
-        values = [score[name] for score in scores.values()]
-        ax.bar(range(len(values)), values, 0.7, color=[POLICY.get(p, style.PURPLE) for p in scores])
-        for x, value in enumerate(values):
-            ax.text(x, value, form.format(value), ha="center", va="bottom", fontsize=8.5, color=style.INK)
-        ax.set_xticks(range(len(values)), list(scores), fontsize=8)
-        ax.set_ylim(0, max(*values, 1e-9) * 1.2 if "%" not in form else 1.15)
+    for ax, (name, (heading, form)) in zip(picture.panels(2, 3), _BEHAVIOUR.items(), strict=True):
+        known = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
+        names = list(scores)
+        ax.bar(list(known), list(known.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in known])
+        for x in range(len(names)):
+            text = form.format(known[x]) if x in known else "–"
+            ax.text(x, known.get(x, 0.0), text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
+        ax.set_xticks(range(len(names)), names, fontsize=8)
+        ax.set_xlim(-0.6, len(names) - 0.4)
+        ax.set_ylim(0, max([*known.values(), 1e-9]) * 1.2 if "%" not in form else 1.15)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
-        title(ax, text)
+        title(ax, heading)
     return picture
 
 
 def mismatch(report: Mapping[str, Any]) -> Picture:
-    """|Δ log p| between an engine of other numerics and the trainer: with the trainer's own routes, with the engine's."""
+    """Draw |Δ log p| between the trainer and an engine with other numerics, with the trainer's own routes and with the
+    engine's."""
     replay = report.get("replay")
     if not replay:
         return style.empty("the mismatch has not been measured yet")
-    picture = Picture(7.0, 2.9)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(7.0, 2.9)
     kinds = {"logprob_gap_p50": "median of |Δ log p|", "logprob_gap_p99": "99th percentile of |Δ log p|", "k3": "k3"}
-    for place, (name, color, label) in enumerate(
-        (("off", style.VERMILION, "own routes"), ("on", style.BLUE, "engine's routes replayed"))
-    ):
-        at = np.arange(len(kinds)) + (place - 0.5) * 0.38
-        values = [replay[name][kind] for kind in kinds]
-        ax.bar(at, values, 0.36, color=color, label=label)
-        for x, value in zip(at, values, strict=True):
-            ax.text(x, value * 1.12, f"{value:.1e}", ha="center", fontsize=8, color=style.INK)
-    ax.set_yscale("log")
-    ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 4)
+    sides = (("off", style.VERMILION, "own routes"), ("on", style.BLUE, "engine's routes replayed"))
+    style.log_bars(ax, [(label, color, [replay[name][kind] for kind in kinds]) for name, color, label in sides], LEAST)
     ax.set_xticks(range(len(kinds)), list(kinds.values()))
     title(ax, f"engine against trainer: {replay.get('pair', 'bf16')}, {replay['tokens']:,} tokens", "", "nats")
     key(ax)

@@ -1,47 +1,48 @@
-"""A task as a card (what is asked, the workspace with the line that is wrong, the tests that the agent may see), and an
-attempt at it as a table of calls and observations."""
+"""A task as a card (instruction, workspace with the wrong line, visible tests), and an attempt as a table of calls."""
 
 from __future__ import annotations
 
-import html
 import json
 
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.task import Task
-from composer_nb.views.page import Html
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import as_html
+from composer_nb.views import style
+from composer_nb.views.colouring import Tint
+from composer_nb.views.page import Html, box
 
-_BOX = "background:#fff;color:#222;padding:.6em;border:1px solid #e3e3e3;border-radius:4px;overflow-x:auto"
-_PRE = "font:12.5px/1.5 ui-monospace,monospace;background:none;color:#222;margin:.3em 0 .8em;white-space:pre-wrap"
+MARK = Tint(style.ORANGE, 0.6).over_page
+"""Background of a wrong line."""
 
 
 def card(task: Task) -> Html:
-    """The instruction and every file of the workspace; lines that the solution changes are marked and followed by what
-    they should be."""
-    parts = [f'<div style="font:600 13px system-ui,sans-serif">{html.escape(task.instruction)}</div>']
+    """Return the instruction and all files of the workspace; lines that the solution changes are marked and followed by the
+    solution."""
+    parts = [f'<div class="head">{as_html(task.instruction)}</div>']
     for path, text in sorted(task.files.items()):
         if path in task.visible_tests:
             text = text.replace("\n\n\n", "\n")
         lines = text.rstrip("\n").split("\n")
         wanted = task.solution.get(path, text).rstrip("\n").split("\n")
         shown = (
-            [_line(old, new) for old, new in zip(lines, wanted, strict=True)] if len(lines) == len(wanted) else lines
+            [_line(old, new) for old, new in zip(lines, wanted, strict=True)]
+            if len(lines) == len(wanted)
+            else map(as_html, lines)
         )
-        parts.append(f'<div style="font:12px system-ui,sans-serif;color:#777">{html.escape(path)}</div>')
-        parts.append(f'<pre style="{_PRE}">{chr(10).join(shown)}</pre>')
-    return Html(f'<div style="{_BOX}">{"".join(parts)}</div>')
+        parts.append(f'<div class="quiet">{as_html(path)}</div>')
+        parts.append(f"<pre>{chr(10).join(shown)}</pre>")
+    return box(*parts)
 
 
 def turns(attempt: Attempt) -> Html:
-    """One row a turn: the call as a function call, or as written where it was none, and what was answered."""
-    cell = "text-align:left;vertical-align:top;padding:.15em 1.5em .15em 0"
+    """Return one row per turn: the call (or the text, if it was no call) and its observation."""
     rows = []
     for number, turn in enumerate(attempt.rollout.turns, 1):
-        color = "#D55E00" if turn.error else "#222"
-        call = f'<td style="{cell};color:{color}">{html.escape(_call(turn.call))}</td>'
-        answer = f'<td style="{cell};color:#777;white-space:pre-wrap">{html.escape(turn.observation)}</td>'
-        rows.append(f'<tr style="background:none"><td style="{cell};color:#777">{number}</td>{call}{answer}</tr>')
-    table = f'<table style="font:12.5px/1.5 ui-monospace,monospace;border:0">{"".join(rows)}</table>'
-    return Html(f'<div style="{_BOX}">{table}</div>')
+        color = f' style="color:{style.VERMILION}"' if turn.error else ""
+        call = f"<td{color}>{as_html(_call(turn.call))}</td>"
+        answer = f'<td class="quiet">{as_html(turn.observation)}</td>'
+        rows.append(f'<tr><td class="quiet">{number}</td>{call}{answer}</tr>')
+    return box(f'<table class="mono">{"".join(rows)}</table>')
 
 
 def _call(text: str) -> str:
@@ -55,8 +56,5 @@ def _call(text: str) -> str:
 
 def _line(old: str, new: str) -> str:
     if old == new:
-        return html.escape(old)
-    return (
-        f'<span style="background:#fde3b0">{html.escape(old)}</span>'
-        f'<span style="color:#0072B2">  ← {html.escape(new.strip())}</span>'
-    )
+        return as_html(old)
+    return f'<span style="background:{MARK}">{as_html(old)}</span><span class="quiet">  ← {as_html(new.strip())}</span>'

@@ -1,64 +1,52 @@
-"""Hostile programs in a box: every case is blocked, and the cases notice where walls are missing."""
+"""Hostile programs as function calls: every case is blocked, and the cases notice where walls are missing."""
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from composer_nb.harness import sandbox_check
-from composer_nb.harness.attacks.case import SECRET, SECRET_NAME, Host, Silent
-from composer_nb.harness.calls import CallOutcome, CallRequest, Limits
-from composer_nb.harness.sandbox import BwrapSandboxes, Mode
-from composer_nb.harness.sandbox_check import CASES, run_checks
-from composer_nb.harness.sandboxes.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Silent
+from composer_nb.labs.attacks.sandbox_check import CALL_CASES as CASES
+from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES, run_cases, run_checks, surroundings, verdict_of
+from tests.adversarial.test_sandboxes import NoWalls as Trusting
+from tests.harness.sandbox.test_calls import single
+
+Rows = dict[str, dict[str, Any]]
 
 
-class OneShot(BwrapSandboxes):
-    """On a machine that forbids nested namespaces: bubblewrap itself forbids them here."""
-
-    def _command(self, mode: Mode) -> list[str]:
-        command = super()._command(mode)
-        return [command[0], "--unshare-user", "--disable-userns", *command[1:]]
-
-
-def run_cases(make: Callable[[], BwrapSandboxes]) -> list[dict[str, Any]]:
-    with BwrapBackend() as backend:
-        return list(sandbox_check._run_cases(make, backend))
+def rows_of(executor: SandboxExecutor) -> Rows:
+    with executor, surroundings(executor.backend, executor) as site:
+        return {row["id"]: row for row in run_cases(CASES, site)}
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, Any]]:
-    return {row["id"]: row for row in run_cases(BwrapSandboxes)}
+def rows() -> Rows:
+    return rows_of(SandboxExecutor())
 
 
 @pytest.fixture(scope="module")
-def one_shot_rows() -> dict[str, dict[str, Any]]:
-    return {row["id"]: row for row in run_cases(OneShot)}
+def single_rows() -> Rows:
+    return rows_of(single())
 
 
 @pytest.mark.parametrize("case_id", [case.id for case in CASES])
-def test_case_is_blocked(rows: dict[str, dict[str, Any]], case_id: str) -> None:
+def test_case_is_blocked(rows: Rows, case_id: str) -> None:
     assert rows[case_id]["blocked"], rows[case_id]["detail"]
 
 
 @pytest.mark.parametrize("case_id", [case.id for case in CASES])
-def test_case_is_blocked_without_nested_namespaces(one_shot_rows: dict[str, dict[str, Any]], case_id: str) -> None:
-    assert one_shot_rows[case_id]["blocked"], one_shot_rows[case_id]["detail"]
+def test_case_is_blocked_without_nested_namespaces(single_rows: Rows, case_id: str) -> None:
+    assert single_rows[case_id]["blocked"], single_rows[case_id]["detail"]
 
 
-def test_nothing_nests_in_the_one_shot_mode() -> None:
-    with OneShot() as boxes:
-        assert boxes.capabilities["mode"] == "one-shot"
-
-
-def test_rows_have_their_shape(rows: dict[str, dict[str, Any]]) -> None:
+def test_rows_have_their_shape(rows: Rows) -> None:
     assert len(rows) == len(CASES) >= 21
     assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows.values())
     assert json.loads(json.dumps(rows)) == rows
@@ -72,10 +60,10 @@ def test_unknown_backend_names_the_known_ones() -> None:
 
 
 class NoWalls:
-    """Runs requests as plain processes: only for cases that do no harm outside a box."""
+    """Runs requests as plain processes: only for cases that do no harm outside a sandbox."""
 
-    limits = Limits()
-    pid = None
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         return [tuple(self._call(request, argument) for argument in request.arguments) for request in requests]
@@ -94,45 +82,27 @@ class NoWalls:
             return CallOutcome(status="died")
         return CallOutcome(status="returned", text=done.stdout.strip())
 
-    def __init__(self, workspace: Path) -> None:
-        self.workspace = workspace
-
 
 @pytest.mark.parametrize(
-    "case_id",
-    [
-        "read-host-files",
-        "network",
-        "leftovers",
-        "environment",
-        "descriptors",
-        "privileges",
-        "links",
-        "always-equal",
-    ],
+    "case_id", ["call-read-the-host", "call-network", "call-inherited", "leftovers", "always-equal"]
 )
 def test_cases_notice_missing_walls(case_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_NAME, SECRET)
-    canary = tmp_path / "canary"
-    canary.write_text(SECRET)
-    workspace = tmp_path / "workspace"
-    workspace.mkdir()
-    monkeypatch.setenv("TMPDIR", str(workspace))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     judge = next(case.judge for case in CASES if case.id == case_id)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        host = Host(boxes=cast(BwrapSandboxes, NoWalls(workspace)), listener=listener, canary=canary)
-        assert not judge(host).blocked
+    with Trusting() as backend, surroundings(backend, NoWalls(tmp_path)) as site:
+        verdict = verdict_of(judge, site)
+        assert not verdict.blocked
+        if case_id == "call-read-the-host":
+            assert "link to" in verdict.detail and str(site.canary) in verdict.detail
 
 
 def test_a_silent_program_is_no_evidence() -> None:
-    with BwrapSandboxes() as boxes, socket.socket() as unused:
-        host = Host(boxes=boxes, listener=unused, canary=Path("none"))
+    with SandboxExecutor() as executor, surroundings(executor.backend, executor) as site:
         with pytest.raises(Silent, match="died"):
-            host.report("import os\nos._exit(0)\n")
+            site.report("import os\nos._exit(0)\n")
 
 
 def test_every_judge_names_a_distinct_case() -> None:
-    assert all(case.judge.__module__.startswith("composer_nb.harness.attacks.") for case in CASES)
-    assert len({case.id for case in CASES}) == len(CASES)
-    assert len({case.title for case in CASES}) == len(CASES)
+    every = (*CASES, *SANDBOX_CASES)
+    assert len({case.id for case in every}) == len(every) == len({case.title for case in every})

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.functions import render_tests
-from composer_nb.harness.grade import Grade, grading
-from composer_nb.harness.sandbox import BwrapSandboxes, Limits
-from composer_nb.harness.task import Task
+from composer_nb.harness.grading.grade import Grade, grading
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.contract import CallLimits
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.task import Task
 
 HONEST = "def f(xs, k):\n    return [x * k for x in xs if x > k]\n"
 VISIBLE = [(([1, 5, 3], 2), [10, 6]), (([], 1), [])]
@@ -221,8 +222,8 @@ def f(xs, k):
 
 
 @pytest.fixture(scope="module")
-def sandboxes() -> Iterator[BwrapSandboxes]:
-    with BwrapSandboxes(Limits(wall_s=20.0)) as boxes:  # a busy machine must not fail a test
+def sandboxes() -> Iterator[SandboxExecutor]:
+    with SandboxExecutor(CallLimits(wall_s=20.0)) as boxes:  # a busy machine must not fail a test
         yield boxes
 
 
@@ -238,7 +239,7 @@ def task() -> Task:
     )
 
 
-def grade(task: Task, source: str, sandboxes: BwrapSandboxes) -> Grade:
+def grade(task: Task, source: str, sandboxes: SandboxExecutor) -> Grade:
     steps = grading(task, task.files | {"f.py": source})
     outcomes = sandboxes.run([next(steps)])[0]
     with pytest.raises(StopIteration) as stop:
@@ -248,14 +249,14 @@ def grade(task: Task, source: str, sandboxes: BwrapSandboxes) -> Grade:
 
 
 @pytest.mark.parametrize("source", FORGED.values(), ids=list(FORGED))
-def test_a_forged_result_is_graded_zero(task: Task, sandboxes: BwrapSandboxes, source: str) -> None:
+def test_a_forged_result_is_graded_zero(task: Task, sandboxes: SandboxExecutor, source: str) -> None:
     found = grade(task, source, sandboxes)
     assert found.status == "graded" and len(found.tests) == len(HIDDEN)
     assert not found.passed
     assert grade(task, HONEST, sandboxes).passed  # and it left nothing behind
 
 
-def test_the_honest_solution_passes_in_every_disguise(task: Task, sandboxes: BwrapSandboxes) -> None:
+def test_the_honest_solution_passes_in_every_disguise(task: Task, sandboxes: SandboxExecutor) -> None:
     """What is refused is the value, not the style."""
     for source in (
         HONEST,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness import sandbox_check
-from composer_nb.harness.sandbox_check import SANDBOX_CASES as CASES
-from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec, Snapshot
-from composer_nb.harness.sandboxes.process import ProcessBackend
-from tests.harness.sandboxes.conftest import BACKENDS, make
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.sandbox.process import ProcessBackend
+from composer_nb.labs.attacks import sandbox_check
+from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES as CASES
+from tests.harness.sandbox.conftest import BACKENDS, make
 
 ISOLATED = [name for name in BACKENDS if name != "process"]
 

@@ -23,6 +23,8 @@ import psutil
 import pytest
 from screen import Lab, Notebook
 
+from composer_nb.harness.sandbox.system.linux import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "build" / "screenshots"
 TOKEN = "browser-tests"
@@ -57,7 +59,7 @@ def lab(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
     finally:
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs([psutil.Process(server.pid), *children], timeout=30)
+        _, left = psutil.wait_procs([psutil.Process(server.pid), *children], timeout=patience(30))
         for process in left:
             process.kill()
         server.wait()
@@ -81,10 +83,10 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    patience = time.monotonic() + START_S
-    while time.monotonic() < patience and server.poll() is None:
+    until = time.monotonic() + patience(START_S)
+    while time.monotonic() < until and server.poll() is None:
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with urllib.request.urlopen(url, timeout=patience(5)):
                 return
         except OSError:
             time.sleep(0.3)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from screen import Lab, Notebook
 
-from composer_nb.harness.reap import reap
-from composer_nb.trainer.detached import stop
+from composer_nb.harness.sandbox.reap import reap
+from composer_nb.trainer.recipe.detached import stop
 
 pytestmark = pytest.mark.browser
 BOOK = "06_rl_run.ipynb"
@@ -32,13 +32,13 @@ def runs(lab: Lab) -> Iterator[Path]:
 def test_the_run_outlives_the_kernel_of_its_notebook(
     lab: Lab, runs: Path, notebook: Callable[[str], Notebook], page: Any, picture: Callable[[str], None]
 ):
-    from composer_nb.trainer.look import look, wait_until
+    from composer_nb.trainer.recipe.status import read_status, wait_until
 
     book = notebook(BOOK)
     book.replace("overrides: dict = {}", 'overrides: dict = {"rl.steps": 300, "data.rl_tasks": 600}')
     book.run_above("begun = wait_until")
     path = (runs / "watched").resolve()
-    assert look(path).state == "live"
+    assert read_status(path).state == "live"
     board = book.cell("watching = Dashboard(path)").locator(".jp-OutputArea")
     board.locator("img").first.wait_for()
 
@@ -46,7 +46,7 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
     kernel.kill()
     # JupyterLab starts a kernel in its place and says so.
     page.locator(".jp-Dialog", has_text="appears to have died").get_by_role("button").last.click()
-    alive = look(path)
+    alive = read_status(path)
     assert alive.state == "live", alive.last_line
     page.wait_for_function("document.querySelector('#jp-main-statusbar').innerText.includes('| Idle')")
     assert kernel.pid not in [process.pid for process in lab.kernels()]
@@ -61,7 +61,7 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
     wait_until(path, lambda seen: seen.done > trained(said_first) + 2, PATIENCE_S)
     page.wait_for_timeout(4000)
     assert trained(attached.inner_text()) > trained(said_first), "the board does not keep up"
-    assert look(path).state == "live", "attaching must not end a run"
+    assert read_status(path).state == "live", "attaching must not end a run"
     for dark in (False, True):
         book.theme(dark)
         book.cell("attached = Dashboard(path)")

@@ -13,11 +13,10 @@ from screen import Lab, Notebook
 
 pytestmark = pytest.mark.browser
 CELLS = (
-    "from composer_nb.trainer.report import example_run\nfrom composer_nb.views import rollout, task",
+    "from composer_nb.trainer.recipe.report import example_run\nfrom composer_nb.views import rollout, task",
     "stored = rollout.sampled(example_run())[0]\nrollout.read(stored, 'advantage')",
     "task.card(stored.attempt.task)",
     "task.turns(stored.attempt)",
-    "rollout.draw(stored)",
 )
 
 
@@ -41,7 +40,7 @@ def test_a_token_tells_its_numbers(reader: Notebook, page: Any, picture: Callabl
     assert "log p" in hovered and "policy version" in hovered and "experts" in hovered
     for dark in (False, True):
         reader.theme(dark)
-        for number, text in enumerate(("rollout.read", "task.card", "rollout.draw")):
+        for number, text in enumerate(("rollout.read", "task.card")):
             reader.cell(text)
             picture(f"reader_{number}_{'dark' if dark else 'light'}")
     reader.theme(False)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent import Agent, Limits
-from composer_nb.harness.calls import CallOutcome, CallRequest
-from composer_nb.harness.functions import render_tests
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.tiny import Agent, Limits
 from composer_nb.harness.policy import Completion, Request, Trace
-from composer_nb.harness.render import CompactRenderer
-from composer_nb.harness.sandbox import BwrapSandboxes
-from composer_nb.harness.task import Task
-from composer_nb.trainer.tokenizer import train_tokenizer
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.trainer.models.tokenizer import train_tokenizer
 
 BUGGY = "def f(xs, k):\n    out = []\n    for x in xs:\n        if x < k:\n            out.append(x)\n    return out\n"
 RIGHT = BUGGY.replace("x < k", "x > k")
@@ -23,8 +22,8 @@ HIDDEN = [(([4, 4, 9], 4), [9]), (([2, 8], 1), [2, 8]), (([-1, 0, 7], -5), [-1, 
 
 
 @pytest.fixture(scope="session")
-def sandboxes() -> Iterator[BwrapSandboxes]:
-    with BwrapSandboxes() as boxes:
+def sandboxes() -> Iterator[SandboxExecutor]:
+    with SandboxExecutor() as boxes:
         yield boxes
 
 

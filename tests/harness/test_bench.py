@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent import Agent
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.tiny import Agent
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import behaviour, run_eval, summarise
-from composer_nb.harness.grade import Grade
-from composer_nb.harness.render import CompactRenderer, call_json
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
-from composer_nb.harness.task import Task
-from composer_nb.harness.tools import ToolCall
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
 
-EDIT = Turn(call=call_json(ToolCall(name="edit_line", arguments={"path": "f.py"})), observation="ok")
+EDIT = Turn(call=ToolCall(name="edit_line", arguments={"path": "f.py"}).json, observation="ok")
 BAD_EDIT = Turn(call=EDIT.call, observation="error: no line", error="InvalidArguments")
 INVALID = Turn(call='garbage "edit_line"', observation="error: bad call", error="InvalidArguments")
-FAIL = Turn(call=call_json(ToolCall(name="run_tests", arguments={})), observation="fail", tests_passed=1, tests_run=4)
+FAIL = Turn(call=ToolCall(name="run_tests", arguments={}).json, observation="fail", tests_passed=1, tests_run=4)
 PASS = Turn(call=FAIL.call, observation="pass 4", tests_passed=4, tests_run=4)
 NO_TESTS = Turn(call=FAIL.call, observation="error: no tests here", error="UnexpectedEnvironment")
-FINISH = Turn(call=call_json(ToolCall(name="finish", arguments={})), observation="")
+FINISH = Turn(call=ToolCall(name="finish", arguments={}).json, observation="")
 
 
 def made(
@@ -146,19 +146,20 @@ def test_behaviour_is_what_was_done() -> None:
 @pytest.mark.parametrize(
     ("rollouts", "share"),
     [
-        ([()], 0.0),
-        ([(FAIL, EDIT, PASS)], 0.0),  # what failed was the task as it was given, not an edit
+        ([()], None),
+        ([(FAIL, EDIT, PASS)], None),  # what failed was the task as it was given, not an edit
         ([(EDIT, FAIL, EDIT, PASS)], 1.0),
         ([(EDIT, FAIL, FINISH)], 0.0),
         ([(EDIT, FAIL, BAD_EDIT)], 0.0),
-        ([(BAD_EDIT, FAIL, EDIT)], 0.0),
+        ([(BAD_EDIT, FAIL, EDIT)], None),
         ([(EDIT, FAIL, FAIL, EDIT)], 1.0),
         ([(EDIT, FAIL, EDIT, FAIL, FINISH)], 1.0),
         ([(EDIT, PASS, EDIT, FAIL)], 0.0),
+        ([(EDIT, PASS, FINISH)], None),
         ([(EDIT, FAIL, EDIT), (EDIT, FAIL), (FAIL, EDIT, PASS), (FINISH,)], 0.5),
     ],
 )
-def test_retries_are_edits_after_an_edit_that_failed(rollouts: list[tuple[Turn, ...]], share: float) -> None:
+def test_retries_are_edits_after_an_edit_that_failed(rollouts: list[tuple[Turn, ...]], share: float | None) -> None:
     found = behaviour([made(f"t{n}", False, turns) for n, turns in enumerate(rollouts)])
     assert found["retries_after_failed_test"] == share
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.harness.grade import Grade
-from composer_nb.harness.reward import TERMS, Effort, RewardSettings, effort_curve, reward, term
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve, reward, term
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 
 X = st.floats(0, 1e4)
@@ -151,7 +151,7 @@ def test_an_unknown_term_is_named_before_anything_is_scored() -> None:
 
 
 def test_a_term_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_nb.harness.reward.TERMS", dict(TERMS))
+    monkeypatch.setattr("composer_nb.harness.rewards.TERMS", dict(TERMS))
 
     @term
     def quick(done: Rollout, grade: Grade) -> float:

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent import Agent, drive
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.tiny import Agent, drive
 from composer_nb.harness.attempt import Attempt, attempt
-from composer_nb.harness.grade import Grade
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.policy import Trace
-from composer_nb.harness.render import CompactRenderer
 from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.store import load_attempts, save_attempts
-from composer_nb.harness.task import Task
-from composer_nb.harness.tools import ToolCall
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
 
 TEXT = st.text(max_size=10) | st.sampled_from(["\u2028", "\ud800", "\0", '"'])
 TURNS = st.builds(
@@ -39,6 +39,8 @@ GRADES = st.builds(Grade, status=st.just("infra_error")) | st.builds(
     status=st.just("graded"),
     tests=st.dictionaries(TEXT, st.booleans(), max_size=3),
     flags=st.lists(st.just("outside_scope"), max_size=1).map(tuple),
+    calls=st.integers(0, 9),
+    calls_failed=st.integers(0, 9),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from composer_nb.kernels.aot import Expect, Spec
+from scripts.aot import Expect, Spec
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.policy import Request
 from composer_nb.kernels.decode import CACHE_BYTES, fits
 from composer_nb.trainer.engine import Engine, pack
-from composer_nb.trainer.model import Model, ModelConfig
+from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 NEVER = frozenset[int]()
 configs = st.builds(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_nb.kernels.bench import Case, Found, Target, as_json, route_logits, run_case, table
-from composer_nb.kernels.plain import Plan
+from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.triton_runtime import triton_version
+from scripts.gpu_bench_tools import Case, Found, Target, as_json, route_logits, run_case, table
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

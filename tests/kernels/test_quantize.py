@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.formats import MXTensor, NVFP4Tensor, mx_quantize_reference, nvfp4_quantize_reference
-from composer_nb.kernels.quantize import mx_quantize, mx_quantize_dual, nvfp4_quantize
+from composer_nb.kernels.formats.microscaling import (
+    MXTensor,
+    NVFP4Tensor,
+    mx_quantize_reference,
+    nvfp4_quantize_reference,
+)
+from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
 from composer_nb.kernels.triton_runtime import triton_version
 
 # Infinity times zero is part of what is tested.
@@ -84,17 +89,6 @@ def test_mx_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, rul
     same(mx_quantize(x, block=block, rule=rule, backend="triton"), mx_quantize_reference(x, block=block, rule=rule))
 
 
-@pytest.mark.parametrize("block", [32, 128])
-@pytest.mark.parametrize("rows, columns", [(64, 96), (130, 200), (128, 512), (3, 1)])
-def test_both_orientations_from_one_reading(device: str, block: int, rows: int, columns: int):
-    x = numbers((rows, columns), rows, torch.bfloat16, 0.001)
-    along, down = mx_quantize_dual(x.to(device), block=block, backend="triton")
-    same(along, mx_quantize_reference(x, block=block))
-    same(down, mx_quantize_reference(x.T, block=block))
-    for found, wanted in zip(mx_quantize_dual(x, block=block, backend="torch"), (along, down), strict=True):
-        assert torch.equal(found.scale, wanted.scale.cpu())
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -146,12 +140,9 @@ def test_nvfp4_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, 
 def test_the_default_on_a_cpu_is_the_reference():
     x = torch.randn(4, 64)
     assert mx_quantize(x).made_by == nvfp4_quantize(x).made_by == "torch"
-    assert all(each.made_by == "torch" for each in mx_quantize_dual(x))
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="matrix with rows"):
-        mx_quantize_dual(torch.ones(2, 3, 32))
-    for call in (mx_quantize, mx_quantize_dual, nvfp4_quantize):
+    for call in (mx_quantize, nvfp4_quantize):
         with pytest.raises(ValueError, match="backend='cuda': must be one of torch, triton"):
             call(torch.ones(2, 32), backend="cuda")

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels import triton_runtime
-from composer_nb.kernels.formats import mx_quantize_reference, nvfp4_quantize_reference
-from composer_nb.kernels.triton_runtime import choose, repair_interpreter
+from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
+from composer_nb.kernels.triton_runtime import choose
+from scripts import triton_interpreter
 
 pytest.importorskip("triton", reason="no Triton here; it has wheels for Linux")
 
@@ -22,7 +23,6 @@ import triton
 import triton.language as tl
 
 pytestmark = pytest.mark.skipif(not triton_runtime.interpreting(), reason="kernels are compiled here, not interpreted")
-repair_interpreter()
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     builder = interpreter.InterpreterBuilder
     owners = {"_convert_float": interpreter, "create_dot": builder, "binary_op": builder, "dot_scaled": TritonSemantic}
-    assert set(owners) == set(triton_runtime.ORIGINAL)
+    assert set(owners) == set(triton_interpreter.ORIGINAL)
     for name, owner in owners.items():
-        monkeypatch.setattr(owner, name, triton_runtime.ORIGINAL[name])
+        monkeypatch.setattr(owner, name, triton_interpreter.ORIGINAL[name])
     monkeypatch.delattr(builder, "create_dot_scaled")
     return monkeypatch
 
@@ -173,10 +173,10 @@ def test_block_scaled_products(faulty: pytest.MonkeyPatch, form: str):
 
 
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_runtime, "ORIGINAL", {})
-    monkeypatch.setattr(triton_runtime, "triton_version", lambda: "4.0.0")
+    monkeypatch.setattr(triton_interpreter, "ORIGINAL", {})
+    monkeypatch.setattr(triton_interpreter, "triton_version", lambda: "4.0.0")
     with pytest.raises(RuntimeError, match=r"Triton 4\.0\.0 was never checked; 3\.6, 3\.7 were"):
-        repair_interpreter()
+        triton_interpreter.repair()
 
 
 # -- who computes --------------------------------------------------------------------------------------------
@@ -196,6 +196,10 @@ def test_on_a_cpu_it_is_torch_unless_the_interpreter_is_asked_for(monkeypatch: p
     monkeypatch.setenv(triton_runtime.VARIABLE, "triton")
     assert choose(CPU) == ("triton", f"{triton_runtime.VARIABLE} asks for it, in its interpreter")
     assert choose(CPU, "torch")[0] == "torch"
+    with monkeypatch.context() as unrepaired:
+        unrepaired.setattr(triton_runtime, "interpreter_is_repaired", False)
+        with pytest.raises(ValueError, match="the interpreter is wrong in casts and products"):
+            choose(CPU)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="the device is a CPU, where kernels run only in Triton's interpreter"):
         choose(CPU)

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from composer_nb import config
+from composer_nb import settings as config
 from composer_nb.harness.policy import Request
-from composer_nb.jobs import parameters_of, run_notebook
-from composer_nb.trainer import loss as package
+from composer_nb.jobs.check import parameters_of
+from composer_nb.jobs.notebook import run_notebook
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.loss import LossSettings
-from composer_nb.trainer.model import Model
-from composer_nb.trainer.optimizer import FlatAdamW, trapezoid
-from composer_nb.trainer.ranks import Ranks
+from composer_nb.trainer.learning import loss as package
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatAdamW, trapezoid
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Learner, Stream, flatten, score
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -312,7 +313,7 @@ def test_it_stands_alone():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module or "")
     ours = {name for name in imported if name.startswith("composer_nb")}
-    assert ours == {"composer_nb.trainer.model"}
+    assert ours == {"composer_nb.trainer.models.transformer"}
     foreign = {name.partition(".")[0] for name in imported - ours} - set(sys.stdlib_module_names)
     assert foreign == {"torch", "matplotlib"}
 

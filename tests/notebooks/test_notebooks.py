@@ -8,13 +8,16 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from composer_nb.jobs import parameters_of, run_notebook
-from composer_nb.trainer.report import EXAMPLE
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.jobs.check import parameters_of
+from composer_nb.jobs.notebook import run_notebook
+from composer_nb.trainer.recipe.reader import EXAMPLES
+from composer_nb.trainer.records.rundir import RunDir
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LONGEST_CELL, LONGEST_DEFINITION = 12, 10
+SHORTER = {"00_tour": {"run_dir": str(EXAMPLES[0])}, "02_product": {"tasks_wanted": 5}}
+"""Parameters with which a notebook shows the same in less time."""
 ON_ONE_PAGE = ("minimal_twin",)
 """Notebooks whose subject is the code itself: they define what others import, in cells that follow one another."""
 WALKTHROUGHS = [path for path in NOTEBOOKS if path.stem not in ON_ONE_PAGE]
@@ -127,22 +130,18 @@ def test_the_tour_runs_on_a_finished_run(tiny_run: RunDir, copy_of: Callable[[Ru
     assert not list(FOLDER.glob("runs/*"))
 
 
-OF_THEIR_OWN = ("00_tour", "06_rl_run")
-"""Notebooks about a whole run: on a finished one here and in `test_rl_run.py`."""
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("path", [p for p in WALKTHROUGHS if p.stem not in OF_THEIR_OWN], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in WALKTHROUGHS if p.stem != "06_rl_run"], ids=lambda path: path.stem)
 def test_it_runs_on_the_example(path: Path, tmp_path: Path):
-    """With the parameters as they stand, and leaves nothing beside the notebook and in the example."""
-    before = files_below(EXAMPLE)
-    record = run_notebook(path, tmp_path / path.name, {}, say=lambda line: None)
+    """It runs with its own parameters, or SHORTER ones, and leaves nothing beside the notebook and in the example."""
+    before = [files_below(folder) for folder in EXAMPLES]
+    record = run_notebook(path, tmp_path / path.name, SHORTER.get(path.stem, {}), say=lambda line: None)
     assert record["state"] == "completed" and record["cells_run"] == record["cells"]
     done = nbformat.read(tmp_path / path.name, 4)
     outputs = [out for cell in code(done) for out in cell.outputs]
     assert [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"] == []
     assert [out for out in outputs if "image/png" in out.get("data", {})]
-    assert files_below(EXAMPLE) == before
+    assert [files_below(folder) for folder in EXAMPLES] == before
 
 
 def files_below(folder: Path) -> dict[Path, int]:

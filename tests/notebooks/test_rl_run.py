@@ -9,9 +9,9 @@ from typing import Any
 import nbformat
 import pytest
 
-from composer_nb.jobs import run_notebook
-from composer_nb.trainer.look import look
-from composer_nb.trainer.rundir import RunDir
+from composer_nb.jobs.notebook import run_notebook
+from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.records.rundir import RunDir
 
 pytestmark = pytest.mark.whole
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "06_rl_run.ipynb"
@@ -40,7 +40,7 @@ def test_a_run_that_is_over_is_looked_at_and_left_as_it_is(tiny_run: RunDir, tmp
 @pytest.mark.slow
 def test_a_run_of_its_own_is_stopped_resumed_and_loses_nothing(tmp_path: Path) -> None:
     execute(tmp_path / "06.ipynb", {"runs": str(tmp_path / "runs")})
-    seen = look(tmp_path / "runs" / "watched")
+    seen = read_status(tmp_path / "runs" / "watched")
     said = (seen.path / "said.log").read_text()
     assert seen.state == "complete" and said.count("KeyboardInterrupt") == 1, "it was stopped once"
     assert [(change.name, change.value) for change in seen.changes] == [("services.bound", 3)]

@@ -17,6 +17,8 @@ import torch._dynamo  # FSDP2 imports it when it first cuts a model: seconds, he
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
+from composer_nb.harness.sandbox.system.linux import patience
+
 DEADLOCK_S = 60.0
 """A rank that waits longer for another one in one communication fails."""
 
@@ -36,7 +38,7 @@ def on_ranks(
     for process in ranks:
         process.start()
     failures: dict[str, list[str]] = {}
-    waiting, until = world, time.monotonic() + patience_s
+    waiting, until = world, time.monotonic() + patience(patience_s)
     while waiting:
         try:
             rank, name, error = answers.get(timeout=0.5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent import drive
+from composer_nb.harness.agent.tiny import drive
 from composer_nb.harness.policy import Completion, Request, Trace, route_checks
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.model import Model, ModelConfig, PackedRows
+from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 
 NEVER = frozenset[int]()
 
@@ -106,6 +108,35 @@ def test_samples_follow_the_softmax_at_the_temperature(make_model, temperature: 
     assert (expected > 5).sum() >= 4, "the distribution is spread"
     chi = ((counts - expected) ** 2 / expected)[expected > 5].sum()
     assert chi < 22.5, "99.9 % of chi-square with six degrees of freedom lies below"
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.5, 1.0), (None, 0.6), (2.0, 0.9), (1.0, 1e-9)])
+def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperature: float | None, top_p: float):
+    """Beside turns that are drawn as the engine draws, which come out as if they were alone."""
+    model = make_model(6, vocab_size=7)
+    engine = Engine(model, stop=NEVER, slots=65, max_length=8, temperature=1.5, seed=3)
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 4]]))[0][0, -1]
+    probability = logits.div({None: 1.5, 0.0: 1.0}.get(temperature, temperature)).softmax(-1).tolist()
+    ranked = sorted(range(7), key=lambda token: -probability[token])
+    kept = [token for n, token in enumerate(ranked) if sum(probability[each] for each in ranked[:n]) < top_p]
+    total = sum(probability[token] for token in kept)
+    plain = [ask(i, [1, 4], 1) for i in range(40)]
+    alone = engine.generate(plain)
+    for i in range(40):
+        engine.release(i)
+    special = [replace(ask(40 + i, [1, 4], 1), temperature=temperature, top_p=top_p) for i in range(24)]
+    found = engine.generate([request for pair in zip(plain, special, strict=False) for request in pair] + plain[24:])
+    assert sorted(found[:48:2] + found[48:], key=lambda turn: turn.rollout) == alone
+    seen = {(turn.token_ids[0], turn.logprobs[0]) for turn in found[1:48:2]}
+    for token, logprob in seen:
+        assert token in kept and logprob == pytest.approx(math.log(probability[token] / total), abs=3e-5)
+    if temperature == 0:
+        assert {token for token, _ in seen} == {ranked[0]}
+    elif len(kept) > 1:
+        assert len(seen) > 1
+    with pytest.raises(ValueError, match="top_p=1.5"):
+        engine.submit(replace(ask(99, [1]), top_p=1.5))
 
 
 def test_the_same_seed_gives_the_same_and_another_seed_another_conversation(make_model, converse):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rollout import Kind, Segment
+from composer_nb.labs.retrace import recompute
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.model import Model, PackedRows
-from composer_nb.trainer.retrace import recompute
-from composer_nb.trainer.variants import as_engine, batch_invariant
+from composer_nb.trainer.models.transformer import Model, PackedRows
+from composer_nb.trainer.models.variants import as_engine, batch_invariant
 
 DEEPSEEK: dict[str, Any] = {
     "family": "deepseek_v3",

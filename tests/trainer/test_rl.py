@@ -12,22 +12,23 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from composer_nb.harness.agent import Agent
-from composer_nb.harness.expert import ScriptedPolicy
-from composer_nb.harness.render import CompactRenderer
-from composer_nb.harness.reward import Reward, RewardSettings
-from composer_nb.harness.sandbox import CallOutcome, CallRequest, SandboxFailure
-from composer_nb.harness.task import Task
-from composer_nb.harness.tools import ToolCall
-from composer_nb.kernels.routing import Replay
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.expert import ScriptedPolicy
+from composer_nb.harness.agent.tiny import Agent
+from composer_nb.harness.rewards import Reward, RewardSettings
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.kernels.moe.routing import Replay
 from composer_nb.trainer import rl
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.loss import LossSettings
-from composer_nb.trainer.model import Model, PackedRows
-from composer_nb.trainer.optimizer import FlatAdamW
-from composer_nb.trainer.packing import Stream, flatten, score
-from composer_nb.trainer.ranks import Ranks
-from composer_nb.trainer.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.packing import Stream, flatten, score
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.rl import (
     Learner,
     Scored,
@@ -341,3 +342,12 @@ def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
         assert [s.attempt for s in before] == [s.attempt for s in after]
         mean = np.mean([s.reward.total for s in after])
         assert [s.advantage for s in after] == pytest.approx([s.reward.total - mean for s in after])
+
+
+def test_a_batch_without_a_signal_has_no_figures_a_token_and_moves_nothing(make_model):
+    model = make_model()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    found = Learner(model, FlatAdamW(model), LossSettings(), replay=FULL).learn([], Ranks(), Random(0), **LEARN)
+    for name in ("entropy", "k3", "masked", "ratio_off_20", "ratio_cut", "grad_norm", "replay_overlap"):
+        assert np.isnan(found[name]), name
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

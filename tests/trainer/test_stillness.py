@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.harness.reward import Reward
+from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.optimizer import FlatAdamW
-from composer_nb.trainer.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.models.variants import Numerics, variant
 from composer_nb.trainer.rl import Scored, to_stream
-from composer_nb.trainer.stillness import stand_still
-from composer_nb.trainer.variants import Numerics, variant
+from tests.trainer.stillness import stand_still
 
 NEVER = frozenset[int]()
 

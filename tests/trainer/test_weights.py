@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from composer_nb.trainer.checkpoint import load_pretrained, save_pretrained
-from composer_nb.trainer.codec import CODECS, bits, encode
-from composer_nb.trainer.manifest import (
+from composer_nb.kernels.delta.codec import CODECS, bits, encode
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.versions.manifest import (
     Base,
     DamagedVersion,
     ForeignBase,
@@ -30,8 +30,8 @@ from composer_nb.trainer.manifest import (
     seal,
     state_hash,
 )
-from composer_nb.trainer.payload import decoded, read_link, write_part
-from composer_nb.trainer.store import Store
+from composer_nb.trainer.versions.payload import decoded, read_link, write_part
+from composer_nb.trainer.versions.store import Store
 from composer_nb.trainer.weights import apply_delta, delta_sizes, encode_delta, verify
 
 
@@ -44,7 +44,7 @@ def version(path: Path, **tensors: Tensor) -> Path:
 def test_equal_versions_differ_in_nothing(tmp_path: Path, make_model):
     a, b = tmp_path / "a", tmp_path / "b"
     for path in (a, b):
-        save_pretrained(make_model(1), path)
+        save_pretrained(make_model(1), path, dtype=torch.bfloat16)
     sizes = delta_sizes(a, b)
     assert sizes["changed_fraction"] == 0 and sizes["delta_bytes"] < 0.1 * sizes["full_bytes"]
     assert sizes["full_bytes"] == 2 * sum(p.numel() for p in make_model(1).parameters())
@@ -209,11 +209,11 @@ def test_the_hash_of_all_sees_names_dtypes_shapes_and_bytes_but_not_order():
 def three(tmp_path: Path, make_model) -> Path:
     """base, target (plain checkpoints) and delta."""
     model = make_model(1)
-    save_pretrained(model, tmp_path / "base")
+    save_pretrained(model, tmp_path / "base", dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter[..., :2] += 0.01
-    save_pretrained(model, tmp_path / "target")
+    save_pretrained(model, tmp_path / "target", dtype=torch.bfloat16)
     encode_delta(tmp_path / "base", tmp_path / "target", tmp_path / "delta")
     return tmp_path
 
@@ -234,11 +234,11 @@ def test_a_delta_between_checkpoints_gives_the_target_byte_for_byte(three: Path)
 
 def test_deltas_of_versions_make_a_chain(three: Path, make_model):
     apply_delta(three / "base", three / "delta", three / "full")
-    save_pretrained(make_model(2), three / "third")
+    save_pretrained(make_model(2), three / "third", dtype=torch.bfloat16)
     assert encode_delta(three / "full", three / "third", three / "next").version == 2
     assert apply_delta(three / "full", three / "next", three / "last").version == 2
     with pytest.raises(ForeignBase, match="a delta against version 1 .* applied to version 1"):
-        save_pretrained(make_model(3), three / "other")
+        save_pretrained(make_model(3), three / "other", dtype=torch.bfloat16)
         apply_delta(three / "other", three / "next", three / "no")
     with pytest.raises(MisplacedVersion, match="is version 1, not after 2"):
         encode_delta(three / "last", three / "full", three / "no")
@@ -253,7 +253,7 @@ def test_a_delta_is_no_checkpoint_and_no_base(three: Path):
 
 
 def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Path, make_model):
-    save_pretrained(make_model(1, hidden_size=40), three / "wide")
+    save_pretrained(make_model(1, hidden_size=40), three / "wide", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="wide: they are not versions of one model: model.embed"):
         encode_delta(three / "base", three / "wide", three / "no")
     with pytest.raises(ValueError, match="target is there already"):

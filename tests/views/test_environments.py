@@ -11,15 +11,16 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from composer_nb.harness.attacks.case import Verdict
-from composer_nb.harness.attacks.patches import Patch, patches
-from composer_nb.harness.grade import Grade
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import Twin
-from composer_nb.harness.journal import Journal
-from composer_nb.harness.sandboxes.bwrap import BwrapBackend
-from composer_nb.harness.sandboxes.contract import SandboxSpec, Stats
-from composer_nb.harness.sandboxes.fleet import Fleet, FleetLimits, Pressure
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import SandboxSpec, Stats
+from composer_nb.harness.sandbox.fleet import Fleet, FleetLimits, Pressure
+from composer_nb.harness.sandbox.journal import Journal
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.case import Verdict
+from composer_nb.labs.attacks.patches import Patch, patches
 from composer_nb.views import environments, instruments
 from composer_nb.views.instruments import Asked, Call, Episode, Future, Turn, Watched
 from composer_nb.views.style import Picture
@@ -161,7 +162,7 @@ def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
 def test_descendants_are_found_below_their_ancestor():
     shell = subprocess.Popen(["bash", "-c", "sleep 60 & wait"])
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         while not (below := instruments.descendants(shell.pid)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(below) == 1 and shell.pid not in below

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.trainer.data import Row
-from composer_nb.trainer.model import Model, ModelConfig, PackedRows
-from composer_nb.trainer.scaling import fit_loss
+from composer_nb.labs.scaling import fit_loss
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.views import midtraining
 
 POINTS = [{"step": 4, "tokens": 10.0}, {"step": 8, "tokens": 20.0}, {"step": 10, "tokens": 30.0}]

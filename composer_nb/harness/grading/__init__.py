@@ -1,0 +1,1 @@
+"""Grading: hidden tests, run in a fresh sandbox."""

@@ -1,8 +1,13 @@
-"""A grading box from outside: what goes in, what is believed of what comes out.
+"""Run hidden tests in grading boxes, and decide what to believe of what comes out.
 
-A *job* is one run of the hidden tests (`runner.py`). Each has a fresh sandbox of its own, so that no run finds what another left.
-Of what a run says only lines that carry its nonce are believed, a test at most once, and only for tests that were asked for.
-Everything else is `forged`.
+A *job* is one run of the hidden tests (`guest/runner.py`). Each job has a fresh sandbox, so no run finds what another one left.
+The host believes only lines that carry the run's nonce, each test at most once, and only tests that were asked for. Every other
+line is flagged as `forged_events`.
+
+A box receives pytest's own modules and our three guest programs, compiled by the box's own interpreter, over its stdin. They are
+imported from memory: nothing of them is on a disk in the box, and nothing else of the host's environment comes along. The modules
+are compiled once per kind of box in a process. Projects that are pytest, pluggy, iniconfig or packaging themselves cannot be
+graded this way, because the tests would import the box's copies.
 """
 
 from __future__ import annotations
@@ -11,59 +16,139 @@ import itertools
 import json
 import marshal
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.calls import SandboxFailure
-from composer_nb.harness.grading.kit import block, command, framed
-from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec
+from composer_nb.harness.grading.guest.runner import CALLS, PLUGIN
+from composer_nb.harness.sandbox.contract import Backend, SandboxFailure, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.toolchain.testing import pytest_modules
 
 GRACE_S = 15.0
-"""How much longer than a run's own deadline its sandbox waits."""
+"""Seconds that a sandbox waits beyond a run's own deadline."""
 AT_ONCE = 4
-"""Sandboxes of one call that live at the same time."""
+"""Sandboxes that one call keeps alive at the same time."""
 OUTPUT_BYTES = 32 << 20
 INTERNAL_ERROR = 3
-"""pytest's exit code for a run that it gave up itself."""
+"""pytest's exit code for an internal error."""
 LINE = 500
 """Characters. pytest's own lines are shorter."""
+RUNNER = "composer_nb_grading_runner"
+
+_START = """\
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]  # `-c` puts the current directory first
+import marshal, os, types
+def exactly(size):
+    parts = []
+    while size:
+        parts.append(os.read(0, min(size, 1 << 20)))
+        if not parts[-1]:
+            sys.exit("no frame")
+        size -= len(parts[-1])
+    return b"".join(parts)
+table = marshal.loads(exactly(int.from_bytes(exactly(4), "big")))
+"""
+_COMPILE = (
+    _START
+    + """\
+for name, (path, package, text) in table.items():
+    table[name] = (path, package, marshal.dumps(compile(text, path, "exec", dont_inherit=True)))
+sys.stdout.buffer.write(marshal.dumps(table, 4))
+"""
+)
+_RUN = (
+    _START
+    + f"""\
+module = types.ModuleType({RUNNER!r})
+exec(marshal.loads(table.pop({RUNNER!r})[2]), module.__dict__)
+module.main(table)
+"""
+)
+
+_kits: dict[tuple[str, str], bytes] = {}
+_lock = threading.Lock()
 
 
 class RunnerEnded(RuntimeError):
-    """The runner was ended before it could report: by what it ran, for nothing else runs in its sandbox."""
+    """The runner ended before it could report. What it ran ended it, because nothing else runs in its sandbox."""
+
+
+Said = tuple[str, Any]
+"""`returned` or `raised`, and the value or the name of the exception's type."""
+Place = tuple[str, int]
+"""A function: the path of its module and its first line, which is the line of its first decorator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call as it goes into a box: the arguments, and nothing of the expected result."""
+
+    module: str
+    name: str
+    """Qualified name, such as `Stack.of`."""
+    given: str
+    """JSON of the positional and the keyword arguments (`guest.calls.encode`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """A call that tests made, as their process reported it."""
+
+    call: Call
+    inside: bool
+    """Whether a changed file defines the function."""
+    ends: tuple[Said, ...] = field(hash=False)
+    """Possible outcomes. A tracer cannot tell whether None was returned or an exception went on, so there may be two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run of tests."""
+    """One run of tests, or of recorded calls."""
 
     files: Mapping[str, bytes]
-    """The workspace, and data files of the tests."""
+    """The workspace, and the data files of the tests."""
     hidden: Mapping[str, str]
-    """Modules that lie on no disk: path -> text."""
+    """Modules that are on no disk: path -> text."""
     tests: tuple[str, ...]
-    """Those of `hidden` that are test modules."""
+    """Paths in `hidden` that are test modules."""
     keys: frozenset[str] | None = None
-    """Which tests to run (see `plugin.py`); None: all."""
+    """Tests to run (`guest/plugin.py` defines keys); None runs all."""
     reach: bool = False
-    """Whether to note which functions of the workspace each test calls, which takes longer."""
+    """Record the workspace functions that each test calls. Slower."""
     explain: bool = False
-    """Whether to note where and with which words tests failed."""
+    """Record where, with which message and on which values tests failed."""
+    packages: Mapping[str, bytes] = field(default_factory=dict)
+    """Installed packages that the tests need, by path."""
+    ini: str = ""
+    """Lines of the `[pytest]` section."""
+    select: tuple[str, ...] = ()
+    """pytest arguments that choose tests. Ignored when `keys` is given."""
     hash_seed: int = 0
-    """Of Python's hashes: what depends on the order of a set comes out differently under another."""
+    """PYTHONHASHSEED. Results that depend on set order differ between seeds."""
+    record: tuple[str, ...] = ()
+    """Changed files. If there are any, calls are recorded (`guest.calls.Recorder`)."""
+    calls: tuple[tuple[Call, ...], ...] = ()
+    """Batches of calls to answer, each in its own process. If there are any, no test runs."""
+    batch_cpu_s: int = 10
+    """CPU seconds of one batch."""
+    watch: bool = False
+    """Answer `unsteady` to calls that use the clock or random numbers."""
+    zone: str = ""
+    """POSIX time zone; empty means the box's own."""
     test_s: float = 0.0
-    """After so many seconds an alarm fails a test with `Endless`, and the others follow; 0: no alarm. For what is known to be
-    honest: what runs can turn it off."""
+    """Seconds after which an alarm fails a test with `Endless`; 0 sets no alarm. Only for trusted code, which leaves it on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How one test ended, as its process said."""
+    """How one test ended, as its process reported it."""
 
     outcome: str
-    """passed, failed or skipped (which an expected failure is too)."""
+    """`passed`, `failed` or `skipped`. An expected failure counts as skipped."""
     why: str = ""
     """Name of the exception."""
     id: str = ""
@@ -74,131 +159,201 @@ class Result:
         return self.outcome == "passed"
 
 
-Place = tuple[str, int]
-"""A function: its module's path, and its first line, which is that of its first decorator."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What a test called, as its process said."""
+    """What a test called, as its process reported it."""
 
     seconds: float
-    """While calls were noted: more than it takes otherwise."""
+    """Duration with tracing on, which is longer than without."""
     depths: Mapping[Place, int]
-    """Functions of the workspace -> how many of them were under way at the first call; 1: the test called it itself."""
+    """Workspace functions -> workspace frames on the stack at the first call; 1 means that the test called it directly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a test failed, as its process said."""
+    """How a test failed, as its process reported it."""
 
     line: int
-    """Of the test's own module as `plan.normal` writes it; 0 if it failed elsewhere."""
+    """Line in the test's own module as `plan.normal` writes it; 0 if the test failed elsewhere."""
     message: str
-    """The exception's first line, cut off."""
+    """First line of the exception, shortened."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """`repr` of the test's variables of plain types at the failure."""
+    compared: tuple[str, ...] = ()
+    """Operator and `repr` of both sides of the comparison that failed, shortened."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ran:
+    """The result of one job."""
+
+    results: dict[str, Result] = field(default_factory=dict)
+    """By key, in the order in which they ran. A missing test did not pass."""
+    flags: set[str] = field(default_factory=set)
+    """`forged_events`, `forged_report`, `read_tests`, `printed_results`, `ended_early` and `timeout`."""
+    output: str = ""
+    """Captured output, for people. Agents must never see it, because it may quote hidden tests."""
+    seconds: float = 0.0
+    reached: dict[str, Reach] = field(default_factory=dict)
+    """By key, if the job asked for it."""
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """By key, of failed tests, if the job asked for it."""
+    noted: list[Noted] = field(default_factory=list)
+    answers: dict[int, str] = field(default_factory=dict)
+    """JSON (`guest.calls.answer`) by the call's index among all calls of the job. A missing call has no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """What came of one job."""
+class Boxes:
+    """The boxes of one grade: their backend, their limits, and the time of each run in seconds."""
 
-    results: Mapping[str, Result] = field(default_factory=dict)
-    """By key, in the order in which they ran. What is missing did not pass."""
-    flags: frozenset[str] = frozenset()
-    """forged_events, forged_report, read_tests, printed_results, ended_early, timeout."""
-    output: str = ""
-    """What was printed, for people; agents must never see it, for it may quote hidden tests."""
-    seconds: float = 0.0
-    reached: Mapping[str, Reach] = field(default_factory=dict)
-    """By key, where it was asked for; the same for `failures`, of tests that failed."""
-    failures: Mapping[str, Failure] = field(default_factory=dict)
+    backend: Backend
+    spec: SandboxSpec | None = None
+    timeout_s: float = 60.0
+
+    def run(self, jobs: Sequence[Job]) -> list[Ran]:
+        """Run jobs in parallel, each in a fresh box, and return their results in order.
+
+        Raises:
+            SandboxFailure: the infrastructure failed.
+            SandboxDied, RunnerEnded: the code under test ended its sandbox or its runner.
+        """
+        kit = framed(compiled_kit(self.backend, self.spec))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda job: self._run(kit, job), jobs))
+
+    def _run(self, kit: bytes, job: Job) -> Ran:
+        nonce = secrets.token_hex(16)
+        box = self.backend.create(self.spec)
+        try:
+            done = box.exec(
+                command(self.timeout_s),
+                timeout_s=self.timeout_s + GRACE_S,
+                env={"PYTHONHASHSEED": str(job.hash_seed)} | ({"TZ": job.zone} if job.zone else {}),
+                stdin=kit + _frame(job, nonce, site=bool(self.spec and self.spec.image)),
+                output_bytes=OUTPUT_BYTES,
+            )
+        finally:
+            box.destroy()
+        ready, _, rest = done.stdout.partition(b"\n")
+        if ready != b"ready":
+            raise SandboxFailure(f"the runner did not start: exit code {done.exit_code}, {_last_line(done.stderr)}")
+        try:
+            report = json.loads(rest)
+            failed = report["failed"]
+            ran = _read(job, nonce, report)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            memory = ", out of memory" if done.oom else ""
+            raise RunnerEnded(f"no report: exit code {done.exit_code}{memory} ({error})") from None
+        if failed:
+            raise SandboxFailure(f"a run could not begin: {failed}")
+        return ran
 
 
-def run_jobs(
-    backend: Backend,
-    jobs: Sequence[Job],
-    *,
-    timeout_s: float = 60.0,
-    spec: SandboxSpec | None = None,
-) -> list[Ran]:
-    """Runs every job for at most `timeout_s` seconds, several at a time.
+def command(timeout_s: float) -> list[str]:
+    """Return the command that starts the runner. Its stdin is the framed kit, then the run's frame up to the end."""
+    return ["python3", "-s", "-S", "-c", _RUN, str(timeout_s)]
 
-    Raises SandboxFailure when the machinery failed, SandboxDied or RunnerEnded when what ran ended it.
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+def compiled_kit(backend: Backend, spec: SandboxSpec | None = None) -> bytes:
+    """Return the modules that every run needs, compiled for the boxes that `backend` makes of `spec`.
+
+    Raises SandboxUnavailable if pytest is not installed here or does not fit the box's Python, and SandboxFailure.
     """
-    kit = framed(block(backend, spec))
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda job: _run(backend, kit, job, timeout_s, spec), jobs))
+    kind = (backend.name, spec.image if spec else "")
+    with _lock:
+        if kind not in _kits:
+            _kits[kind] = _compiled(backend, spec)
+        return _kits[kind]
 
 
-def _run(backend: Backend, kit: bytes, job: Job, timeout_s: float, spec: SandboxSpec | None) -> Ran:
-    nonce = secrets.token_hex(16)
+def _compiled(backend: Backend, spec: SandboxSpec | None) -> bytes:
     box = backend.create(spec)
     try:
-        done = box.exec(
-            command(timeout_s),
-            timeout_s=timeout_s + GRACE_S,
-            env={"PYTHONHASHSEED": str(job.hash_seed)},
-            stdin=kit + _frame(job, nonce),
-            output_bytes=OUTPUT_BYTES,
-        )
+        stdin = framed(marshal.dumps(sources(), 4))
+        done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
+        if done.exit_code == 0 and not done.truncated:
+            tried = box.exec(command(1.0), stdin=framed(done.stdout))
+            if tried.stdout.startswith(b"ready\n"):
+                return done.stdout
+            done = tried
     finally:
         box.destroy()
-    ready, _, rest = done.stdout.partition(b"\n")
-    if ready != b"ready":
-        told = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise SandboxFailure(f"the runner did not start: exit code {done.exit_code}, {''.join(told)}")
-    try:
-        report = json.loads(rest)
-        failed = report["failed"]
-        ran = _read(job, nonce, report)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        memory = ", out of memory" if done.oom else ""
-        raise RunnerEnded(f"no report: exit code {done.exit_code}{memory} ({error})") from None
-    if failed:
-        raise SandboxFailure(f"a run could not begin: {failed}")
-    return ran
+    last = _last_line(done.stderr)
+    if b"SyntaxError" in done.stderr or b"ModuleNotFoundError" in done.stderr:
+        raise SandboxUnavailable(f"the pytest installed here is not for the Python of the sandbox: {last}")
+    raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {done.exit_code}, {last}")
 
 
-def _frame(job: Job, nonce: str) -> bytes:
-    frame = {
-        "nonce": nonce,
-        "files": dict(job.files),
-        "hidden": dict(job.hidden),
-        "tests": list(job.tests),
-        "keys": None if job.keys is None else sorted(job.keys),
-        "reach": job.reach,
-        "explain": job.explain,
-        "test_s": job.test_s,
-    }
-    return marshal.dumps(frame, 4)
+def sources() -> dict[str, tuple[str, bool, str]]:
+    """Return module name -> (path to show, whether it is a package, text). Raises SandboxUnavailable without pytest."""
+    found = pytest_modules()
+    for name, file in ((RUNNER, "runner.py"), (CALLS, "calls.py"), (PLUGIN, "plugin.py")):
+        text = (Path(__file__).parent / "guest" / file).read_text(encoding="utf-8")
+        found[name] = (f"/kit/{name}.py", False, text)
+    return found
+
+
+def _last_line(stderr: bytes) -> str:
+    return "".join(stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+
+
+def _frame(job: Job, nonce: str, site: bool) -> bytes:
+    """Return a job as its box reads it."""
+    frame = {each.name: getattr(job, each.name) for each in fields(job) if each.name not in ("hash_seed", "zone")}
+    return marshal.dumps(
+        frame
+        | {
+            "files": dict(job.files),
+            "hidden": dict(job.hidden),
+            "packages": dict(job.packages),
+            "keys": None if job.keys is None else sorted(job.keys),
+            "calls": [[[each.module, each.name, each.given] for each in batch] for batch in job.calls],
+            "select": job.select if job.keys is None else (),
+            "nonce": nonce,
+            "site": site,
+        },
+        4,
+    )
 
 
 def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
-    results: dict[str, Result] = {}
-    reached: dict[str, Reach] = {}
-    failures: dict[str, Failure] = {}
+    ran = Ran(output=report["output"], seconds=report["seconds"])
     places: list[Place] = []
-    flags, done = set(), False
+    asked = sum(map(len, job.calls))
+    done = False
     for line in report["events"].split("\n")[:-1]:
-        event = _event(line, nonce)
-        match event:
-            case ["done", int(code)] if not done:
+        match None if done else _event(line, nonce):
+            case ["done", int(code)]:
                 done = True
-                flags |= {"ended_early"} if code == INTERNAL_ERROR else set()
+                ran.flags |= {"ended_early"} if code == INTERNAL_ERROR else set()
             case [str(key), "passed" | "failed" | "skipped" as outcome, str(why), str(name)] if (
-                not done and key not in results and (job.keys is None or key in job.keys)
+                key not in ran.results and (job.keys is None or key in job.keys)
             ):
-                results[key] = Result(outcome=outcome, why=why, id=name)
-            case ["place", str(path), int(line)] if job.reach and not done:
-                places.append((path, line))
+                ran.results[key] = Result(outcome=outcome, why=why, id=name)
+            case ["place", str(path), int(number)] if job.reach:
+                places.append((path, number))
             case ["reached", str(key), int() | float() as seconds, list(called)] if (
-                job.reach and not done and key not in reached and (depths := _depths(called, places)) is not None
+                job.reach and key not in ran.reached and (depths := _depths(called, places)) is not None
             ):
-                reached[key] = Reach(seconds=seconds, depths=depths)
-            case ["at", str(key), int(line), str(message)] if job.explain and not done and key not in failures:
-                failures[key] = Failure(line=line, message=message)
+                ran.reached[key] = Reach(seconds=seconds, depths=depths)
+            case ["at", str(key), int(number), str(message), dict(values), list(compared)] if (
+                job.explain and key not in ran.failures
+            ):
+                plain = {name: text for name, text in values.items() if isinstance(text, str)}
+                sides = tuple(map(str, compared))
+                ran.failures[key] = Failure(line=number, message=message, values=plain, compared=sides)
+            case ["call", str(module), str(name), str(given), bool(inside), list(ends)] if job.record:
+                call = Call(module=module, name=name, given=given)
+                ran.noted.append(Noted(call=call, inside=inside, ends=tuple((kind, value) for kind, value in ends)))
+            case ["answer", int(place), [str(), _, _] as said] if 0 <= place < asked and place not in ran.answers:
+                ran.answers[place] = json.dumps(said)
             case _:
-                flags.add("forged_events")
+                ran.flags.add("forged_events")
     for flag, seen in (
         ("forged_report", report["decoy_changed"]),
         ("read_tests", report["bait_read"]),
@@ -206,20 +361,12 @@ def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
         ("timeout", report["timed_out"]),
         ("ended_early", not done and not report["timed_out"]),
     ):
-        if seen:
-            flags.add(flag)
-    return Ran(
-        results=results,
-        flags=frozenset(flags),
-        output=report["output"],
-        seconds=report["seconds"],
-        reached=reached,
-        failures=failures,
-    )
+        ran.flags |= {flag} if seen else set()
+    return ran
 
 
 def _depths(called: list[Any], places: Sequence[Place]) -> dict[Place, int] | None:
-    """None for what the plugin does not write."""
+    """Return None for anything that the plugin does not write."""
     depths = {}
     for each in called:
         match each:
@@ -231,7 +378,7 @@ def _depths(called: list[Any], places: Sequence[Place]) -> dict[Place, int] | No
 
 
 def _looks_like_pytest(output: str) -> bool:
-    """What pytest itself prints is turned off, so a line of its form is somebody else's."""
+    """Whether output has a line in the form of pytest's reports. pytest's own are turned off, so something else printed it."""
     for words in [line.split() for line in output.split("\n") if len(line) <= LINE and "passed" in line.lower()]:
         first, second, last = words[0], "".join(words[1:2]), words[-1]
         if ("::" in first and second == "PASSED") or (first == "PASSED" and "::" in second):

@@ -1,84 +1,99 @@
-"""What `composer-nb tasks check` does: whether tasks are fit, found out by running them.
+"""Check whether tasks are fit, by running them: `composer-nb tasks check`.
 
-A task is fit if a right answer scores 1, no answer scores less, and the same is said twice. How is the grader's affair:
-`functions` calls the solution's functions, `pytest` grades by the plan that a task has, or makes one (`validate.py`), and
-`script` lets `solution/solve.sh` write an answer in one sandbox and grades what it left in another.
+A task is fit if its solution scores 1, its start scores less, and repeats agree. A task of the grader `pytest` without a plan is
+validated first (`validate.py`). For `script`, `solution/solve.sh` writes the answer in one sandbox and another grades it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
-from composer_nb.harness.calls import SandboxFailure, SandboxUnavailable
-from composer_nb.harness.execute import Executor
-from composer_nb.harness.grade import Grade, grading
-from composer_nb.harness.grading.plan import PLAN
-from composer_nb.harness.grading.pytest_grader import grade_pytest
-from composer_nb.harness.grading.script_grader import grade_script, run_script
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.plan import PLAN, gold_files, plan_of, start_files
+from composer_nb.harness.grading.recorded import GUARDS, Guarding, guard
+from composer_nb.harness.grading.script_grader import run_script
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.runtime import start
-from composer_nb.harness.sandbox import BwrapSandboxes
-from composer_nb.harness.sandboxes import open_backend
-from composer_nb.harness.sandboxes.contract import Backend, SandboxDied
-from composer_nb.harness.task import SOLVE, Task
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.tasks.runtime import start
+from composer_nb.harness.tasks.task import SOLVE, Task
 
+NOT_GUARDED = "code that only claims to be right could pass it"
 SOLVE_S = 600.0
-"""How long a solution's script may take where the task gives its agent no time limit."""
+"""Time limit of a solution's script, in seconds, if the task gives its agent none."""
 
 
-def check_tasks(tasks: Sequence[Task], backend: str = "bwrap") -> list[dict[str, Any]]:
-    """A row a task: its id and grader, how many tests count, what its solution (`gold`) and its start (`none`) score, whether
-    two runs agree, and `ok`, or the `problem`.
+Found = Iterable[tuple[str, Task | ValueError]]
+"""Places, and the task in each or why it cannot be read."""
+ROW = {"tests": 0, "gold": False, "none": False, "repeatable": False, "guard": {"by": "none"}}
+
+
+def check_tasks(found: Found, backend: str = "bwrap", require: Guarding = "none") -> list[dict[str, Any]]:
+    """Return a row for each task: its id and grader, how many tests count, what its solution (`gold`) and its start (`none`)
+    score, whether two runs agree, its `guard` (`recorded.Guard`; of the other graders `by` alone), and `ok`, or the `problem`.
+    A task that cannot be read, or whose id another has, is a problem of its own.
+
+    `require` makes a lesser guard a problem. Tests of the grader `functions` are calls whose values stay outside.
 
     Raises SandboxUnavailable where the backend does not work here.
     """
+    found = list(found)
     with ExitStack() as stack:
-        kinds = {task.grader for task in tasks}
-        calls = stack.enter_context(BwrapSandboxes()) if "functions" in kinds else None
+        kinds = {task.grader for _, task in found if isinstance(task, Task)}
+        calls = stack.enter_context(SandboxExecutor()) if "functions" in kinds else None
         boxes = stack.enter_context(open_backend(backend)) if kinds - {"functions"} else None
-        return [_row(task, calls, boxes) for task in tasks]
+        rows: dict[str, dict[str, Any]] = {}
+        for place, task in found:
+            if isinstance(task, ValueError):
+                row = {"id": place, "grader": "", "problem": str(task)}
+            elif task.id in rows:
+                row = {"id": place, "grader": task.grader, "problem": f"another task is named {task.id!r} too"}
+            else:
+                sandbox = calls if task.grader == "functions" else boxes
+                assert sandbox is not None
+                row = check_task(task, sandbox, require)
+            rows[row["id"]] = ROW | row | {"ok": not row["problem"]}
+        return list(rows.values())
 
 
-def _row(task: Task, calls: Executor | None, boxes: Backend | None) -> dict[str, Any]:
-    row = {"id": task.id, "grader": task.grader, "tests": 0, "gold": False, "none": False, "repeatable": False}
+def check_task(task: Task, sandbox: Executor | Backend, require: Guarding = "none") -> dict[str, Any]:
+    """Return a task's row."""
+    row: dict[str, Any] = {"id": task.id, "grader": task.grader}
+    row["guard"] = {"by": "calls" if task.grader == "functions" else "none"}
     try:
-        if task.grader == "functions":
-            assert calls is not None
-            found = check_functions(task, calls)
+        if task.grader == "pytest" and PLAN not in task.metadata:
+            row |= _validated(task, cast(Backend, sandbox))
         else:
-            assert boxes is not None
-            found = (_check_pytest if task.grader == "pytest" else _check_script)(task, boxes)
+            gold, none = ([grade(task, files(), sandbox) for _ in range(2)] for files in _workspaces(task, sandbox))
+            row |= _compared(gold, none, SOLVE in task.solution if task.grader == "script" else bool(task.solution))
+            if task.grader == "pytest":
+                failing = [name for name, passed in none[0].tests.items() if not passed]
+                row["guard"] = asdict(guard(plan_of(task), failing))
     except (ValueError, SandboxUnavailable, SandboxFailure, SandboxDied) as error:
-        found = {"problem": str(error).removeprefix(f"task {task.id}: ")}
-    return row | found | {"ok": not found["problem"]}
+        row["problem"] = str(error).removeprefix(f"task {task.id}: ")
+    if not row["problem"] and GUARDS.index(row["guard"]["by"]) > GUARDS.index(require):
+        row["problem"] = f"its guard is {row['guard']['by']!r}, not {require!r}: {NOT_GUARDED}"
+    return row
 
 
-def check_functions(task: Task, sandboxes: Executor) -> dict[str, Any]:
-    gold = [grade_files(task, task.files | task.solution, sandboxes) for _ in range(2)]
-    none = [grade_files(task, task.files, sandboxes) for _ in range(2)]
-    return _compared(gold, none, bool(task.solution))
+Workspace = Callable[[], Mapping[str, str | bytes]]
 
 
-def grade_files(task: Task, files: Mapping[str, str], sandboxes: Executor) -> Grade:
-    """What the hidden tests of the grader `functions` say of `files`, in a fresh sandbox."""
-    steps = grading(task, files)
-    [outcomes] = sandboxes.run([next(steps)])
-    try:
-        steps.send(outcomes)
-    except StopIteration as stop:
-        grade: Grade = stop.value
-        return grade
-    raise AssertionError("grading asks for one execution")
+def _workspaces(task: Task, sandbox: Executor | Backend) -> tuple[Workspace, Workspace]:
+    """Return what makes the workspace with the solution, and as it is at the start."""
+    if task.grader != "script":
+        return lambda: gold_files(task), lambda: start_files(task)
+    backend = cast(Backend, sandbox)
+    return lambda: _left(task, backend, solve=SOLVE in task.solution), lambda: _left(task, backend, solve=False)
 
 
-def _check_pytest(task: Task, backend: Backend) -> dict[str, Any]:
-    if PLAN in task.metadata:
-        gold, none = (
-            [grade_pytest(task, files, backend) for _ in range(2)] for files in (_solved(task), _started(task))
-        )
-        return _compared(gold, none, bool(task.solution))
+def _validated(task: Task, backend: Backend) -> dict[str, Any]:
+    """Return a row's findings about a task without a plan."""
     found = validate_task(task, backend)
     tests = len(found.plan.tests) if found.plan else 0
     valid = found.valid and bool(task.solution)
@@ -88,27 +103,13 @@ def _check_pytest(task: Task, backend: Backend) -> dict[str, Any]:
         "none": bool(tests) and not found.fail_to_pass,
         "repeatable": not found.flaky,
         "twins": round(found.coverage, 3),
+        "guard": asdict(found.guard) if found.guard else {"by": "none"},
         "problem": "" if valid else (found.problems or ("has no solution",))[0],
     }
 
 
-def _started(task: Task) -> dict[str, bytes]:
-    return {path: text.encode() for path, text in task.files.items()}
-
-
-def _solved(task: Task) -> dict[str, bytes]:
-    return _started(task) | {path: text.encode() for path, text in task.solution.items()}
-
-
-def _check_script(task: Task, backend: Backend) -> dict[str, Any]:
-    none = [grade_script(task, _left(task, backend, solve=False), backend) for _ in range(2)]
-    if SOLVE not in task.solution:
-        return _compared(none, none, False)
-    return _compared([grade_script(task, _left(task, backend, solve=True), backend) for _ in range(2)], none, True)
-
-
 def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
-    """The workspace as it is at the start, or as `solve.sh` leaves it."""
+    """Return the workspace as it is at the start, or as `solve.sh` leaves it."""
     told = task.settings
     with start(task, backend) as box:
         if solve:
@@ -120,7 +121,7 @@ def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
         try:
             return box.download()
         except OSError as error:
-            raise ValueError(f"its workspace can not be carried into grading: {error}") from None
+            raise ValueError(f"its workspace cannot be carried into grading: {error}") from None
 
 
 def _compared(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> dict[str, Any]:
@@ -128,30 +129,40 @@ def _compared(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> dic
         "tests": len(gold[0].tests),
         "gold": solved and gold[0].passed,
         "none": none[0].passed,
+        "output": gold[0].output,
         "repeatable": gold[0].tests == gold[1].tests and none[0].tests == none[1].tests,
         "problem": next(_problems(gold, none, solved), ""),
     }
 
 
+def _last(grade: Grade) -> str:
+    """Return the end of what a grade's script printed."""
+    lines = [line for line in grade.output.splitlines() if line.strip()]
+    return f"; its script said: {' | '.join(lines[-3:])[-300:]}" if lines else ""
+
+
 def _unlike(grades: Sequence[Grade]) -> list[str]:
-    """Up to three tests of which two runs say different things."""
+    """Return up to three tests on which two runs disagree."""
     one, other = (grade.tests for grade in grades[:2])
     return [name for name in {**one, **other} if one.get(name) != other.get(name)][:3]
 
 
 def _problems(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> Iterator[str]:
     if any(not grade.known for grade in (*gold, *none)):
-        yield "the sandbox failed while it was graded: nothing is known"
+        yield "the sandbox failed while it was graded: nothing is known" + next(
+            filter(None, map(_last, (*gold, *none))), ""
+        )
     if gold[0].tests != gold[1].tests or none[0].tests != none[1].tests:
         yield f"two runs gave different results: {', '.join(_unlike(gold) or _unlike(none))}"
     if not solved:
         yield "has no solution"
     if not gold[0].passed:
         failed = [name for name, passed in gold[0].tests.items() if not passed]
-        yield (
+        why = (
             f"the solution fails {len(failed)} tests, first {failed[0]}"
             if failed
             else f"the solution is {gold[0].status}"
         )
+        yield why + _last(gold[0])
     if none[0].passed:
         yield "passes before anything is changed"

@@ -1,9 +1,8 @@
-"""What an agent changed: the files that it left against those of the task, restricted to the task's source scope.
+"""Find what an agent changed, restricted to the task's source scope.
 
 Only contents of regular files come in here; links, devices, modes and times never leave the sandbox (`Sandbox.download`).
-Everything outside the scope is as the task has it, whatever the agent did to it. Dropped besides, also where a glob of the
-scope covers them: caches, history, and files that set tests up. A path that the scope names in full is the task author's own
-decision and is let through.
+Everything outside the scope stays as the task has it. Caches, history and files that set tests up are dropped too, even if a glob
+of the scope covers them. A path that the scope names in full passes: the task's author decided so.
 
 Reference for what is dropped: leftover type-check caches and decompiled bytecode (Composer 2.5), answers in the history
 (SWE-bench #465), `conftest.py` hooks (SWE-bench #631).
@@ -16,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal
 
-from composer_nb.harness.grading.scope import in_scope
-from composer_nb.harness.task import Task
+from composer_nb.harness.tasks.scope import in_scope
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import UnsafeName, checked
 
 Drop = Literal["outside_scope", "cache", "test_setup", "too_large", "unsafe_path", "conflict"]
 
@@ -25,8 +25,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_CHANGED_BYTES = 8 << 20
 MAX_CHANGED_FILES = 2000
 """Files and the folders that they need."""
-MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
-"""What can not be written in a box would look like a fault of the box, which an agent must not be able to cause."""
+"""Names that no sandbox could write would look like a fault of the sandbox, which an agent must not be able to cause."""
 CACHE_FOLDERS = {
     "__pycache__", ".composer_nb", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox",
 }  # fmt: skip
@@ -41,24 +40,24 @@ SETUP_FOLDERS = {".git", ".hg", ".svn", "site-packages", "dist-packages"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What is graded, and what is not."""
+    """The changes that are graded, and those that are dropped."""
 
     files: Mapping[str, bytes]
-    """The task's files with the changes laid over them."""
+    """The task's files with the changes applied."""
     changed: tuple[str, ...] = ()
     """Paths of `files` that are new or different, and paths of the task's that are gone."""
     dropped: Mapping[str, Drop] = field(default_factory=dict)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Reasons for drops. Caches are no reason to look: whoever runs a test leaves some."""
+        """Reasons for drops, except caches: running any test leaves some."""
         return tuple(sorted(set(self.dropped.values()) - {"cache"}))
 
 
 def changes(task: Task, files: Mapping[str, bytes], pristine: Mapping[str, bytes] | None = None) -> Changes:
-    """What of `files`, a whole workspace, is graded. The same input gives the same result, in order of paths.
+    """Return the changes of `files`, a whole workspace. Deterministic, in order of paths.
 
-    `pristine` is the workspace at the start, where an image adds to the task's own files.
+    `pristine` is the workspace at the start, if an image adds to the task's own files.
     """
     if pristine is None:
         pristine = {path: text.encode() for path, text in task.files.items()}
@@ -88,14 +87,9 @@ def changes(task: Task, files: Mapping[str, bytes], pristine: Mapping[str, bytes
 
 
 def _unwanted(task: Task, path: str) -> Drop | None:
-    pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or str(pure) != path or "\0" in path or not pure.name:
-        return "unsafe_path"
     try:
-        raw = path.encode("utf-8", "surrogateescape")
-        if len(raw) > MAX_PATH_BYTES or max(map(len, raw.split(b"/"))) > MAX_NAME_BYTES:
-            return "unsafe_path"
-    except UnicodeEncodeError:
+        pure = PurePosixPath(checked(path))
+    except UnsafeName:
         return "unsafe_path"
     if path in task.source_scope:
         return None
@@ -107,13 +101,23 @@ def _unwanted(task: Task, path: str) -> Drop | None:
         return "outside_scope"
     if task.grader == "script":  # its tests are set up by what is beside them
         return None
+    if _makes_package(task, path):
+        return "test_setup"
     if pure.name in SETUP_NAMES or pure.name.endswith(SETUP_ENDINGS) or folders & SETUP_FOLDERS:
         return "test_setup"
     return None
 
 
+def _makes_package(task: Task, path: str) -> bool:
+    """Whether a new file makes a package of a folder of hidden tests: their modules then have other names, and a file of the
+    agent's can stand in for one that they import by its old name."""
+    folder, _, name = path.rpartition("/")
+    new = path not in task.files and path not in task.solution and path not in task.tests
+    return name == "__init__.py" and bool(folder) and new and any(each.startswith(folder + "/") for each in task.tests)
+
+
 def _misfit(graded: Set[str], path: str) -> Drop | None:
-    """A file can not lie where a folder is, nor below a file; nor may it take the place of what a hidden test needs."""
+    """A file cannot replace a folder, lie below a file, or take the place of what a hidden test needs."""
     if not graded.isdisjoint(map(str, PurePosixPath(path).parents)) or any(
         other.startswith(path + "/") for other in graded
     ):

@@ -1,102 +1,381 @@
-"""Other values than the expected one: for a literal in a test's text, a text of the same kind that means something else."""
+"""Draw other values than the expected one, which the same suite might have expected.
+
+Whoever reads a changed expectation must not tell it from an original by its form. It keeps type, length, letter case, sign, and
+number of digits and decimals. Among many proposals the one is chosen that resembles the original most in the rest: how common its
+letters are in the suite (trigrams), how often it occurs there, how it relates to the inputs beside it, and the order of the
+display that it stands in.
+"""
 
 from __future__ import annotations
 
 import ast
 import builtins
+import math
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-EMPTY = {"List": "[{}]", "Tuple": "({},)", "Dict": "{{'{}': {}}}"}
-"""What an empty display becomes."""
-NOTHING = ("0", "1", "''", "False")
-"""What None becomes; and some of them become None, so that neither is the changed one by its looks."""
-OTHER_EXCEPTIONS = ("ValueError", "TypeError", "KeyError", "IndexError", "RuntimeError", "ZeroDivisionError", "OSError")
+from composer_nb.harness.grading.source import Value, values
+
+Form = tuple[int, int, str] | tuple[()]
+TRIES = 32
+"""Proposals that are compared with the original."""
+STRANGERS = ("ValueError", "TypeError", "KeyError", "IndexError", "RuntimeError", "ZeroDivisionError", "OSError")
+CASES: tuple[Callable[[str], bool], ...] = (str.islower, str.isupper, str.isdigit)
 
 
-def constants(node: ast.expr) -> Iterator[ast.expr]:
-    """Literals in an expression that can be replaced where they stand, and empty displays. Not those of f-strings, whose places
-    are not known, nor keyword arguments, which are rather tolerances than values."""
-    match node:
-        case ast.Constant():
-            yield node
-        case ast.JoinedStr():
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The surroundings of a literal, which its replacement should suit."""
+
+    inputs: tuple[Value, ...] = ()
+    """Literals on the other side of the equation, or in the other cells of the row."""
+    before: tuple[Value, ...] = ()
+    after: tuple[Value, ...] = ()
+    """Its neighbours in a list or a tuple."""
+    apart: float = 0.0
+    """Least difference of two numbers, relative to the larger, at which no tolerance accepts both."""
+    apart_by: float = 0.0
+    """The same, absolute."""
+    signed: bool = False
+    """Whether a minus stands before it."""
+
+
+@dataclass(slots=True)
+class Suite:
+    """Statistics of the literals in some test modules."""
+
+    seen: Counter[tuple[type, Value]] = field(default_factory=Counter)
+    repeats: float = 0.0
+    """Share of the expected literals that are also inputs."""
+    grams: Counter[str] = field(default_factory=Counter)
+    texts: dict[int, list[str]] = field(default_factory=dict)
+    """By length."""
+    words: dict[str, list[str]] = field(default_factory=dict)
+    """By the case of their letters."""
+    numbers: dict[tuple[type, Form], Counter[float]] = field(default_factory=dict)
+    """By type and number of digits."""
+    digits: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, trees: Iterable[ast.AST]) -> Suite:
+        made, same, equations = cls(), 0, 0
+        for tree in trees:
+            idle = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and id(node) not in idle:
+                    made._add(node.value)
+                elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
+                    right = node.comparators[0]
+                    wanted = values(right) if isinstance(right, ast.Constant) else ()
+                    if wanted and (inputs := values(node.left)):
+                        equations += 1
+                        same += any(_same(each, wanted[0]) for each in inputs)
+        made.repeats = same / equations if equations else 0.0
+        return made
+
+    def _add(self, value: object) -> None:
+        if not isinstance(value, str | bytes | int | float | complex | None):
             return
-        case ast.List(elts=[]) | ast.Tuple(elts=[]) | ast.Dict(keys=[]):
-            yield node
-        case ast.Dict():
-            for value in node.values:
-                yield from constants(value)
-        case ast.Subscript():  # another index may well find the same
-            yield from constants(node.value)
-        case ast.Call():
-            for argument in node.args:
-                yield from constants(argument)
+        self.seen[type(value), value] += 1
+        if type(value) in (int, float):
+            assert isinstance(value, int | float)
+            self.numbers.setdefault((type(value), _number_form(value)), Counter())[value] += 1
+            self.digits.update(repr(value).strip("0.inaf"))
+        if isinstance(value, str):
+            self.grams.update(_grams(value))
+            self.texts.setdefault(len(value), []).append(value)
+            for word in re.findall(r"[^\W\d_]+", value):
+                self.words.setdefault(_cases(word), []).append(word)
+
+    def count(self, value: Value) -> int:
+        return self.seen[type(value), value]
+
+    def likelihood(self, text: str, without: Counter[str]) -> float:
+        """Mean logarithm of a letter's probability after the two before it, in a suite without certain trigrams."""
+        total = 0.0
+        padded = f"\2\2{text}\3"
+        for at in range(2, len(padded)):
+            three, two = padded[at - 2 : at + 1], padded[at - 2 : at]
+            total += math.log((self.grams[three] - without[three] + 0.05) / (self.grams[two] - without[two] + 3.0))
+        return total / (len(padded) - 2)
+
+
+def others(value: object, rng: random.Random, suite: Suite, place: Place = Place(), count: int = 1) -> list[str]:
+    """Return the texts of at most `count` other literals of the same form, the most fitting first."""
+    match value:
+        case bool():
+            return [repr(not value)]
+        case int() | float():
+            found: Sequence[Value] = _numbers(value, rng, suite, place, count)
+        case complex():
+            parts = _numbers(value.imag, rng, suite, place, count)
+            found = [complex(0, part) for part in parts if isinstance(part, int | float)]
+        case str():
+            found = _texts(value, rng, suite, place, count)
+        case bytes():
+            seen = Place(inputs=tuple(each.decode("latin-1") for each in place.inputs if isinstance(each, bytes)))
+            texts = _texts(value.decode("latin-1"), rng, suite, seen, count)
+            found = [text.encode("latin-1") for text in texts if isinstance(text, str) and text.isascii()]
         case _:
-            for child in ast.iter_child_nodes(node):
-                if isinstance(child, ast.expr):
-                    yield from constants(child)
+            return []
+    return [repr(each) for each in found]
 
 
-def other(node: ast.expr, lot: random.Random) -> str | None:
-    """The text of another value than a literal's; None for a literal that has none."""
-    if not isinstance(node, ast.Constant):
-        words = (lot.choice("abcnkx"), lot.randrange(1, 10)) if isinstance(node, ast.Dict) else (lot.randrange(1, 10),)
-        return EMPTY[type(node).__name__].format(*words) if type(node).__name__ in EMPTY else None
-    if node.value is not None and repr(node.value) in NOTHING and lot.random() < 0.25:
-        return "None"
-    match node.value:
-        case bool() as value:
-            return repr(not value)
-        case int() as value:
-            steps = [step for step in (-3, -2, -1, 1, 2, 3) if value + step >= 0 or value < 0]
-            return repr(value + lot.choice(steps))
-        case float() as value:
-            return _other_float(value, lot)
-        case complex() as value:
-            return repr(value + 1)
-        case str() as value:
-            return repr(_other_text(value, lot))
-        case bytes() as value:
-            return repr(_other_text(value.decode("latin-1"), lot).encode("latin-1"))
-        case None:
-            return lot.choice(NOTHING)
+def telling(value: object, suite: Suite) -> bool:
+    """Whether the only other value is one that the suite hardly ever has in this one's place."""
+    return isinstance(value, bool) and 2 * suite.count(not value) < suite.count(value)
+
+
+def _best(
+    value: Value,
+    proposed: Iterable[Value],
+    away: Callable[[Value], float],
+    rng: random.Random,
+    suite: Suite,
+    place: Place,
+    count: int,
+) -> list[Value]:
+    """Return the proposals that differ least from the original; sometimes, as often as in the suite, the input itself."""
+    often = suite.count(value) > 1
+    traits = _traits(value, place)
+
+    times = Counter(new for new in proposed if not _same(new, value))
+
+    def distance(new: Value) -> float:
+        unlike = sum(one != two for one, two in zip(traits, _traits(new, place), strict=True))
+        unlike += often != (suite.count(new) > 0)
+        return (
+            away(new) + 2 * unlike + rng.expovariate(4 * times[new])
+        )  # of equals the one that was proposed most often
+
+    ranked = sorted((distance(new), repr(new), new) for new in times)
+    found = [new for _, _, new in ranked[:count]]
+    alike = [each for each in place.inputs if type(each) is type(value) and each != value and each not in found]
+    if alike and not any(_same(each, value) for each in place.inputs):
+        for number in range(len(found)):
+            if alike and rng.random() * (1 - suite.repeats) < suite.repeats:
+                found[number] = alike.pop(rng.randrange(len(alike)))
+    rng.shuffle(found)
+    return found
+
+
+def _traits(value: Value, place: Place) -> tuple[object, ...]:
+    """Return what a reader could notice about a value in its place, besides its own form."""
+    row = [*place.before, value, *place.after]
+    try:
+        ordered = len(row) > 1 and (row == sorted(row), row == sorted(row, reverse=True))  # type: ignore[type-var]
+    except TypeError:
+        ordered = False
+    return (
+        ordered,
+        any(_same(value, each) for each in (*place.before, *place.after)),
+        any(_same(value, each) for each in place.inputs),
+    )
+
+
+def _same(one: Value, two: Value) -> bool:
+    return type(one) is type(two) and one == two
+
+
+# Numbers.
+
+
+def _numbers(value: float, rng: random.Random, suite: Suite, place: Place, count: int) -> list[Value]:
+    form = _number_form(value)
+    if not form:
+        return []
+    known = suite.numbers.get((type(value), form))
+    # Squares, since what is most common is never drawn in its own place.
+    proposed: list[float] = rng.choices([*known], [n * n for n in known.values()], k=TRIES) if known else []
+    if isinstance(value, int):
+        proposed += [value + step for step in (-3, -2, -1, 1, 2, 3) if value + step >= 0]
+    proposed += [type(value)(_other_digits(repr(value), rng, suite)) for _ in range(TRIES // 2)]
+    least = [
+        new
+        for new in proposed
+        if _number_form(new) == form
+        and abs(new - value) > max(place.apart * max(abs(new), abs(value)), place.apart_by)
+        and not (place.signed and not new)
+    ]
+    zeros = _zeros(value)
+    return _best(value, least, lambda new: float(_zeros(new) != zeros), rng, suite, place, count)
+
+
+def _number_form(value: float) -> Form:
+    """Digits before and after the point, and the exponent's text; nothing for what is not finite."""
+    found = re.fullmatch(r"(\d+)(?:\.(\d+))?(e.*)?", repr(value))
+    return (len(found[1]), len(found[2] or ""), found[3] or "") if found else ()
+
+
+def _zeros(value: Value) -> int:
+    digits = repr(value).partition("e")[0]
+    return len(digits) - len(digits.rstrip("0.")) if value else 0
+
+
+def _other_digits(text: str, rng: random.Random, suite: Suite) -> str:
+    """With the first digit that is not 0 changed, and some of the others, to such as are common in the suite."""
+    digits, mark, rest = text.partition("e")
+    places = [place for place, digit in enumerate(digits) if digit.isdigit()]
+    tail = len(digits.rstrip("0."))
+    first = next((place for place in places if digits[place] != "0"), rng.choice(places))
+    small = len(places) < 2 or rng.random() < 0.5
+
+    def another(place: int) -> str:
+        choice = "123456789" if place in (first, tail - 1) else "0123456789"
+        return rng.choices(choice, [1 + suite.digits[each] for each in choice])[0]
+
+    changed = [
+        another(place)
+        if digit.isdigit() and (place == first or (first < place < tail and not small and rng.random() < 0.5))
+        else digit
+        for place, digit in enumerate(digits)
+    ]
+    return "".join(changed) + mark + rest
+
+
+# Texts.
+
+
+def _texts(text: str, rng: random.Random, suite: Suite, place: Place, count: int) -> list[Value]:
+    inputs = [each for each in place.inputs if isinstance(each, str)]
+    own = _grams(text) if suite.count(text) else Counter[str]()
+    level, relation = suite.likelihood(text, own), [_relation(text, each) for each in inputs]
+
+    def away(new: Value) -> float:
+        assert isinstance(new, str)
+        moved = sum(
+            abs(one - two)
+            for each, old in zip(inputs, relation, strict=True)
+            for one, two in zip(old, _relation(new, each), strict=True)
+        )
+        return 3 * abs(suite.likelihood(new, own) - level) + moved + abs(len(new) - len(text)) / 4
+
+    proposed = [*_proposed_texts(text, rng, suite, inputs)]
+    if not text or rng.random() * suite.seen.total() < suite.count(""):
+        near = [each for size in range(1, 9) for each in suite.texts.get(size, ())]
+        proposed += [""] if text else rng.sample(near, min(len(near), 8)) or ["a"]
+    return _best(text, proposed, away, rng, suite, place, count)
+
+
+def _proposed_texts(text: str, rng: random.Random, suite: Suite, inputs: Sequence[str]) -> Iterator[str]:
+    near = [each for size in range(len(text) - 1, len(text) + 2) for each in suite.texts.get(size, ())]
+    near = [
+        each for each in rng.sample(near, min(len(near), 2 * TRIES)) if each and set(_cases(each)) == set(_cases(text))
+    ]
+    yield from near[:TRIES]
+    for given in inputs:  # another part of the input
+        if text and text in given:
+            yield from {given[at : at + len(text)] for at in range(len(given) - len(text) + 1)}
+    places = [place for place, letter in enumerate(text) if letter.isascii() and letter.isalnum()]
+    for _ in range(TRIES if places else 0):
+        place = rng.choice(places)
+        yield text[:place] + _other_letter(text, place, rng, suite) + text[place + 1 :]
+        if place + 1 in places and _cases(text[place]) == _cases(text[place + 1]):
+            yield text[:place] + text[place + 1] + text[place] + text[place + 2 :]
+    for found in re.finditer(r"[^\W\d_]{2,}", text):
+        for word in rng.choices(suite.words.get(_cases(found[0])) or [found[0]], k=8):
+            yield text[: found.start()] + word + text[found.end() :]
+
+
+def _other_letter(text: str, place: int, rng: random.Random, suite: Suite) -> str:
+    """Another of the same kind, as likely as after the two before it in the suite."""
+    letter = text[place]
+    kind = next(
+        kind for kind in ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ") if letter in kind
+    )
+    if letter == "0" or (letter.isdigit() and not text[place - 1 : place].isdigit()):
+        kind = kind[1:]  # no number begins with 0 because of us
+    kind = kind.replace(letter, "")
+    before, after = f"\2\2{text}"[place : place + 2], f"{text}\3"[place + 1]
+    weights = [0.02 + suite.grams[before + each] + suite.grams[each + after] / 8 for each in kind]
+    return rng.choices(kind, weights)[0]
+
+
+def _grams(text: str) -> Counter[str]:
+    padded = f"\2\2{text}\3"
+    return Counter(padded[at : at + size] for size in (2, 3) for at in range(len(padded) - size + 1))
+
+
+def _cases(text: str) -> str:
+    """Return a text's form: a letter for the case of each character."""
+    return "".join(next((mark for mark, holds in zip("aAd", CASES, strict=True) if holds(each)), each) for each in text)
+
+
+def _relation(text: str, given: str) -> tuple[float, ...]:
+    """Return measures, from 0 to 1, of how a text relates to an input."""
+    one, two = text.casefold(), given.casefold()
+    longest = max(len(one), len(two), 1)
+    begin = next(
+        (at for at, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two))
+    )
+    end = next(
+        (at for at, pair in enumerate(zip(one[::-1], two[::-1], strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(two)),
+    )
+    shared = (Counter(one) & Counter(two)).total()
+    return begin / longest, end / longest, shared / longest, float(one in two), float(two in one), float(text == given)
+
+
+# Exceptions.
+
+
+def other_exceptions(
+    wanted: ast.expr, rng: random.Random, expected: Counter[str], count: int = 2
+) -> list[tuple[str, bool]]:
+    """Exceptions that are no kin of the wanted ones, and whether they tell. Drawn from those that the suite itself expects, by
+    how often it does, if they are written like the wanted one; what is kin among them is found out on the gold patch."""
+    kinds = [kind for node in ast.walk(wanted) if (kind := _builtin(getattr(node, "id", "")))]
+
+    def kin(name: str) -> bool:
+        one = _builtin(name)
+        return one is not None and any(issubclass(kind, one) or issubclass(one, kind) for kind in kinds)
+
+    text, form = ast.unparse(wanted), _expression_form(ast.unparse(wanted))
+    pool = {each: times for each, times in expected.items() if each != text and not kin(each)}
+    pool = {each: times for each, times in pool.items() if _expression_form(each) == form}
+    found: list[tuple[str, bool]] = []
+    while pool and len(found) < count:
+        name = rng.choices([*pool], [*pool.values()])[0]
+        del pool[name]
+        found.append((name, False))
+    if not found:
+        strangers = [name for name in STRANGERS if not kin(name)]
+        found = [(name, True) for name in rng.sample(strangers, min(count, len(strangers)))]
+    return found
+
+
+def _builtin(name: str) -> type | None:
+    found = getattr(builtins, name, None)
+    return found if isinstance(found, type) else None
+
+
+def _expression_form(text: str) -> str:
+    return re.sub(r"\w+", "x", text)
+
+
+def swapped_order(displays: Sequence[list[ast.expr]], rng: random.Random) -> tuple[list[ast.expr], str] | None:
+    """Return a part of a list or tuple of literals with two of them swapped; None for a sorted one."""
+    for elements in displays:
+        held = [each.value for each in elements if isinstance(each, ast.Constant)]
+        pairs = [
+            (one, two)
+            for two in range(len(held))
+            for one in range(two)
+            if held[one] != held[two] and type(held[one]) is type(held[two]) and not isinstance(held[one], bool)
+        ]
+        if len(held) == len(elements) and pairs and len(held) < 30 and repr(held) != repr(_sorted(held)):
+            one, two = rng.choice(pairs)
+            part = [repr(each) for each in held]
+            part[one], part[two] = part[two], part[one]
+            return elements[one : two + 1], ", ".join(part[one : two + 1])
     return None
 
 
-def _other_float(value: float, lot: random.Random) -> str | None:
-    if not abs(value) < 1e300:  # infinity and what is not a number
-        return "0.0"
-    digits = len(repr(value).partition(".")[2]) if "e" not in repr(value) else 6
-    new = round(
-        value + max(1.0, abs(value)) * lot.choice((1.0, 1.5, 2.0)), max(1, digits)
-    )  # past every sensible tolerance
-    return repr(new if new != value else value + 1.0)
-
-
-def _other_text(text: str, lot: random.Random) -> str:
-    """One character another of its kind."""
-    places = [place for place, letter in enumerate(text) if letter.isascii() and letter.isalnum()]
-    if not places:
-        return text + "x"
-    place = lot.choice(places)
-    kinds = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    kind = next(kind for kind in kinds if text[place] in kind)
-    return text[:place] + lot.choice(kind.replace(text[place], "")) + text[place + 1 :]
-
-
-def other_exceptions(wanted: ast.expr, lot: random.Random, own: Sequence[str] = ()) -> list[str]:
-    """Two exceptions that are no kin of the wanted ones: nothing that is right raises them as well. For one of the project's own,
-    others that the module expects, `own`, come first; what is kin to it is found out on the gold patch."""
-    names = {node.id for node in ast.walk(wanted) if isinstance(node, ast.Name)}
-    if not any(hasattr(builtins, name) for name in names) and (others := [name for name in own if name not in names]):
-        return lot.sample(others, min(2, len(others)))
-    kinds = [kind for name in names if isinstance(kind := getattr(builtins, name, None), type)]
-    strangers = [
-        name
-        for name in OTHER_EXCEPTIONS
-        if not any(
-            issubclass(kind, one) or issubclass(one, kind) for one in [getattr(builtins, name)] for kind in kinds
-        )
-    ]
-    return lot.sample(strangers, min(2, len(strangers)))
+def _sorted(held: Sequence[object]) -> list[object]:
+    try:
+        return sorted(held)  # type: ignore[type-var]
+    except TypeError:
+        return []

@@ -1,15 +1,15 @@
-"""What the host knows of a task's hidden tests: which count, and which changes of them must fail.
+"""What the host knows of a task's hidden tests: which of them count, and which changed copies of them must fail.
 
-A *twin* is a hidden test with one expectation changed, so that a right answer fails it (`twins.py`). A grade runs the tests
-several times, each time in a new sandbox. In some of the runs a test is itself, in the others its twin stands in its place, by
-lot for each test; no process is told which, and none ever holds both. Code that makes tests pass without doing what they ask, by
-patching comparisons, reading expectations from frames, or claiming results, makes twins pass too, and nothing that does what is
-asked passes both. Code that can tell the two versions apart, but not which is true, is right about a test at best once in two;
-what it decides for each run by chance, once in 2^runs - 2.
+A *twin* is a hidden test with one expectation changed, so that a correct solution fails it (`twins.py`). A grade runs the tests
+several times, each time in a new sandbox. For each test, a random choice of runs executes its twin in its place. No process is
+told which version it has, and none ever has both. Code that makes tests pass without doing what they ask, by patching
+comparisons, reading expectations from frames or claiming results, also makes twins pass; nothing that does what is asked passes
+both. Code that tells the two versions apart, but does not know which is true, guesses right at best once in two. Code that
+decides at random in each run guesses right once in 2^runs - 2.
 
-Covers the tests that have a twin, and of those the expectation that was changed, which is drawn anew for each grade. Does not
-cover tests without twins, nor code that can tell a false expectation from a true one because it knows the answer.
-Reference: the twin canaries of the experiment with twenty patches, where both versions lay side by side.
+Covers the tests that have a twin, and the expectation that was changed. A test has several twins, for each of its expectations
+and with several values; each grade draws one of them. Does not cover tests without twins, nor code that recognises a false
+expectation because it knows the answer.
 """
 
 from __future__ import annotations
@@ -19,89 +19,108 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from composer_nb.harness.task import Task
+from pydantic import TypeAdapter, ValidationError
 
-Kind = Literal["value", "exception", "negation"]
+from composer_nb.harness.grading.box import Call, Job
+from composer_nb.harness.tasks.runtime import packages_of
+from composer_nb.harness.tasks.scope import is_conftest, is_test_module
+from composer_nb.harness.tasks.task import Task
+
+Kind = Literal["value", "exception", "input", "negation"]
 PLAN = "pytest.plan"
-"""Under this name a task's metadata hold its plan."""
+"""Metadata key of a task's plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """One change of a hidden test: characters `start` to `end` of a file, its lines ended by \\n, become `text`."""
+    """One change of a hidden test: characters `start` to `end` of a file with \\n line ends become `text`."""
 
     path: str
     start: int
     end: int
     text: str
     kind: Kind
-    """value: another expected value, which also whoever reads expectations meets. exception: another expected exception.
-    negation: the contrary; whoever reads the value from a variable of the test is not caught by it."""
-    keys: tuple[str, ...]
+    """value: another expected value. exception: another expected exception. input: other arguments for the same expectation.
+    negation: the opposite assertion, which code that reads the value from a variable of the test can pass."""
+    keys: tuple[str, ...] = ()
     """Tests that it makes fail."""
     weak: bool = False
-    """Whether code that hides nothing may pass it too: then it fails the test, and is no proof of tampering."""
+    """Honest code may pass it too. Passing it then fails the test without proving tampering."""
+    telling: bool = False
+    """Its form differs from that of a test. It catches code that passes everything, and does not count as coverage."""
     besides: tuple[str, ...] = ()
-    """Tests that it changes too, as rows of a table that several share, without making them fail: they tell nothing then."""
+    """Tests that it changes without making them fail, such as rows of a shared table. Runs with it say nothing about them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded(Call):
+    """A call and the gold patch's answer to it (`recorded.py`)."""
+
+    said: str
+    """JSON, as `guest.calls.answer` writes it."""
+    telling: bool
+    """Whether the task's start answers differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The tests that count, and their twins."""
+    """The tests that count, their twins, and the recorded calls."""
 
     digest: str
-    """Of the tests' texts: a plan made for others is not valid."""
+    """Digest of the tests' texts. The plan is valid for these tests only."""
     tests: Mapping[str, str]
     """Key -> pytest's node id."""
     twins: tuple[Twin, ...] = ()
+    calls: tuple[Recorded, ...] = ()
 
     @property
     def covered(self) -> frozenset[str]:
-        """Keys of the tests that have a twin."""
-        return frozenset(key for twin in self.twins for key in twin.keys)
+        """Keys of the tests that have a twin of their own form."""
+        return frozenset(key for twin in self.twins if not twin.telling for key in twin.keys)
 
     @property
     def coverage(self) -> float:
         return len(self.covered) / len(self.tests) if self.tests else 0.0
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+        return _plans().dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises ValueError for anything but what `to_json` wrote."""
+        """Read what `to_json` wrote. Raises ValueError for anything else."""
         try:
-            held = json.loads(text)
-            twins = tuple(
-                Twin(**twin | {name: tuple(twin[name]) for name in ("keys", "besides")}) for twin in held["twins"]
-            )
-            return cls(digest=held["digest"], tests=dict(held["tests"]), twins=twins)
-        except (ValueError, KeyError, TypeError) as error:
+            return _plans().validate_json(text)
+        except ValidationError as error:
             raise ValueError(f"not a plan of hidden tests: {error}") from None
 
 
+@lru_cache(maxsize=1)
+def _plans() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
+
+
 def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
-    """The test modules that these tests are in."""
+    """Return the test modules that contain these tests."""
     return tuple(sorted({key.partition("::")[0] for key in keys}))
 
 
 def digest(task: Task) -> str:
-    """Of everything that the twins' places and the tests' keys depend on."""
+    """Return the digest of everything that the positions of twins and the keys of tests depend on."""
     held = json.dumps([sorted(task.tests.items()), sorted(conftests(task).items())])
     return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def conftests(task: Task) -> dict[str, str]:
-    """The workspace's own conftests, as the task has them."""
-    return {path: text for path, text in task.files.items() if path.rpartition("/")[2] == "conftest.py"}
+    """Return the workspace's own conftests, as the task has them."""
+    return {path: text for path, text in task.files.items() if is_conftest(path)}
 
 
 def plan_of(task: Task) -> Plan:
-    """The plan in a task's metadata. Raises ValueError when there is none, or one for other tests."""
+    """Return the plan in a task's metadata. Raises ValueError if there is none, or one for other tests."""
     if PLAN not in task.metadata:
         raise ValueError(f"task {task.id}: not validated yet: it holds no plan of its hidden tests")
     plan = Plan.from_json(task.metadata[PLAN])
@@ -114,15 +133,41 @@ def with_plan(task: Task, plan: Plan) -> Task:
     return task.model_copy(update={"metadata": {**task.metadata, PLAN: plan.to_json()}})
 
 
+def start_files(task: Task) -> dict[str, bytes]:
+    """Return the workspace as an agent finds it."""
+    return {path: text.encode() for path, text in task.files.items()}
+
+
+def gold_files(task: Task) -> dict[str, bytes]:
+    """Return the workspace with the solution applied."""
+    return {path: text.encode() for path, text in (task.files | task.solution).items()}
+
+
 @lru_cache(maxsize=256)
 def normal(text: str) -> str:
-    """A module as `ast` writes it, without comments, quotes of people, or layout: a test and its twin, written so, differ in
-    nothing but what they say. Raises SyntaxError, ValueError, RecursionError."""
+    """Return a module as `ast` writes it, without comments, quoting style and layout, so that a test and its twin differ in
+    nothing but what they state. Raises SyntaxError, ValueError, RecursionError."""
     return ast.unparse(ast.parse(text)) + "\n"
 
 
+@lru_cache(maxsize=256)
+def silent(text: str) -> str:
+    """Return a module like `normal`, with empty docstrings and without assertion messages.
+
+    Messages often state in words what a test expects, which would tell it from its twin. A module that mentions AssertionError
+    may read its messages and keeps them. Raises what `normal` does.
+    """
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and "AssertionError" not in text:
+            node.msg = None
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            node.value = ast.Constant("")
+    return ast.unparse(tree) + "\n"
+
+
 def changed_text(text: str, twins: Sequence[Twin]) -> str:
-    """A module with some twins in place of its tests. They must not overlap."""
+    """Return a module with some tests replaced by twins, which must not overlap."""
     text = plain_lines(text)
     for twin in sorted(twins, key=lambda twin: twin.start, reverse=True):
         text = text[: twin.start] + twin.text + text[twin.end :]
@@ -130,45 +175,79 @@ def changed_text(text: str, twins: Sequence[Twin]) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """As the parser counts lines and columns; what the places of twins refer to."""
+    """Return text with the line ends that the parser counts, to which the positions of twins refer."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def job(
+    task: Task,
+    files: Mapping[str, bytes],
+    twins: Sequence[Twin] = (),
+    keys: frozenset[str] | None = None,
+    *,
+    explain: bool = False,
+) -> Job:
+    """Return one run of a task's hidden tests on `files`, with some tests replaced by twins.
+
+    Args:
+        keys: the tests to run; None runs all.
+        explain: keep the messages of assertions, and report how tests failed.
+    """
+    written = normal if explain else silent
+    modules = {path: text for path, text in task.tests.items() if path.endswith(".py")}
+    sealed = conftests(task) | modules
+    for path, text in sealed.items():
+        sealed[path] = written(changed_text(text, [twin for twin in twins if twin.path == path]))
+    data = {path: text.encode() for path, text in task.tests.items() if path not in modules}
+    plain = {path: content for path, content in files.items() if path not in sealed}
+    return Job(
+        files=plain | data,
+        hidden=sealed,
+        tests=tuple(sorted(filter(is_test_module, modules))) if keys is None else modules_of(keys),
+        keys=keys,
+        packages=packages_of(task),
+        ini=task.metadata.get("pytest.ini", ""),
+        explain=explain,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Which twins stand in for their tests in which of a grade's runs."""
+    """The twins that replace their tests in each run of a grade."""
 
     runs: tuple[tuple[Twin, ...], ...] = ((),)
 
     def twins(self, run: int) -> frozenset[str]:
-        """Keys of the tests that must fail in a run."""
+        """Return the keys of the tests that must fail in a run."""
         return frozenset(key for twin in self.runs[run] for key in twin.keys)
 
     def weak(self, run: int) -> frozenset[str]:
-        """Those of them that honest code may pass too."""
+        """Return those of `twins` that honest code may pass too."""
         return frozenset(key for twin in self.runs[run] if twin.weak for key in twin.keys)
 
     def void(self, run: int) -> frozenset[str]:
-        """Keys of the tests of which a run tells nothing."""
+        """Return the keys of the tests about which a run says nothing."""
         return frozenset(key for twin in self.runs[run] for key in twin.besides)
 
 
-def draw(plan: Plan, lot: random.Random, runs: int) -> Drawn:
-    """Draws one twin for every test that has some, and the runs that get it: at least one, and not all. One run is enough where
-    there are no twins. Raises ValueError for fewer than two runs."""
+def draw(plan: Plan, rng: random.Random, runs: int) -> Drawn:
+    """Draw one twin for each test that has some, and the runs that execute it: at least one, and not all.
+
+    Without twins, one run is enough. Raises ValueError for fewer than two runs.
+    """
     if runs < 2:
         raise ValueError(f"a grade takes at least two runs, so that a test and its twin both run, not {runs}")
     if not plan.twins:
         return Drawn()
     pool = list(plan.twins)
-    lot.shuffle(pool)
+    rng.shuffle(pool)
     drawn: list[list[Twin]] = [[] for _ in range(runs)]
     taken: set[str] = set()
     for twin in pool:
         touched = {*twin.keys, *twin.besides}
         if not taken & touched:
             taken |= touched
-            places = lot.randrange(1, (1 << runs) - 1)
+            places = rng.randrange(1, (1 << runs) - 1)
             for run in range(runs):
                 if places >> run & 1:
                     drawn[run].append(twin)

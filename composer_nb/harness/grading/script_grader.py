@@ -1,12 +1,11 @@
 """The grader `script`: `tests/test.sh` of a Harbor task, in a fresh sandbox, and the number that it leaves.
 
-In the order of things: the agent's changes over the task's own workspace; a new sandbox, in which nothing of the agent ran; the
-tests, which come in only now; the script; the end of every process in the sandbox, so that nobody writes any more; and only then
-the reward, of which nothing is believed but its form: finite numbers in a small regular file.
+In order: a new sandbox, in which nothing of the agent ran; the agent's changes over the task's workspace; the tests; the script;
+the end of every process in the sandbox, so that nothing writes any more; and only then the reward, which must be finite numbers
+in a small regular file.
 
-Weak: the script runs what the agent wrote, as the same user, and whoever runs as that user can write the reward. There are no
-twins, no exact ids, nothing that would show it. Every grade is flagged `weak`, and no training rests on them:
-`grade.grading`, which the trainer asks, refuses this grader.
+Weak: the script runs the agent's code as the same user, who can write the reward. No twins and no exact ids would show it. Every
+grade is flagged `weak`, and none is trained on: `grade.grading`, which the trainer asks, refuses this grader.
 
 References: Harbor's `Verifier` (paths, order of the two files, numbers only); Harbor #1779 for why this stays weak.
 """
@@ -20,13 +19,13 @@ import tarfile
 import time
 from collections.abc import Mapping
 
-from composer_nb.harness import harbor
-from composer_nb.harness.calls import SandboxFailure
-from composer_nb.harness.grade import Grade
 from composer_nb.harness.grading.diff import Changes, changes
-from composer_nb.harness.runtime import start, variables
-from composer_nb.harness.sandboxes.contract import Backend, ExecResult, Sandbox, SandboxDied
-from composer_nb.harness.task import ENTRY, SOLVE, Task
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.toolchain.programs import PLACE, TESTING
+from composer_nb.harness.tasks import harbor
+from composer_nb.harness.tasks.runtime import start, variables
+from composer_nb.harness.tasks.task import ENTRY, SOLVE, Task
 
 FLAGS = {
     "weak": "graded by a script that shares its sandbox with what it tests",
@@ -34,9 +33,11 @@ FLAGS = {
     "timeout": "the script did not end in time",
     "ended_early": "the sandbox ended before the script had",
 }
-"""What the flags of a grade mean, besides those of `diff.py`."""
+"""Meaning of each flag of a grade, besides those of `diff.py`."""
 MAX_REWARD_BYTES = 64 << 10
 MAX_REWARDS = 1000
+OUTPUT = 8000
+"""Last characters of each of a script's streams that a grade keeps."""
 LONGEST_REWARD_NAME = 200
 
 _PLACE = """\
@@ -61,15 +62,15 @@ for name in ("reward.json", "reward.txt"):
 
 
 def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Grade:
-    """Grades `files`, a whole workspace; passed is a reward of 1 or more under every name.
+    """Grade `files`, a whole workspace. It passes if every reward is 1 or more.
 
-    Raises ValueError for a task that asks for what is not here, and SandboxUnavailable for an image that can not be had. What the
-    sandbox or the agent did is in the grade's status.
+    Faults of the sandbox or the agent are in the grade's status. Raises ValueError for a task that asks for what no sandbox here
+    has, and SandboxUnavailable for an image that cannot be had.
     """
     if task.grader != "script":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'script'")
     began, told = time.monotonic(), task.settings
-    flags = {"weak"}
+    flags, done = {"weak"}, None
     try:
         with start(task, backend) as box:
             found = _lay(task, box, files)
@@ -80,16 +81,16 @@ def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Gr
                 rewards = _rewards(box)
             except SandboxDied:
                 flags.add("ended_early")
-                return _grade("agent_failed", flags, {}, began)
-    except SandboxFailure:
-        return _grade("infra_error", flags, {}, began)
+                return _grade("agent_failed", flags, {}, began, shown(done) if done else "")
+    except SandboxFailure as error:
+        return _grade("infra_error", flags, {}, began, str(error))
     except SandboxDied:  # before anything of the task ran
         return _grade("infra_error", flags, {}, began)
-    return _grade("graded", flags | (set() if rewards else {"no_reward"}), rewards, began)
+    return _grade("graded", flags | (set() if rewards else {"no_reward"}), rewards, began, shown(done))
 
 
 def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Mapping[str, str]) -> ExecResult:
-    """Runs `tests/test.sh` or `solution/solve.sh`, with what lies beside it in /tests or /solution, in the workspace."""
+    """Run `tests/test.sh` or `solution/solve.sh` in the workspace, with its folder at /tests or /solution."""
     name = {"tests": ENTRY, "solution": SOLVE}[folder]
     held = {path: data for path, data in harbor.layout(task).files.items() if path.startswith(f"{folder}/")}
     if f"{folder}/{name}" not in held:
@@ -97,12 +98,22 @@ def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Map
     placed = box.exec(_python(_PLACE), stdin=_archive(held))
     if placed.exit_code:
         raise SandboxFailure(f"task {task.id}: {folder} do not fit into a sandbox: {placed.stderr[-300:]!r}")
-    given = variables(task.settings.environment.env) | variables(env)
+    usual = {} if task.image else {"PYTHONPATH": f"{PLACE}/{TESTING}"}
+    given = usual | variables(task.settings.environment.env) | variables(env)
     return box.exec([f"/{folder}/{name}"], timeout_s=min(timeout_s, 1e6), env=given)
 
 
+def shown(done: ExecResult) -> str:
+    """Return what a script printed, stdout before stderr, the end of each if it is long."""
+    parts = []
+    for data in (done.stdout, done.stderr):
+        text = data.decode("utf-8", "replace").strip()
+        parts.append(text if len(text) <= OUTPUT else f"[…]{text[-OUTPUT:]}")
+    return "\n".join(filter(None, parts))
+
+
 def _lay(task: Task, box: Sandbox, files: Mapping[str, bytes]) -> Changes:
-    """Makes the workspace of a new sandbox what is to be graded. Modes do not leave a sandbox: what begins with `#!` may run."""
+    """Apply the agent's changes to a new sandbox. File modes are unknown: what begins with `#!` becomes executable."""
     try:
         pristine = box.download()
         found = changes(task, files, pristine)
@@ -122,7 +133,7 @@ def _with_paths(box: Sandbox, program: str, paths: list[str]) -> None:
 
 
 def _rewards(box: Sandbox) -> dict[str, float]:
-    """What the script said, after the end of everything in its sandbox."""
+    """Return the script's rewards, after ending every process in its sandbox."""
     try:
         box.end_all()
     except OSError as error:
@@ -132,8 +143,8 @@ def _rewards(box: Sandbox) -> dict[str, float]:
 
 
 def parse_rewards(said: bytes) -> dict[str, float]:
-    """Rewards by name, of a file's name, a newline and its content: `reward.json` holds an object of finite numbers, `reward.txt`
-    one number, which is called `reward`. Nothing for anything else."""
+    """Parse a file's name, a newline and its content to rewards by name: `reward.json` holds an object of finite numbers,
+    `reward.txt` one number, which is called `reward`. Anything else gives nothing."""
     name, _, content = said.partition(b"\n")
     if len(content) > MAX_REWARD_BYTES:
         return {}
@@ -151,12 +162,19 @@ def parse_rewards(said: bytes) -> dict[str, float]:
     return {key: float(value) for key, value in held.items()}
 
 
-def _grade(status: str, flags: set[str], rewards: Mapping[str, float], began: float) -> Grade:
+def _grade(status: str, flags: set[str], rewards: Mapping[str, float], began: float, output: str = "") -> Grade:
     tests = {f"{ENTRY}::{name}": value >= 1 for name, value in rewards.items()}
     if not tests and status != "infra_error":
         tests = {f"{ENTRY}::reward": False}
     cost = {"wall_s": time.monotonic() - began}
-    return Grade(status=status, tests=tests, flags=tuple(sorted(flags)), rewards=dict(rewards), cost=cost)  # type: ignore[arg-type]
+    return Grade(
+        status=status,  # type: ignore[arg-type]
+        tests=tests,
+        flags=tuple(sorted(flags)),
+        rewards=dict(rewards),
+        cost=cost,
+        output=output,
+    )
 
 
 def _python(program: str) -> list[str]:

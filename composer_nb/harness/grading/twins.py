@@ -1,7 +1,13 @@
-"""Must-fail twins: for hidden tests, changes that a right answer must fail.
+"""Propose must-fail twins: changes of hidden tests that a right answer must fail.
 
-This module reads test modules and proposes changes, `reach.py` says which tests they touch, and `validate.py` keeps the ones that
-it has *seen* to fail on the gold patch, on an assertion, while the test itself passes.
+This module reads test modules and proposes changes, `source.Dependents` finds the tests that they touch, and `validate.py` keeps
+those that it has *seen* to fail on the gold patch, on an assertion, while the test itself passes.
+
+A change keeps the form of its test: the same syntax tree and the same bytecode but for constants and names of exceptions. It
+replaces an expected value by one that the suite could have expected as well (`mutate.py`), an expected exception by another one
+that the suite expects, or, where nothing is expected that could be replaced, an input by one that should come out differently:
+a call that must raise gets arguments like those of calls that must not. Only where none of these is to be had is the contrary
+demanded in another form. Such changes are *telling*: they catch code that passes everything, and cover nothing.
 
 Covers, in functions and methods that pytest collects by its default names: `assert` with `==`, `!=`, `<`, `in`, `is`, `not`,
 `and` and plain truth; `pytest.approx`; expectations that stand in a row of `parametrize` or in a variable of the test;
@@ -13,16 +19,40 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from composer_nb.harness.grading.mutate import constants, other, other_exceptions
-from composer_nb.harness.grading.plan import Kind, plain_lines
+from composer_nb.harness.grading.mutate import Place, Suite, other_exceptions, others, swapped_order, telling
+from composer_nb.harness.grading.plan import Kind, Twin, plain_lines
+from composer_nb.harness.grading.source import (
+    PLAIN,
+    RAISES,
+    Dependents,
+    Function,
+    Role,
+    Source,
+    Value,
+    arguments,
+    cells_of,
+    constants,
+    has_calls,
+    known_in,
+    last_name,
+    names_in,
+    tolerance,
+    values,
+)
+from composer_nb.harness.tasks.scope import is_test_module
 
-MAX_BODY = 4
-"""Changes proposed for the body of one test."""
+VALUES = 4
+"""Changes proposed for one expectation; twice as many of an input, most of which make no difference."""
+CHANGES = 24
+"""Changes proposed for one test, unless it has more expectations than that: then each gets one."""
+PLACES = 96
+"""Expectations of one test that get a change, drawn at random where there are more."""
 EQUALS = {
     "assertEqual", "assertEquals", "assertAlmostEqual", "assertListEqual", "assertDictEqual", "assertTupleEqual",
     "assertSetEqual", "assertSequenceEqual", "assertMultiLineEqual", "assertCountEqual",
@@ -40,120 +70,105 @@ OPERATORS = {
 }  # fmt: skip
 SHORT = 8
 """Letters: shorter texts are in many others."""
-PLAIN = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
-"""Makers of plain data."""
-STATEFUL = {"eval", "exec", "getattr", "globals", "input", "iter", "locals", "next", "open", "vars", "id"}
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A change that may make a twin."""
+class Candidate(Twin):
+    """A change that may make a twin; which tests it makes fail is not known yet."""
 
-    path: str
-    start: int
-    end: int
-    text: str
-    kind: Kind
-    weak: bool = False
     bases: tuple[str, ...]
     """Keys of the tests that it changes, up to `#`."""
     row: int | None = None
-    """Of the tests of a parametrised function, which one it changes; None: all."""
+    """Number of the row that it changes, of a parametrised test; None means all."""
 
     def changes(self, key: str) -> bool:
         base, _, number = key.rpartition("#")
         return base in self.bases and self.row in (None, int(number))
 
 
-class Source:
-    """A module's text, with offsets of syntax nodes."""
+class _Hidden:
+    """All test modules of a suite: their literals, exceptions and inputs."""
 
-    def __init__(self, path: str, text: str) -> None:
-        self.path, self.text, self.tree = path, text, ast.parse(text)
-        self.lines = [0]
-        for line in text.split("\n"):  # as the parser counts them, once line ends are \n
-            self.lines.append(self.lines[-1] + len(line) + 1)
-
-        self.users: dict[str, list[str]] = {}
-        """Tables of the module -> the tests that are parametrised by them."""
-        expected = [
-            each.args[0]
-            for each in ast.walk(self.tree)
-            if isinstance(each, ast.Call) and each.args and "aises" in ast.unparse(each.func)
-        ]
-        imported = {
-            alias.asname or alias.name
-            for each in self.tree.body
-            if isinstance(each, ast.ImportFrom)
-            for alias in each.names
-        }
-        self.exceptions = sorted(
-            name
-            for name in imported
-            if name.endswith(("Error", "Exception"))
-            or name in {each.id for each in expected if isinstance(each, ast.Name)}
-        )
-        """Imported by name: by their names, or because they are expected."""
-        self.loads = Counter(each.id for each in ast.walk(self.tree) if isinstance(each, ast.Name))
-
-    def offset(self, line: int, column: int) -> int:
-        start = self.lines[line - 1]
-        return start + len(self.text[start : self.lines[line]].encode()[:column].decode())
-
-    def span(self, node: ast.expr) -> tuple[int, int]:
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
-
-    def of(self, node: ast.expr) -> str:
-        start, end = self.span(node)
-        return self.text[start:end]
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        plain = {path: plain_lines(text) for path, text in texts.items()}
+        # The parser does not count form feeds: places would be wrong.
+        self.sources = [Source(path, text) for path, text in plain.items() if "\f" not in text]
+        self.suite = Suite.of(source.tree for source in self.sources)
+        self.builtin_errors = Counter[str]()
+        self.inputs: dict[Role, list[tuple[Value, bool]]] = {}
+        """Literals that functions are called with, and whether the call must raise."""
+        self.tests = [test for each in self.sources for test in _in_body(self, each, each.tree.body, each.path)]
+        for source in self.sources:
+            self.builtin_errors.update({name: n for name, n in source.raised.items() if hasattr(builtins, name)})
+        for test in self.tests:
+            if test.table_name:
+                test.source.users.setdefault(test.table_name, []).append(test.base)
+            for call in [each for each in ast.walk(test.node) if isinstance(each, ast.Call)]:
+                for role, node in arguments(call):
+                    found = test.cells(node.id) if isinstance(node, ast.Name) else [node]
+                    pool = self.inputs.setdefault(role, [])
+                    pool += [(each.value, call in test.raising) for each in found if isinstance(each, ast.Constant)]  # type: ignore[misc]
 
 
-def candidates(path: str, text: str) -> list[Candidate]:
-    """All changes proposed for a test module; the same for the same text. Raises SyntaxError, ValueError."""
-    text = plain_lines(text)
-    if "\f" in text:
-        return []  # which the parser does not count: places would be wrong
-    source = Source(path, text)
-    tests = list(_in_body(source, source.tree.body, path))
-    for test in tests:
-        if test.table_name:
-            source.users.setdefault(test.table_name, []).append(test.base)
-    return [candidate for test in tests for candidate in test.proposed()]
+def candidates_of(texts: Mapping[str, str]) -> list[Candidate]:
+    """Return all changes proposed for the test modules of a suite. Raises SyntaxError, ValueError."""
+    return [candidate for test in _Hidden(texts).tests for candidate in test.proposed()]
 
 
-def _in_body(source: Source, body: Sequence[ast.stmt], base: str) -> Iterator[_Test]:
+def all_candidates(tests: Mapping[str, str]) -> list[Candidate]:
+    """Return all changes proposed for a task's test modules, with all tests that they touch."""
+    modules = {path: ast.parse(plain_lines(text)) for path, text in sorted(tests.items()) if path.endswith(".py")}
+    dependents = Dependents(modules)
+    found = candidates_of({path: tests[path] for path in modules if is_test_module(path)})
+    return [replace(each, bases=dependents.of(each.bases, each.row)) for each in found]
+
+
+def _in_body(hidden: _Hidden, source: Source, body: Sequence[ast.stmt], base: str) -> Iterator[_Test]:
     for node in body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(each) for each in node.bases]
             if node.name.startswith("Test") or any(name.endswith("TestCase") for name in bases):
-                yield from _in_body(source, node.body, f"{base}::{node.name}")
+                yield from _in_body(hidden, source, node.body, f"{base}::{node.name}")
         elif isinstance(node, Function) and node.name.startswith("test"):
-            yield _Test(source, node, f"{base}::{node.name}")
+            yield _Test(hidden, source, node, f"{base}::{node.name}")
 
 
 class _Test:
-    """One test function. Every change of it contradicts it: no answer that is right can satisfy both."""
+    """One test function. Changes come in a list for each expectation, the most fitting first."""
 
-    def __init__(self, source: Source, node: Function, base: str) -> None:
-        self.source, self.node, self.base = source, node, base
-        self.lot = random.Random(f"{base}\n{source.text}")
+    def __init__(self, hidden: _Hidden, source: Source, node: Function, base: str) -> None:
+        self.hidden, self.source, self.node, self.base = hidden, source, node, base
+        self.rng = random.Random(f"{base}\n{source.text}")
         self.table_name = ""
         self.tables = list(self._tables())
         self.used_columns: set[str] = set()
-        self.known = _known(source.tree, node, {name for names, _ in self.tables for name in names})
+        self.loads = Counter(each.id for each in ast.walk(node) if isinstance(each, ast.Name) and _loaded(each))
+        self.input_columns: dict[str, tuple[Role, bool]] = {}
+        """Columns whose cells decide what no expected value tells -> what they are for, and whether that must raise."""
+        self.known = known_in(source.known, node, {name for names, _ in self.tables for name in names})
+        self.bodies = {
+            item.context_expr: each.body for each in ast.walk(node) if isinstance(each, ast.With) for item in each.items
+        }
+        self.raising = {
+            inside
+            for call, body in self.bodies.items()
+            if isinstance(call, ast.Call) and last_name(call.func) in RAISES
+            for statement in body
+            for inside in ast.walk(statement)
+        } | {each for each in ast.walk(node) if isinstance(each, ast.Call) and last_name(each.func) in RAISES}
 
     def proposed(self) -> Iterator[Candidate]:
         unsure = self._unsure()
-        found = [
-            candidate
+        places = [
+            [replace(each, weak=each.weak or node in unsure) for each in changes]
             for node in ast.walk(self.node)
             if isinstance(node, ast.Assert | ast.Call)
-            for each in (self._expression(node.test) if isinstance(node, ast.Assert) else self._call(node))
-            for candidate in [replace(each, weak=each.weak or node in unsure)]
+            for changes in (self._expression(node.test) if isinstance(node, ast.Assert) else self._call(node))
         ]
-        yield from found if len(found) <= MAX_BODY else self.lot.sample(found, MAX_BODY)
+        places = self.rng.sample(places, min(len(places), PLACES)) if len(places) > PLACES else places
+        share = max(1, min(VALUES, CHANGES // max(1, len(places))))
+        for changes in places:
+            yield from changes[: share * (1 + (changes[:1] != [] and changes[0].kind == "input"))]
         users = self.source.users.get(self.table_name, [self.base])
         if self.table_name and self.source.loads[self.table_name] != len(users) + 1:
             return  # somebody else reads the table
@@ -161,19 +176,35 @@ class _Test:
             for number, row in enumerate(rows):
                 yield from self._row(names, number, row)
 
-    def _change(self, node: ast.expr, text: str, kind: Kind, row: int | None = None) -> Candidate:
+    def _change(
+        self,
+        node: ast.expr,
+        text: str,
+        kind: Kind,
+        *,
+        row: int | None = None,
+        weak: bool = False,
+        telling: bool = False,
+    ) -> Candidate:
         start, end = self.source.span(node)
         bases = (self.base,) if row is None else tuple(self.source.users.get(self.table_name, [self.base]))
-        weak = kind == "exception"
         return Candidate(
-            path=self.source.path, start=start, end=end, text=text, kind=kind, weak=weak, bases=bases, row=row
+            path=self.source.path,
+            start=start,
+            end=end,
+            text=text,
+            kind=kind,
+            weak=weak or kind in ("exception", "input"),
+            telling=telling,
+            bases=bases,
+            row=row,
         )
 
     def _unsure(self) -> set[ast.AST]:
-        """What may not be reached although all is right: in a loop over answers, behind a condition, after what raises."""
+        """Return nodes that correct code may not reach: in a loop over answers, behind a condition, after what raises."""
         found: set[ast.AST] = set()
         for node in ast.walk(self.node):
-            sure = isinstance(node, ast.For) and not _calls(node.iter) and _names(node.iter) <= self.known
+            sure = isinstance(node, ast.For) and not has_calls(node.iter) and names_in(node.iter) <= self.known
             if isinstance(node, ast.While | ast.If | ast.Try | ast.With | ast.For | ast.Lambda | Function) and not (
                 sure or node is self.node or (isinstance(node, ast.With) and not _suppresses(node))
             ):
@@ -186,97 +217,175 @@ class _Test:
 
     # Expressions that must be true.
 
-    def _expression(self, node: ast.expr) -> Iterator[Candidate]:
+    def _expression(self, node: ast.expr) -> Iterator[list[Candidate]]:
         match node:
             case ast.BoolOp(op=ast.And(), values=parts):
                 for part in parts:
                     yield from self._expression(part)
             case ast.UnaryOp(op=ast.Not(), operand=inner):
-                yield self._change(node, f"({self.source.of(inner)})", "negation")
+                yield from self._contrary(node, f"({self.source.of(inner)})")
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+                yield from self._expected(node, left, right)
+            case ast.Compare(left=ast.Constant(value=str() as text) as left, ops=[ast.In()], comparators=[right]) if (
+                len(text) > 1
+            ):
+                yield self._literals(left, right, weak=len(text) < SHORT)
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                found = list(self._comparison(node, left, op, right))
-                yield from found or [self._contrary(node)]
+                yield self._inputs(node)
+                yield list(self._operator(left, right, *OPERATORS[type(op)]))
             case _:
-                yield self._contrary(node)
+                yield from self._contrary(node, f"(not ({self.source.of(node)}))")
 
-    def _contrary(self, node: ast.expr) -> Candidate:
-        return self._change(node, f"(not ({self.source.of(node)}))", "negation")
-
-    def _comparison(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Iterator[Candidate]:
-        if isinstance(op, ast.Eq):
-            yield from self._expected(node, left, right)
-        elif isinstance(op, ast.In) and _is_text(left):
-            yield self._change(left, _improbable(left, self.lot), "value")
-        else:
-            yield from self._operator(left, right, *OPERATORS[type(op)])
+    def _contrary(self, node: ast.expr, text: str) -> Iterator[list[Candidate]]:
+        yield self._inputs(node)
+        yield [self._change(node, text, "negation", telling=True)]
 
     def _operator(self, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Candidate]:
-        between = self.source.span(left)[1], self.source.span(right)[0]
-        words = self.source.text[between[0] : between[1]]
-        if words.strip().split() == old.split():
-            start, end = between
-            yield Candidate(
-                path=self.source.path, start=start, end=end, text=f" {new} ", kind="negation", bases=(self.base,)
-            )
+        start, end = self.source.span(left)[1], self.source.span(right)[0]
+        if self.source.text[start:end].strip().split() == old.split():
+            yield replace(self._change(left, f" {new} ", "negation", telling=True), start=start, end=end)
 
-    def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Iterator[Candidate]:
+    def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Iterator[list[Candidate]]:
         """Changes of whichever side of an equation is what was expected, never of the answer: a literal, or else the only side
         that the test knows by itself. Where neither tells, the equation becomes one that is false for right answers on either
         side, and true of what equals everything."""
-        literal = [side for side in (right, left) if _names(side) <= PLAIN | {"pytest"}]
-        known = [side for side in (right, left) if _names(side) <= self.known]
+        literal = [side for side in (right, left) if names_in(side) <= PLAIN | {"pytest"}]
+        known = [side for side in (right, left) if names_in(side) <= self.known]
         side = literal[0] if literal else known[0] if len(known) == 1 else None
         if side is None:
             one, other = self.source.of(left), self.source.of(right)
             either = f"(({one}) == [{other}] or [{one}] == ({other}))"
             if isinstance(node, ast.Call):
                 either = f"{self.source.of(node.func).rpartition('.')[0]}.assertTrue{either}"
-            yield self._change(node, either, "value")
-        elif isinstance(side, ast.Name):
-            yield from self._variable(side)
-        elif literals := _literals(side):
-            yield self._literal(self.lot.choice(literals))
-        else:
-            yield self._change(side, f"[{self.source.of(side)}]", "value")
+            yield self._inputs(node)
+            yield [self._change(node, either, "value", telling=True)]
+            return
+        answer = left if side is right else right
+        rel, fixed, sure = tolerance(node)
+        place = Place(inputs=values(answer), apart=rel, apart_by=fixed)
+        if isinstance(side, ast.Name):
+            yield from self._variable(side, place)
+            return
+        found = self._literals(side, answer, place=place, weak=not sure)
+        yield found
+        if all(each.telling for each in found):
+            yield self._inputs(answer)
+            yield [self._change(side, f"[{self.source.of(side)}]", "value", telling=True)]
 
-    def _variable(self, name: ast.Name) -> Iterator[Candidate]:
-        """Changes of what a variable holds, where it gets it."""
+    def _variable(self, name: ast.Name, place: Place) -> Iterator[list[Candidate]]:
+        """Yield changes of the value that a variable gets, where it gets it."""
         if any(name.id in names for names, _ in self.tables):
             self.used_columns.add(name.id)
-        values = [
+        given = [
             node.value
             for node in ast.walk(self.node)
             if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name.id]
         ]
-        if len(values) == 1:
-            if literals := _literals(values[0]):
-                yield self._literal(self.lot.choice(literals))
-            else:
-                yield self._change(values[0], f"[{self.source.of(values[0])}]", "value")
-        yield self._change(name, f"[{name.id}]", "negation")
+        if len(given) == 1:
+            yield self._literals(given[0], place=place, weak=self.loads[name.id] > 1)
+        yield [self._change(name, f"[{name.id}]", "negation", telling=True)]
 
-    def _literal(self, node: ast.expr) -> Candidate:
-        new = other(node, self.lot)
-        return self._change(node, f"[{self.source.of(node)}]" if new is None else new, "value")
+    def _literals(
+        self,
+        side: ast.expr,
+        answer: ast.expr | None = None,
+        *,
+        place: Place | None = None,
+        row: int | None = None,
+        weak: bool = False,
+    ) -> list[Candidate]:
+        """Return changes of the literals that an expected value is made of."""
+        place = place or Place(inputs=values(answer) if answer else ())
+        leaves = list(constants(side))
+        self.rng.shuffle(leaves)
+        displays = [each.elts for each in ast.walk(side) if isinstance(each, ast.List | ast.Tuple)]
+        minus = {each.operand for each in ast.walk(side) if isinstance(each, ast.UnaryOp)}
+        found = []
+        for leaf in leaves[:VALUES]:
+            [row_of] = [each for each in displays if leaf in each][:1] or [[leaf]]
+            at = row_of.index(leaf)
+            before, after = [tuple(v for n in part for v in values(n)) for part in (row_of[:at], row_of[at + 1 :])]
+            suited = replace(place, before=before, after=after, signed=leaf in minus)
+            texts = others(leaf.value, self.rng, self.hidden.suite, suited, -(-VALUES // len(leaves)))
+            tells = telling(leaf.value, self.hidden.suite)
+            found += [self._change(leaf, text, "value", row=row, weak=weak, telling=tells) for text in texts]
+        if found and (swapped := swapped_order(displays, self.rng)):
+            whole, text = swapped
+            start, end = self.source.span(whole[0])[0], self.source.span(whole[-1])[1]
+            swap = replace(self._change(whole[0], text, "value", row=row, weak=weak), start=start, end=end)
+            found[self.rng.randrange(len(found))] = swap
+        return [each for each in found if not each.telling] or found
+
+    # Inputs that should come out differently.
+
+    def _inputs(self, node: ast.expr, must_raise: bool = False) -> list[Candidate]:
+        """Return changes of literals that functions are called with."""
+        calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+        for call in calls:
+            for role, argument in arguments(call):
+                if isinstance(argument, ast.Name) and any(argument.id in names for names, _ in self.tables):
+                    self.input_columns[argument.id] = (role, must_raise)
+        calls = [call for call in calls if any(isinstance(each, ast.Constant) for _, each in arguments(call))]
+        found: dict[str, Candidate] = {}
+        for _ in range(6 * VALUES if calls else 0):
+            call = self.rng.choice(calls)
+            new = copy.deepcopy(call)
+            literals = [(role, each) for role, each in arguments(new) if isinstance(each, ast.Constant)]
+            for role, literal in literals if must_raise else [self.rng.choice(literals)]:
+                [literal.value] = self._other_inputs(role, literal.value, must_raise, 1) or [literal.value]  # type: ignore[arg-type, list-item]
+            if (text := ast.unparse(new)) != ast.unparse(call):
+                found[text] = self._change(call, text, "input")
+        return [*found.values()]
+
+    def _other_inputs(self, role: Role, value: Value, must_raise: bool, count: int) -> list[Value]:
+        """Return other inputs; if the call must raise, inputs of calls that do not."""
+        pool = [each for each, raises in self.hidden.inputs.get(role, ()) if not (must_raise and raises)]
+        pool = [each for each in pool if type(each) is type(value)]
+        found: list[Value] = []
+        for _ in range(2 * count if pool else 0):
+            near = self.rng.choice(pool) if must_raise or self.rng.random() < 0.7 else value
+            often = near != value and self.hidden.suite.count(near) > 1 and self.rng.random() < 0.5
+            texts = [] if often else others(near, self.rng, self.hidden.suite)
+            found += [ast.literal_eval(text) for text in texts] or [near]
+        return [each for each in dict.fromkeys(found) if each != value][:count]
 
     # Calls that assert.
 
-    def _call(self, node: ast.Call) -> Iterator[Candidate]:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in ("raises", "assertRaises", "assertRaisesRegex") and node.args:
+    def _call(self, node: ast.Call) -> Iterator[list[Candidate]]:
+        name = last_name(node.func)
+        if name in RAISES and node.args:
             wanted = node.args[0]
             if isinstance(wanted, ast.Name) and any(wanted.id in names for names, _ in self.tables):
                 self.used_columns.add(wanted.id)
-                return
-            for text in other_exceptions(wanted, self.lot, self.source.exceptions):
-                yield self._change(wanted, text, "exception")
+            else:
+                yield self._errors(wanted)
+            for statement in self.bodies.get(node, [ast.Expr(node)])[-1:]:
+                for inside in ast.iter_child_nodes(statement):
+                    if isinstance(inside, ast.expr):
+                        yield self._inputs(inside, must_raise=True)
+            told = [each.value for each in node.keywords if each.arg == "match"]
+            told += node.args[1:2] if name == "assertRaisesRegex" else []
+            for text in told:
+                if isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value:
+                    yield self._literals(text, weak=len(text.value) < SHORT)
         elif name in EQUALS and len(node.args) >= 2:
             yield from self._expected(node, node.args[0], node.args[1])
         elif name in ("assertTrue", "assert_") and node.args and isinstance(node.args[0], ast.Compare):
             yield from self._expression(node.args[0])
         elif name in OPPOSITE and isinstance(node.func, ast.Attribute):
-            value = node.func.value
-            yield self._change(node.func, f"{self.source.of(value)}.{OPPOSITE[name]}", "negation")
+            if name == "assertIn" and node.args and isinstance(node.args[0], ast.Constant):
+                yield from self._expression(ast.Compare(node.args[0], [ast.In()], node.args[1:2]))
+            for argument in node.args[:1]:
+                yield self._inputs(argument)
+            new = f"{self.source.of(node.func.value)}.{OPPOSITE[name]}"
+            yield [self._change(node.func, new, "negation", telling=True)]
+
+    def _errors(self, wanted: ast.expr, row: int | None = None, count: int = VALUES // 2) -> list[Candidate]:
+        expected = self.hidden.builtin_errors | self.source.raised
+        return [
+            self._change(wanted, text, "exception", row=row, telling=tells)
+            for text, tells in other_exceptions(wanted, self.rng, expected, count)
+        ]
 
     # Tables of parametrised tests.
 
@@ -301,106 +410,55 @@ class _Test:
         if isinstance(rows, ast.List | ast.Tuple) and not any(isinstance(row, ast.Starred) for row in rows.elts):
             yield words, rows.elts
 
-    def _is_a_row(self, row: ast.expr, node: ast.expr, new: str) -> bool:
-        """Whether a change makes a row look like one of the table: pytest would then give other ids to both."""
-        (start, end), (first, last) = self.source.span(row), self.source.span(node)
-        text = self.source.text[start:first] + new + self.source.text[last:end]
-        return any(_looks(self.source.of(each)) == _looks(text) for _, rows in self.tables for each in rows)
-
     def _global(self, name: str) -> ast.expr | None:
-        values = [
+        given = [
             node.value
             for node in self.source.tree.body
             if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]
         ]
-        return values[0] if len(values) == 1 else None
+        return given[0] if len(given) == 1 else None
+
+    def cells(self, column: str) -> list[ast.expr]:
+        """Return the cells of the tables in a column."""
+        return [
+            cell
+            for names, rows in self.tables
+            for row in rows
+            for name, cell in zip(names, cells_of(names, row), strict=False)
+            if name == column
+        ]
+
+    def _also_input(self, column: int) -> bool:
+        """Whether a test that the table is for uses a column twice: then another value does not contradict the test."""
+        users = self.source.users.get(self.table_name, [self.base])
+        tests = [test for test in self.hidden.tests if test.base in users]
+        return any(
+            test.loads[name] > 1 for test in tests for names, _ in test.tables for name in names[column : column + 1]
+        )
 
     def _row(self, names: list[str], number: int, row: ast.expr) -> Iterator[Candidate]:
-        cells = [row]
-        if isinstance(row, ast.Call):  # pytest.param
-            cells = row.args
-        elif len(names) > 1:
-            cells = row.elts if isinstance(row, ast.Tuple | ast.List) else []
-        for name, cell in zip(names, cells, strict=False):
+        cells = cells_of(names, row)
+        for column, (name, cell) in enumerate(zip(names, cells, strict=False)):
+            inputs = tuple(value for each in cells if each is not cell for value in values(each))
+            if name in self.input_columns and isinstance(cell, ast.Constant):
+                role, must_raise = self.input_columns[name]
+                for value in self._other_inputs(role, cell.value, must_raise, 2 * VALUES):  # type: ignore[arg-type]
+                    yield self._change(cell, repr(value), "input", row=number)
             if name not in self.used_columns:
                 continue
             if isinstance(cell, ast.Name) and (cell.id.endswith(("Error", "Exception")) or cell.id == "StopIteration"):
-                for text in other_exceptions(cell, self.lot, self.source.exceptions)[:1]:
-                    yield self._change(cell, text, "exception", row=number)
-            elif literals := _literals(cell):
-                new = other(choice := self.lot.choice(literals), self.lot)
-                if new is not None and not self._is_a_row(row, choice, new):
-                    yield self._change(choice, new, "value", row=number)
+                yield from self._errors(cell, row=number, count=1)
+            elif found := self._literals(cell, place=Place(inputs=inputs), row=number, weak=self._also_input(column)):
+                yield from found
             else:
-                yield self._change(cell, f"[{self.source.of(cell)}]", "value", row=number)
+                yield self._change(cell, f"[{self.source.of(cell)}]", "value", row=number, telling=True)
 
 
-def _looks(row: str) -> str:
-    """What pytest makes of a row of parameters in the ids of tests: texts without quotes."""
-    return row.translate(dict.fromkeys(map(ord, "'\"b()[], \n")))
-
-
-def _is_text(node: ast.expr) -> bool:
-    """Of other things than texts an answer may well hold the changed one too."""
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 1
-
-
-def _improbable(node: ast.expr, lot: random.Random) -> str:
-    """Another text that an answer which holds the wanted one does not hold by chance."""
-    text = ast.literal_eval(node)
-    if len(text) >= SHORT:
-        return other(node, lot) or repr(text + "x")
-    for kind in [lot.choice(kind) for kind in ("bdfgklmnprt", "aeiou") * ((SHORT - len(text)) // 2 + 1)]:
-        text += kind
-    return repr(text)
+def _loaded(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
 
 
 def _suppresses(node: ast.With) -> bool:
     """Whether what follows in a `with` may be left out: by suppress or raises."""
     text = " ".join(ast.unparse(each.context_expr) for each in node.items)
     return "suppress" in text or "aises" in text
-
-
-def _literals(node: ast.expr) -> list[ast.expr]:
-    """What decides an expression's value; nothing where something is called, for that may give the same for another literal."""
-    return [] if _calls(node) else list(constants(node))
-
-
-def _calls(node: ast.expr) -> bool:
-    """Whether an expression calls anything but `approx` and the makers of plain data."""
-    names = [ast.unparse(each.func).rpartition(".")[2] for each in ast.walk(node) if isinstance(each, ast.Call)]
-    return any(name not in PLAIN for name in names)
-
-
-def _names(node: ast.AST) -> set[str]:
-    """What an expression's value depends on, but for what it binds itself."""
-    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-    return {each.id for each in names} - {each.id for each in names if isinstance(each.ctx, ast.Store)}
-
-
-def _known(tree: ast.Module, test: Function, columns: set[str]) -> set[str]:
-    """Names in a test whose values can not depend on the code under test."""
-    outside = [each for node in tree.body if not isinstance(node, Function | ast.ClassDef) for each in ast.walk(node)]
-    names = {"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL
-    own = {each.id for each in ast.walk(test) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    arguments = {each.arg for each in ast.walk(test) if isinstance(each, ast.arg)}
-    names = _grown(names, outside) - own - arguments
-    return _grown(names | (columns - own), list(ast.walk(test)))
-
-
-def _grown(names: set[str], nodes: Sequence[ast.AST]) -> set[str]:
-    """With those that only assignments and loops bind, to what depends on known names."""
-    given: dict[str, list[ast.expr]] = {}
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=[target], value=value) | ast.For(target=target, iter=value):
-                for name in [each.id for each in ast.walk(target) if isinstance(each, ast.Name)]:
-                    given.setdefault(name, []).append(value)
-    stores = Counter(each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
-    for _ in given:
-        names = names | {
-            name
-            for name, values in given.items()
-            if len(values) == stores[name] and set().union(*map(_names, values)) <= names
-        }
-    return names

@@ -1,52 +1,66 @@
-"""Whether a task of the grader `pytest` can be graded, and the plan by which it is.
+"""Validate tasks of the grader `pytest`, and make the plan by which they are graded.
 
-A task is valid if its gold patch passes every test, nothing passes not all of them, and repeats agree; tests that come out
-differently are left out and named. Twins are proposed from the tests' texts and kept if they are seen to fail on the gold patch.
-A task some of whose failing tests have no twin is valid, but nothing should be trained on it.
+A task is valid if its gold patch passes every test, its start does not, and repeats agree. Tests that disagree are left out and
+named. Twins are proposed from the tests' texts and kept if they fail on the gold patch. A task with failing tests that have no
+twin is valid, but do not train on it.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from composer_nb.harness.grading.box import Ran, Result, RunnerEnded, run_jobs
-from composer_nb.harness.grading.plan import Plan, Twin, changed_text, conftests, digest, normal
-from composer_nb.harness.grading.pytest_grader import grade_pytest, job
-from composer_nb.harness.grading.reach import all_candidates
-from composer_nb.harness.grading.twins import Candidate
-from composer_nb.harness.sandboxes.contract import Backend, SandboxDied, SandboxSpec
-from composer_nb.harness.task import Task
+from composer_nb.harness.grading.box import Boxes, Ran, Result, RunnerEnded
+from composer_nb.harness.grading.plan import (
+    Plan,
+    Twin,
+    changed_text,
+    conftests,
+    digest,
+    gold_files,
+    job,
+    normal,
+    start_files,
+)
+from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
+from composer_nb.harness.grading.recorded import Guard, guard, record
+from composer_nb.harness.grading.twins import Candidate, all_candidates
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.tasks.task import Task
 
 IDS = "pytest.ids"
-"""Under this name a task's metadata may hold the node ids that count, as a JSON list; without it, all count."""
+"""Metadata key of the node ids that count, as a JSON list; without it, all count."""
 HARMLESS = {"printed_results"}
-"""Of a task: its own tests may print such lines."""
+"""Flags that a task's own tests may cause."""
+ANY = -1
+"""Stands for any row of a table."""
 ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
 TEST_S = 5.0
-"""Longest that a changed test may take: one that fails within a `with` may leave it waiting for ever."""
+"""Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
 NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
+FAILED = Result(outcome="missing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What was found out about a task."""
+    """The findings about a task."""
 
     problems: tuple[str, ...] = ()
-    """Why it can not be used; empty when it can."""
+    """Reasons not to use it; empty if it is valid."""
     plan: Plan | None = None
     flaky: tuple[str, ...] = ()
-    """Ids of tests that were left out because repeats did not agree on what became of them, or on their ids."""
+    """Ids of tests that were left out because repeats disagreed about their result or their id."""
     left_out: tuple[str, ...] = ()
-    """Ids of tests that were left out because the gold patch skips them or they are expected to fail."""
+    """Ids of tests that were left out because the gold patch skips them, or they are expected to fail."""
     fail_to_pass: tuple[str, ...] = ()
     """Ids of tests that fail without a change."""
     proposed: int = 0
     """Changes of tests that were tried as twins."""
     output: str = field(default="", repr=False)
-    """What the first run printed, where there are problems. Quotes hidden tests."""
+    """Output of the first run, if there are problems. Quotes hidden tests."""
 
     @property
     def valid(self) -> bool:
@@ -58,80 +72,76 @@ class Validation:
         return self.plan.coverage if self.plan else 0.0
 
     @property
-    def uncovered(self) -> tuple[str, ...]:
-        """Ids of `fail_to_pass` without a twin: ways to make those pass without an answer would not be seen."""
-        covered = {self.plan.tests[key] for key in self.plan.covered} if self.plan else set()
-        return tuple(name for name in self.fail_to_pass if name not in covered)
+    def guard(self) -> Guard | None:
+        """The guard of the tests that fail without a change."""
+        return guard(self.plan, self.fail_to_pass) if self.plan else None
 
     @property
     def trainable(self) -> bool:
-        """Whether a reward may rest on it: each test that an answer has to mend has a twin."""
-        return self.valid and bool(self.fail_to_pass) and not self.uncovered
+        """Whether it can support a reward: enough recorded calls, or strong twins, guard what an answer has to repair."""
+        return self.valid and self.guard is not None and self.guard.by != "none"
 
 
 def validate_task(
     task: Task, backend: Backend, *, repeats: int = 3, timeout_s: float = 60.0, spec: SandboxSpec | None = None
 ) -> Validation:
-    """Validates a task. Raises SandboxFailure, of which nothing follows, and ValueError for a task of another grader."""
+    """Validate a task.
+
+    Raises SandboxFailure, from which nothing follows, and ValueError for a task of another grader.
+    """
     if task.grader != "pytest":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
-    gold = {path: text.encode() for path, text in (task.files | task.solution).items()}
+    boxes = Boxes(backend=backend, spec=spec, timeout_s=timeout_s)
+    gold = gold_files(task)
     try:
         for path, text in {**task.tests, **conftests(task)}.items():
             _ = path.endswith(".py") and normal(changed_text(text, ()))
     except (ValueError, RecursionError) as error:
-        return Validation(problems=(f"{path} can not be written anew by `ast`: {error}",))
+        return Validation(problems=(f"{path} cannot be rewritten by `ast`: {error}",))
     try:
-        jobs = [replace(job(task, gold, (), None), hash_seed=seed) for seed in range(repeats)]
-        trials = run_jobs(backend, jobs, timeout_s=timeout_s, spec=spec)
+        trials = boxes.run([replace(job(task, gold), hash_seed=seed) for seed in range(repeats)])
     except (SandboxDied, RunnerEnded) as error:
         return Validation(problems=(f"the gold patch ends its sandbox: {error}",))
     found = _agreed(task, trials)
     if found.problems or found.plan is None:
         return found
-    plan, told, proposed = with_twins(task, gold, found.plan, backend, repeats=repeats, timeout_s=timeout_s, spec=spec)
-    problems = list(told)
-    pristine = {path: text.encode() for path, text in task.files.items()}
+    plan, twin_problems, proposed = with_twins(task, found.plan, boxes, repeats=repeats)
+    problems = list(twin_problems)
+    pristine = start_files(task)
     nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s, spec=spec)
     if nothing.status not in ("graded", "agent_failed"):
         problems.append(f"no change is {nothing.status} {list(nothing.flags)}")
-    if nothing.passed:
+    # Without twins: a weak one that passes would make a passing test look like one that an answer has to repair.
+    bare = grade_pytest(task, pristine, backend, replace(plan, twins=()), timeout_s=timeout_s, spec=spec)
+    if bare.passed:
         problems.append("all tests pass without a change")
-    return Validation(
-        problems=tuple(problems),
-        plan=plan,
-        flaky=found.flaky,
-        left_out=found.left_out,
-        fail_to_pass=tuple(name for name, passed in nothing.tests.items() if not passed),
-        proposed=proposed,
-    )
+    failing = tuple(name for name, passed in bare.tests.items() if not passed)
+    if not problems:
+        plan = replace(plan, calls=record(task, plan, failing, boxes))
+    return replace(found, problems=tuple(problems), plan=plan, fail_to_pass=failing, proposed=proposed)
 
 
-def with_twins(
-    task: Task,
-    gold: Mapping[str, bytes],
-    plan: Plan,
-    backend: Backend,
-    *,
-    repeats: int = 3,
-    timeout_s: float = 60.0,
-    spec: SandboxSpec | None = None,
-) -> tuple[Plan, tuple[str, ...], int]:
-    """The plan with the twins that were seen to fail on the gold patch, what is wrong with it even so, and how many changes were
-    tried. Raises SandboxFailure."""
+def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tuple[Plan, tuple[str, ...], int]:
+    """Return the plan with the twins that fail on the gold patch, remaining problems, and the number of changes tried.
+
+    Raises SandboxFailure.
+    """
+    gold = gold_files(task)
     proposed = all_candidates(task.tests)
-    plan = replace(plan, twins=tuple(seen_to_fail(task, gold, plan, proposed, backend, timeout_s, spec)))
-    for _ in range(2):
+    plan = replace(plan, twins=tuple(seen_to_fail(task, plan, proposed, boxes)))
+    limits: dict[str, Any] = {"timeout_s": boxes.timeout_s, "spec": boxes.spec}
+    for last in (False, False, False, True):
         grades = [
-            grade_pytest(task, gold, backend, plan, timeout_s=timeout_s, spec=spec, lot=random.Random(seed))
-            for seed in range(repeats)
+            grade_pytest(task, gold, boxes.backend, plan, rng=random.Random(seed), **limits) for seed in range(repeats)
         ]
         bad = {name for grade in grades for name, passed in grade.tests.items() if not passed}
         if not bad:
             break
-        # Tests that depend on others in a way that their texts do not show. Theirs are twins no longer.
+        # Tests depend on others in a way that their texts do not show.
         places = {name.partition("::")[0] for name in bad}
-        plan = replace(plan, twins=tuple(twin for twin in plan.twins if twin.path not in places))
+        near = [twin for twin in plan.twins if twin.path in places]
+        lost = near if last else _disturbing(task, plan, near, boxes) or near
+        plan = replace(plan, twins=tuple(twin for twin in plan.twins if twin not in lost))
     problems = []
     for grade in grades:
         if not grade.passed or set(grade.flags) - HARMLESS:
@@ -141,14 +151,14 @@ def with_twins(
 
 
 def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
-    """The tests on which all trials agree that they pass."""
+    """Return a plan of the tests that pass in all trials."""
     first = trials[0].results
     names = {key: result.id for trial in trials for key, result in trial.results.items()}
-    said = {key: {trial.results.get(key, Result(outcome="missing")) for trial in trials} for key in names}
-    outcomes = {key: {result.outcome for result in results} for key, results in said.items()}
+    seen = {key: {trial.results.get(key, FAILED) for trial in trials} for key in names}
+    outcomes = {key: {result.outcome for result in results} for key, results in seen.items()}
     wanted = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
     counted = [key for key in names if wanted is None or names[key] in wanted]
-    flaky = [key for key in counted if len({(result.outcome, result.id) for result in said[key]}) > 1]
+    flaky = [key for key in counted if len({(result.outcome, result.id) for result in seen[key]}) > 1]
     problems = [
         f"the gold patch fails {names[key]} ({first[key].why})" for key in counted if outcomes[key] == {"failed"}
     ]
@@ -169,44 +179,54 @@ def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
     )
 
 
-def seen_to_fail(
-    task: Task,
-    gold: Mapping[str, bytes],
-    plan: Plan,
-    proposed: Sequence[Candidate],
-    backend: Backend,
-    timeout_s: float,
-    spec: SandboxSpec | None,
-) -> list[Twin]:
-    """Which of the changes fail, on an assertion, what they change. Each round runs the tests that it changes and no others."""
-    of_base: dict[str, list[str]] = {}
+def seen_to_fail(task: Task, plan: Plan, proposed: Sequence[Candidate], boxes: Boxes) -> list[Twin]:
+    """Return the changes that fail on the gold patch, on an assertion. Each round runs only the tests that it changes."""
+    by_function: dict[str, list[str]] = {}
     for key in plan.tests:
-        of_base.setdefault(key.rpartition("#")[0], []).append(key)
+        by_function.setdefault(key.rpartition("#")[0], []).append(key)
     rounds: list[list[Candidate]] = []
-    for candidate in proposed:  # in one round at most one change for each test
-        if of_base.keys().isdisjoint(candidate.bases):
+    taken: list[set[tuple[str, int | None]]] = []
+    for candidate in proposed:  # a round has at most one change for each test
+        if by_function.keys().isdisjoint(candidate.bases):
             continue
-        place = next((r for r in rounds if not any(_meet(candidate, other) for other in r)), None)
-        if place is None:
-            rounds.append(place := [])
-        place.append(candidate)
+        number = next((n for n, held in enumerate(taken) if not _meets(candidate, held)), len(taken))
+        if number == len(taken):
+            rounds.append([])
+            taken.append(set())
+        rounds[number].append(candidate)
+        for base in candidate.bases:
+            taken[number] |= {(base, candidate.row), (base, ANY)}
     changed = [sorted({base for candidate in each for base in candidate.bases}) for each in rounds]
-    keys = [[key for base in bases for key in of_base.get(base, ())] for bases in changed]
-    jobs = [job(task, gold, [_twin(c) for c in each], frozenset(k)) for each, k in zip(rounds, keys, strict=True)]
-    jobs = [replace(each, test_s=TEST_S) for each in jobs]
-    ran = run_jobs(backend, jobs, timeout_s=timeout_s, spec=spec)
-    twins = [t for each, k, run in zip(rounds, keys, ran, strict=True) for t in _made(k, each, run)]
-    strong = {key for twin in twins if twin.kind != "negation" for key in twin.keys}
-    return [twin for twin in twins if twin.kind != "negation" or strong.isdisjoint([*twin.keys, *twin.besides])]
+    keys = [[key for base in bases for key in by_function.get(base, ())] for bases in changed]
+    jobs = [
+        replace(job(task, gold_files(task), [_twin(c) for c in each], frozenset(k)), test_s=TEST_S)
+        for each, k in zip(rounds, keys, strict=True)
+    ]
+    twins = [t for each, k, run in zip(rounds, keys, boxes.run(jobs), strict=True) for t in _made(k, each, run)]
+    covered = {key for twin in twins if not twin.telling for key in twin.keys}
+    return [twin for twin in twins if not twin.telling or covered.isdisjoint([*twin.keys, *twin.besides])]
+
+
+def _disturbing(task: Task, plan: Plan, twins: Sequence[Twin], boxes: Boxes) -> list[Twin]:
+    """Return the twins of test functions whose change makes other tests of their module fail. One twin of each is tried."""
+    first = {twin.keys[0].rpartition("#")[0]: twin for twin in reversed(twins)}.values()
+    keys = [frozenset(key for key in plan.tests if key.startswith(f"{twin.path}::")) for twin in first]
+    ran = boxes.run([job(task, gold_files(task), [twin], some) for twin, some in zip(first, keys, strict=True)])
+    suspect: set[str] = set()
+    for twin, some, run in zip(first, keys, ran, strict=True):
+        others = {key: run.results.get(key, FAILED) for key in some - _touched(twin)}
+        if not all(each.passed and same_id(each.id, plan.tests[key]) for key, each in others.items()):
+            suspect |= _touched(twin)
+    return [twin for twin in twins if not suspect.isdisjoint(_touched(twin))]
+
+
+def _touched(twin: Twin) -> set[str]:
+    return {*twin.keys, *twin.besides}
 
 
 def _made(tests: Iterable[str], round: Sequence[Candidate], run: Ran) -> Iterator[Twin]:
-    """The changes of one round that became twins, with the tests that they make fail."""
-    failed = {
-        key: run.results.get(key, Result(outcome="missing"))
-        for key in tests
-        if not (key in run.results and run.results[key].passed)
-    }
+    """Yield the changes of one round that became twins, with the tests that they make fail."""
+    failed = {key: result for key in tests if not (result := run.results.get(key, FAILED)).passed}
     # A row that is not the test of its number, as where a fixture multiplies the tests.
     strays = {key.rpartition("#")[0] for key in failed if not any(candidate.changes(key) for candidate in round)}
     for candidate in round:
@@ -216,26 +236,19 @@ def _made(tests: Iterable[str], round: Sequence[Candidate], run: Ran) -> Iterato
             yield _twin(candidate, keys, besides)
 
 
-def _meet(one: Candidate, other: Candidate) -> bool:
-    """Whether two changes may touch the same test."""
-    return not set(one.bases).isdisjoint(other.bases) and (None in (one.row, other.row) or one.row == other.row)
+def _meets(candidate: Candidate, taken: Set[tuple[str, int | None]]) -> bool:
+    """Whether a change touches a test that another change of its round touches."""
+    rows = (None, candidate.row) if candidate.row is not None else (ANY,)
+    return any((base, row) in taken for base in candidate.bases for row in rows)
 
 
 def _tells(candidate: Candidate, result: Result) -> bool:
-    """Whether a changed test failed because of what was changed in it."""
+    """Whether a changed test failed because of the change."""
     if result.outcome != "failed":
         return False
     return result.why not in NEVER_A_TWIN if candidate.kind == "exception" else result.why in ON_ASSERTION
 
 
 def _twin(candidate: Candidate, keys: Sequence[str] = (), besides: Sequence[str] = ()) -> Twin:
-    return Twin(
-        path=candidate.path,
-        start=candidate.start,
-        end=candidate.end,
-        text=candidate.text,
-        kind=candidate.kind,
-        weak=candidate.weak,
-        keys=tuple(keys),
-        besides=tuple(besides),
-    )
+    held = {each.name: getattr(candidate, each.name) for each in fields(Twin)}
+    return Twin(**held | {"keys": tuple(keys), "besides": tuple(besides)})

@@ -11,9 +11,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from composer_nb.harness.cursor.session import FOLDER
 from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes
+from composer_nb.harness.tools.session import FOLDER
+from composer_nb.harness.untrusted import UnsafeName, beneath, protected
 
 Undo = list[Callable[[], object]]
 """Steps back, in the order in which the steps were taken."""
@@ -33,25 +34,24 @@ def accept(checkout: Checkout, changes: Changes) -> None:
     has changed since the agent got it, or lies behind a link; OSError for what can not be written.
     """
     root = checkout.root
-    for path in changes:
-        _check(checkout, changes, path)
+    at = {path: _check(checkout, changes, path) for path in changes}
     beside = Path(tempfile.mkdtemp(dir=root, prefix=f"{FOLDER}-accept-"))
     undo: Undo = []
     try:
         for number, (path, blob) in enumerate(changes.items()):
             if blob is not None:
-                _write(beside / f"new-{number}", blob, _file(root / path))
+                _write(beside / f"new-{number}", blob, _file(at[path]))
         for number, path in enumerate(changes):
-            if os.path.lexists(root / path) and path in checkout.files:
-                _move(root / path, beside / f"old-{number}", undo)
+            if os.path.lexists(at[path]) and path in checkout.files:
+                _move(at[path], beside / f"old-{number}", undo)
         for number, (path, blob) in enumerate(changes.items()):
             if blob is not None:
-                _make_folders(root, (root / path).parent, undo)
-                if (root / path).is_dir():  # without a file that would be lost
-                    _move(root / path, beside / f"old-{number}", undo)
-                _move(beside / f"new-{number}", root / path, undo)
+                _make_folders(root, at[path].parent, undo)
+                if at[path].is_dir():  # without a file that would be lost
+                    _move(at[path], beside / f"old-{number}", undo)
+                _move(beside / f"new-{number}", at[path], undo)
         for path in [path for path, blob in changes.items() if blob is None]:
-            _prune(root, (root / path).parent, undo)
+            _prune(root, at[path].parent, undo)
     except BaseException as error:
         if not _undone(undo):
             raise OSError(f"{error}; not all could be put back, it lies in {beside}") from error
@@ -71,12 +71,16 @@ def _undone(undo: Undo) -> bool:
     return whole
 
 
-def _check(checkout: Checkout, changes: Changes, path: str) -> None:
-    root, target, before, pure = checkout.root, checkout.root / path, checkout.blob(path), PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name:
-        raise Conflict(f"{path}: leads out of the repository")
-    for parent in map(str, pure.parents[:-1]):
-        at = root / parent
+def _check(checkout: Checkout, changes: Changes, path: str) -> Path:
+    """Return where a change goes. Raises Conflict."""
+    root, before, pure = checkout.root, checkout.blob(path), PurePosixPath(path)
+    try:
+        target = beneath(root, path)
+    except UnsafeName as error:
+        raise Conflict(f"{error}; nothing was written") from None
+    if before is None and protected(path):
+        raise Conflict(f"{path}: a protected name, which only the user writes; nothing was written")
+    for parent, at in zip(map(str, pure.parents[:-1]), target.parents, strict=False):
         if changes[path] is not None and changes.get(parent) is not None:
             raise Conflict(f"{path}: is to lie in {parent}, which is to be a file; nothing was written")
         if at.is_symlink() or (at.exists() and not at.is_dir() and parent not in changes):
@@ -92,6 +96,7 @@ def _check(checkout: Checkout, changes: Changes, path: str) -> None:
         raise Conflict(f"{path}: was not among what the agent saw, and is there; nothing was written")
     if before is not None and _now(target) != before:
         raise Conflict(f"{path}: has changed since the agent got it; nothing was written")
+    return target
 
 
 def _now(target: Path) -> Blob | None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from composer_nb.harness.agent.prompt import undescribed
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap, scores, summarise
-from composer_nb.harness.cursor.toolset import NAMES, SEARCH, CursorTools
-from composer_nb.harness.product.prompt import undescribed
-from composer_nb.harness.search.workspace import Indexes
-from composer_nb.harness.tools import ToolSet
+from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
+from composer_nb.harness.tools.workspace import Indexes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +23,11 @@ class Arm:
     offer: tuple[str, ...] = NAMES
     described: bool = True
 
-    def tools(self, strict: bool = True) -> CursorTools:
+    def tools(self, strict: bool = True) -> ToolSet:
         search = Indexes() if SEARCH in self.offer else None
         return ToolSet.cursor(strict=strict, search=search, offer=self.offer)
 
-    def schemas(self, tools: CursorTools) -> list[dict[str, Any]]:
+    def schemas(self, tools: ToolSet) -> list[dict[str, Any]]:
         return tools.schemas if self.described else undescribed(tools.schemas)
 
 

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_nb.harness.agent import Limits
+from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, converse
+from composer_nb.harness.agent.turns import Limits, Speaker
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.calls import SandboxFailure
-from composer_nb.harness.cursor.session import FOLDER
-from composer_nb.harness.cursor.toolset import CursorTools
-from composer_nb.harness.grade import Grade
+from composer_nb.harness.files import write_atomic
+from composer_nb.harness.grading.front import grade as grade_task
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import PLAN
-from composer_nb.harness.grading.pytest_grader import grade_pytest
-from composer_nb.harness.grading.script_grader import grade_script
-from composer_nb.harness.product.checkout import carry_back
+from composer_nb.harness.product.checkout import add_history, carry_back
 from composer_nb.harness.product.diff import LINK, Blob
-from composer_nb.harness.product.loop import LIMITS, Conversation, Told, converse
-from composer_nb.harness.product.speaker import Speaker
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.runtime import start
-from composer_nb.harness.sandboxes.contract import Backend, SandboxDied
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
 from composer_nb.harness.store import pack_attempt, unpack_attempt
-from composer_nb.harness.task import Task
+from composer_nb.harness.tasks.runtime import start, workspace
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.session import FOLDER
+from composer_nb.harness.tools.toolset import ToolSet
 
 MAX_KEPT_BYTES = 16 << 20
 """Of changed files, with a rollout."""
@@ -41,7 +38,7 @@ class Environment:
     """Where tasks are attempted, and with what."""
 
     backend: Backend
-    tools: CursorTools
+    tools: ToolSet
     limits: Limits = LIMITS
 
 
@@ -55,6 +52,8 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     grade = Grade(status="infra_error")
     try:
         with start(task, place.backend) as box:
+            if not task.image:  # images of tasks come with theirs
+                add_history(box)
             session = place.tools.open(box)
             try:
                 done = converse(task.instruction, speaker, place.tools, session, place.limits, told)
@@ -67,7 +66,7 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     finally:
         segment = speaker.close()
     if left is not None:
-        grade = (grade_script if task.grader == "script" else grade_pytest)(task, left, place.backend)
+        grade = grade_task(task, left, place.backend)
     rollout = Rollout(
         task_id=task.id,
         segments=(segment,),
@@ -83,9 +82,10 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
 def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
     """The files of a workspace without our own. Raises OSError for changes that are too large to be kept with a rollout."""
     files = {path: blob.data for path, blob in found.items() if blob.mode != LINK}
-    own = {path: data for path, data in files.items() if not path.startswith(f"{FOLDER}/")}
+    ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
+    own = {path: data for path, data in files.items() if not path.startswith(ours)}
     if not task.image:
-        before = {path: text.encode() for path, text in task.files.items()}
+        before = workspace(task)
         size = sum(len(data) for path, data in own.items() if before.get(path) != data)
         if size > MAX_KEPT_BYTES:
             raise OSError(errno.EFBIG, f"{size} bytes of changes")
@@ -131,9 +131,7 @@ def attempt_all(
                 return unpack_attempt(path.read_bytes(), task)
         done = attempt(task, place, cast(task, number * samples + sample))
         if done.grade.known:
-            part = path.with_suffix(".part")
-            part.write_bytes(pack_attempt(done))
-            os.replace(part, path)
+            write_atomic(path, pack_attempt(done))
         return done
 
     with ThreadPoolExecutor(workers, thread_name_prefix="attempt") as pool:

@@ -1,33 +1,32 @@
 """A user's own repository: what of it goes into the sandbox, and what comes back out of it.
 
-The agent works on a copy. Nothing of the repository is executed or shown to git outside of the sandbox; links are not followed,
-neither in reading nor in writing. What ignore files name, history and caches stay behind, so that keys in an ignored `.env`
-do not get into a conversation; and what would have stayed behind does not come back. Changes come back only when
-the user accepts them, and only if the files that they touch are still what the agent saw.
+The agent works on a copy, which is a git repository of its own: one commit, and nothing of the user's history. Nothing of the
+repository is executed or shown to git outside of the sandbox; links are not followed, neither in reading nor in writing. What
+ignore files name, history and caches stay behind, so that keys in an ignored `.env` do not get into a conversation; and what
+would have stayed behind does not come back. Changes come back only when the user accepts them, and only if the files that they
+touch are still what the agent saw.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
-import tarfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from composer_nb.harness.calls import SandboxFailure
-from composer_nb.harness.cursor.session import FOLDER
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
-from composer_nb.harness.making.repository import HISTORY
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob
-from composer_nb.harness.sandboxes.contract import Backend, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxSpec, members
 from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
+from composer_nb.harness.tools.session import FOLDER
+from composer_nb.harness.untrusted import HISTORY, is_plain, protected
 
 MAX_FILE_BYTES = 4 << 20
 MAX_BYTES = 128 << 20
 MAX_FILES = 20_000
+HISTORY_S = 120.0
 _MOST_LINKS = 40
 """On the way of one link, as in Linux."""
 
@@ -58,7 +57,7 @@ class Checkout:
         return SandboxSpec(
             disk_bytes=disk,
             memory_bytes=max(usual.memory_bytes, 2 * disk + (384 << 20)),
-            inodes=max(usual.inodes, 3 * len(self.files)),
+            inodes=max(usual.inodes, 4 * len(self.files)),
         )
 
     def start(self, backend: Backend, image: str = "") -> Sandbox:
@@ -68,6 +67,7 @@ class Checkout:
             box.upload({path: data for path, data in self.files.items() if path not in self.executable})
             for path in sorted(self.executable):
                 box.write(path, self.files[path], mode=0o755)
+            add_history(box)
         except OSError as error:
             box.destroy()
             raise SandboxFailure(f"{self.root}: does not fit into a sandbox: {error}") from error
@@ -75,6 +75,29 @@ class Checkout:
             box.destroy()
             raise
         return box
+
+
+def add_history(box: Sandbox) -> None:
+    """Makes the workspace a git repository of one commit, if the sandbox has git and it does not take too long.
+
+    Git runs in the sandbox, with no configuration but its own. `changed` leaves the repository out.
+    """
+    who = {f"GIT_{role}_{part}": text for role in ("AUTHOR", "COMMITTER") for part, text in _WHO.items()}
+    alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
+    if box.exec(["sh", "-c", _HISTORY], env=who | alone, timeout_s=HISTORY_S).timed_out:
+        box.exec(["rm", "-rf", ".git"])
+
+
+_WHO = {"NAME": "composer_nb", "EMAIL": "composer_nb@localhost", "DATE": "2000-01-01T00:00:00Z"}
+"""Of the one commit, which so is the same wherever the same files are."""
+_HISTORY = f"""
+command -v git >/dev/null && [ ! -e .git ] || exit 0
+git -c init.defaultBranch=main init -q --template= &&
+mkdir -p .git/info && echo '{FOLDER}*' >.git/info/exclude &&
+git config user.name agent && git config user.email agent@localhost &&
+git -c core.compression=1 add -A && git commit -q --allow-empty -m 'the repository as the agent got it' && exit 0
+rm -rf .git
+"""
 
 
 def read_checkout(root: Path) -> Checkout:
@@ -165,28 +188,28 @@ def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
 
 def _unpacked(archive: bytes) -> dict[str, Blob]:
     files: dict[str, Blob] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as held:
-            for info in held:
-                if info.issym():
-                    files[info.name] = Blob(data=os.fsencode(info.linkname), mode=LINK)
-                elif content := held.extractfile(info) if info.isreg() else None:
-                    files[info.name] = Blob(data=content.read(), mode=EXECUTABLE if info.mode & 0o100 else PLAIN)
-    except tarfile.TarError as error:
-        raise SandboxFailure(f"what the sandbox says that it holds is no archive: {error}") from error
+    for info, data in members(archive):
+        if info.issym():
+            files[info.name] = Blob(data=os.fsencode(info.linkname), mode=LINK)
+        else:
+            files[info.name] = Blob(data=data, mode=EXECUTABLE if info.mode & 0o100 else PLAIN)
     return files
 
 
 def changed(
     checkout: Checkout, after: Mapping[str, Blob], others: Set[str] = frozenset()
 ) -> tuple[dict[str, Blob | None], frozenset[str]]:
-    """What an agent changed, and the paths of what can not come back: `others`, and links that lead out of what it saw.
+    """What an agent changed, and the paths of what can not come back: `others`, links that lead out of what it saw, and paths
+    that are protected or not plain.
 
     Caches, our own files and what stayed behind on the way in are no part of either. A file of the repository in whose place
     there is something that can not come back was not deleted: it stays.
     """
     strange = others | {
-        path for path, blob in after.items() if blob.mode == LINK and not _leads_inside(checkout, after, path)
+        path
+        for path, blob in after.items()
+        if (path not in checkout.files and (protected(path) or not is_plain(path)))
+        or (blob.mode == LINK and not _leads_inside(checkout, after, path))
     }
     gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, strange))
     new = {path: blob for path, blob in after.items() if path not in strange and checkout.blob(path) != blob}
@@ -218,7 +241,8 @@ def _leads_inside(checkout: Checkout, after: Mapping[str, Blob], path: str) -> b
         if links > _MOST_LINKS or target.startswith("/"):
             return False
         ahead = [*target.split("/"), *ahead]
-    return not _stays(checkout, "/".join(at)) if at else True
+    end = "/".join(at)
+    return not at or not (protected(end) or _stays(checkout, end))
 
 
 def _inside(path: str, others: Set[str]) -> bool:

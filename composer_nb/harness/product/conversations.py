@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.chat import ChatRenderer, Message, Result, Said, User
-from composer_nb.harness.policy import Completion, ProviderFailure, Request
-from composer_nb.harness.product.serve import Answered, messages_of, wire_of
-from composer_nb.harness.product.shared import Shared
-from composer_nb.harness.tool_call import ToolError
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.policy import ATTEMPT_STRIDE, ProviderFailure, Request
+from composer_nb.harness.product.serve import Answered, Asked, Refused, messages_of, wire_of
+from composer_nb.harness.tools.tool_call import ToolError
 
 Wire = Sequence[Mapping[str, Any]]
 SYSTEM = ("system", "developer")
@@ -35,7 +36,7 @@ class _Talk:
     rollout: int
     renderer: ChatRenderer
     head: str
-    """Its system texts and tools."""
+    """Its system texts, tools and seed."""
     wire: list[str] = field(default_factory=list)
     """Its messages until and with our last answer."""
     tokens: int = 0
@@ -54,36 +55,54 @@ class Conversations:
         self._lock = threading.Lock()
         self._numbers = count()
 
-    def __call__(self, body: Mapping[str, Any], there: Callable[[], bool] = lambda: True) -> Answered:
-        wire, tools = body["messages"], body.get("tools") or []
-        if not all(isinstance(each, dict) for each in wire):
-            raise ValueError("messages: each is an object")
+    def __call__(self, asked: Asked, there: Callable[[], bool] = lambda: True) -> Answered:
+        wire = asked.messages
         system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         talk, known = self._continued(
-            json.dumps([system, tools]), [json.dumps(each, sort_keys=True) for each in spoken]
+            json.dumps([system, asked.tools or [], asked.seed]), [json.dumps(each, sort_keys=True) for each in spoken]
         )
         try:
             read = self._read(talk, system, spoken, known)
-            asked = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-            most = asked[0] if asked else self.tokens
-            room = min(most if isinstance(most, int) else 0, self.tokens - talk.tokens - len(read))
+            before = talk.tokens + len(read)
+            room = min(asked.max_completion_tokens or asked.max_tokens or self.tokens, self.tokens - before)
             if room < 1:
-                raise ValueError(
-                    f"{talk.tokens + len(read)} tokens and max_tokens={most}: a conversation has {self.tokens}"
+                raise Refused(
+                    f"messages: {before} tokens: a conversation has {self.tokens}",
+                    code="context_length_exceeded",
+                    param="messages",
                 )
-            asked_for = Request(rollout=talk.rollout, token_ids=read, max_tokens=room)
-            done = self.policy.ask(asked_for, wanted=there)
-            message = _message(talk.renderer, done)
-            before, talk.tokens = talk.tokens + len(read), talk.tokens + len(read) + len(done.token_ids)
+            request = Request(
+                rollout=talk.rollout,
+                token_ids=read,
+                max_tokens=room,
+                temperature=asked.temperature,
+                top_p=asked.top_p or 1.0,
+            )
+            done = self.policy.ask(request, wanted=there)
+            message, kept = _message(talk.renderer, done.token_ids, asked)
         except BaseException:
             self._forget(talk)
             raise
+        if kept is not None:  # the policy holds more than the client is shown
+            self._forget(talk)
+        written, ended = done.token_ids[:kept], done.token_ids[-1:]
         talk.wire = [json.dumps(each, sort_keys=True) for each in (*spoken, _plain(message))]
-        talk.open = done.token_ids[-1:] != [talk.renderer.ids[talk.renderer.end]]
+        talk.tokens = before + len(done.token_ids)
+        talk.open = ended != [talk.renderer.ids[talk.renderer.end]]
         talk.busy = False
-        cut = not done.token_ids or done.token_ids[-1] not in talk.renderer.stop
-        return Answered(message=message, read=before, written=len(done.token_ids), cut=cut)
+        logprobs = [
+            _logprob(self.tokenizer, token, logprob)
+            for token, logprob in zip(written, done.logprobs, strict=False)
+            if token not in talk.renderer.stop
+        ]
+        return Answered(
+            message=message,
+            read=before,
+            written=len(written),
+            cut=kept is None and not talk.renderer.stop.issuperset(ended or [-1]),
+            logprobs=logprobs if asked.logprobs else None,
+        )
 
     def _continued(self, head: str, wire: Sequence[str]) -> tuple[_Talk, int]:
         """A conversation to go on with, and how many of its messages the policy holds; 0 for a new one."""
@@ -106,11 +125,12 @@ class Conversations:
                     raise ProviderFailure(f"{busy} conversations are under way; ask again, or serve more with --slots")
                 self._talks.remove(idle)
                 self.policy.release(idle.rollout)
-            try:
-                renderer = self.form(self.tokenizer, json.loads(head)[1])
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"tools: not in OpenAI's form: {error!r}") from None
-            talk = _Talk(rollout=next(self._numbers), renderer=renderer, head=head)
+            _, tools, seed = json.loads(head)
+            number = next(self._numbers)
+            drawn_by = (number if seed is None else seed) % ATTEMPT_STRIDE  # what a rollout draws goes by this alone
+            talk = _Talk(
+                rollout=number * ATTEMPT_STRIDE + drawn_by, renderer=self.form(self.tokenizer, tools), head=head
+            )
             self._talks.append(talk)
             return talk, 0
 
@@ -160,12 +180,34 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     return found
 
 
-def _message(renderer: ChatRenderer, done: Completion) -> dict[str, Any]:
-    said = renderer.parse(done.token_ids)
-    if any(isinstance(written.call, ToolError) for written in said.calls):
-        text = [token for token in done.token_ids if token not in renderer.stop]
-        return {"role": "assistant", "content": renderer.tokenizer.decode(text, skip_special_tokens=False)}
-    return wire_of(said)
+def _message(renderer: ChatRenderer, token_ids: Sequence[int], asked: Asked) -> tuple[dict[str, Any], int | None]:
+    """A turn as an endpoint's message; where a text that stops it was written, what stands before it, and the number of tokens
+    until it was written."""
+
+    def text(count: int) -> str:
+        plain = [token for token in token_ids[:count] if token not in renderer.stop]
+        return renderer.tokenizer.decode(plain, skip_special_tokens=False)
+
+    whole, kept = text(len(token_ids)), None
+    found = [(place, len(stop)) for stop in asked.stops if (place := whole.find(stop)) >= 0]
+    if found:
+        at, length = min(found)
+        before, kept = (
+            bisect_left(range(len(token_ids)), end, key=lambda count: len(text(count))) for end in (at + 1, at + length)
+        )
+        whole, token_ids = whole[:at], [*token_ids[: before - 1], renderer.ids[renderer.end]]
+    said = renderer.parse(token_ids)
+    if any(isinstance(written.call, ToolError) for written in said.calls) or (
+        said.calls and asked.tool_choice == "none"
+    ):
+        return {"role": "assistant", "content": whole}, kept
+    return wire_of(said if said.calls or kept is None else replace(said, text=whole.strip())), kept
+
+
+def _logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    part = "\ufffd" in text  # of a character: its bytes are not known from the text
+    return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode()), "top_logprobs": []}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,205 +1,91 @@
-"""What an agent changed as a patch that `git apply` takes, binary files, links and permissions included.
+"""Show what an agent changed as a patch that `git apply` takes, binary files, links and permissions included.
 
-Its work is bounded, whatever the files are: common lines are found between lines that stand in both files just once (patience
-diff, B. Cohen), `difflib` only sees the few lines between two of these, and where there is no such line the rest is replaced as
-a whole. The format is that of `git diff --binary --full-index`.
+Git compares two commits that are made for this in an empty repository of its own: no work tree, hook, attribute or setting of the
+user's repository takes part.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
+import os
 import re
-import zlib
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import Match, SequenceMatcher
 from typing import Literal
 
 Mode = Literal["100644", "100755", "120000"]
 PLAIN: Mode = "100644"
 EXECUTABLE: Mode = "100755"
 LINK: Mode = "120000"
-SMALL = 64
-"""Lines of two texts together that `difflib` may compare: it can take the third power of them."""
-DEPTH = 16
-"""How often lines that stand there once are looked for between such lines."""
-NO_BLOB = "0" * 40
+_NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_DIFF = ("diff", "--full-index", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
-    """What a repository holds under a path."""
+    """A file or link of a repository."""
 
     data: bytes
-    """Of a link: where it leads."""
+    """Content; the target of a link."""
     mode: Mode = PLAIN
-    """A file, one that can be executed, a link."""
+    """Plain file, executable file, or link."""
 
     @property
-    def binary(self) -> bool:
-        return b"\0" in self.data[:8000]  # as git has it
-
-    @property
-    def digest(self) -> str:
-        """Git's name of it."""
-        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data, usedforsecurity=False).hexdigest()
+    def unreadable(self) -> bool:
+        """Whether the content is binary and so little of it is text that its lines would show nothing."""
+        text = self.data.decode("utf-8", "surrogateescape")
+        return b"\0" in self.data[:8000] and _NO_TEXT.subn("", text)[1] > len(text) / 10
 
 
 Changes = Mapping[str, Blob | None]
-"""By relative POSIX path; None for what is gone."""
+"""Relative POSIX path -> the new file, or None for a deleted one."""
+
+
+def require_git() -> None:
+    """Raises FileNotFoundError if this machine has no git."""
+    if shutil.which("git") is None:
+        raise FileNotFoundError("git: not found on this machine, and the agent's changes are shown by it; install git")
 
 
 def patch(before: Mapping[str, Blob], changes: Changes, whole: bool = True) -> bytes:
-    """A patch from `before` to what `changes` make of it, which can be applied and taken back. `whole`: contents of binary files
-    too, else their sizes, which is for eyes alone."""
-    parts: list[bytes] = []
-    for path, new in changes.items():
-        old = before.get(path)
-        if old is not None and new is not None and (old.mode == LINK) != (new.mode == LINK):
-            parts += [*_change(path, old, None, whole), *_change(path, None, new, whole)]
-        else:
-            parts += _change(path, old, new, whole)
-    return b"".join(parts)
+    """Return a patch from `before` to the result of `changes`, which can be applied and reversed.
+
+    `whole`: with the contents of binary files. Otherwise the patch is for reading alone: a binary file is described, and one that
+    is mostly text is shown line by line, whatever NULs it has. Raises FileNotFoundError without git, and OSError if git fails.
+    """
+    if not changes:
+        return b""
+    require_git()
+    with tempfile.TemporaryDirectory(prefix="composer_nb-diff-") as folder:
+        alone = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "LC_ALL": "C"}
+        alone |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_DIR": folder}
+
+        def git(*words: str, given: bytes = b"") -> bytes:
+            command = ["git", "-c", "core.quotePath=false", "-c", "core.protectNTFS=false", *words]
+            done = subprocess.run(command, input=given, capture_output=True, env=alone, cwd=folder, check=False)
+            if done.returncode:
+                raise OSError(f"git {words[0]}: {done.stderr.decode('utf-8', 'replace').strip()[:500]}")
+            return done.stdout
+
+        git("init", "--quiet", "--bare", "--template=")
+        kept = {path: before[path] for path in changes if path in before}
+        git("fast-import", "--quiet", given=b"".join([*_commit("old", kept, whole), *_commit("new", changes, whole)]))
+        return git(*_DIFF, "--binary" if whole else "--text", "old", "new", "--")
 
 
-def _change(path: str, old: Blob | None, new: Blob | None, whole: bool) -> Iterator[bytes]:
-    one, other = _quoted(f"a/{path}"), _quoted(f"b/{path}")
-    yield b"diff --git %b %b\n" % (one, other)
-    mode = ""
-    if old is None:
-        assert new is not None
-        yield f"new file mode {new.mode}\n".encode()
-    elif new is None:
-        yield f"deleted file mode {old.mode}\n".encode()
-    elif old.mode != new.mode:
-        yield f"old mode {old.mode}\nnew mode {new.mode}\n".encode()
-    else:
-        mode = f" {new.mode}"
-    first, second = (b"" if each is None else each.data for each in (old, new))
-    if first == second and old is not None and new is not None:
-        return
-    yield f"index {old.digest if old else NO_BLOB}..{new.digest if new else NO_BLOB}{mode}\n".encode()
-    if (old and old.binary) or (new and new.binary):
-        if whole:
-            yield b"GIT binary patch\n" + _literal(second) + _literal(first)
-        else:
-            yield f"Binary file: {len(first)} bytes before, {len(second)} after\n".encode()
-    elif first != second:
-        names = (b"/dev/null" if old is None else one, b"/dev/null" if new is None else other)
-        for sign, name in zip((b"---", b"+++"), names, strict=True):
-            yield sign + b" " + name + (b"\t" if b" " in name else b"") + b"\n"
-        yield from _hunks(_lines(first), _lines(second))
+def _commit(name: str, files: Changes, whole: bool) -> Iterator[bytes]:
+    """Yield a commit without parents as `git fast-import` reads it."""
+    yield b"commit refs/heads/%b\ncommitter x <x> 0 +0000\ndata 0\n" % name.encode()
+    for path, blob in files.items():
+        if blob is not None:
+            quoted = "".join(f"\\{byte:03o}" for byte in path.encode("utf-8", "surrogateescape")).encode()
+            data = blob.data if whole or not blob.unreadable else _description(blob.data)
+            yield b'M %b inline "%b"\ndata %d\n%b\n' % (blob.mode.encode(), quoted, len(data), data)
 
 
-_AWKWARD = re.compile(rb'[\x00-\x1f\x7f"\\]')
-
-
-def _quoted(name: str) -> bytes:
-    raw = name.encode("utf-8", "surrogateescape")
-    if not _AWKWARD.search(raw):
-        return raw
-    return b'"' + _AWKWARD.sub(lambda sign: b"\\%03o" % sign[0][0], raw) + b'"'
-
-
-def _literal(data: bytes) -> bytes:
-    """A file as git writes it in a patch: its length, then of what deflate makes of it 52 bytes a line, in base 85."""
-    packed = zlib.compress(data)
-    lines = [packed[at : at + 52] for at in range(0, len(packed), 52)]
-    letters = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-    text = b"".join(letters[len(line) - 1 : len(line)] + base64.b85encode(line, pad=True) + b"\n" for line in lines)
-    return b"literal %d\n%b\n" % (len(data), text)
-
-
-def _lines(data: bytes) -> list[bytes]:
-    return _SPLIT.findall(data)
-
-
-_SPLIT = re.compile(rb"[^\n]*\n|[^\n]+$")
-
-
-def _hunks(old: Sequence[bytes], new: Sequence[bytes], context: int = 3) -> Iterator[bytes]:
-    for group in Lines(old, new).get_grouped_opcodes(context):
-        spans = (group[0][1], group[-1][2]), (group[0][3], group[-1][4])
-        yield b"@@ -%b +%b @@\n" % tuple(_span(*span) for span in spans)
-        for kind, i, i_end, j, j_end in group:
-            same = kind == "equal"
-            signed = [(b" " if same else b"-", line) for line in old[i:i_end]]
-            signed += [] if same else [(b"+", line) for line in new[j:j_end]]
-            for sign, line in signed:
-                yield sign + line + (b"" if line.endswith(b"\n") else b"\n\\ No newline at end of file\n")
-
-
-def _span(start: int, end: int) -> bytes:
-    return b"%d,%d" % (start + 1 if end > start else start, end - start)
-
-
-class Lines(SequenceMatcher[bytes]):
-    """Two texts as lines, with the pairs of equal ones that `patience` finds."""
-
-    def __init__(self, old: Sequence[bytes], new: Sequence[bytes]) -> None:
-        super().__init__(None, (), ())
-        self.a, self.b = old, new
-
-    def get_matching_blocks(self) -> list[Match]:
-        blocks: list[Match] = []
-        for i, j, size in [*patience(self.a, self.b), (len(self.a), len(self.b), 0)]:
-            if blocks and size and (blocks[-1].a + blocks[-1].size, blocks[-1].b + blocks[-1].size) == (i, j):
-                blocks[-1] = blocks[-1]._replace(size=blocks[-1].size + size)
-            else:
-                blocks.append(Match(i, j, size))
-        return blocks
-
-
-def patience(old: Sequence[bytes], new: Sequence[bytes], depth: int = DEPTH) -> Iterator[tuple[int, int, int]]:
-    """(place in `old`, place in `new`, length) of equal runs, growing in both. In O(n log n) for n lines."""
-    ends = list(zip(old, new, strict=False))
-    head = next((n for n, (one, other) in enumerate(ends) if one != other), len(ends))
-    rest = list(zip(reversed(old[head:]), reversed(new[head:]), strict=False))
-    tail = next((n for n, (one, other) in enumerate(rest) if one != other), len(rest))
-    if head:
-        yield 0, 0, head
-    first, second = old[head : len(old) - tail], new[head : len(new) - tail]
-    if first and second:
-        yield from ((head + i, head + j, size) for i, j, size in _inner(first, second, depth))
-    if tail:
-        yield len(old) - tail, len(new) - tail, tail
-
-
-def _inner(old: Sequence[bytes], new: Sequence[bytes], depth: int) -> Iterator[tuple[int, int, int]]:
-    """Of texts that neither begin nor end alike."""
-    if len(old) + len(new) <= SMALL:
-        yield from (
-            block for block in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks() if block.size
-        )
-        return
-    anchors = _anchors(old, new) if depth else []
-    i = j = 0
-    for a, b in [*anchors, (len(old), len(new))] if anchors else []:
-        for x, y, size in patience(old[i:a], new[j:b], depth - 1):
-            yield i + x, j + y, size
-        if a < len(old):
-            yield a, b, 1
-        i, j = a + 1, b + 1
-
-
-def _anchors(old: Sequence[bytes], new: Sequence[bytes]) -> list[tuple[int, int]]:
-    """The longest chain, growing in both, of lines that stand in each text just once (patience sorting)."""
-    counts, others = Counter(old), Counter(new)
-    places = {line: j for j, line in enumerate(new) if others[line] == 1}
-    pairs = [(i, places[line]) for i, line in enumerate(old) if counts[line] == 1 and line in places]
-    tops: list[int] = []
-    piles: list[int] = []  # of each pile, which pair is on top
-    below: list[int] = []
-    for number, (_, j) in enumerate(pairs):
-        pile = bisect_left(tops, j)
-        below.append(piles[pile - 1] if pile else -1)
-        tops[pile : pile + 1], piles[pile : pile + 1] = [j], [number]
-    chain: list[tuple[int, int]] = []
-    at = piles[-1] if piles else -1
-    while at >= 0:
-        chain.append(pairs[at])
-        at = below[at]
-    return chain[::-1]
+def _description(data: bytes) -> bytes:
+    digest = hashlib.sha256(data).hexdigest()[:16].encode()
+    return b"Binary file: %d bytes, SHA-256 %b..., which begin %a\n" % (len(data), digest, data[:64])

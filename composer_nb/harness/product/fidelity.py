@@ -23,19 +23,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.cursor.toolset import CursorTools
-from composer_nb.harness.product.checkout import read_checkout
-from composer_nb.harness.product.loop import converse, text_of
-from composer_nb.harness.product.speaker import Script, ScriptSpeaker
-from composer_nb.harness.runtime import start
-from composer_nb.harness.sandboxes.contract import Backend, Sandbox
-from composer_nb.harness.task import Task
-from composer_nb.harness.tool_call import ToolCall
+from composer_nb.harness.agent.loop import converse
+from composer_nb.harness.agent.turns import Script, ScriptSpeaker
+from composer_nb.harness.product.checkout import add_history, read_checkout
+from composer_nb.harness.sandbox.contract import Backend, Sandbox
+from composer_nb.harness.tasks.runtime import start
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.untrusted import beneath
 
 PLACES = ("training", "product")
 _WIDTH = 4096
 _RIDGE = 1.0
 _FOLDS = 5
+_ONE_TIME = ["find", ".", "-path", "./.git", "-prune", "-o", "-type", "f", "-exec", "touch", "-d", "@0", "{}", "+"]
+"""Gives all files one modification time. `glob_file_search` lists the newest first, and whether two files of an upload get the
+same time depends on where the clock ticks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +66,12 @@ class TwoSamples:
 def open_in(place: str, task: Task, backend: Backend) -> Sandbox:
     """The sandbox that an agent of `training` or of the `product` gets for a task's workspace."""
     if place == "training":
-        return start(task, backend)
+        box = start(task, backend)
+        add_history(box)
+        return box
     with tempfile.TemporaryDirectory() as folder:
         for path, text in task.files.items():
-            target = Path(folder) / path
+            target = beneath(Path(folder), path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text.encode())
         return read_checkout(Path(folder)).start(backend)
@@ -102,22 +108,25 @@ def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
     yield call("delete_file", target_file="probe/new.py")
     yield call("todo_write", merge=False, todos=[{"id": "1", "content": "look", "status": "in_progress"}])
     yield shell("pwd; id; umask; uname -sm; env | sort; python -V; nproc; ulimit -a")
-    yield shell("find . -path ./.composer_nb -prune -o -printf '%M %u %s %p\\n' | sort -k4 | head -200")
-    yield shell("ls -la --time-style=+; ls / /tmp /home 2>&1; git status 2>&1 | head -3; cat /etc/passwd")
+    yield shell(
+        "find . -path ./.composer_nb -prune -o -path ./.git/objects -prune -o -printf '%M %u %s %p\\n' | sort -k4 | head -200"
+    )
+    yield shell("ls -la --time-style=+; ls / /tmp /home 2>&1; git log --stat; git status; cat /etc/passwd")
     yield shell("sleep 5", timeout_ms=200)
     yield shell("exit 3")
     yield shell("seq 1 20000")
     yield call("unknown_tool")
 
 
-def differences(task: Task, backend: Backend, tools: CursorTools) -> tuple[int, list[Difference]]:
+def differences(task: Task, backend: Backend, tools: ToolSet) -> tuple[int, list[Difference]]:
     """How many calls were made in both places, and those with different replies."""
     calls = [call for call in probes(task.files) if call.name in tools.tools or call.name == "unknown_tool"]
     replies: dict[str, list[str]] = {}
     for place in PLACES:
         with open_in(place, task, backend) as box:
+            box.exec(_ONE_TIME)
             session = tools.open(box)
-            replies[place] = [text_of(tools.run(session, [call])[0]) for call in calls]
+            replies[place] = [tools.observation(tools.run(session, [call])[0]) for call in calls]
     both = zip(calls, replies["training"], replies["product"], strict=True)
     return len(calls), [
         Difference(tool=call.name, call=call, training=first, product=second)
@@ -126,7 +135,7 @@ def differences(task: Task, backend: Backend, tools: CursorTools) -> tuple[int, 
     ]
 
 
-def observations(place: str, task: Task, backend: Backend, tools: CursorTools, script: Script) -> list[str]:
+def observations(place: str, task: Task, backend: Backend, tools: ToolSet, script: Script) -> list[str]:
     """What the tools answered in a conversation of a script."""
     with open_in(place, task, backend) as box:
         done = converse(task.instruction, ScriptSpeaker(script), tools, tools.open(box))

@@ -1,30 +1,121 @@
-"""An OpenAI-compatible server on the loopback: a script behind it, so that whatever asks such a server can be tried without a
-model, or an engine (`conversations.py`).
+"""An OpenAI-compatible server: a script behind it, to try clients without a model, or an engine (`conversations.py`).
 
-Covers `GET /v1/models` and `POST /v1/chat/completions` with tools and one choice. A stream is the whole answer in one piece.
+    connection (how many, and how long a request may take to arrive) → Host, Origin, body → queue → a thread for each slot
+
+Covers `GET /health`, `GET /v1/models` and `POST /v1/chat/completions` with tools and one choice. A stream is the whole answer in
+one piece. A parameter is honoured or refused; none is ignored.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import select
+import logging
+import re
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from composer_nb.harness.chat import Message, Result, Said, User, Written
-from composer_nb.harness.deadline import TimeIsUp
-from composer_nb.harness.openai_policy import spoken
-from composer_nb.harness.policy import ProviderFailure
-from composer_nb.harness.product.speaker import Script
+import h11
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_BODY_BYTES = 64 << 20
+from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
+from composer_nb.harness.agent.endpoint import spoken
+from composer_nb.harness.agent.turns import Script
+from composer_nb.harness.policy import ProviderFailure, TimeIsUp
+
+LOG = logging.getLogger("uvicorn.error")
+MAX_BODY_BYTES = 16 << 20
+MAX_CONNECTIONS = 64
+ARRIVE_S = 20.0
+"""Time for the head of a request to arrive, and again for its body."""
+KEEP_S = 30.0
+"""Time that a connection stays open after an answer, also one that its client does not read."""
+RETRY_S = 1
+"""What a client is asked to wait when the queue is full."""
+_AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
+"""A name or an address and a port, and nothing that another reader could take for the end of the name."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class _Function(BaseModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class Asked(BaseModel):
+    """The body of a request. What it does not name is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    logprobs: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, bool] | None = None
+    # Accepted with the values that change nothing.
+    n: Literal[1] | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    store: Literal[False] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        TypeAdapter(list[_Tool]).validate_python(tools or [])
+        return tools  # as the client ordered them: the model reads them so
+
+    @property
+    def stops(self) -> list[str]:
+        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in found if text]
+
+
+class Refused(ValueError):
+    """A request that gets an error for an answer."""
+
+    def __init__(
+        self, message: str, status: int = 400, code: str = "invalid_value", param: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,54 +126,199 @@ class Answered:
     read: int
     written: int
     cut: bool = False
-    """Whether it has no end, as it was to have no more tokens."""
+    """Whether the turn was cut off because it may have no more tokens."""
+    logprobs: Sequence[Mapping[str, Any]] | None = None
+    """Of each token that was written, in OpenAI's form."""
 
 
-Answerer = Callable[[Mapping[str, Any], Callable[[], bool]], Answered]
-"""Answers the body of a request, a JSON object with a list of messages, as long as its client is there. Raises ValueError for
-what it does not take, and TimeIsUp where the client went."""
+Answerer = Callable[[Asked, Callable[[], bool]], Answered]
+"""Answers a request as long as its client is there. Raises ValueError for what it does not take, and TimeIsUp where the client
+went away."""
+
+
+class _Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 with a limit on connections, and on the time in which a request's head arrives."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1 << 30)  # nothing waits for a client that does not read
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # when all is read, which may be never
+            self.loop.call_later(KEEP_S, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.transport.abort()
+
+    def _expect(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self._late = self._late or self.loop.call_later(ARRIVE_S, self.transport.abort)
+        elif self._late:
+            self._late.cancel()
+            self._late = None
 
 
 class ChatServer:
-    """A context manager: serves while it is open."""
+    """A context manager that serves while it is open."""
 
-    def __init__(self, answer: Answerer, port: int = 0, model: str = "model") -> None:
-        """`port` 0: any that is free. Raises ValueError for one that is taken, or is none."""
+    def __init__(
+        self,
+        answer: Answerer,
+        port: int = 0,
+        model: str = "model",
+        *,
+        host: str = "127.0.0.1",
+        slots: int = 8,
+        queue: int = 64,
+    ) -> None:
+        """`port` 0 is any that is free. `slots` requests are answered at a time and `queue` more wait. Raises ValueError for an
+        address that is taken, or is none."""
+        self.model, self.host, self.most = model, host, slots + queue
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(answer, model))
+            self._socket = socket.create_server((host, port), family=family)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"--port {port}: {error}; give another one, or 0 for any that is free") from None
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="serve", daemon=True)
+            raise ValueError(
+                f"--host {host} --port {port}: {error}; give another one, or port 0 for any that is free"
+            ) from None
+        self._answer, self._work = answer, set[Future[Answered]]()
+        self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._serve,
+                interface="asgi3",
+                http=_Connection,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=int(KEEP_S),
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="serve", daemon=True)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}/v1"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self._socket.getsockname()[1]}/v1"
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._server.shutdown()
+        self._server.should_exit = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
-        self._server.server_close()
+        self._threads.shutdown()
+        self._socket.close()
 
     def wait(self) -> None:
         """Until the server is closed, or Ctrl-C."""
         self._thread.join()
 
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        request = Request(scope, receive)
+        try:
+            reply = await self._reply(request)
+        except Exception as error:
+            reply = _refusal(error)
+            if reply.status_code == 500:
+                LOG.exception("a request failed")
+        await reply(scope, receive, send)
+
+    async def _reply(self, request: Request) -> Response:
+        self._admit(request.headers, request.scope["server"][0])
+        body = await _body(request)
+        listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"}
+        match request.method, request.scope["path"]:
+            case "GET", "/health":
+                return JSONResponse({"status": "ok"})
+            case "GET", "/v1/models":
+                return JSONResponse({"object": "list", "data": [listed]})
+            case "POST", "/v1/chat/completions":
+                asked = _asked(body)
+                if asked.model not in (None, self.model):
+                    message = f"no model {asked.model!r} here; there is {self.model!r}"
+                    raise Refused(message, 404, "model_not_found", "model")
+                whole = _completion(asked, await self._queued(asked, request), self.model)
+                if asked.stream:
+                    return Response(_streamed(whole, asked), media_type="text/event-stream")
+                return JSONResponse(whole)
+            case method, path:
+                raise Refused(f"nothing at {method} {path}", 404, "not_found")
+
+    def _admit(self, headers: Headers, address: str) -> None:
+        """Raises Refused for what a foreign web page asks, by a name of its own that leads to this `address` or across origins,
+        and for a request whose end is ambiguous."""
+        host = headers.get("host", "")
+        try:
+            name = urlsplit(f"//{host}").hostname or "" if _AUTHORITY.fullmatch(host) else ""
+        except ValueError:
+            name = ""
+        if name not in (*LOOPBACK, self.host.lower(), address):
+            raise Refused(f"Host {host!r} is not served; give it as --host", 403, "host_not_allowed")
+        if any(origin != f"http://{host}" for origin in headers.getlist("origin")):
+            raise Refused("requests of other origins are not served", 403, "origin_not_allowed")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
+
+    async def _queued(self, asked: Asked, request: Request) -> Answered:
+        """The answer, for which requests wait in order. A client that goes away leaves the queue."""
+        if len(self._work) >= self.most:
+            message = f"{self.most} requests are under way or wait; ask again"
+            raise Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
+        if self._server.should_exit:
+            raise TimeIsUp
+        gone = threading.Event()
+
+        def there() -> bool:
+            return not gone.is_set() and not self._server.should_exit
+
+        work = self._threads.submit(self._answer, asked, there)
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        answer, left = asyncio.wrap_future(work), asyncio.create_task(_left(request))
+        try:
+            await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and not answer.cancelled():
+                return answer.result()
+            raise TimeIsUp
+        finally:
+            gone.set()
+            left.cancel()
+            answer.cancel()
+
 
 class ScriptServer(ChatServer):
-    """Plays a script, which is given the conversation and says the next turn. Tokens are counted as words."""
+    """Plays a script, which is given the conversation and says the next turn. It draws nothing, and its turns come whole: so
+    temperature, top_p, seed and limits of tokens change nothing. Tokens are counted as words."""
 
-    def __init__(self, script: Script, port: int = 0, model: str = "scripted") -> None:
-        def answer(body: Mapping[str, Any], there: Callable[[], bool]) -> Answered:
-            message = wire_of(script(messages_of(body["messages"])))
-            read, written = (len(json.dumps(part).split()) for part in (body["messages"], message))
+    def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
+        def answer(asked: Asked, there: Callable[[], bool]) -> Answered:
+            for name in ("stop", "logprobs", "tool_choice"):
+                if getattr(asked, name) not in (None, False, "auto"):
+                    raise Refused(f"{name}: a script does not support it", code="unsupported_parameter", param=name)
+            message = wire_of(script(messages_of(asked.messages)))
+            read, written = (len(json.dumps(part).split()) for part in (asked.messages, message))
             return Answered(message=message, read=read, written=written)
 
-        super().__init__(answer, port, model)
+        super().__init__(answer, port, model, **given)
 
 
 def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -102,7 +338,7 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
                 written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
                 messages.append(Said(text=said["content"], calls=written))
             case _:
-                raise ValueError(f"no message: {json.dumps(held)[:200]}")
+                raise ValueError(f"messages: this is no message: {json.dumps(held)[:200]}")
     return messages
 
 
@@ -120,19 +356,77 @@ def wire_of(said: Said) -> dict[str, Any]:
     return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
 
 
-def _completion(answer: Answerer, model: str, body: Any, there: Callable[[], bool]) -> dict[str, Any]:
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise ValueError("no messages")
-    if body.get("n") not in (None, 1):
-        raise ValueError("n: there is one choice")
-    done = answer(body, there)
-    reason = "tool_calls" if "tool_calls" in done.message else "length" if done.cut else "stop"
+async def _body(request: Request) -> bytes:
+    """The whole body. Raises Refused for one that is too long, or too slow."""
+    body, size, parts = bytearray(), int(request.headers.get("content-length", 0)), request.stream()
+    try:
+        async with asyncio.timeout(ARRIVE_S):
+            while size <= MAX_BODY_BYTES and (part := await anext(parts, None)) is not None:
+                body += part
+                size = max(size, len(body))
+    except TimeoutError:
+        raise Refused(f"the body did not arrive within {ARRIVE_S:g} s", 408, "request_timeout") from None
+    if size > MAX_BODY_BYTES:
+        raise Refused(f"a body has at most {MAX_BODY_BYTES} bytes", 413, "request_too_large")
+    return bytes(body)
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _asked(body: bytes) -> Asked:
+    try:
+        return Asked.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        names = [str(part) for part in first["loc"]]
+        unknown = first["type"] == "extra_forbidden"
+        why = "this server does not support it" if unknown else first["msg"]
+        code = "unsupported_parameter" if unknown else "invalid_value"
+        message = f"{'.'.join(names) or 'the body'}: {why}"
+        raise Refused(message, code=code, param=names[0] if names else None) from None
+
+
+def _refusal(error: Exception) -> Response:
+    """An error in OpenAI's form. The parameter that a ValueError is about is the one that its message begins with."""
+    match error:
+        case Refused():
+            refused = error
+        case ValueError():
+            name = str(error).partition(":")[0]
+            refused = Refused(str(error), param=name if name in Asked.model_fields else None)
+        case ProviderFailure() | TimeIsUp() | ClientDisconnect():
+            refused = Refused(str(error) or "the server is closing", 503, "unavailable")
+        case _:
+            refused = Refused(f"the server failed at this request: {error!r}", 500, "internal_error")
+    kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(
+        refused.status, "invalid_request_error"
+    )
+    body = {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
+    # Closed, since some of the request may not have been read.
+    return JSONResponse({"error": body}, refused.status, {"Connection": "close", **refused.headers})
+
+
+def _completion(asked: Asked, done: Answered, model: str) -> dict[str, Any]:
+    message = dict(done.message)
+    if asked.parallel_tool_calls is False and "tool_calls" in message:
+        message["tool_calls"] = message["tool_calls"][:1]
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, "message": dict(done.message), "finish_reason": reason}],
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": None if done.logprobs is None else {"content": list(done.logprobs), "refusal": None},
+                "finish_reason": "tool_calls" if "tool_calls" in message else "length" if done.cut else "stop",
+            }
+        ],
         "usage": {
             "prompt_tokens": done.read,
             "completion_tokens": done.written,
@@ -141,74 +435,18 @@ def _completion(answer: Answerer, model: str, body: Any, there: Callable[[], boo
     }
 
 
-def _streamed(whole: Mapping[str, Any]) -> bytes:
+def _streamed(whole: Mapping[str, Any], asked: Asked) -> bytes:
     """An answer as a stream of one piece, and its end."""
     [choice] = whole["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(delta["tool_calls"])]
-    head = {**whole, "object": "chat.completion.chunk"}
-    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    parts = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}, {**head, "choices": [last]}]
+    head = {name: value for name, value in whole.items() if name != "usage"} | {"object": "chat.completion.chunk"}
+    parts = [
+        {**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    ]
+    del parts[0]["choices"][0]["message"]
+    if (asked.stream_options or {}).get("include_usage"):
+        parts.append({**head, "choices": [], "usage": whole["usage"]})
     return b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
-
-
-def _there(client: socket.socket) -> bool:
-    """Whether whoever asked has not closed the connection."""
-    try:
-        ready, _, _ = select.select([client], [], [], 0)
-        return not ready or client.recv(1, socket.MSG_PEEK) != b""
-    except (OSError, ValueError):
-        return False
-
-
-def _handler(answer: Answerer, model: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 60
-
-        def do_GET(self) -> None:
-            if self.path == "/v1/models":
-                self._reply(200, {"object": "list", "data": [{"id": model, "object": "model"}]})
-            else:
-                self._reply(404, {"error": {"message": f"nothing at {self.path}"}})
-
-        def do_POST(self) -> None:
-            told = self.headers.get("Content-Length") or "0"
-            size = int(told) if told.isdecimal() else 0
-            if self.path != "/v1/chat/completions" or not 0 < size <= MAX_BODY_BYTES:
-                self.close_connection = True
-                self._reply(404 if size <= MAX_BODY_BYTES else 413, {"error": {"message": f"nothing at {self.path}"}})
-                return
-            try:
-                body = json.loads(self.rfile.read(size))
-                whole = _completion(answer, model, body, lambda: _there(self.connection))
-            except (ValueError, RecursionError) as error:
-                self._reply(400, {"error": {"message": str(error)}})
-            except TimeIsUp:
-                self.close_connection = True
-            except ProviderFailure as error:
-                self._reply(503, {"error": {"message": str(error)}})
-            except Exception as error:
-                self._reply(500, {"error": {"message": f"the server failed at this request: {error!r}"}})
-                raise
-            else:
-                if body.get("stream"):
-                    self._send(200, "text/event-stream", _streamed(whole))
-                else:
-                    self._reply(200, whole)
-
-        def _reply(self, status: int, body: Any) -> None:
-            self._send(status, "application/json", json.dumps(body).encode())
-
-        def _send(self, status: int, kind: str, data: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    return Handler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.syntax import Syntax
 from rich.table import Table
 
+from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.chat import Said
-from composer_nb.harness.cursor.arguments import CONTROLS
 from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
+from composer_nb.harness.untrusted import json_of, visible, visible_lines
 
-TURNING = {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, 0x061C, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 SHOWN_LINES = 8
 """Of an observation."""
 SHOWN_DIFF = 200_000
@@ -35,13 +34,13 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
     def tell(event: Said | Turn) -> None:
         if isinstance(event, Said):
             if event.text:
-                console.out(plain(event.text), highlight=False)
+                console.out(visible_lines(event.text), highlight=False)
             return
         if not event.call and event.error is None:
             return
         colour = "red" if event.error else "cyan"
         console.print(f"[{colour}]{escape(call_line(event))}[/] [dim]{event.seconds * 1e3:.0f} ms[/]", soft_wrap=True)
-        lines = plain(event.observation).splitlines()
+        lines = visible_lines(event.observation).splitlines()
         more = [f"… {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
         for line in [*lines[:SHOWN_LINES], *more]:
             console.out(f"  {line[:200]}", style="dim", highlight=False)
@@ -49,18 +48,13 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
     return tell
 
 
-def plain(text: str) -> str:
-    """A text without characters that a terminal obeys, or by which it turns lines around."""
-    return text.translate(CONTROLS | TURNING).encode("utf-8", "replace").decode()
-
-
 def call_line(turn: Turn) -> str:
     """A call as one line, `read_file target_file=a.py`."""
     if not turn.call:
         return "(a call that could not be read)"
-    held = json.loads(turn.call)
-    parts = [f"{name}={plain(str(value))!r}"[:80] for name, value in held["arguments"].items()]
-    return plain(" ".join([held["name"], *parts]))[:200]
+    held = json_of(turn.call)
+    parts = [f"{name}={visible_lines(str(value))!r}"[:80] for name, value in held["arguments"].items()]
+    return visible(" ".join([held["name"], *parts]))[:200]
 
 
 def decide(work: Work, verdict: str, console: Console) -> int:
@@ -70,15 +64,16 @@ def decide(work: Work, verdict: str, console: Console) -> int:
     if behind := Counter(work.source.left_out.values()):
         text = ", ".join(f"{count} {why}" for why, count in sorted(behind.items()))
         say(f"\nstayed behind: {text}", style="dim")
-    say(f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {plain(done.why)}".rstrip(), style="dim")
+    say(f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {visible(done.why)}".rstrip(), style="dim")
     for path in sorted(work.others):
-        say(f"not carried back, a device or a link that leads out of what the agent saw: {plain(path)}", style="red")
+        what = "a device, a protected name, or a link that leads out of what the agent saw"
+        say(f"not carried back, {what}: {visible(path)}", style="red")
     if work.lost:
-        say(f"its files could not be carried out of the sandbox: {plain(work.lost)}", style="red")
+        say(f"its files could not be carried out of the sandbox: {visible(work.lost)}", style="red")
     if not work.changes:
         say("it changed nothing")
         return 0 if done.stop == "finished" else 1
-    shown, left = _beginning(plain(work.diff))
+    shown, left = _beginning(visible_lines(work.diff))
     console.print(Syntax(shown, "diff", background_color="default", word_wrap=True))
     if left:
         say(f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red")
@@ -92,6 +87,7 @@ def decide(work: Work, verdict: str, console: Console) -> int:
         say("rejected: nothing was changed")
     else:
         say(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff")
+        say(f"decide with: composer-nb verdict {shlex.quote(str(work.path))} accept, or reject")
     say(f"kept: {work.path}", style="dim")
     return 0 if verdict == "accept" and done.stop == "finished" else 1
 
@@ -126,7 +122,7 @@ def bench_progress(total: int, console: Console) -> Iterator[Callable[[str, Atte
 
     if not console.is_terminal:
         yield lambda arm, attempt: console.print(
-            f"{count(arm, attempt)}, {total - done[arm]} to go: {attempt.task.id} {attempt.grade.status}",
+            f"{count(arm, attempt)}, {total - done[arm]} to go: {visible(attempt.task.id)} {attempt.grade.status}",
             highlight=False,
             markup=False,
         )
@@ -170,7 +166,7 @@ def bench_table(report: Mapping[str, Any]) -> Table:
         found.add_column(name, justify="right" if place else "left")
     for arm, row in report["arms"].items():
         if not row["n_tasks"]:
-            why = escape(plain(row["lost_to"])[:200]) or "see composer-nb doctor"
+            why = escape(visible(row["lost_to"])[:200]) or "see composer-nb doctor"
             found.add_row(arm, f"no grade: {row['infra_errors']} lost, {why}")
             continue
         gain = "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else ""
@@ -182,7 +178,7 @@ def bench_table(report: Mapping[str, Any]) -> Table:
             str(row["n_tasks"]),
             f"{row['tokens_per_task']:.0f}",
             f"{row['tool_calls_per_task']:.1f}",
-            f"{row['invalid_call_rate']:.1%}",
+            "–" if row["invalid_call_rate"] is None else f"{row['invalid_call_rate']:.1%}",
             f"{row['seconds_p50']:.1f}",
             f"{row['seconds_p95']:.1f}",
             str(row["infra_errors"]),

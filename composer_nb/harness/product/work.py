@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from composer_nb.harness.agent.loop import Conversation
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.cursor.session import shown
-from composer_nb.harness.grade import Grade
-from composer_nb.harness.product.accept import accept
+from composer_nb.harness.files import write_atomic
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import Checkout
-from composer_nb.harness.product.diff import LINK, Changes, patch
-from composer_nb.harness.product.loop import Conversation
+from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes, patch
 from composer_nb.harness.rollout import Rollout, Segment
+from composer_nb.harness.search.ignore import read_ignore
 from composer_nb.harness.store import save_attempts
-from composer_nb.harness.task import Task
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.session import shown
+from composer_nb.harness.untrusted import HISTORY, json_of, visible
 
 Verdict = Literal["accepted", "rejected", "open"]
+DIFF, CHANGES = "changes.diff", "changes.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +49,8 @@ class Work:
 
     @property
     def diff(self) -> str:
-        """The same to be read: of binary files it tells the sizes."""
-        return self._patch(whole=False).decode("utf-8", "replace")
+        """The same to be read: of binary files it tells the sizes. Bytes that are not UTF-8 are lone surrogates."""
+        return self._patch(whole=False).decode("utf-8", "surrogateescape")
 
     def _patch(self, whole: bool) -> bytes:
         before = {path: blob for path in self.changes if (blob := self.source.blob(path)) is not None}
@@ -53,21 +59,81 @@ class Work:
     def accept(self) -> None:
         """Writes the changes into the repository. Raises Conflict or OSError, and then nothing is written; ValueError where the
         verdict is there already, or there is nothing to accept."""
-        self._must_be_open()
-        if not self.changes:
-            raise ValueError(f"{self.path}: nothing was changed, so there is nothing to accept")
-        accept(self.source, self.changes)
-        _write_verdict(self.path, "accepted")
+        give_verdict(self.path, "accepted")
 
     def reject(self) -> None:
         """Raises ValueError where the verdict is there already."""
-        self._must_be_open()
-        _write_verdict(self.path, "rejected")
+        give_verdict(self.path, "rejected")
 
-    def _must_be_open(self) -> None:
-        said = json.loads((self.path / "verdict.json").read_text())["verdict"]
-        if said != "open":
-            raise ValueError(f"{self.path}: was {said} before; a verdict is given once")
+
+def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[Path, int]:
+    """Carry out the verdict on the work that is kept in `path`, and note it.
+
+    Returns the repository and how many files were changed in it. Raises Conflict, which names the diff, or OSError, and then
+    nothing is written; FileNotFoundError where no work is kept; ValueError where the verdict is there already, or there is
+    nothing to accept.
+    """
+    if not (path / CHANGES).is_file():
+        raise FileNotFoundError(f"{path}: no agent's work is kept here; give the folder that `composer-nb agent` named")
+    told = json_of((path / "verdict.json").read_text(encoding="utf-8"))
+    said = told.get("verdict") if isinstance(told, dict) else None
+    if said != "open":
+        raise ValueError(f"{path}: was {visible(str(said)[:80])} before; a verdict is given once")
+    try:
+        source, changes = _unpack(json_of((path / CHANGES).read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200}); nothing was written") from None
+    if verdict == "accepted":
+        _check_kept(path, source, changes)
+        if not changes:
+            raise ValueError(f"{path}: nothing was changed, so there is nothing to accept")
+        try:
+            accept(source, changes)
+        except Conflict as error:
+            raise Conflict(f"{error}; the diff is {path.resolve() / DIFF}") from None
+    _write_verdict(path, verdict)
+    return source.root, len(changes) if verdict == "accepted" else 0
+
+
+def _check_kept(path: Path, source: Checkout, changes: Changes) -> None:
+    """Raises ValueError where what is kept would be written into a repository's history or a place that depends on where one
+    stands, or is not what its diff shows."""
+    root = source.root
+    if not root.is_absolute() or any(part.casefold() in HISTORY for part in (*root.parts, *root.resolve().parts)):
+        raise ValueError(f"{path / CHANGES}: {visible(str(root))} is no repository's folder; nothing was written")
+    before = {name: blob for name in changes if (blob := source.blob(name)) is not None}
+    if patch(before, changes) != (path / DIFF).read_bytes():
+        raise ValueError(f"{path}: {CHANGES} is not what {DIFF} shows; nothing was written")
+
+
+def _pack(work: Work) -> dict[str, Any]:
+    """What `accept` needs: the repository, and of each changed file what the agent saw and what it made of it."""
+
+    def packed(blob: Blob | None) -> dict[str, str] | None:
+        return None if blob is None else {"mode": blob.mode, "data": base64.b64encode(blob.data).decode()}
+
+    changes = {path: [packed(work.source.blob(path)), packed(blob)] for path, blob in work.changes.items()}
+    return {"repository": os.fspath(work.source.root.resolve()), "changes": changes}
+
+
+def _unpack(held: Mapping[str, Any]) -> tuple[Checkout, Changes]:
+    """The inverse of `_pack`; of the repository only what was changed."""
+
+    def unpacked(blob: Mapping[str, Any] | None) -> Blob | None:
+        if blob is not None and blob["mode"] not in (PLAIN, EXECUTABLE, LINK):
+            raise ValueError(f"mode {blob['mode']!r}")
+        return None if blob is None else Blob(data=base64.b64decode(blob["data"]), mode=blob["mode"])
+
+    changes = {path: (unpacked(old), unpacked(new)) for path, (old, new) in held["changes"].items()}
+    before = {path: old for path, (old, _) in changes.items() if old is not None}
+    source = Checkout(
+        root=Path(held["repository"]),
+        files={path: blob.data for path, blob in before.items()},
+        executable=frozenset(path for path, blob in before.items() if blob.mode == EXECUTABLE),
+        left_out={},
+        ignore=read_ignore({}),
+    )
+    return source, {path: new for path, (_, new) in changes.items()}
 
 
 def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
@@ -99,17 +165,11 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
         [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
         {"instruction": [instruction], "policy": [shown(policy)], "before": [json.dumps(changed)]},
     )
-    (work.path / "changes.diff").write_bytes(work.patch)
+    (work.path / DIFF).write_bytes(work.patch)
+    write_atomic(work.path / CHANGES, json.dumps(_pack(work)))
     _write_verdict(work.path, "open")
 
 
 def _write_verdict(path: Path, verdict: Verdict) -> None:
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    write_text(path / "verdict.json", json.dumps({"verdict": verdict, "time": when}))
-
-
-def write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_atomic(path / "verdict.json", json.dumps({"verdict": verdict, "time": when}))

@@ -1,18 +1,23 @@
-"""The query side of search: a static embedding, one vector a term, in NumPy.
+"""Terms of a text, and a static embedding of them: one vector per term, in NumPy.
 
-A text's vector is the mean of its terms' vectors, each times the term's weight (its idf when training began), scaled to length 1.
-The weight lies in the vector's length. How it is trained: `trainer/retrieval.py`.
+An identifier is its parts and itself: `parseHTTPHeader` and `parse_http_header` both become pars, http, head, parsehttpheader.
+Words lose their endings. A term's id is 64 bits of its BLAKE2b digest, so an index, its edits and an embedding need no shared
+vocabulary.
 
-A file is safetensors: `vectors` int8[V, W], `scales` float16[V], and as metadata (one JSON, so that equal embeddings are equal
-files) the V terms and where they are from.
+A text's vector is the mean of its terms' vectors, each times the term's weight, scaled to length 1. A term's own weight (its idf
+when training began) is the length of its vector. `scripts/retrieval/training.py` trains the embedding. On disk it is a
+safetensors file: `vectors` int8[V, W], `scales` float16[V], and one JSON of metadata with the V terms and their provenance.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +25,72 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from composer_nb.harness.search.terms import term_id
+from composer_nb.harness.files import replacing
 
 SHIPPED = Path(__file__).with_suffix(".safetensors")
 _BLOCK = 1 << 16
+_WORD = re.compile(r"[^\W\d]\w*|\d+")
+_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+|[^\W\d_A-Za-z]+")
+_LONGEST = 64
+"""Maximum characters of a word; longer words are data."""
+STOP_WORDS = frozenset(
+    "a an and any are as at be been but by can do does for from had has have how i if in into is it its of on or our "
+    "should so such than that the their them then there these they this those to was we were what when where which "
+    "while who will with would you your".split()
+)
+
+
+def stem(word: str) -> str:
+    """Return a lower-case English word without its ending: plurals, -ing, -ed, -er, -e. Crude but quick."""
+    if len(word) < 4 or not word.isascii():
+        return word
+    if word.endswith("ies") and len(word) > 4:
+        word = word[:-3] + "y"
+    elif word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-1]
+    for ending in ("ing", "ed", "er", "or"):
+        rest = word.removesuffix(ending)
+        if len(rest) >= 3 and rest != word and re.search("[aeiouy]", rest):
+            word = rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "ls" else rest
+            break
+    return word[:-1] if word.endswith("e") and len(word) > 3 else word
+
+
+def split(word: str) -> tuple[str, ...]:
+    """Return the terms of one identifier or word; none for a stop word."""
+    parts = [part.lower() for part in _PART.findall(word[:_LONGEST])]
+    if len(parts) == 1:
+        return () if parts[0] in STOP_WORDS else (stem(parts[0]),)
+    return (*(stem(part) for part in parts if part not in STOP_WORDS), "".join(parts))
+
+
+def term_id(term: str) -> int:
+    return int.from_bytes(blake2b(term.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1 << 18)
+def _word_ids(word: str) -> tuple[int, ...]:
+    return tuple(map(term_id, split(word)))
+
+
+def words(text: str) -> Counter[str]:
+    """Count the words and identifiers of a text as they are written."""
+    return Counter(_WORD.findall(text))
+
+
+def weigh(fields: Iterable[tuple[str, float]]) -> dict[int, float]:
+    """Return term id -> weight: the number of occurrences in each (text, factor) times the factor, summed."""
+    weights: dict[int, float] = {}
+    for text, factor in fields:
+        for word, count in words(text).items():
+            for each in _word_ids(word):
+                weights[each] = weights.get(each, 0.0) + factor * count
+    return weights
+
+
+def texts(text: str) -> list[str]:
+    """Return the terms of a text in order."""
+    return [term for word in _WORD.findall(text) for term in split(word)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +106,7 @@ class Embedding:
     def encode(
         self, terms: NDArray[np.uint64], weights: NDArray[np.float32], counts: Sequence[int] | NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """[C, W], for C texts one after another: `terms` and `weights` [N], of which `counts` [C] says whose they are.
+        """Encode C texts as vectors [C, W]. `terms` and `weights` [N] hold the texts in order, with `counts` [C] terms each.
 
         A weight w counts as log(1 + w). A text without a known term is the zero vector.
         """
@@ -48,7 +115,7 @@ class Embedding:
         ends = np.concatenate([[0], np.cumsum(counts)])
         out = np.zeros((len(counts), self.vectors.shape[1]), np.float32)
         first = 0
-        while first < len(counts):  # in blocks, as N · W numbers would not fit
+        while first < len(counts):  # in blocks, because N × W numbers would not fit into memory
             last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, side="right")) - 1)
             some = slice(int(ends[first]), int(ends[last]))
             rows = self.vectors[place[some]] * factor[some, None]
@@ -63,18 +130,17 @@ class Embedding:
 def save_embedding(
     path: Path, terms: Sequence[str], vectors: NDArray[np.float32], provenance: Mapping[str, str]
 ) -> None:
-    """Writes an embedding, rounded to eight bits a number and one scale a term. Atomic."""
+    """Write an embedding atomically, rounded to 8 bits per number with one scale per term."""
     scales = (np.abs(vectors).max(axis=1, initial=0.0) / 127).astype(np.float16)
     safe = np.maximum(scales.astype(np.float32), 1e-7)[:, None]
     rounded = np.clip(np.rint(vectors / safe), -127, 127).astype(np.int8)
     metadata = {"embedding": json.dumps({"terms": list(terms), **provenance})}
-    part = path.with_name(path.name + ".part")
-    save_file({"vectors": rounded, "scales": scales}, part, metadata=metadata)
-    part.replace(path)
+    with replacing(path) as part:
+        save_file({"vectors": rounded, "scales": scales}, part, metadata=metadata)
 
 
 def load_embedding(path: Path) -> Embedding:
-    """Reads an embedding. Raises ValueError for a file that is damaged or something else, FileNotFoundError for none."""
+    """Read an embedding. Raises FileNotFoundError, and ValueError for a damaged file."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = json.loads((file.metadata() or {})["embedding"])
@@ -83,9 +149,11 @@ def load_embedding(path: Path) -> Embedding:
         if not len(names) == len(vectors) == len(scales) or not names:
             raise ValueError(f"{len(names)} terms, {len(vectors)} vectors, {len(scales)} scales")
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no embedding; data/make_retrieval.py makes it") from None
+        raise FileNotFoundError(f"{path}: no embedding; scripts/make_retrieval.py makes it") from None
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{path}: not an embedding, or damaged ({error}); data/make_retrieval.py makes it") from None
+        raise ValueError(
+            f"{path}: not an embedding, or damaged ({error}); scripts/make_retrieval.py makes it"
+        ) from None
     ids = np.array([term_id(name) for name in names], np.uint64)
     order = np.argsort(ids)
     wide = vectors.astype(np.float32) * scales.astype(np.float32)[:, None]
@@ -94,5 +162,5 @@ def load_embedding(path: Path) -> Embedding:
 
 @cache
 def shipped() -> Embedding:
-    """The embedding that comes with the project."""
+    """Return the embedding that comes with the project."""
     return load_embedding(SHIPPED)

@@ -1,17 +1,20 @@
-"""Ignore files: which files of a repository an index leaves out, by the rules of gitignore(5).
+"""Ignore files: the rules of gitignore(5), for all the ignore files of a repository.
 
-Rules come from repositories that may be hostile, so a match never backtracks: a `*` is an atomic group that takes the first
-place where what follows it fits (as in `fnmatch`), and `**` is a set of states over the folders of a path.
+Rules may come from hostile repositories, so matching must not backtrack: each `*` becomes an atomic group that takes the first
+place where what follows it fits (as in `fnmatch`), and the number of `**` in a rule is bounded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pathspec.patterns.gitignore.spec import _DIR_MARK, GitIgnoreSpecPattern
 
 NAMES = (".gitignore", ".ignore", ".cursorignore")
-_MOST_RULES, _LONGEST_RULE = 2000, 256
+_MOST_RULES, _LONGEST_RULE, _MOST_DEEP = 2000, 256, 2
 DEFAULT = b"""
 .git/
 .hg/
@@ -24,149 +27,90 @@ __pycache__/
 *.lock
 package-lock.json
 """
-"""Left out unless the repository says otherwise."""
-_CLASS = re.compile(r"\[([!^]?)(\]?(?:\\.|\[:[a-z]+:\]|[^\]\\])*)\]", re.DOTALL)
+"""Ignored unless the repository's own rules say otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One line of an ignore file."""
+class _Pattern(GitIgnoreSpecPattern):
+    """A rule whose wildcards within one name take linear time."""
 
-    parts: tuple[re.Pattern[str] | None, ...]
-    """One a folder on the way; None stands for any number of them."""
-    ignored: bool
-    folders_only: bool
+    def names(self, path: str, folder: bool) -> bool:
+        """Return whether the rule matches a file or folder itself, not only a folder that contains it."""
+        assert self.regex is not None
+        if (found := self.regex.search(path)) and not found.groupdict().get(_DIR_MARK):
+            return True
+        ends = (found.end(_DIR_MARK) for found in self.regex.finditer(path + "/") if _DIR_MARK in found.groupdict())
+        return folder and len(path) + 1 in ends
+
+    @staticmethod
+    def _translate_segment_glob(pattern: str, range_error: Literal["literal", "raise"]) -> str:
+        first, *others = GitIgnoreSpecPattern._translate_segment_glob(pattern, range_error).split("[^/]*")
+        if not others:
+            return first
+        return first + "".join(f"(?>[^/]*?{each})" for each in others[:-1] if each) + f"[^/]*{others[-1]}"
 
 
 @dataclass(slots=True)
 class Ignore:
-    """The rules of a repository. `left_out` counts those beyond the bounds, which do not apply."""
+    """The rules of a repository."""
 
-    rules: dict[str, list[Rule]]
-    """By the folder of the file that they are from; the root is empty."""
+    rules: Mapping[str, Sequence[_Pattern]]
+    """Folder of the ignore files -> rules, the last one first. The root folder is the empty string."""
     left_out: int = 0
+    """Number of rules that do not apply because they exceed a bound or are invalid."""
     under: str = ""
-    """Folder of the repository that paths are below; itself it is not asked about, because somebody named it."""
+    """Folder of the repository that paths are relative to. It is never ignored itself, because the user named it."""
+    _known: dict[str, bool] = field(default_factory=dict)
 
     def ignored(self, path: str) -> bool:
-        """Whether a file, or a folder around it, is ignored."""
+        """Return whether a file, or a folder that contains it, is ignored."""
         parts = [*filter(None, self.under.split("/")), *path.split("/")]
         first = len(parts) - path.count("/")
-        return any(self._one(parts[:depth], depth < len(parts)) for depth in range(first, len(parts) + 1))
+        folders = ("/".join(parts[:depth]) for depth in range(first, len(parts)))
+        return any(map(self._folder, folders)) or self._matches("/".join(parts), folder=False)
 
-    def _one(self, parts: Sequence[str], folder: bool) -> bool:
-        for depth in range(len(parts) - 1, -1, -1):  # the nearest ignore file speaks first, its last rule before others
-            for rule in self.rules.get("/".join(parts[:depth]), ()):
-                if (folder or not rule.folders_only) and _match(rule.parts, parts[depth:]):
-                    return rule.ignored
+    def _folder(self, path: str) -> bool:
+        if path not in self._known:
+            self._known[path] = self._matches(path, folder=True)
+        return self._known[path]
+
+    def _matches(self, path: str, folder: bool) -> bool:
+        """Return whether the rules name this file or folder itself. The nearest ignore file decides, then its last rule."""
+        at = path
+        while at:
+            at = at.rpartition("/")[0]
+            name = path[len(at) + 1 :] if at else path
+            for rule in self.rules.get(at, ()):
+                if rule.names(name, folder):
+                    return bool(rule.include)
         return False
 
 
 def read_ignore(files: Mapping[str, bytes], default: bytes = DEFAULT) -> Ignore:
-    """The rules of all ignore files among `files`, and default ones, which they may overrule."""
-    found = Ignore({})
+    """Read all ignore files among `files`. Their rules take precedence over the `default` ones."""
     texts = [("", default)]
     texts += [(path.rpartition("/")[0], files[path]) for path in sorted(files) if path.rpartition("/")[2] in NAMES]
-    budget = _MOST_RULES
+    rules: dict[str, list[_Pattern]] = {}
+    count = left_out = 0
     for folder, data in texts:
-        rules = found.rules.setdefault(folder, [])
         for line in data.decode(errors="replace").splitlines():
-            rule = parse(line) if budget > 0 and len(line) <= _LONGEST_RULE else None
-            found.left_out += rule is None and bool(line.strip()) and not line.startswith("#")
-            if rule is not None:
-                rules.insert(0, rule)
-                budget -= 1
-    return found
+            if not line.strip() or line.startswith("#"):
+                continue
+            pattern = _pattern(line) if count < _MOST_RULES else None
+            if pattern is None:
+                left_out += 1
+            else:
+                rules.setdefault(folder, []).insert(0, pattern)
+                count += 1
+    return Ignore(rules, left_out)
 
 
-def parse(line: str) -> Rule | None:
-    """The rule of a line, or None for an empty one, a comment, and one that can match nothing."""
-    line = line if line.endswith("\\ ") else line.rstrip(" \r")
-    if not line or line.startswith("#"):
+def _pattern(line: str) -> _Pattern | None:
+    line = re.sub(r"(?<![^/!])(?:\*\*/)+(?=\*\*)", "", line)
+    line = re.sub(r"/\*\*/ *$", "/**/*/", line)  # folders below, not the folder itself
+    if len(line) > _LONGEST_RULE or line.split("/").count("**") > _MOST_DEEP:
         return None
-    keep = line.startswith("!")
-    line = line[keep:]
-    folders_only = line.endswith("/")
-    names = line.rstrip("/").removeprefix("/").split("/")
-    anchored = "/" in line.rstrip("/")
-    if names[-1] == "**":
-        names[-1:] = ["*", "**"]
-    if not anchored:
-        names.insert(0, "**")
     try:
-        parts = [None if name == "**" else re.compile(_translate(name), re.DOTALL) for name in names]
-    except re.error:
+        pattern = _Pattern(line)
+    except (ValueError, re.error):
         return None
-    once = [
-        part for part, before in zip(parts, [False, *parts], strict=False) if part is not None or before is not None
-    ]
-    return Rule(parts=tuple(once), ignored=not keep, folders_only=folders_only)
-
-
-def _translate(glob: str) -> str:
-    """A regular expression for one name: `*`, `?`, `[...]` and backslashes."""
-    pieces: list[str] = [""]  # what stands between stars
-    place = 0
-    while place < len(glob):
-        sign = glob[place]
-        found = _CLASS.match(glob, place) if sign == "[" else None
-        if found:
-            inside = found[2].replace("[", r"\[") if "[:" not in found[2] else _posix(found[2])
-            inside = "\\" + inside if inside.startswith("]") else inside
-            pieces[-1] += f"[{'^' if found[1] else ''}{inside}]"
-            place = found.end()
-            continue
-        if sign == "*":
-            pieces.append("")
-        elif sign == "?":
-            pieces[-1] += "."
-        else:
-            if sign == "\\":
-                place += 1
-                sign = glob[place : place + 1] or r"\Z."  # a backslash at the end matches nothing
-            pieces[-1] += re.escape(sign) if len(sign) == 1 else sign
-        place += 1
-    first, *others = pieces
-    if not others:
-        return first + r"\Z"
-    middle = "".join(f"(?>.*?{piece})" for piece in others[:-1] if piece)
-    return f"{first}{middle}.*{others[-1]}" + r"\Z"
-
-
-def _posix(inside: str) -> str:
-    for name, signs in (
-        ("alpha", "a-zA-Z"),
-        ("digit", "0-9"),
-        ("alnum", "a-zA-Z0-9"),
-        ("space", r"\s"),
-        ("upper", "A-Z"),
-    ):
-        inside = inside.replace(f"[:{name}:]", signs)
-    return inside.replace("[:lower:]", "a-z").replace("[", r"\[")
-
-
-def _match(rule: Sequence[re.Pattern[str] | None], names: Iterable[str]) -> bool:
-    states = _reach(rule, {0})
-    for name in names:
-        after: set[int] = set()
-        for state in states:
-            if state < len(rule):
-                part = rule[state]
-                if part is None:
-                    after.add(state)
-                elif part.match(name):
-                    after.add(state + 1)
-        if not after:
-            return False
-        states = _reach(rule, after)
-    return len(rule) in states
-
-
-def _reach(rule: Sequence[re.Pattern[str] | None], states: set[int]) -> set[int]:
-    """With what follows a `**` that stands for no folder."""
-    reached = set(states)
-    for state in sorted(states):
-        while state < len(rule) and rule[state] is None:
-            state += 1
-            reached.add(state)
-    return reached
+    return pattern if pattern.regex is not None else None

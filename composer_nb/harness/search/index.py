@@ -1,229 +1,215 @@
-"""The index of a repository, with the edits of one workspace laid over it, and the search itself.
+"""Search in one workspace: BM25 and embedding similarity over the chunks of its files.
 
-Two segments: the base, which never changes and which forks share, and an overlay of the files that were edited since, made
-again at every edit. Chunks of the base whose file was edited or deleted are hidden. Both rankings (BM25, cosine of embeddings)
-run over both segments as one; their scores are added (S. Bruch, S. Gai, A. Ingber, "An Analysis of Fusion Functions for Hybrid
-Retrieval", TOIS 2023). `docs/search.md` says why not their ranks.
+BM25: S. Robertson, H. Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009; a term's frequency is its weight
+over the chunk's fields (as in BM25F, without a length per field). The scores of both rankings are added (S. Bruch, S. Gai,
+A. Ingber, "An Analysis of Fusion Functions for Hybrid Retrieval", TOIS 2023); `docs/search.md` says why ranks are not.
+
+There is no inverted index: an edit replaces the chunks of one file, and the next query scans the terms of all chunks.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.search.chunks import FileChunks, chunk_file, digest, text_lines, unfit
-from composer_nb.harness.search.embedding import Embedding, shipped
-from composer_nb.harness.search.ignore import Ignore, read_ignore
-from composer_nb.harness.search.languages import language_of
-from composer_nb.harness.search.segment import Segment, make_segment
-from composer_nb.harness.search.terms import weigh
+from composer_nb.harness.search.chunks import FileChunks, chunk_file, text_lines, unfit
+from composer_nb.harness.search.embedding import Embedding, shipped, weigh
+from composer_nb.harness.search.ignore import read_ignore
 
+K1, B = 1.2, 0.75
 MOST_BYTES = 256 << 20
-"""Of a repository's files that fit; those after, in the order of their paths, are left out and counted."""
-_OVERLAY = 128
-"""Edited files from which on the base is made again: until then an edit costs milliseconds, this once costs seconds."""
+"""Maximum total size of the indexed files; later ones, in the order of their paths, are left out and counted."""
 _DEPTH = 200
-"""How many of each ranking are fused."""
+"""Number of top chunks of each ranking that are fused."""
 _DENSE = 0.8
-"""What a cosine counts beside BM25 as a share of the query's highest score. Chosen on held-out modules of the library."""
+"""Weight of a cosine beside BM25 as a share of the query's highest score. Chosen on held-out modules of the standard library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """One chunk that was found."""
+    """A chunk that was found. `last_line` is included."""
 
     path: str
     first_line: int
     last_line: int
-    """Included."""
     text: str
     score: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What became of a repository's files."""
+    """Counts of a workspace's files when it was last read as a whole."""
 
     files: int
     chunks: int
     how: Mapping[str, int]
-    """Files by how they were cut (`chunks.How`)."""
+    """Number of files by how they were cut (`chunks.How`). `no_grammar`: install the extra `grammars`."""
     left_out: Mapping[str, int]
-    """Files that are not indexed, by reason: `ignored`, `binary`, `too_large`, `minified`, `empty`, `over_budget`."""
-    no_grammar: tuple[str, ...] = ()
-    """Languages whose files were cut into windows because their grammar is not installed (extra `grammars`)."""
-    rules_left_out: int = 0
-    """Lines of ignore files that are beyond the bounds, or no patterns."""
-    chunked: int = 0
-    """Files that were cut for this; the others' chunks were known."""
+    """Number of files that are not indexed, by reason: `ignored`, `binary`, `too_large`, `minified`, `empty`, `over_budget`."""
+    rules_left_out: int
+    """Number of ignore rules that exceed a bound or are invalid."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Base:
-    """What forks share."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    data: bytes
+    chunks: FileChunks
+    vectors: NDArray[np.float32]
+    """[C, W]"""
 
-    segment: Segment
-    chunks: Mapping[str, FileChunks]
-    contents: Mapping[str, bytes]
-    ignore: Ignore
-    report: Report
-    number: Mapping[str, int] = field(default_factory=dict)
-    """Of a path in the segment."""
+
+class _Table:
+    """The C chunks of all files in the order of their paths, and their N terms."""
+
+    def __init__(self, files: Mapping[str, _File], width: int) -> None:
+        self.paths = sorted(files)
+        found = [files[path] for path in self.paths]
+        counts = np.concatenate([np.zeros(0, np.int32), *(each.chunks.counts for each in found)])
+        self.file = np.repeat(np.arange(len(found)), [len(each.chunks.counts) for each in found])  # [C], into `paths`
+        self.spans = np.concatenate([np.zeros((0, 2), np.int32), *(each.chunks.spans for each in found)])
+        self.vectors = np.concatenate([np.zeros((0, width), np.float32), *(each.vectors for each in found)])
+        self.terms = np.concatenate([np.zeros(0, np.uint64), *(each.chunks.terms for each in found)])
+        self.weights = np.concatenate([np.zeros(0, np.float32), *(each.chunks.weights for each in found)])
+        self.chunk = np.repeat(np.arange(len(counts)), counts)  # [N]
+        self.length = np.bincount(self.chunk, self.weights, len(counts))  # [C]
+        self.low = self.terms.astype(np.uint16)  # [N]: 16 bits of each term, to find candidates by
+
+    def bm25(self, asked: Mapping[int, float]) -> NDArray[np.float32]:
+        """Return the BM25 score of every chunk, [C], for the terms of a query and their weights."""
+        if not asked or not len(self.file):
+            return np.zeros(len(self.file), np.float32)
+        terms = np.array(sorted(asked), np.uint64)
+        maybe = np.zeros(1 << 16, bool)
+        maybe[terms.astype(np.uint16)] = True
+        some = np.flatnonzero(maybe[self.low])
+        place = np.minimum(np.searchsorted(terms, self.terms[some]), len(terms) - 1)
+        same = terms[place] == self.terms[some]
+        some, place = some[same], place[same]
+        held = np.bincount(place, minlength=len(terms))  # a chunk holds a term once
+        idf = np.array([asked[int(term)] for term in terms]) * np.log1p((len(self.file) - held + 0.5) / (held + 0.5))
+        weight, chunk = self.weights[some], self.chunk[some]
+        impact = weight * (K1 + 1) / (weight + K1 * (1 - B + B * self.length[chunk] / self.length.mean()))
+        return np.bincount(chunk, idf[place] * impact, len(self.file)).astype(np.float32)
+
+    def inside(self, folders: Sequence[str]) -> NDArray[np.bool_]:
+        """Return which chunks are of files in these folders, [C]. A folder may also be a file."""
+        files = [any(path == folder or path.startswith(folder + "/") for folder in folders) for path in self.paths]
+        return np.array(files, bool)[self.file]
 
 
 class CodeIndex:
     """The index of one workspace. Paths are relative, with `/` between their parts."""
 
-    def __init__(self, base: _Base, embedding: Embedding) -> None:
-        self._embedding = embedding
-        self._base = base
-        self._edited: dict[str, FileChunks | None] = {}  # None: deleted
-        self._contents: dict[str, bytes] = {}  # of those
-        self._lay()
+    report: Report
+
+    def __init__(self, embedding: Embedding | None = None) -> None:
+        self._embedding = embedding or shipped()
+        self._files: dict[str, _File] = {}
+        self._ignore = read_ignore({})
+        self._table: _Table | None = None
 
     @classmethod
-    def build(
-        cls,
-        files: Mapping[str, bytes],
-        embedding: Embedding | None = None,
-        known: Mapping[str, FileChunks] | None = None,
-    ) -> Self:
-        """Indexes a repository. `known` are chunks from before: those of files with the same content are taken over."""
-        embedding = embedding or shipped()
-        return cls(_base(files, embedding, known or {}), embedding)
+    def build(cls, files: Mapping[str, bytes], embedding: Embedding | None = None) -> Self:
+        """Index a repository."""
+        index = cls(embedding)
+        index.sync(files)
+        return index
 
     def fork(self) -> CodeIndex:
-        """An index with the same content, of which edits do not touch this one. Shares all that is large."""
-        other = CodeIndex(self._base, self._embedding)
-        other._edited, other._contents = dict(self._edited), dict(self._contents)
-        other._hidden, other._overlay = self._hidden, self._overlay
+        """Return an index with the same content, whose edits do not affect this one. Shares everything large."""
+        other = CodeIndex(self._embedding)
+        other._files, other._ignore, other.report = dict(self._files), self._ignore, self.report
+        other._table = self._flat()
         return other
 
-    @property
-    def report(self) -> Report:
-        """What became of the files when the base was made."""
-        return self._base.report
-
-    @property
-    def chunks(self) -> dict[str, FileChunks]:
-        """Of all files, for a cache."""
-        now: dict[str, FileChunks | None] = {**self._base.chunks, **self._edited}
-        return {path: each for path, each in sorted(now.items()) if each is not None}
-
-    @property
-    def digest(self) -> str:
-        """Of the paths and contents of all indexed files, as hexadecimal."""
-        parts = [part for path, each in self.chunks.items() for part in (path.encode(), b"\0", each.digest)]
-        return blake2b(b"".join(parts), digest_size=16).hexdigest()
-
     def edit(self, path: str, data: bytes | None) -> None:
-        """A file was written, or deleted (None). A changed ignore file is heeded at the next `sync`."""
-        self._take({path: data})
+        """Update one file that was written or (None) deleted. A changed ignore file takes effect at the next `sync`."""
+        self._files.pop(path, None)
+        if data is not None and not unfit(data) and not self._ignore.ignored(path):
+            self._files[path] = self._cut(path, data)
+        self._table = None
 
     def sync(self, files: Mapping[str, bytes]) -> int:
-        """Brings the index up to the whole workspace `files`, as after a command; how many files had changed."""
-        ignore = read_ignore(files)
-        now = {path: data for path, data in files.items() if not unfit(data) and not ignore.ignored(path)}
-        known = self.chunks
-        changed: dict[str, bytes | None] = {path: data for path, data in now.items() if self._content(path) != data}
-        changed |= dict.fromkeys(known.keys() - now.keys())
-        if ignore.rules != self._base.ignore.rules:
-            self._base = replace(self._base, ignore=ignore)
-        self._take(changed)
-        return len(changed)
+        """Update the index to the whole workspace `files`, and return the number of files that had changed."""
+        self._ignore, before = read_ignore(files), self._files
+        left_out: Counter[str] = Counter()
+        now: dict[str, _File] = {}
+        budget = MOST_BYTES
+        for path, data in sorted(files.items()):
+            why = "ignored" if self._ignore.ignored(path) else unfit(data)
+            if why is None and len(data) > budget:
+                why = "over_budget"
+            if why is not None:
+                left_out[why] += 1
+                continue
+            budget -= len(data)
+            known = before.get(path)
+            now[path] = known if known and known.data == data else self._cut(path, data)
+        self._files, self._table = now, None
+        self.report = Report(
+            files=len(now),
+            chunks=sum(len(each.chunks.counts) for each in now.values()),
+            how=dict(Counter(each.chunks.how for each in now.values())),
+            left_out=dict(left_out),
+            rules_left_out=self._ignore.left_out,
+        )
+        return sum(before.get(path) is not now.get(path) for path in before.keys() | now.keys())
 
-    def _content(self, path: str) -> bytes | None:
-        if path in self._edited:
-            return self._contents.get(path)
-        return self._base.contents.get(path)
+    def _cut(self, path: str, data: bytes) -> _File:
+        chunks = chunk_file(path, data)
+        return _File(data, chunks, self._embedding.encode(chunks.terms, chunks.weights, chunks.counts))
 
-    def _take(self, changed: Mapping[str, bytes | None]) -> None:
-        if len(self._edited.keys() | changed.keys()) > _OVERLAY:
-            files = {path: self._content(path) for path in self.chunks} | dict(changed)
-            whole = {path: data for path, data in files.items() if data is not None}
-            ignore = self._base.ignore
-            self._base = _base(whole, self._embedding, self.chunks, ignore)
-            self._edited, self._contents = {}, {}
-        else:
-            for path, data in changed.items():
-                self._contents.pop(path, None)
-                self._edited[path] = None
-                if data is not None and not unfit(data) and not self._base.ignore.ignored(path):
-                    self._edited[path] = chunk_file(path, data)
-                    self._contents[path] = data
-        self._lay()
-
-    def _lay(self) -> None:
-        """Makes the overlay and what it hides."""
-        base = self._base
-        gone = [base.number[path] for path in self._edited if path in base.number]
-        self._hidden = np.isin(base.segment.file, gone)
-        fresh = {path: each for path, each in self._edited.items() if each is not None}
-        self._overlay = make_segment(fresh, self._embedding, base.segment.mean_length)
+    def _flat(self) -> _Table:
+        if self._table is None:
+            self._table = _Table(self._files, self._embedding.vectors.shape[1])
+        return self._table
 
     def search(self, query: str, directories: Sequence[str] = (), limit: int = 10) -> list[Hit]:
-        """The chunks that answer a question best, the best first; only from files in `directories`, if there are some.
+        """Return the chunks that best answer a question, best first; if `directories` are given, only from files in them.
 
-        Fewer than `limit` where no more have anything in common with the query. Raises ValueError for a limit below 1.
+        Returns fewer than `limit` chunks if no more have anything in common with the query. Raises ValueError for a limit
+        below 1.
         """
         if limit < 1:
             raise ValueError(f"limit={limit}: at least 1")
-        bm25, cosine = self.scores(query, directories)
-        order, scores = fused(bm25, cosine)
-        return [self.hit(int(place), float(score)) for place, score in zip(order[:limit], scores, strict=False)]
+        places, scores = fused(*self.scores(query, directories))
+        return [self.hit(place, score) for place, score in zip(places[:limit], scores, strict=False)]
 
     def scores(self, query: str, directories: Sequence[str] = ()) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """BM25 and cosine of every chunk, the base's and then the overlay's; 0 where it is hidden or elsewhere."""
-        segments = (self._base.segment, self._overlay)
-        asked = weigh([(query, 1.0)])
-        alive = len(segments[0]) - int(self._hidden.sum()) + len(segments[1])
-        idf: dict[int, float] = {}
-        for term, weight in asked.items():
-            held = sum(some.stop - some.start for some in (segment.postings(term) for segment in segments))
-            held = min(held, alive)  # hidden chunks are counted until the base is made again
-            idf[term] = weight * math.log(1 + (alive - held + 0.5) / (held + 0.5))
+        """Return BM25 and cosine of every chunk, [C] each; 0 for chunks outside of `directories`."""
+        table, asked = self._flat(), weigh([(query, 1.0)])
         terms, weights = np.array(list(asked), np.uint64), np.array(list(asked.values()), np.float32)
         [vector] = self._embedding.encode(terms, weights, [len(asked)])
-        bm25 = np.concatenate([segment.bm25(idf) for segment in segments])
-        cosine = np.concatenate([segment.vectors @ vector for segment in segments])
-        wrong = np.concatenate([self._hidden, np.zeros(len(segments[1]), bool)])
+        bm25, cosine = table.bm25(asked), table.vectors @ vector
         if folders := [folder.strip("/").removeprefix("./") for folder in directories if folder.strip("./")]:
-            wrong |= np.concatenate([~_inside(segment, folders) for segment in segments])
-        bm25[wrong], cosine[wrong] = 0, 0
+            outside = ~table.inside(folders)
+            bm25[outside], cosine[outside] = 0, 0
         return bm25, cosine
 
     def spans(self, path: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """First and last lines [C, 2] of all chunks in the order of `scores`, and which of them are what `path` now holds."""
-        segments = (self._base.segment, self._overlay)
-        inside = [_inside(segment, [path]) for segment in segments]
-        inside[0] &= ~self._hidden
-        return np.concatenate([segment.spans for segment in segments]), np.concatenate(inside)
+        """Return the first and last lines of all chunks, [C, 2], and which of them are of the file `path`, [C]."""
+        return self._flat().spans, self._flat().inside([path])
 
     def texts(self) -> list[str]:
-        """The text of every chunk in the order of `scores`, in lower case; empty where it is hidden."""
-        hidden = np.append(self._hidden, np.zeros(len(self._overlay), bool))
-        return ["" if gone else self.hit(place, 0.0).text.lower() for place, gone in enumerate(hidden)]
+        """Return the text of every chunk in lower case, [C]."""
+        return [self.hit(place, 0.0).text.lower() for place in range(len(self._flat().file))]
 
     def hit(self, place: int, score: float) -> Hit:
-        """The chunk at a place of `scores`."""
-        segment = self._base.segment
-        if place >= len(segment):
-            segment, place = self._overlay, place - len(segment)
-        path = segment.paths[segment.file[place]]
-        first, last = (int(line) for line in segment.spans[place])
-        lines = text_lines(self._content(path) or b"")[first - 1 : last]
+        """Return the chunk at a place of `scores`."""
+        table = self._flat()
+        path = table.paths[table.file[place]]
+        first, last = (int(line) for line in table.spans[place])
+        lines = text_lines(self._files[path].data)[first - 1 : last]
         return Hit(path=path, first_line=first, last_line=last, text="\n".join(lines), score=score)
 
 
 def ranking(scores: NDArray[np.float32], depth: int) -> NDArray[np.int64]:
-    """Places of the `depth` highest scores above 0, the highest first; of equals the first one."""
+    """Return the places of the `depth` highest scores above 0, highest first; among equals the first place comes first."""
     some = np.flatnonzero(scores > 0)
     if len(some) > depth:
         least = np.partition(scores[some], len(some) - depth)[len(some) - depth]
@@ -232,53 +218,9 @@ def ranking(scores: NDArray[np.float32], depth: int) -> NDArray[np.int64]:
 
 
 def fused(bm25: NDArray[np.float32], cosine: NDArray[np.float32]) -> tuple[list[int], list[float]]:
-    """Places of the best chunks by either score, by the weighted sum of both, the highest first, and those sums."""
+    """Return the places of the best chunks by the weighted sum of both scores, highest first, and those sums."""
     places = np.union1d(ranking(bm25, _DEPTH), ranking(cosine, _DEPTH))
     highest = max(float(bm25.max(initial=0)), 1e-6)
     totals = bm25[places] / highest + _DENSE * np.maximum(cosine[places], 0)
     order = np.argsort(-totals, kind="stable")
     return places[order].tolist(), totals[order].tolist()
-
-
-def _inside(segment: Segment, folders: Sequence[str]) -> NDArray[np.bool_]:
-    files = [any(path == folder or path.startswith(folder + "/") for folder in folders) for path in segment.paths]
-    return np.array(files, bool)[segment.file]
-
-
-def _base(
-    files: Mapping[str, bytes], embedding: Embedding, known: Mapping[str, FileChunks], ignore: Ignore | None = None
-) -> _Base:
-    ignore = ignore or read_ignore(files)
-    left_out: Counter[str] = Counter()
-    chunks: dict[str, FileChunks] = {}
-    budget, fresh = MOST_BYTES, 0
-    for path, data in sorted(files.items()):
-        why = "ignored" if ignore.ignored(path) else unfit(data)
-        if why is None and len(data) > budget:
-            why = "over_budget"
-        if why is not None:
-            left_out[why] += 1
-            continue
-        budget -= len(data)
-        before = known.get(path)
-        if before is None or before.digest != digest(data):
-            before, fresh = chunk_file(path, data), fresh + 1
-        chunks[path] = before
-    lacking = {language_of(path) or "" for path, each in chunks.items() if each.how == "no_grammar"}
-    report = Report(
-        files=len(chunks),
-        chunks=sum(len(each.spans) for each in chunks.values()),
-        how=dict(Counter(each.how for each in chunks.values())),
-        left_out=dict(left_out),
-        no_grammar=tuple(sorted(lacking)),
-        rules_left_out=ignore.left_out,
-        chunked=fresh,
-    )
-    return _Base(
-        segment=make_segment(chunks, embedding),
-        chunks=chunks,
-        contents={path: files[path] for path in chunks},
-        ignore=ignore,
-        report=report,
-        number={path: number for number, path in enumerate(chunks)},
-    )

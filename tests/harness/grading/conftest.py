@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from composer_nb.harness.attacks.patch_check import plan_for
-from composer_nb.harness.attacks.patch_target import PROPERTY, TARGET
-from composer_nb.harness.grading.box import Job, Ran, run_jobs
+from composer_nb.harness.grading.box import Boxes, Job, Ran
 from composer_nb.harness.grading.plan import Plan
-from composer_nb.harness.sandboxes.bwrap import BwrapBackend
-from composer_nb.harness.sandboxes.contract import Backend
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.patch_check import plan_for
+from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def run(backend: Backend) -> Callable[..., Ran]:
     def once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> Ran:
         modules = tuple(path for path in tests if path.rpartition("/")[2].startswith("test_"))
         job = Job(files={path: text.encode() for path, text in (files or {}).items()}, hidden=tests, tests=modules)
-        [ran] = run_jobs(backend, [job], timeout_s=options.get("timeout_s", 30.0))
+        [ran] = Boxes(backend=backend, timeout_s=options.get("timeout_s", 30.0)).run([job])
         return ran
 
     return once

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.grading import diff
 from composer_nb.harness.grading.diff import changes
-from composer_nb.harness.grading.scope import in_scope, is_test_module
-from composer_nb.harness.task import Task
+from composer_nb.harness.tasks.scope import in_scope
+from composer_nb.harness.tasks.task import Task
 
 TASK = Task(
     id="t",
@@ -47,25 +47,12 @@ def test_scope(path: str, pattern: str, inside: bool) -> None:
     assert in_scope(path, [pattern]) is inside
 
 
-@pytest.mark.parametrize(
-    ("path", "wanted"),
-    [("test_a.py", True), ("x/a_test.py", True), ("tests/a.py", False), ("test_a.txt", False), ("test_x/a.py", False)],
-)
-def test_names_of_test_modules(path: str, wanted: bool) -> None:
-    assert is_test_module(path) is wanted
-
-
 def test_changes_inside_the_scope_are_graded() -> None:
     files = PRISTINE | {"f.py": b"new\n", "src/b/c.py": b"more\n", "lib/n.py": b"", "pyproject.toml": b"[x]\n"}
     del files["src/a.py"]
     found = changes(TASK, files)
     assert found.files == files and found.flags == () and not found.dropped
     assert found.changed == ("f.py", "lib/n.py", "pyproject.toml", "src/a.py", "src/b/c.py")
-
-
-def test_nothing_changed() -> None:
-    found = changes(TASK, PRISTINE)
-    assert found.files == PRISTINE and found.changed == () and found.dropped == {}
 
 
 def test_a_package_named_build_is_none_of_the_caches() -> None:
@@ -126,11 +113,6 @@ def test_a_hidden_tests_place_cannot_be_taken(path: str) -> None:
     wide = TASK.model_copy(update={"source_scope": ("**",)})
     found = changes(wide, PRISTINE | {path: b"", "tests/more.py": b"", "tests/test_f.py": b"mine"})
     assert found.dropped[path] == "conflict" and found.changed == ("tests/more.py", "tests/test_f.py")
-
-
-def test_deletions_outside_the_scope_do_not_count() -> None:
-    found = changes(TASK, {path: data for path, data in PRISTINE.items() if path != "setup.py"})
-    assert found.files == PRISTINE and found.flags == ("outside_scope",)
 
 
 def test_what_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
-from composer_nb.harness.attacks.patch_target import PROPERTY, TARGET
 from composer_nb.harness.grading import validate
 from composer_nb.harness.grading.plan import Plan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
-from composer_nb.harness.grading.validate import Validation, validate_task
-from composer_nb.harness.sandboxes.contract import Backend
-from composer_nb.harness.task import Task
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
 Make = Callable[..., Task]
 
@@ -25,15 +25,16 @@ def ids(plan: Plan | None) -> list[str]:
 
 
 def test_the_ledger_is_covered(plans: dict[str, Plan]) -> None:
-    for task, count in ((TARGET, 16), (PROPERTY, 17)):
+    for task, count, uncovered in ((TARGET, 16, set()), (PROPERTY, 17, {"test_nothing_is_lost#0"})):
         plan = plans[task.id]
-        assert plan.digest == digest(task) and len(plan.tests) == count and plan.coverage == 1.0
+        assert plan.digest == digest(task) and len(plan.tests) == count
+        assert {key.rpartition("::")[2] for key in plan.tests if key not in plan.covered} == uncovered
         for twin in plan.twins:
             assert task.tests[twin.path][twin.start : twin.end] != twin.text
-    kinds = [twin.kind for twin in plans[TARGET.id].twins]
-    assert {kind: kinds.count(kind) for kind in ("value", "exception", "negation")} == {
-        "value": 11, "exception": 4, "negation": 3
-    }  # fmt: skip
+    kinds = {twin.kind for twin in plans[TARGET.id].twins}
+    assert kinds == {"value", "input"}, "neither other exceptions than the one that the suite expects, nor contraries"
+    values = Counter(key for twin in plans[TARGET.id].twins for key in twin.keys)
+    assert sorted(values.values())[1] > 1, "the lot decides between several, where there are; one name alone owes"
 
 
 def test_what_a_validation_says(make_task: Make, backend: Backend) -> None:
@@ -51,14 +52,20 @@ def test_uncovered(): check(1)
 """
     found = validate_task(make_task({"test_f.py": tests}), backend)
     assert found.valid and found.problems == ()
-    assert not found.trainable and found.uncovered == ("test_f.py::test_uncovered",), "one that an answer has to mend"
-    covered = validate_task(make_task({"test_f.py": tests.replace("check(1)", "assert f(3) == 4")}), backend)
-    assert covered.trainable and covered.uncovered == ()
+    assert not found.trainable, "one that an answer has to mend has no twin"
+    plain = tests.replace("check(1)", "assert f(3) == 4")
+    covered = validate_task(make_task({"test_f.py": plain}), backend)
+    assert not covered.trainable, "two twins and two calls are too few"
+    assert covered.guard is not None and (covered.guard.strong, covered.guard.telling) == (2, 2)
+    more = "def test_more(): assert f(40) == 41\n"
+    assert validate_task(make_task({"test_f.py": plain + more}), backend).trainable
     assert ids(found.plan) == ["test_changed", "test_steady", "test_uncovered"]
     assert found.left_out == ("test_f.py::test_skipped", "test_f.py::test_expected")
     assert found.fail_to_pass == ("test_f.py::test_changed", "test_f.py::test_uncovered")
-    assert found.plan is not None and found.coverage == pytest.approx(2 / 3) and found.proposed == 3
-    assert found.plan.covered == {"test_f.py::test_changed#0", "test_f.py::test_steady#0"}
+    assert found.plan is not None and found.coverage == pytest.approx(1 / 3)
+    assert found.plan.covered == {"test_f.py::test_changed#0"}
+    [telling] = [twin for twin in found.plan.twins if twin.telling]
+    assert telling.keys == ("test_f.py::test_steady#0",) and telling.text == " is "
 
 
 def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
@@ -81,15 +88,10 @@ def test_a(): assert f(1) == 2
     assert len(found.flaky) == 1 and ids(found.plan) == ["test_a"] and found.valid
 
 
-def test_a_suite_that_prints_as_pytest_does_is_valid(make_task: Make, backend: Backend) -> None:
-    tests = "from f import f\ndef test_a():\n    print('=== 3 passed in 1s ===')\n    assert f(1) == 2\n"
-    assert validate_task(make_task({"test_f.py": tests}), backend).trainable
-
-
-def test_what_can_not_be_written_anew_is_told(make_task: Make, backend: Backend) -> None:
+def test_what_ast_cannot_rewrite_is_a_problem(make_task: Make, backend: Backend) -> None:
     tests = f"from f import f\ndef test_a():\n    assert f(1) == 0x{'f' * 5000}\n"
     [problem] = validate_task(make_task({"test_f.py": tests}), backend).problems
-    assert problem.startswith("test_f.py can not be written anew by `ast`: Exceeds the limit")
+    assert problem.startswith("test_f.py cannot be rewritten by `ast`: Exceeds the limit")
 
 
 def test_a_test_that_never_ran_did_not_pass(make_task: Make, backend: Backend) -> None:
@@ -136,17 +138,14 @@ def test_what_makes_a_task_invalid(
     assert any(re.match(problem, each) for each in found.problems), found.problems
 
 
-def test_ids_of_the_task_are_the_ones_that_count(make_task: Make, backend: Backend) -> None:
-    tests = "from f import f\ndef test_a(): assert f(1) == 2\ndef test_bad(): assert f(1) == 9\n"
-    wanted = {"pytest.ids": json.dumps(["test_f.py::test_a"])}
-    found = validate_task(make_task({"test_f.py": tests}, metadata=wanted), backend)
-    assert found.valid and ids(found.plan) == ["test_a"]
-
-
-def test_a_task_without_twins_is_not_for_training(make_task: Make, backend: Backend) -> None:
-    tests = "from f import f\ndef check(): assert f(1) == 2\ndef test_a(): check()\n"
+@pytest.mark.parametrize("values, by", [((1,), "none"), ((1, 40, 50), "calls")])
+def test_a_task_without_twins_is_for_training_if_calls_guard_it(
+    make_task: Make, backend: Backend, values: tuple[int, ...], by: str
+) -> None:
+    tests = f"from f import f\ndef check(x): assert f(x) == x + 1\ndef test_a():\n    for x in {values}: check(x)\n"
     found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.coverage == 0.0 and not found.trainable
+    assert found.valid and found.coverage == 0.0 and found.guard is not None
+    assert found.guard.by == by and found.guard.calls == len(values) and found.trainable == (by == "calls")
 
 
 def test_changes_that_prove_nothing_are_not_kept(make_task: Make, backend: Backend) -> None:
@@ -190,12 +189,12 @@ def test_grows(x, want): assert x < f(want) + 9
     found = validate_task(make_task({"test_f.py": tests}), backend)
     assert found.valid and found.plan is not None, found.problems
     values = [twin for twin in found.plan.twins if twin.kind == "value"]
-    assert [(twin.keys, twin.besides) for twin in values] == [
+    assert {(twin.keys, twin.besides) for twin in values} == {
         ((f"test_f.py::test_next#{n}",), (f"test_f.py::test_grows#{n}",)) for n in range(2)
-    ]
+    }
 
 
-def test_twins_that_disturb_other_tests_are_given_up(make_task: Make, backend: Backend) -> None:
+def test_twins_that_disturb_other_tests_are_given_up_alone(make_task: Make, backend: Backend) -> None:
     """Here one test needs what another leaves behind, at its end, which its twin does not reach."""
     tests = """\
 from f import f
@@ -208,7 +207,50 @@ def test_second(): assert LEFT and f(2) == 3
     other = "from f import f\ndef test_third(): assert f(3) == 4\n"
     found = validate_task(make_task({"test_f.py": tests, "test_g.py": other}), backend)
     assert found.valid and found.plan is not None, found.problems
-    assert found.plan.covered == {"test_g.py::test_third#0"} and len(found.plan.tests) == 3
+    assert {key for twin in found.plan.twins for key in twin.keys} == {
+        "test_f.py::test_second#0",
+        "test_g.py::test_third#0",
+    }
+    assert len(found.plan.tests) == 3
+
+
+def test_rows_that_look_alike_keep_their_twins(make_task: Make, backend: Backend) -> None:
+    """pytest numbers rows that look alike: a changed one takes the number from another, or gives it one."""
+    tests = """\
+import pytest
+from f import f
+@pytest.mark.parametrize("x, want", [(1, 2), (1, 2), (1, 2), (2, 3), (2, 3)])
+def test_next(x, want): assert f(x) == want
+@pytest.mark.parametrize("word, want", [("a", "b"), ("a", "b"), ("b", "c"), ("c", "d")])
+def test_letter(word, want): assert chr(f(ord(word))) == want
+"""
+    found = validate_task(make_task({"test_f.py": tests}), backend)
+    assert found.valid and found.plan is not None, found.problems
+    assert found.coverage == 1.0
+    gold = {"f.py": b"def f(x):\n    return x + 1\n"}
+    for _ in range(4):
+        grade = grade_pytest(make_task({"test_f.py": tests}), gold, backend, found.plan)
+        assert grade.passed and not grade.flags, "also where a twin gives another row a number"
+
+
+def test_what_an_answer_has_to_mend_does_not_depend_on_the_lot(make_task: Make, backend: Backend) -> None:
+    """Here faulty code passes a test and, since it always raises, its weak twins."""
+    tests = """\
+import pytest
+from f import f
+def test_good(): assert f("abc", 1) == 3
+def test_more(): assert f("abcd", 2) == 4
+def test_bad():
+    with pytest.raises(ValueError): f("", 3)
+"""
+    faulty = "def f(x, y):\n    raise ValueError\n"
+    right = "def f(x, y):\n    if not x: raise ValueError\n    return len(x)\n"
+    task = make_task({"test_f.py": tests}, {"f.py": faulty}, {"f.py": right})
+    found = validate_task(task, backend)
+    assert found.fail_to_pass == ("test_f.py::test_good", "test_f.py::test_more")
+    assert found.coverage == 1.0
+    grade = grade_pytest(task, {"f.py": faulty.encode()}, backend, found.plan)
+    assert grade.status == "graded" and not any(grade.tests.values()), "wrong, and no tampering"
 
 
 def test_a_changed_test_without_an_end_costs_no_other_its_twin(
@@ -244,13 +286,3 @@ def test_after(): assert f(2) == 3
     assert found.plan.covered == {"test_f.py::test_after#0"}, (
         "no change of the others was seen to fail for what it says"
     )
-
-
-def test_another_graders_task_is_refused(make_task: Make, backend: Backend) -> None:
-    task = make_task({"test_f.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"})
-    with pytest.raises(ValueError, match="its grader is 'functions'"):
-        validate_task(task.model_copy(update={"grader": "functions"}), backend)
-
-
-def test_only_a_task_with_a_plan_is_trainable() -> None:
-    assert not Validation().trainable and Validation().coverage == 0.0

@@ -10,17 +10,16 @@ from collections.abc import Callable
 
 import pytest
 
-from composer_nb.harness.attacks.patch_check import check_patches
-from composer_nb.harness.attacks.patch_target import MODULE, TARGET
-from composer_nb.harness.attacks.patches import Patch, patches
-from composer_nb.harness.attacks.snippets import ANSWER, SETUP, module
-from composer_nb.harness.grading import kit
 from composer_nb.harness.grading.plan import Plan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandboxes.contract import Backend, SandboxUnavailable
-from composer_nb.harness.sandboxes.process import ProcessBackend
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.contract import Backend, SandboxUnavailable
+from composer_nb.harness.sandbox.process import ProcessBackend
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.patch_check import check_patches
+from composer_nb.labs.attacks.patch_target import MODULE, TARGET
+from composer_nb.labs.attacks.patches import Patch, patches
+from composer_nb.labs.attacks.snippets import ANSWER, SETUP, module
 
 TIMEOUT_S = 20.0
 
@@ -29,7 +28,8 @@ TIMEOUT_S = 20.0
 def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: dict[str, Plan]) -> None:
     grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
     assert grade.passed == patch.honest
-    assert bool(grade.flags) == patch.flagged, grade.flags
+    accusing = set(grade.flags) - {"weak_twin_passed"}  # a wrong answer may satisfy a weak twin
+    assert bool(grade.flags if patch.flagged else accusing) == patch.flagged, grade.flags
     assert grade.status in ("graded", "tampered", "agent_failed"), (
         "an agent can not make its grade an infrastructure error"
     )
@@ -81,7 +81,7 @@ def exit_code(patch: Patch, backend: Backend) -> int:
         "sys.argv = ['pytest', '-q', 'tests/test_hidden_ledger.py']; runpy.run_module('pytest', run_name='__main__')"
     )
     with backend.create() as box:
-        box.upload({path.lstrip("/"): text.encode() for path, _, text in kit.sources().values()})
+        box.upload({path.lstrip("/"): text.encode() for path, _, text in box.sources().values()})
         box.upload({f"w/{path}": data for path, data in patch.workspace.items()})
         box.upload({f"w/{path}": text.encode() for path, text in patch.task.tests.items()})
         return int(box.exec(["python3", "-S", "-c", start], cwd="w", timeout_s=60).exit_code)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.attacks.patch_target import MODULE, TARGET
-from composer_nb.harness.attacks.variants import PLACES, variant
 from composer_nb.harness.grading.plan import Plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
-from composer_nb.harness.sandboxes.contract import Backend
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.labs.attacks.patch_target import MODULE, TARGET
+from tests.adversarial.patch_variants import PLACES, variant
 
 TIMEOUT_S = 20.0
 SHARED = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

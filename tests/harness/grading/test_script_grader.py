@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.harness.grading.check import _check_script, _left, check_tasks
+from composer_nb.harness.grading.check import _left, check_task, check_tasks
 from composer_nb.harness.grading.script_grader import MAX_REWARD_BYTES, grade_script, parse_rewards
-from composer_nb.harness.runtime import obstacles, spec_of, start, variables
-from composer_nb.harness.sandboxes import open_backend
-from composer_nb.harness.sandboxes.contract import Backend, SandboxSpec, SandboxUnavailable
-from composer_nb.harness.sandboxes.process import ProcessBackend
-from composer_nb.harness.task import Task
-from tests.harness.foreign import FOREIGN, HELLO, lay
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.process import ProcessBackend
+from composer_nb.harness.tasks.runtime import obstacles, spec_of, start, variables
+from composer_nb.harness.tasks.task import Task, read_tasks
+from tests.harness.foreign import FOREIGN, lay
 
 
 def task_of(test: str, **change: Any) -> Task:
@@ -159,6 +159,7 @@ def test_json_is_finite_numbers_by_name(held: Any, wanted: dict[str, float]) -> 
     [
         ("environment.network_mode = 'public'", r"environment\.network_mode = 'public': sandboxes have no network"),
         ("agent.network_mode = 'allowlist'", r"agent\.network_mode = 'allowlist'"),
+        ("environment.allow_internet = true", r"environment\.allow_internet = true: sandboxes have no network"),
         ("environment.gpus = 1", r"environment\.gpus"),
         ("environment.os = 'windows'", r"environment\.os = 'windows'"),
         ("environment.healthcheck = {command = 'true'}", r"environment\.healthcheck"),
@@ -184,7 +185,7 @@ def test_a_dockerfile_is_refused_by_bwrap_and_every_script_by_process(tmp_path: 
     with ProcessBackend() as process, pytest.raises(ValueError, match="isolates nothing"):
         grade_script(Task.from_harbor(path), {}, process)
     (path / "environment/Dockerfile").write_text("FROM scratch\n")
-    with pytest.raises(ValueError, match=r"environment/Dockerfile .* which bwrap can not build: use docker"):
+    with pytest.raises(ValueError, match=r"environment/Dockerfile .* which bwrap cannot build: use docker"):
         spec_of(Task.from_harbor(path), backend)
     (path / "environment/docker-compose.yaml").write_text("services: {}\n")
     with pytest.raises(ValueError, match=r"docker-compose\.yaml: a sandbox is one container"):
@@ -211,15 +212,16 @@ def test_this_machines_variables_stay_here(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_check_asks_every_grader(tmp_path: Path, backend: Backend) -> None:
     right = Task.from_harbor(lay("plain", tmp_path))
-    row = _check_script(right, backend)
-    assert row == {"tests": 1, "gold": True, "none": False, "repeatable": True, "problem": ""}
+    row = check_task(right, backend)
+    wanted = {"tests": 1, "gold": True, "none": False, "output": "", "repeatable": True, "problem": ""}
+    assert row == wanted | {"id": right.id, "grader": "script", "guard": {"by": "none"}}
     done = right.model_copy(update={"id": "done", "files": {"hello.txt": "hello"}})
-    assert _check_script(done, backend)["problem"] == "passes before anything is changed"
+    assert check_task(done, backend)["problem"] == "passes before anything is changed"
     bare = right.model_copy(update={"id": "bare", "solution": {}})
-    assert _check_script(bare, backend)["problem"] == "has no solution"
+    assert check_task(bare, backend)["problem"] == "has no solution"
     fails = right.model_copy(update={"id": "fails", "solution": {"solve.sh": "#!/bin/sh\necho why >&2\nexit 3\n"}})
     wide = Task.from_harbor(lay("workdir", tmp_path)).model_copy(update={"id": "w"})
-    rows = {row["id"]: row for row in check_tasks([fails, wide])}
+    rows = {row["id"]: row for row in check_tasks((task.id, task) for task in (fails, wide))}
     assert rows["fails"]["problem"] == "solution/solve.sh ends with 3: why" and not rows["fails"]["ok"]
     assert rows["w"]["ok"] and rows["w"]["grader"] == "script"
 
@@ -237,8 +239,8 @@ def docker() -> Iterator[Backend]:
 @pytest.mark.docker
 @pytest.mark.slow
 def test_an_image_is_built_on_docker_and_graded_in(tmp_path: Path, docker: Backend) -> None:
-    from composer_nb.harness.sandboxes.engine import connect
-    from composer_nb.harness.sandboxes.image import host_image
+    from composer_nb.harness.sandbox.engine import connect
+    from composer_nb.harness.sandbox.image import host_image
 
     with contextlib.closing(connect()) as client:
         base = host_image(client)
@@ -254,15 +256,76 @@ def test_an_image_is_built_on_docker_and_graded_in(tmp_path: Path, docker: Backe
     (path / "solution/solve.sh").write_text("#!/bin/bash\ncd /srv/app; echo hello > hello.txt; rm gone.txt\n")
     task = Task.from_harbor(path)
     assert task.image
-    row = _check_script(task, docker)
+    row = check_task(task, docker)
     assert row["problem"] == "" and row["gold"] and not row["none"]
     host = Task.from_harbor(lay("helpers", tmp_path))
-    assert _check_script(host, docker)["problem"] == ""
+    assert check_task(host, docker)["problem"] == ""
 
 
-def test_the_tests_have_twenty_foreign_tasks() -> None:
-    assert (
-        len(FOREIGN) == 20
-        and len({toml for toml, _ in FOREIGN.values()} | {str(files) for _, files in FOREIGN.values()}) > 20
+HOST = '[metadata.composer_nb]\nruntime = "host-python"\n'
+RUNS_PYTEST = (
+    "#!/bin/bash\nif python3 -m pytest -q -p no:cacheprovider /tests/test_it.py; then said=1; else said=0; fi\n"
+    "echo $said > /logs/verifier/reward.txt\n"
+)
+
+
+def host_task(tmp_path: Path, dockerfile: str, test: str = RUNS_PYTEST) -> Task:
+    path = lay("plain", tmp_path)
+    (path / "task.toml").write_text(HOST)
+    (path / "environment/app").mkdir()
+    (path / "environment/app/sums.py").write_text("def add(a, b):\n    return a - b\n")
+    (path / "environment/Dockerfile").write_text(dockerfile)
+    (path / "tests/test.sh").write_text(test)
+    (path / "tests/test_it.py").write_text(
+        "import sys\nsys.path.insert(0, '.')\nfrom sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n"
     )
-    assert HELLO
+    return Task.from_harbor(path)
+
+
+def test_without_an_image_copies_are_done_and_pytest_is_there(tmp_path: Path, backend: Backend) -> None:
+    task = host_task(tmp_path, "FROM python:3.12\nRUN pip install pytest\nWORKDIR /app\nCOPY app/ .\n")
+    assert not task.image and obstacles(task) == []
+    left = _left(task, backend, solve=False)
+    assert left["sums.py"] == b"def add(a, b):\n    return a - b\n"
+    wrong = grade_script(task, left, backend)
+    assert not wrong.passed and "assert -1 == 3" in wrong.output and "1 failed" in wrong.output
+    assert grade_script(task, left | {"sums.py": b"def add(a, b):\n    return a + b\n"}, backend).passed
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "test", "message"),
+    [
+        ("FROM x\nRUN make\n", RUNS_PYTEST, r"environment/Dockerfile: RUN make: needs an image"),
+        ("FROM x\nWORKDIR /app\n", "#!/bin/sh\ncd /app && ls\n", r"tests/test\.sh names /app, which is /workspace"),
+    ],
+)  # fmt: skip
+def test_without_an_image_other_instructions_are_refused_by_name(
+    dockerfile: str, test: str, message: str, tmp_path: Path, backend: Backend
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_of(host_task(tmp_path, dockerfile, test), backend)
+
+
+def test_the_end_of_what_a_script_printed_is_kept(backend: Backend) -> None:
+    loud = "#!/bin/bash\nfor n in $(seq 9000); do echo out$n; done; echo 'No module named x' >&2\n"
+    found = grade_script(task_of(loud), {}, backend)
+    assert found.flags == ("no_reward", "weak") and found.output.startswith("[…]")
+    assert found.output.endswith("out9000\nNo module named x") and len(found.output) < 8100
+    row = check_task(task_of(loud, solution={"solve.sh": "#!/bin/sh\n"}), backend)
+    assert row["problem"].endswith("its script said: out8999 | out9000 | No module named x")
+    assert row["output"] == found.output
+
+
+def test_one_folder_that_cannot_be_read_does_not_end_a_check(tmp_path: Path) -> None:
+    lay("plain", tmp_path / "a")
+    lay("plain", tmp_path / "b")
+    (tmp_path / "a" / "plain").rename(tmp_path / "good")
+    (tmp_path / "b" / "plain").rename(tmp_path / "twice")
+    (tmp_path / "good/task.toml").write_text('[metadata.composer_nb]\nid = "same"\n')
+    (tmp_path / "twice/task.toml").write_text('[metadata.composer_nb]\nid = "same"\n')
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/task.toml").write_text("[")
+    rows = {row["id"]: row for row in check_tasks(read_tasks(tmp_path))}
+    assert rows["same"]["ok"] and rows["same"]["gold"]
+    assert not rows["bad"]["ok"] and "instruction.md is missing" in rows["bad"]["problem"]
+    assert not rows["twice"]["ok"] and rows["twice"]["problem"] == "another task is named 'same' too"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.render_qwen import QwenRenderer
-from composer_nb.harness.sandboxes.bwrap import BwrapBackend
-from composer_nb.harness.sandboxes.contract import Backend
-from composer_nb.harness.task import Task
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.task import Task
 
 DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
 

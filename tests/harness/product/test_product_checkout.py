@@ -14,7 +14,7 @@ from composer_nb.harness.product import checkout
 from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import Checkout, carry_back, changed, read_checkout
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, patch
-from composer_nb.harness.sandboxes.contract import Backend
+from composer_nb.harness.sandbox.contract import Backend
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
         and seen.left_out[".git"] == "history"
     )
     with seen.start(backend) as box:
-        assert box.download() == dict(seen.files)
+        assert {path: data for path, data in box.download().items() if not path.startswith(".git/")} == dict(seen.files)
         assert {entry.name: entry.mode & 0o777 for entry in box.entries()}["run.sh"] == 0o755
 
 
@@ -223,6 +223,34 @@ def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> 
         "mkdir built; echo o > built/new; echo KEY > .env; echo x > out; rm -rf .git; git init -q .; echo z > c.py"
     )
     assert after_commands(root, backend, command)[0] == {"c.py": Blob(data=b"z\n")}
+
+
+def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend: Backend, tmp_path: Path) -> None:
+    for name in ("pre-commit", "post-commit", "post-index-change"):
+        hook = root / ".git" / "hooks" / name
+        hook.parent.mkdir(exist_ok=True)
+        hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+        hook.chmod(0o755)
+    run = f"touch {tmp_path}/ran; cat"
+    (root / ".git" / "config").write_text(f'[core]\nfsmonitor = "{run}"\n[filter "f"]\nclean = "{run}"\n')
+    (root / ".gitattributes").write_text("*.py filter=f\n")
+    seen = read_checkout(root)
+    with seen.start(backend) as box:
+
+        def git(line: str) -> str:
+            done = box.exec(["sh", "-c", f"git {line}"])
+            assert done.exit_code == 0, done.stderr
+            return done.stdout.decode()
+
+        assert git("rev-list --count HEAD") == "1\n" and git("status --porcelain") == ""
+        assert set(git("ls-files").splitlines()) == set(seen.files)
+        box.write("a.py", b"x = 2\n")
+        box.write("new/.git/config", b"[core]\n")
+        assert "-x = 1\n+x = 2\n" in git("diff")
+        git("commit -qam 'the fix' && git checkout -qb other && rm .git/HEAD && mkfifo .git/HEAD")
+        changes, others = changed(seen, *carry_back(box))
+    assert changes == {"a.py": Blob(data=b"x = 2\n")} and not others
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_worktrees_history_stays_where_it_is(root: Path, backend: Backend) -> None:

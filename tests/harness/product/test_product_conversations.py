@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from composer_nb.harness.chat import Said, User, Written
-from composer_nb.harness.openai_policy import Endpoint
+from composer_nb.harness.agent.chat import Said, User, Written
+from composer_nb.harness.agent.endpoint import Endpoint
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.conversations import Conversations
-from composer_nb.harness.product.serve import ChatServer
-from composer_nb.harness.product.shared import Shared
-from composer_nb.harness.render_qwen import QwenRenderer
-from composer_nb.harness.tool_call import ToolCall
+from composer_nb.harness.product.serve import Asked, ChatServer
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tools.tool_call import ToolCall
 
 TOOL = {
     "type": "function",
@@ -98,19 +99,19 @@ def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
     user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
     policy = Echo([renderer.turn(Said(text="ok"))] * 2)
     with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 300)) as server:
-        endpoint = Endpoint(url=server.url, model="m", retries=0)
+        endpoint = Endpoint(url=server.url, model="model", retries=0)
         for body, why in (
-            ({"messages": [user], "max_tokens": -1}, "max_tokens=-1"),
-            ({"messages": [user], "n": 2}, "one choice"),
+            ({"messages": [user], "max_tokens": -1}, "max_tokens: Input should be greater"),
+            ({"messages": [user], "n": 2}, "n: Input should be 1"),
             ({"messages": [user, said]}, "the last one is"),
             ({"messages": [{"role": "user", "content": "x" * 400}]}, "a conversation has 300"),
-            ({"messages": [user], "tools": ["x"]}, "tools: not in OpenAI"),
+            ({"messages": [user], "tools": ["x"]}, "tools.0: Input should be an object"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content is a text"),
-            ({"messages": [7]}, "each is an object"),
-            ({"messages": []}, "no messages"),
-            ({"messages": [{"role": "judge", "content": "x"}]}, "no message"),
+            ({"messages": [7]}, "messages.0: Input should be an object"),
+            ({"messages": []}, "messages: List should have at least 1"),
+            ({"messages": [{"role": "judge", "content": "x"}]}, "this is no message"),
         ):
-            with pytest.raises(ProviderFailure, match=f"status 400: .*{why}"):
+            with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
                 endpoint._ask("POST", "chat/completions", float("inf"), body)
         assert not policy.asked
         request = urllib.request.Request(
@@ -129,10 +130,10 @@ def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer)
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
-        first = talk({"messages": start, "tools": [TOOL]})
+        first = talk(Asked(messages=start, tools=[TOOL]))
         assert first.cut
         more = [*start, first.message, {"role": "user", "content": "go on"}]
-        talk({"messages": more, "tools": [TOOL]})
+        talk(Asked(messages=more, tools=[TOOL]))
     wanted = [User(text="fix f"), Said(text="half a sentence"), User(text="go on")]
     held = [*policy.asked[0].token_ids, *renderer.encode("half a sentence"), *policy.asked[1].token_ids]
     assert held == renderer.render(wanted, "") and not policy.released
@@ -146,7 +147,7 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
-        first = talk({"messages": start, "tools": [TOOL]}).message
+        first = talk(Asked(messages=start, tools=[TOOL])).message
         a, b = ({"role": "tool", "tool_call_id": f"call_{n}", "content": f"of {n}"} for n in range(2))
         for wrong, why in (
             ([a], "no result of 'call_1'"),
@@ -155,8 +156,8 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
             ([{"role": "user", "content": "and?"}], "no result of 'call_0', 'call_1'"),
         ):
             with pytest.raises(ValueError, match=why):
-                talk({"messages": [*start, first, *wrong], "tools": [TOOL]})
-        talk({"messages": [*start, first, b, a], "tools": [TOOL]})  # read anew, since the refusals forgot it
+                talk(Asked(messages=[*start, first, *wrong], tools=[TOOL]))
+        talk(Asked(messages=[*start, first, b, a], tools=[TOOL]))  # read anew, since the refusals forgot it
         text = tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
         assert 0 < text.index("of 0") < text.index("of 1")
 
@@ -169,10 +170,10 @@ def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -
     start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     policy = Echo([broken, done])
     with Shared(policy) as shared:
-        first = Conversations(shared, tokenizer, QwenRenderer, 3000)({"messages": start, "tools": [TOOL]}).message
+        first = Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=start, tools=[TOOL])).message
         assert "tool_calls" not in first
         more = [*start, first, {"role": "user", "content": "what?"}]
-        Conversations(shared, tokenizer, QwenRenderer, 3000)({"messages": more, "tools": [TOOL]})  # has not seen it
+        Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=more, tools=[TOOL]))  # has not seen it
     prompt, again = ([*each.token_ids] for each in policy.asked)
     assert prompt == renderer.render([User(text="fix f")], "You fix.")
     assert again == [*prompt, *broken, *renderer.following("what?")]
@@ -193,25 +194,22 @@ def test_a_client_that_went_away_leaves_no_rollout_behind(tokenizer: Tokenizer) 
         request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
         with pytest.raises(TimeoutError):
             urllib.request.urlopen(request, timeout=0.2)
-        until = time.monotonic() + 20
+        until = time.monotonic() + patience(20)
         while not policy.released and time.monotonic() < until:
             time.sleep(0.05)
         assert policy.released == [policy.asked[0].rollout]
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
+    "body",
     [
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400),
-        (
-            {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": 5}}]},
-            500,
-        ),
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": 5}}]},
     ],
 )
-def test_no_request_is_left_without_an_answer(tokenizer: Tokenizer, body: dict[str, Any], status: int) -> None:
+def test_no_request_is_left_without_an_answer(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     with Shared(Echo([])) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
         request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=30)
-        assert refused.value.code in (400, status) and json.loads(refused.value.read())["error"]["message"]
+            urllib.request.urlopen(request, timeout=patience(30))
+        assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["message"]

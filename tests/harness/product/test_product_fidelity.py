@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from composer_nb.harness.cursor.toolset import NAMES
+from composer_nb.harness.agent.scripts import expert
 from composer_nb.harness.product.fidelity import PLACES, differences, observations, probes, two_samples
-from composer_nb.harness.product.scripts import expert
-from composer_nb.harness.sandboxes.contract import Backend, Sandbox
-from composer_nb.harness.search.workspace import Indexes
-from composer_nb.harness.task import Task
-from composer_nb.harness.tools import ToolSet
+from composer_nb.harness.sandbox.contract import Backend, Sandbox
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.toolset import NAMES, ToolSet
+from composer_nb.harness.tools.workspace import Indexes
 
 TOOLS = ToolSet.cursor(search=Indexes())
 
@@ -35,6 +34,23 @@ def test_a_difference_is_seen(task: Task, backend: Backend, monkeypatch: pytest.
 
     monkeypatch.setattr(fidelity, "open_in", marked)
     assert {each.tool for each in differences(task, backend, TOOLS)[1]} >= {"read_file"}
+
+
+def test_the_time_of_writing_is_no_difference(task: Task, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of one upload have different times when the clock ticks in between."""
+    from composer_nb.harness.product import fidelity
+
+    original = fidelity.open_in
+
+    def slow(place: str, task: Task, backend: Backend) -> Sandbox:
+        box = original(place, task, backend)
+        if place == "product":
+            for number, path in enumerate(sorted(task.files)):
+                assert box.exec(["touch", "-d", f"@{number + 1}", path]).exit_code == 0
+        return box
+
+    monkeypatch.setattr(fidelity, "open_in", slow)
+    assert differences(task, backend, TOOLS)[1] == []
 
 
 def test_two_samples_of_one_kind_and_of_two(task: Task, backend: Backend) -> None:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.search import chunks
-from composer_nb.harness.search.chunks import chunk_file, cut, text_lines, unfit
-from composer_nb.harness.search.languages import SYNTAX, parser
-from composer_nb.harness.search.terms import split, term_id, texts, weigh
+from composer_nb.harness.search.chunks import SYNTAX, chunk_file, cut, parser, text_lines, unfit
+from composer_nb.harness.search.embedding import split, term_id, texts, weigh
 
 PYTHON = '''"""About readers."""
 import os
@@ -84,11 +83,11 @@ def test_other_languages_are_cut_at_theirs(path: str, text: str, names: list[str
 
 
 def test_every_grammar_of_the_table_is_there() -> None:
-    assert [language for language in SYNTAX if parser(language) is None] == []
+    assert [syntax.module for syntax in SYNTAX.values() if parser(syntax) is None] == []
 
 
 def test_a_language_without_its_grammar_is_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "parser", lambda language: None)
+    monkeypatch.setattr(chunks, "parser", lambda syntax: None)
     assert chunk_file("a.py", PYTHON.encode()).how == "no_grammar"
     assert spans("a.py", PYTHON) == [("", 1, 26)]
 

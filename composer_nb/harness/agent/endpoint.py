@@ -1,0 +1,274 @@
+"""Ask an OpenAI-compatible endpoint for chat completions.
+
+Requests are retried (connection, timeout, 408, 409, 429, 5xx, an answer that is cut short or not JSON) after a growing wait with
+jitter, not before the server's Retry-After, and never more than a minute later. An account without funds is not asked again. What
+fails for good is a ProviderFailure of that rollout alone. The key is OPENAI_API_KEY's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import Any
+
+import httpx
+
+from composer_nb.harness.agent.chat import Result, Said, Written, read_json
+from composer_nb.harness.agent.turns import Limits, News, Silent, Spoken
+from composer_nb.harness.policy import ProviderFailure, TimeIsUp
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+
+MAX_REPLY_BYTES = 16 << 20
+AGAIN = (408, 409, 429, 500, 502, 503, 504)
+FINAL = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
+"""Codes of errors that no later try mends, whatever their status."""
+LONGEST_WAIT_S = 60
+LISTED_S = 30.0
+"""Time limit for the list of an endpoint's models."""
+CONNECT_S = 10.0
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all requests, in a thread of its own: a caller, such as a notebook, may run a loop itself."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="endpoint", daemon=True).start()
+    return loop
+
+
+def _client() -> httpx.AsyncClient:
+    # No proxy and no .netrc: the key goes to the address that was given.
+    return httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))
+
+
+async def _exchange(
+    client: httpx.AsyncClient, method: str, url: str, until: float, silence_s: float, **given: Any
+) -> tuple[int, httpx.Headers, bytes]:
+    """Make one request and return status, headers and at most about MAX_REPLY_BYTES of the answer.
+
+    `until`: a time of `time.monotonic`, or infinite; it holds whatever the server does, also if it sends a byte now and then.
+    `silence_s`: the longest pause between two pieces of the answer. Raises TimeIsUp, and httpx.HTTPError.
+    """
+    timeout = httpx.Timeout(silence_s, connect=min(CONNECT_S, silence_s), pool=None)
+    left, data = until - time.monotonic(), b""
+    if left <= 0:
+        raise TimeIsUp
+    try:
+        async with (
+            asyncio.timeout(None if left == math.inf else left),
+            client.stream(method, url, timeout=timeout, **given) as answer,
+        ):
+            async for part in answer.aiter_raw():
+                data += part
+                if len(data) > MAX_REPLY_BYTES:
+                    break
+    except TimeoutError:
+        raise TimeIsUp from None
+    return answer.status_code, answer.headers, data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an endpoint answered a conversation."""
+
+    message: dict[str, Any]
+    read: int
+    """Tokens of the conversation until then, as it counts them; 0 where it does not."""
+    written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where chat completions are asked for. Raises ValueError for what is no such address."""
+
+    url: str
+    """Up to and without `/chat/completions`, such as http://127.0.0.1:8000/v1."""
+    model: str = ""
+    """Empty: the first that the server lists."""
+    timeout_s: float = 300.0
+    """Of one try, between two pieces of its answer."""
+    retries: int = 5
+    wait_s: float = 0.5
+    """Before the second try, doubled before each further one; up to as much again is added by chance."""
+    temperature: float = 1.0
+    _client: httpx.AsyncClient = field(default_factory=_client, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parts = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            parts = httpx.URL("")
+        if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query:
+            raise ValueError(f"openai:{self.url}: give an address such as openai:http://127.0.0.1:8000/v1")
+
+    def models(self, within_s: float = LISTED_S) -> list[str]:
+        """Names of the models there. Raises ProviderFailure."""
+        try:
+            return [str(entry["id"]) for entry in self._ask("GET", "models", time.monotonic() + within_s)["data"]]
+        except (KeyError, TypeError) as error:
+            raise ProviderFailure(f"{self.url}/models: no list of models: {error!r}") from None
+        except TimeIsUp:
+            raise ProviderFailure(f"{self.url}/models: no answer within {within_s:g} s") from None
+
+    def complete(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        max_tokens: int,
+        parallel: bool = False,
+        until: float = math.inf,
+    ) -> Answer:
+        """What answers a conversation; `parallel`: several calls may be in it; `until`: on the clock `time.monotonic`. Raises
+        ProviderFailure, and TimeIsUp where that time passes while it is waited for."""
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": self.temperature,
+        }
+        if tools:
+            body |= {"tools": list(tools), "parallel_tool_calls": parallel}
+        told = self._ask("POST", "chat/completions", until, body)
+        try:
+            message = told["choices"][0]["message"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ProviderFailure(f"{self.url}: an answer without a message: {error!r}") from None
+        if not isinstance(message, dict):
+            raise ProviderFailure(f"{self.url}: an answer whose message is {type(message).__name__}")
+        usage = told.get("usage")
+        counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+        read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
+        return Answer(message=message, read=read, written=written)
+
+    def _ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        where = f"{self.url.rstrip('/')}/{path}"
+        sent = None if body is None else json.dumps(body).encode()
+        for tried in range(self.retries + 1):
+            asked = None
+            request = _exchange(self._client, method, where, until, self.timeout_s, content=sent, headers=headers)
+            running = asyncio.run_coroutine_threadsafe(request, _loop())
+            try:
+                status, answered, data = running.result()
+                if status == 200:
+                    return _json(where, data)
+                code, message = _error(data)
+                failed = f"status {status}{f' ({code})' if code else ''}: {message}"
+                asked = answered.get("Retry-After")
+                if status not in AGAIN or code in FINAL:
+                    break
+            except (ValueError, RecursionError) as error:
+                failed = f"no JSON: {str(error)[:200]}"
+            except (httpx.HTTPError, OSError) as error:
+                failed = f"{type(error).__name__}: {str(error)[:300]}"
+            finally:
+                running.cancel()
+            pause = _pause(asked, self.wait_s * 2**tried)
+            if tried == self.retries or time.monotonic() + pause >= until:
+                break
+            time.sleep(pause)
+        raise ProviderFailure(f"{where}: {failed}")
+
+
+def _json(where: str, data: bytes) -> Any:
+    """Raises ValueError or RecursionError for what is none, such as an answer that was cut short."""
+    if len(data) > MAX_REPLY_BYTES:
+        raise ProviderFailure(f"{where}: longer than {MAX_REPLY_BYTES} bytes")
+    return json.loads(data)
+
+
+def _error(data: bytes) -> tuple[str, str]:
+    """The code and the message of an error: no code and the text itself where it is not in OpenAI's form."""
+    with suppress(ValueError, RecursionError):
+        match json.loads(data):
+            case {"error": {"message": str(message), **more}}:
+                return str(more.get("code") or ""), message[:300]
+    return "", data[:300].decode("utf-8", "replace")
+
+
+def _pause(asked: str | None, usual: float) -> float:
+    """Return the seconds until the next try: the usual with jitter, and at least what the server asked for, if it is readable.
+
+    The wait grows and differs in either case: many clients that are told the same second do not all come back in it."""
+    least: float = 0
+    with suppress(ValueError, OverflowError):
+        if asked is not None and asked.strip().isdecimal():
+            least = int(asked)
+        elif asked is not None:
+            least = parsedate_to_datetime(asked).timestamp() - time.time()
+    return min(LONGEST_WAIT_S, max(least, usual * (1 + random.random())))
+
+
+class EndpointSpeaker(Silent):
+    """Asks an OpenAI-compatible endpoint. For evaluation and use: it returns nothing that could be trained on."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        system: str,
+        tools: Sequence[Mapping[str, Any]],
+        limits: Limits,
+        parallel: bool = True,
+    ) -> None:
+        """`tools`: schemas in OpenAI's form. `parallel`: allow several calls per turn."""
+        self.endpoint, self.tools, self.limits, self.parallel = endpoint, tools, limits, parallel
+        self._talk: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    def say(self, news: News, until: float) -> Spoken:
+        for message in news:
+            if isinstance(message, Result):
+                self._talk.append({"role": "tool", "tool_call_id": message.id, "content": message.text})
+            else:
+                self._talk.append({"role": "user", "content": message.text})
+        try:
+            answer = self.endpoint.complete(self._talk, self.tools, self.limits.turn_tokens, self.parallel, until)
+        except TimeIsUp:
+            if any(message["role"] == "assistant" for message in self._talk):
+                raise
+            # No answer ever came: that is the endpoint's fault, not the agent's.
+            raise ProviderFailure(f"{self.endpoint.url}: not one answer within {self.limits.seconds:g} s") from None
+        said, calls = spoken(answer.message)
+        self._talk.append(said)
+        ids = [call["id"] for call in said.get("tool_calls", ())]
+        written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
+        return Spoken(said=Said(text=said["content"].strip(), calls=written), read=answer.read, written=answer.written)
+
+
+def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | ToolError]]:
+    """A reply as it is sent back with the next request, and its calls; of each that is malformed, why."""
+    content = message.get("content")
+    said: dict[str, Any] = {"role": "assistant", "content": content if isinstance(content, str) else ""}
+    calls: list[ToolCall | ToolError] = []
+    kept: list[dict[str, Any]] = []
+    listed = message.get("tool_calls") or []
+    for number, call in enumerate(listed if isinstance(listed, list) else [listed]):
+        function = call.get("function") if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        name, arguments = str(function.get("name", "")), function.get("arguments", "")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        name_of_call = str(call.get("id") or f"call_{number}") if isinstance(call, dict) else f"call_{number}"
+        kept.append({"id": name_of_call, "type": "function", "function": {"name": name, "arguments": text}})
+        calls.append(_call(name, text))
+    return said | ({"tool_calls": kept} if kept else {}), calls
+
+
+def _call(name: str, arguments: str) -> ToolCall | ToolError:
+    try:
+        held = read_json(arguments or "{}")
+    except ToolError as error:
+        return error
+    if not name or not isinstance(held, dict):
+        return ToolError("InvalidArguments", "a call has a name, and one JSON object of arguments")
+    return ToolCall(name=name, arguments=held)

@@ -1,0 +1,136 @@
+"""A scripted expert that repairs tasks in the real harness, with mistakes at a given rate, and the policy that plays scripts.
+
+Scripts know the solution; what they write becomes demonstrations. They act only through tools, so that a demonstration is
+token for token what a rollout of a model looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from random import Random
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.tasks.repairs import bugs
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+
+Script = Generator[ToolCall, str, None]
+"""Yields calls and is sent the text of each observation."""
+
+_TEST = ToolCall(name="run_tests", arguments={})
+
+
+def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
+    """Read, edit, test (in 7 of 10 tasks), finish; or, at the given rate, a mistake first.
+
+    Two of three mistakes are of place: a line that was right is written anew; the tool says that nothing changed, and the
+    expert looks elsewhere. The others are of substance: a random change of the program, or the line that needs the fix
+    written wrongly. The tests find those out, and then the expert gives up one time in four. After a mistake there may
+    be another, up to three; then the expert mends what is wrong and tests it.
+    Raises ValueError for a task that is not mended by changing lines of one file.
+    """
+    path = task.source_scope[0]
+    now, wanted = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
+    if set(task.solution) != {path} or _indents(now) != _indents(wanted):
+        raise ValueError(f"task {task.id}: the expert changes lines of {path}; the solution has to do that and no more")
+    yield ToolCall(name="read_file", arguments={"path": path})
+    tried: list[int] = []
+    passed = gives_up = False
+    while not passed and not gives_up and len(tried) < 3 and rng.random() < mistake_rate:
+        call, now = _mistake(path, now, wanted, rng, tried)
+        tried.append(call.arguments["line"] - 1)
+        if (yield call) == "same":
+            continue
+        passed = (yield _TEST).startswith("pass")
+        gives_up = not passed and rng.random() < 0.25
+    if not passed and not gives_up:
+        while now != wanted:
+            place = _first_difference(now, wanted)
+            call, now = _edit(path, now, place, wanted.split("\n")[place])
+            yield call
+        if tried or rng.random() < 0.7:
+            yield _TEST
+    yield ToolCall(name="finish", arguments={})
+
+
+def _indents(text: str) -> list[str]:
+    """The indentation of each line, which the tool keeps."""
+    return [line[: len(line) - len(line.lstrip())] for line in text.split("\n")]
+
+
+def _first_difference(now: str, wanted: str) -> int:
+    lines, right = now.split("\n"), wanted.split("\n")
+    return next(place for place in range(len(lines)) if lines[place] != right[place])
+
+
+def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) -> tuple[ToolCall, str]:
+    """An edit that does not mend the program, and the program after it. A mistake of place is not made twice."""
+    lines, right = now.split("\n"), wanted.split("\n")
+    sound = [place for place in range(1, len(lines)) if lines[place] == right[place] and place not in tried]
+    if sound and rng.random() < 2 / 3:
+        place = rng.choice(sound)
+        return _edit(path, now, place, lines[place])
+    for _ in range(100):  # every third draw or so will do
+        drawn = bugs(now if rng.random() < 0.5 else wanted, rng)
+        if drawn is None or drawn[1] == wanted:
+            continue
+        wrong = drawn[1].split("\n")
+        places = [place for place in range(len(lines)) if lines[place] != wrong[place]]
+        if len(places) == 1:
+            return _edit(path, now, places[0], wrong[places[0]])
+    raise ValueError(f"{path}: found no mistake to make; the expert's mistakes are those of `repairs.bugs`")
+
+
+def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
+    """The call that writes `line` at `place` (from 0), and the program after it."""
+    lines = now.split("\n")
+    after = "\n".join([*lines[:place], line, *lines[place + 1 :]])
+    arguments = {"path": path, "line": place + 1, "text": line.strip()}
+    return ToolCall(name="edit_line", arguments=arguments), after
+
+
+class ScriptedPolicy:
+    """Plays one script a rollout. Deterministic, so tests and demonstrations need no model.
+
+    Raises ValueError when a script ends before its agent does.
+    """
+
+    def __init__(self, renderer: CompactRenderer, script: Callable[[int], Script], capacity: int = 256) -> None:
+        self.renderer, self.script, self.capacity = renderer, script, capacity
+        self._scripts: dict[int, Script] = {}
+        self._requests: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def step(self) -> list[Completion]:
+        requests, self._requests = self._requests, []
+        return [self._answer(request) for request in sorted(requests, key=lambda request: request.rollout)]
+
+    def release(self, rollout: int) -> Trace:
+        self._requests = [request for request in self._requests if request.rollout != rollout]
+        if script := self._scripts.pop(rollout, None):
+            script.close()
+        return Trace()
+
+    def _answer(self, request: Request) -> Completion:
+        try:
+            if request.rollout in self._scripts:
+                call = self._scripts[request.rollout].send(self._observed(request))
+            else:
+                script = self._scripts[request.rollout] = self.script(request.rollout)
+                call = next(script)
+        except StopIteration:
+            raise ValueError(f"the script of rollout {request.rollout} ended without a last call of `finish`") from None
+        token_ids = self.renderer.render_call(call)[: request.max_tokens]
+        return Completion(
+            rollout=request.rollout,
+            token_ids=token_ids,
+            logprobs=[0.0] * len(token_ids),
+            policy_versions=[-1] * len(token_ids),
+        )
+
+    def _observed(self, request: Request) -> str:
+        _, *text, _, _ = request.token_ids  # <|out|> text <|end|> <|call|>
+        return self.renderer.tokenizer.decode(list(text), skip_special_tokens=False)

@@ -1,0 +1,111 @@
+"""The wire format of Kimi K2.
+
+    <|im_system|>tool_declare<|im_middle|>[schemas]<|im_end|><|im_system|>system<|im_middle|>…<|im_end|>
+    <|im_user|>user<|im_middle|>…<|im_end|><|im_assistant|>assistant<|im_middle|>text<|tool_calls_section_begin|>
+    <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"path": "f.py"}<|tool_call_end|>
+    <|tool_calls_section_end|><|im_end|><|im_system|>tool<|im_middle|>## Return of functions.NAME:0\\n…<|im_end|>
+
+(without the line breaks). A call's id is `functions.NAME:NUMBER`, numbered over the conversation; the model writes it, and the
+result repeats what it wrote. Arguments are one JSON object, so every call can be said.
+
+Lenient where Moonshot's guidance for parsers is: the prefix `functions.` may be missing.
+Reference: docs/tool_call_guidance.md of the model, and its chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, invalid, read_json, write_json
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, ARGUMENT, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_ID = re.compile(r"(?:functions\.)?([A-Za-z_][\w.-]*):(\d{1,9})", re.A)
+
+
+class KimiRenderer(ChatRenderer):
+    """See the module; `ChatRenderer` for what the methods do."""
+
+    tokens = (
+        *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
+        *(SECTION, SECTION_END, CALL, ARGUMENT, CALL_END),
+    )
+    allowed = frozenset((SECTION, SECTION_END, CALL, ARGUMENT, CALL_END))
+    end = "<|im_end|>"
+    spelled = (SECTION, CALL)
+
+    def _message(self, role: str, name: str, text: str) -> list[Piece]:
+        return [self.ids[f"<|im_{role}|>"], name, self.ids["<|im_middle|>"], text, self.ids["<|im_end|>"]]
+
+    def _system(self, system: str) -> list[Piece]:
+        declared = json.dumps(list(self.tools), ensure_ascii=False, separators=(",", ":"))
+        tools = self._message("system", "tool_declare", declared) if self.tools else []
+        return [*tools, *(self._message("system", "system", system) if system else [])]
+
+    def _user(self, text: str) -> list[Piece]:
+        return self._message("user", "user", text)
+
+    def _cue(self) -> list[Piece]:
+        return [self.ids["<|im_assistant|>"], "assistant", self.ids["<|im_middle|>"]]
+
+    def _after(self) -> list[Piece]:
+        return []
+
+    def _results(self, results: Sequence[Result]) -> list[Piece]:
+        return [
+            piece
+            for result in results
+            for piece in self._message("system", "tool", f"## Return of {result.id}\n{result.text}")
+        ]
+
+    def _said(self, said: Said) -> list[Piece]:
+        pieces: list[Piece] = [said.text]
+        for written in said.calls:
+            assert isinstance(written.call, ToolCall)
+            arguments = write_json(dict(written.call.arguments))
+            pieces += [self.ids[CALL], written.id, self.ids[ARGUMENT], arguments, self.ids[CALL_END]]
+        return [said.text, self.ids[SECTION], *pieces[1:], self.ids[SECTION_END]] if said.calls else pieces
+
+    def _read(self, pieces: Sequence[Piece]) -> Said:
+        text, calls = "", list[Written]()
+        names = [self.names.get(piece, "?") if isinstance(piece, int) else "" for piece in pieces]
+        inside, at = False, 0
+        while at < len(pieces):
+            piece, name = pieces[at], names[at]
+            if name == "" and not inside:
+                text += str(piece)
+            elif name in (SECTION, SECTION_END) and inside == (name == SECTION_END):
+                inside = not inside
+            elif name == CALL and inside:
+                stop = next((n for n in range(at, len(names)) if names[n] in (CALL_END, SECTION_END)), len(names))
+                ended = stop < len(names) and names[stop] == CALL_END
+                calls.append(self._written(pieces[at + 1 : stop], names[at + 1 : stop], ended, len(calls)))
+                at = stop if ended else stop - 1
+            elif name or str(piece).strip():
+                calls.append(_wrong(len(calls), "tokens of a call where there is none"))
+            at += 1
+        if inside:
+            calls.append(_wrong(len(calls), "the section of calls has no end"))
+        return Said(text=text.strip(), calls=tuple(calls))
+
+    def _written(self, pieces: Sequence[Piece], names: Sequence[str], ended: bool, number: int) -> Written:
+        if not ended or list(names) not in (["", ARGUMENT, ""], ["", ARGUMENT]):
+            return _wrong(number, "a call is an id, arguments and an end")
+        told = str(pieces[0]).strip()
+        match = _ID.fullmatch(told)
+        if match is None:
+            return _wrong(number, f"{told[:80]!r} is no id of a call: functions.NAME:NUMBER")
+        try:
+            arguments = read_json(str(pieces[2]) if len(pieces) > 2 else "")
+        except ToolError as error:
+            return Written(id=told, call=error)
+        if not isinstance(arguments, dict):
+            return Written(id=told, call=invalid("arguments are one JSON object"))
+        return Written(id=told, call=ToolCall(name=match[1], arguments=arguments))
+
+
+def _wrong(number: int, why: str) -> Written:
+    return Written(id=f"call_{number}", call=invalid(why))

@@ -1,0 +1,162 @@
+"""The agent loop: a turn, the replies to its calls, the next turn, until the agent finishes or reaches a limit.
+
+The same loop runs in training, in evaluation and in the product. It is a generator without concurrency: it yields a Request when
+its speaker leaves the turn to a policy, and a CallRequest when a tool of a Workspace needs a sandbox, and is sent the answer.
+`tiny.drive` serves many loops in batches; `complete` runs one in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from composer_nb.harness.agent.chat import Result, Said, User
+from composer_nb.harness.agent.turns import Limits, News, Speaker
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, TimeIsUp
+from composer_nb.harness.rollout import Turn
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
+from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure
+from composer_nb.harness.tools.session import Session
+from composer_nb.harness.tools.tiny import Workspace
+from composer_nb.harness.tools.tool_call import Reply
+from composer_nb.harness.tools.toolset import ToolSet
+
+LIMITS = Limits(turns=64, turn_tokens=8192, tokens=131_072, seconds=1800.0)
+"""Limits of a conversation with the product's tools."""
+T = TypeVar("T")
+Steps = Generator[Request | CallRequest, "Completion | tuple[CallOutcome, ...]", T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What an agent did, and why it ended (`Rollout.stop`)."""
+
+    turns: tuple[Turn, ...]
+    stop: str
+    read: int = 0
+    """Tokens read, summed over all turns, where they are counted."""
+    written: int = 0
+    seconds: float = 0.0
+    why: str = ""
+    """What failed, for `infrastructure`."""
+
+
+Told = Callable[[Said | Turn], None]
+"""Called with every turn as it comes: the model's message, then each reply."""
+
+
+def conversation(
+    instruction: str,
+    speaker: Speaker,
+    tools: ToolSet,
+    place: Session | Workspace,
+    limits: Limits,
+    told: Told = lambda event: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Steps[Conversation]:
+    """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in it.
+
+    A failure of the infrastructure, a dead sandbox and Ctrl-C end it with the turns so far.
+    """
+    turns: list[Turn] = []
+    began, read, written, used = clock(), 0, 0, 0
+    news: News = [User(text=instruction)]
+    stop, why = "turns", ""
+    try:
+        for _ in range(limits.turns):
+            spoken = speaker.say(news, began + limits.seconds) if used < limits.tokens else None
+            if isinstance(spoken, Request):
+                completion = yield spoken
+                assert isinstance(completion, Completion)
+                spoken = speaker.hear(completion)
+            if spoken is None:
+                stop = "tokens"
+                break
+            read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
+            told(spoken.said)
+            calls = spoken.said.calls
+            replies = yield from tools.answer(place, [written.call for written in calls])
+            answered = _turns(spoken.said, replies, tools)
+            turns += answered
+            for turn in answered:
+                told(turn)
+            if not replies or replies[-1].ends:
+                stop = "finished"
+                break
+            if clock() - began > limits.seconds:
+                stop = "time"
+                break
+            news = [Result(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]
+    except TimeIsUp:
+        stop = "time"
+    except ProviderFailure as failure:
+        stop, why = "infrastructure", str(failure)
+        turns.append(Turn(call="", observation=why, error="ProviderError"))
+    except SandboxFailure as failure:
+        stop, why = "infrastructure", str(failure)
+    except SandboxDied:
+        stop = "died"
+    except KeyboardInterrupt:
+        stop = "interrupted"
+    return Conversation(turns=tuple(turns), stop=stop, read=read, written=written, seconds=clock() - began, why=why)
+
+
+def _turns(said: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
+    """Return the turns as they are kept with a rollout, one for each call."""
+    if not replies:
+        return [Turn(call="", observation="", said=said.text)]
+    return [
+        Turn(
+            call=reply.call.json if reply.call.name else written.text,
+            observation=tools.observation(reply),
+            error=reply.error,
+            tests_passed=reply.tests_passed,
+            tests_run=reply.tests_run,
+            said="" if number else said.text,
+            beside=number > 0,
+            seconds=reply.seconds,
+        )
+        for number, (written, reply) in enumerate(zip(said.calls, replies, strict=False))
+    ]
+
+
+def converse(
+    instruction: str,
+    speaker: Speaker,
+    tools: ToolSet,
+    session: Session,
+    limits: Limits = LIMITS,
+    told: Told = lambda event: None,
+) -> Conversation:
+    """Run a conversation in a sandbox to its end.
+
+    At the time limit running calls are stopped, waiting ones are not begun, and a turn that has not come is not waited for,
+    except for the engine step under way. Ctrl-C stops what runs and ends the conversation as `interrupted`.
+    """
+    bell = threading.Timer(min(limits.seconds, threading.TIMEOUT_MAX), session.abort)
+    bell.daemon = True
+    bell.start()
+    try:
+        return complete(conversation(instruction, speaker, tools, session, limits, told))
+    finally:
+        bell.cancel()
+
+
+def complete(steps: Steps[T], sandboxes: Executor | None = None) -> T:
+    """Run an agent alone, in this thread. Its speaker takes its turns itself."""
+    try:
+        request = next(steps)
+        while True:
+            assert isinstance(request, CallRequest) and sandboxes is not None
+            try:
+                [outcomes] = sandboxes.run([request])
+            except SandboxFailure as failure:
+                request = steps.throw(failure)
+            else:
+                request = steps.send(outcomes)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result

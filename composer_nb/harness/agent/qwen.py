@@ -1,0 +1,188 @@
+"""The wire format of Qwen3-Coder.
+
+    <|im_start|>system\\n…# Tools…<|im_end|>\\n<|im_start|>user\\n…<|im_end|>\\n<|im_start|>assistant\\ntext\\n\\n
+    <tool_call>\\n<function=NAME>\\n<parameter=path>\\nf.py\\n</parameter>\\n</function>\\n</tool_call>
+    <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response>\\n
+
+Only `<tool_call>` and the like are tokens, also where the system message shows one; functions and parameters are text. Values
+are read by their schema: strings as they stand, everything else as JSON (and Python's True, False, None, which the model's
+template writes). Where a schema admits strings and others, what reads as one of the others is one, else it is the string.
+
+A value ends at the first `</parameter>` after which a parameter or the function's end follows. What this can not say, such as a
+string with such an end in it, is a ValueError when it is rendered. Lenient in reading: line breaks around a value may be missing.
+
+The sentences that introduce the tools are this project's; tags and layout are the model's.
+Reference: the model's chat template and tool parser; llama.cpp #15162 for what it can not say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, invalid, read_json, write_json
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+
+START, END, CALL, CALL_END = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
+RESPONSE, RESPONSE_END = "<tool_response>", "</tool_response>"
+_FUNCTION = re.compile(r"\s*<function=([^\n<>]+)>\n?")
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^\n<>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^\n<>]+>|</function>))", re.S
+)
+_FUNCTION_END = re.compile(r"\s*</function>\s*\Z")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+KINDS = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
+HOW = f"""
+
+To use a tool, write after anything else that you have to say:
+
+{CALL}
+<function=tool_name>
+<parameter=parameter_name>
+value
+</parameter>
+</function>
+{CALL_END}
+
+A value may have several lines. Give all required parameters. Several calls may follow one another."""
+
+
+class QwenRenderer(ChatRenderer):
+    """See the module; `ChatRenderer` for what the methods do. Calls are named by their place in the turn: `call_0`, …"""
+
+    tokens = (START, END, CALL, CALL_END, RESPONSE, RESPONSE_END)
+    allowed = frozenset((CALL, CALL_END))
+    end = END
+    spelled = (CALL, CALL_END, "<function=")
+
+    def _message(self, role: str, *pieces: Piece) -> list[Piece]:
+        return [self.ids[START], f"{role}\n", *pieces, self.ids[END], "\n"]
+
+    def _system(self, system: str) -> list[Piece]:
+        if not self.tools:
+            return self._message("system", system) if system else []
+        tools = "\n".join(_declared(tool["function"]) for tool in self.tools)
+        before, (call, after) = HOW.split(CALL)[0], HOW.split(CALL)[1].split(CALL_END)
+        told = f"{system}\n\n# Tools\n\n<tools>\n{tools}\n</tools>{before}"
+        return self._message("system", told, self.ids[CALL], call, self.ids[CALL_END], after)
+
+    def _user(self, text: str) -> list[Piece]:
+        return self._message("user", text)
+
+    def _cue(self) -> list[Piece]:
+        return [self.ids[START], "assistant\n"]
+
+    def _after(self) -> list[Piece]:
+        return ["\n"]
+
+    def _results(self, results: Sequence[Result]) -> list[Piece]:
+        pieces = [p for r in results for p in (self.ids[RESPONSE], f"\n{r.text}\n", self.ids[RESPONSE_END], "\n")]
+        return self._message("user", *pieces)
+
+    def _said(self, said: Said) -> list[Piece]:
+        pieces: list[Piece] = [said.text + "\n\n" if said.text and said.calls else said.text]
+        for number, written in enumerate(said.calls):
+            assert isinstance(written.call, ToolCall)
+            values = "".join(
+                f"<parameter={name}>\n{value if isinstance(value, str) else write_json(value)}\n</parameter>\n"
+                for name, value in written.call.arguments.items()
+            )
+            body = f"\n<function={written.call.name}>\n{values}</function>\n"
+            pieces += ["\n" if number else "", self.ids[CALL], body, self.ids[CALL_END]]
+        return pieces
+
+    def _read(self, pieces: Sequence[Piece]) -> Said:
+        text, calls, at = "", list[Written](), 0
+        while at < len(pieces):
+            piece = pieces[at]
+            if isinstance(piece, str):
+                text += piece
+            elif piece == self.ids[CALL]:
+                stop = next((n for n in range(at + 1, len(pieces)) if isinstance(pieces[n], int)), len(pieces))
+                closed = stop < len(pieces) and pieces[stop] == self.ids[CALL_END]
+                body = "".join(map(str, pieces[at + 1 : stop]))
+                calls.append(Written(id=f"call_{len(calls)}", call=self._call(body, closed)))
+                at = stop if closed else stop - 1
+            else:
+                calls.append(Written(id=f"call_{len(calls)}", call=invalid("a token of a call where there is none")))
+            at += 1
+        return Said(text=text.strip(), calls=tuple(calls))
+
+    def _call(self, body: str, closed: bool) -> ToolCall | ToolError:
+        head = _FUNCTION.match(body)
+        if not closed or head is None:
+            return invalid(f"a call is {CALL}, <function=NAME>, its parameters, </function>, {CALL_END}")
+        schemas: Mapping[str, Any] = self.parameters.get(head[1], {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        at = head.end()
+        while match := _PARAMETER.match(body, at):
+            name, value = match[1], match[2]
+            if name in arguments:
+                return invalid(f"the parameter {name[:80]} stands twice")
+            try:
+                arguments[name] = read_value(value, schemas.get(name, {"type": "string"}))
+            except ToolError as error:
+                return invalid(f"{name[:80]}: {error}")
+            at = match.end()
+        if not _FUNCTION_END.match(body, at):
+            return invalid("a parameter is <parameter=NAME>, its value, </parameter>; after the last comes </function>")
+        return ToolCall(name=head[1], arguments=arguments)
+
+
+def kinds(schema: Any) -> frozenset[str]:
+    """The JSON types that a schema admits, by its `type`, `anyOf`, `oneOf`, `enum` or `const`; all where it does not say."""
+    if not isinstance(schema, Mapping):
+        return KINDS
+    if "type" in schema:
+        said = schema["type"]
+        return frozenset([said] if isinstance(said, str) else said) & KINDS
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return frozenset(kind for each in schema[key] for kind in kinds(each))
+    if "enum" in schema or "const" in schema:
+        return frozenset(_kind(value) for value in schema.get("enum", [schema.get("const")]))
+    return KINDS
+
+
+def read_value(text: str, schema: Any) -> Any:
+    """A parameter's value by its schema. Raises ToolError for a text that is none."""
+    wanted = kinds(schema)
+    if wanted == {"string"}:
+        return text
+    try:
+        value = read_json(_WORDS.get(text.strip(), text))
+        kind = _kind(value)
+        if kind != "string" and (kind in wanted or (kind == "integer" and "number" in wanted)):
+            return value
+    except ToolError:
+        pass
+    if "string" in wanted:
+        return text
+    raise invalid(f"not of type {' or '.join(sorted(wanted))}")
+
+
+def _kind(value: Any) -> str:
+    for kind, types in (("boolean", bool), ("string", str), ("integer", int), ("number", float), ("array", list)):
+        if isinstance(value, types):
+            return kind
+    return "null" if value is None else "object"
+
+
+def _declared(function: Mapping[str, Any]) -> str:
+    """A tool's schema in the model's words: tags for name, description and parameters, JSON for whatever else there is."""
+    schema = function.get("parameters", {})
+    parts = [f"<function>\n<name>{function['name']}</name>"]
+    if function.get("description"):
+        parts.append(f"<description>{function['description'].strip()}</description>")
+    parts.append("<parameters>")
+    for name, told in schema.get("properties", {}).items():
+        parts.append(f"<parameter>\n<name>{name}</name>")
+        parts += [
+            f"<{key}>{value if isinstance(value, str) else write_json(value)}</{key}>" for key, value in told.items()
+        ]
+        parts.append("</parameter>")
+    parts += [
+        f"<{key}>{write_json(value)}</{key}>" for key, value in schema.items() if key not in ("type", "properties")
+    ]
+    return "\n".join([*parts, "</parameters>\n</function>"])

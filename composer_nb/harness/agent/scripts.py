@@ -1,0 +1,99 @@
+"""Scripted agents, which need no model: one that knows a task's solution, one that does nothing, and any that a file holds."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_nb.harness.agent.chat import Message, Said, Written
+from composer_nb.harness.agent.turns import Script
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+
+
+def play(turns: Sequence[Said]) -> Script:
+    """Says one turn after the other, whatever is answered, and nothing but its last one from then on."""
+
+    def script(talk: Sequence[Message]) -> Said:
+        spoken = sum(isinstance(message, Said) for message in talk)
+        return turns[min(spoken, len(turns) - 1)]
+
+    return script
+
+
+def expert(task: Task) -> Script:
+    """Reads what the solution changes, changes it, compiles it, and says so. Raises ValueError for a task without a solution."""
+    if not task.solution or task.grader == "script":
+        raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
+    paths = sorted(task.solution)
+    edits = [_edit(path, task.files.get(path), task.solution[path]) for path in paths]
+    reads = [ToolCall(name="read_file", arguments={"target_file": path}) for path in paths if path in task.files]
+    python = " ".join(f"'{path}'" for path in paths if path.endswith(".py"))
+    command = {"command": f"python -m py_compile {python}", "is_background": False}
+    tries = [ToolCall(name="run_terminal_cmd", arguments=command)] if python else []
+    steps = [step for step in (reads, edits, tries) if step]
+    return play([*map(turn, steps), Said(text=f"I changed {', '.join(paths)}.")])
+
+
+def lazy(task: Task) -> Script:
+    """Says that it is done."""
+    return play([Said(text="Done.")])
+
+
+SCRIPTS = {"expert": expert, "lazy": lazy}
+
+
+def turn(calls: Sequence[ToolCall], text: str = "") -> Said:
+    return Said(text=text, calls=tuple(Written(id=f"call_{n}", call=call) for n, call in enumerate(calls)))
+
+
+def _edit(path: str, before: str | None, after: str) -> ToolCall:
+    if before is None or not before:
+        return ToolCall(name="write", arguments={"file_path": path, "contents": after})
+    old, new = smallest_edit(before, after)
+    return ToolCall(name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": new})
+
+
+def smallest_edit(before: str, after: str) -> tuple[str, str]:
+    """The fewest whole lines around every difference that are in `before` just once, and what they become."""
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    changed = [
+        block for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if block[0] != "equal"
+    ]
+    first, last = changed[0][1], changed[-1][2]
+    tail = len(old) - last
+    while before.count(text := "".join(old[first:last])) != 1 or not text:
+        first, last = max(0, first - 1), min(len(old), last + 1)
+        tail = len(old) - last
+    return text, "".join(new[first : len(new) - tail])
+
+
+def read_script(path: Path) -> Script:
+    """A script from a JSON file: `[{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}, …]`, a turn each.
+
+    Raises ValueError that names what is wrong, FileNotFoundError.
+    """
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        turns = [
+            turn(
+                [ToolCall(name=call["name"], arguments=dict(call["arguments"])) for call in each.get("calls", ())],
+                each.get("text", ""),
+            )
+            for each in held
+        ]
+        told = [
+            text for each in held for text in (each.get("text", ""), *(call["name"] for call in each.get("calls", ())))
+        ]
+        if strange := [text for text in told if not isinstance(text, str)]:
+            raise TypeError(f"{strange[0]!r} is no text")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f'{path}: not a script ({error!r}): a list of turns is wanted, each {{"text": "…", "calls": [{{"name": "…", '
+            '"arguments": {…}}]}'
+        ) from None
+    if not turns or turns[-1].calls:
+        raise ValueError(f"{path}: the last turn of a script has no calls, which ends the conversation")
+    return play(turns)

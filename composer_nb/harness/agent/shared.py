@@ -1,0 +1,112 @@
+"""One policy for agents that run in threads of their own: what they ask at the same time is worked on in the same steps."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+from composer_nb.harness.agent.turns import Format, Limits, News, Spoken, TokenTurns
+from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, TimeIsUp, Trace
+
+LOOK_S = 0.5
+"""Between two looks at whether an answer is still wanted."""
+
+
+class Shared:
+    """A context manager; at its end whoever still waits gets a ProviderFailure. At most `policy.capacity` rollouts at a time."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[Request | int, Future[Any]] | None] = queue.SimpleQueue()
+        self._asked: dict[int, Future[Completion]] = {}
+        self._over: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._orders.put(None)
+        self._thread.join()
+
+    def ask(self, request: Request, until: float = math.inf, wanted: Callable[[], bool] = lambda: True) -> Completion:
+        """The next turn of a rollout. Raises ProviderFailure, what the policy raises, and TimeIsUp where it would come later than
+        `until`, or is not `wanted` any more: then the rollout can only be released."""
+        order = self._order(request)
+        while True:
+            try:
+                answer: Completion = order.result(max(0.0, min(LOOK_S, until - time.monotonic())))
+                return answer
+            except TimeoutError:
+                if time.monotonic() >= until or not wanted():
+                    raise TimeIsUp from None
+
+    def release(self, rollout: int) -> Trace:
+        """Forgets a rollout, and returns what was recorded of it."""
+        answer: Trace = self._order(rollout).result()
+        return answer
+
+    def _order(self, what: Request | int) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._over is not None:
+                raise self._over
+            self._orders.put((what, answer))
+        return answer
+
+    def _work(self) -> None:
+        over: BaseException = ProviderFailure("the policy was closed")
+        try:
+            while self._obey():
+                for turn in self.policy.step():
+                    asked = self._asked.pop(turn.rollout)
+                    if isinstance(turn, ProviderFailure):
+                        asked.set_exception(turn)
+                    else:
+                        asked.set_result(turn)
+        except BaseException as error:  # of the policy: everybody who waits gets it
+            over = error
+        with self._lock:
+            self._over = over
+        while not self._orders.empty():
+            if order := self._orders.get():
+                order[1].set_exception(over)
+        for asked in self._asked.values():
+            asked.set_exception(over)
+
+    def _obey(self) -> bool:
+        """Carries out all orders that are there, waiting for one where there is nothing else to do. False at the end."""
+        while True:
+            try:
+                order = self._orders.get(block=not self._asked)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            what, answer = order
+            if isinstance(what, Request):
+                self._asked[what.rollout] = answer
+                self.policy.submit(what)
+            else:
+                self._asked.pop(what, None)
+                answer.set_result(self.policy.release(what))
+
+
+class TokenSpeaker(TokenTurns):
+    """The same for agents in threads of their own: waits for the policy that they share."""
+
+    def __init__(self, policy: Shared, renderer: Format, rollout: int, system: str, limits: Limits) -> None:
+        super().__init__(renderer, rollout, limits, policy.release, system)
+        self.policy = policy
+
+    def say(self, news: News, until: float) -> Spoken | None:
+        request = super().say(news, until)
+        return self.hear(self.policy.ask(request, until)) if isinstance(request, Request) else None

@@ -1,0 +1,49 @@
+"""Atomic files: a reader sees the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.plain import to_json
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
+    """Yield a path beside `path` to write to; at the end it replaces `path`, after an error it is removed.
+
+    With `sync` the content reaches the disk first, so that the file survives a power failure.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        if sync:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, data: bytes | str, *, sync: bool = False) -> None:
+    """Replace the content of `path`. Text is written as UTF-8; lone surrogates become escapes."""
+    with replacing(path, sync=sync) as part:
+        part.write_bytes(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
+
+
+def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
+    """Replace the content of `path` with `value` as indented JSON. Numbers that are not finite become null."""
+    write_atomic(path, to_json(value, indent=2) + "\n", sync=sync)
+
+
+def point(link: Path, folder: Path) -> None:
+    """Make `link` a symbolic link to its neighbour `folder`. Raises ValueError when `link` is something else already."""
+    if link.exists() and not link.is_symlink():
+        raise ValueError(f"{link} is a folder of its own; choose another name, or move it away")
+    part = link.with_name(f".{link.name}.{folder.name}")
+    part.symlink_to(folder.name)
+    os.replace(part, link)

@@ -1,0 +1,90 @@
+"""Grade what an agent left: run the task's hidden tests on it.
+
+Never where the agent worked: its changes, restricted to the task's source scope, are laid over a pristine copy of the workspace,
+which runs in a fresh sandbox. A test without a result is a failure. An infrastructure fault is no result: the grade says
+`infra_error`.
+
+`front.grade` asks one of three graders: `functions`, below, whose expected values stay outside the sandbox (`functions.py`);
+`pytest` (`pytest_grader.py`); `script` (`script_grader.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
+from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
+from composer_nb.harness.tasks.task import Task
+
+Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
+"""graded: the tests ran; a missing result is a failure. tampered: something passed tests that no right answer passes, or forged
+results. agent_failed: the agent's code ended its own sandbox. infra_error, invalid_task: the sandbox or the task is at fault, so
+nothing is known of the agent's work. ungraded: work on a user's repository, which has no hidden tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """The tests' results. `tests` maps each hidden test's id to passed or not; it is empty if no test could run."""
+
+    status: Status
+    tests: Mapping[str, bool] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    """Things a person should look at: `outside_scope` (a change that was dropped); of the other graders, also what
+    `pytest_grader.py` and `script_grader.py` list."""
+    calls: int = 0
+    """Recorded calls that were replayed (grader `pytest`), and how many of them gave another value than the gold patch."""
+    calls_failed: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards that the script of the grader `script` wrote, by name."""
+    output: str = field(default="", compare=False)
+    """End of the output of the grader `script`, or why no sandbox could run it. For people, never for agents: it may quote hidden
+    tests."""
+    cost: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Seconds: `wall_s` by the host's clock, `tests_s` by the runner's. Comparisons of grades ignore it."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it says anything about the agent's work."""
+        return self.status in ("graded", "tampered", "agent_failed")
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "graded" and bool(self.tests) and all(self.tests.values()) and not self.calls_failed
+
+
+def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) -> Grade:
+    """Grade by function calls."""
+    steps = grading(task, files)
+    try:
+        [outcomes] = executor.run([next(steps)])
+        steps.send(outcomes)
+    except SandboxFailure:
+        return Grade(status="infra_error")
+    except StopIteration as stop:
+        grade: Grade = stop.value
+        return grade
+    raise AssertionError("grading asks for one execution")
+
+
+def grading(task: Task, files: Mapping[str, str]) -> Generator[CallRequest, tuple[CallOutcome, ...], Grade]:
+    """Yield the one execution that a grade by function calls needs, and return the grade. For whoever batches executions.
+
+    Raises ValueError for a task of another grader.
+    """
+    if task.grader != "functions":
+        raise ValueError(f"task {task.id}: its grader is {task.grader!r}, which is no function call")
+    changed = {path for path in {*files, *task.files} if files.get(path) != task.files.get(path)}
+    graded = dict(task.files)
+    for path in task.source_scope:
+        graded.pop(path, None)
+        if path in files:
+            graded[path] = files[path]
+    tests = parse_test_files(task.tests)
+    outcomes = yield request_tests(graded, tests)
+    results = {test.id: False for test in tests}
+    results |= {test.id: passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=False)}
+    flags = ("outside_scope",) if changed - set(task.source_scope) else ()
+    return Grade(status="graded", tests=results, flags=flags)

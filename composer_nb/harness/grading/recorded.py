@@ -1,0 +1,297 @@
+"""Recorded calls: the gold patch's answers to the calls of the hidden tests, asked again of an agent's files.
+
+    hidden tests on the gold patch  ->  calls with plain arguments        (`record`)
+    gold patch, in fresh boxes      ->  those with one answer every time
+    the task's start                ->  those that tell it from the gold patch
+    an agent's files, a fresh box   ->  answers, compared outside         (`replay`, `wrong`)
+
+Module, name and arguments go into the box, and a value comes out. The wanted value stays outside, so code that reads frames,
+patches comparisons or claims results learns nothing from the box: it has to compute the answer, or guess it.
+
+Covers functions with plain arguments and results (`guest.calls.encode`). Does not cover methods of instances.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+from typing import Any, Literal, TypeVar, get_args
+
+from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
+from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of, start_files
+from composer_nb.harness.sandbox.contract import SandboxDied
+from composer_nb.harness.tasks.task import Task
+
+MOST, MOST_TELLING = 64, 48
+"""Calls of one task."""
+LONGEST = 4 << 10
+"""Characters of one call's arguments, and of its answer."""
+ROOM = 64 << 10
+"""Characters of all of a task's calls."""
+BATCHES = 4
+"""Processes among which a grade splits the calls."""
+ENOUGH = 6
+"""Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such values,
+or six yes-or-no answers, which blind guesses get right once in 64."""
+INDEPENDENT = 3
+"""Strong twins without a common test. Code that tells two versions of a test apart, but not which is true, passes once in 8."""
+CLOSE = 1e-9
+"""Relative tolerance of floats, which covers a sum in another order."""
+SHORT = 5
+"""Characters of JSON that may match by chance."""
+ELSEWHERE = "XYZ-12:45"
+"""A time zone in which no machine is."""
+NOTHING = '["returned", null, null]'
+START_CPU_S = 2
+"""CPU seconds of one call of the task's start, which may never end."""
+
+Guarding = Literal["calls", "twins", "none"]
+GUARDS: tuple[Guarding, ...] = get_args(Guarding)
+C = TypeVar("C", bound=Call)
+
+
+def replay(files: Mapping[str, bytes], calls: Sequence[C], rng: random.Random) -> tuple[Job, list[C]]:
+    """Return a job that asks `files` the calls in random order and batches, and that order."""
+    order = rng.sample(calls, len(calls))
+    size = -(-len(order) // BATCHES) or 1
+    batches = tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
+    return Job(files=files, hidden={}, tests=(), calls=batches), order
+
+
+def wrong(order: Sequence[Recorded], ran: Ran) -> list[Recorded]:
+    """Return the calls that were not answered as the gold patch answers them."""
+    return [
+        call
+        for place, call in enumerate(order)
+        if place not in ran.answers or not _agrees(call.said, ran.answers[place])
+    ]
+
+
+def _agrees(said: str, given: str) -> bool:
+    try:
+        return same(json.loads(said), json.loads(given))
+    except RecursionError:  # an answer that is nested as deeply as the box's reader could bear, which had more room
+        return False
+
+
+def same(wanted: Any, given: Any) -> bool:
+    """Whether two encoded values agree: in type and value, floats within CLOSE, dictionaries in any order."""
+    if type(wanted) is not type(given):
+        return False
+    if isinstance(wanted, float):
+        return math.isclose(wanted, given, rel_tol=CLOSE) or (math.isnan(wanted) and math.isnan(given))
+    if isinstance(wanted, list):
+        return len(wanted) == len(given) and all(map(same, wanted, given))
+    if isinstance(wanted, dict):
+        if wanted.keys() != given.keys():
+            return False
+        if wanted.keys() == {"dict"} and isinstance(given["dict"], list):
+            return same(*(sorted(each["dict"], key=json.dumps) for each in (wanted, given)))
+        return all(same(wanted[kind], given[kind]) for kind in wanted)
+    return bool(wanted == given)
+
+
+def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Recorded, ...]:
+    """Return the calls that a task keeps: telling ones first, of every function some, and none that gives another away.
+
+    One call gives another away if the other's answer is among its arguments, as in `decode(encode(x))`. Short answers may be
+    there by chance, unless two functions undo each other more than once: sorting the arguments of both then yields the answers
+    of both. Without a telling call, none is kept.
+    """
+    kept: list[Recorded] = []
+    ways, undo = set[tuple[str, str, str]](), set[tuple[str, str]]()
+    answers, arguments, room = set[str](), set[str](), ROOM
+    for most, pool in ((MOST_TELLING, sorted(telling, key=guessable)), (MOST if telling else 0, others)):
+        for call in _spread(pool):
+            size = len(call.given) + len(call.said)
+            said, given = _answers(call), set(parts(json.loads(call.given)))
+            way = _way(call)
+            undone = {(name, way[0]) for name, *ends in ways if name != way[0] and ends == [way[2], way[1]]}
+            apart = said.isdisjoint(arguments) and given.isdisjoint(answers) and undo.isdisjoint(undone)
+            if len(kept) < most and size <= room and apart:
+                kept.append(call)
+                ways.add(way)
+                undo |= undone | {(one, other) for other, one in undone}
+                answers, arguments, room = answers | said, arguments | given, room - size
+    return tuple(kept)
+
+
+def _spread(calls: Iterable[Recorded]) -> Iterator[Recorded]:
+    """Yield the first call of every function, then the second of each, and so on."""
+    groups: dict[tuple[str, str], list[Recorded]] = {}
+    for call in calls:
+        groups.setdefault((call.module, call.name), []).append(call)
+    return (call for call in chain.from_iterable(zip_longest(*groups.values())) if call is not None)
+
+
+def parts(held: Any) -> Iterator[str]:
+    """Yield the JSON of an encoded value and of everything in it."""
+    yield json.dumps(held)
+    inside = held.values() if isinstance(held, dict) else held if isinstance(held, list) else ()
+    for each in inside:
+        yield from parts(each)
+
+
+def _way(call: Recorded) -> tuple[str, str, str]:
+    """Return a call's function, its first argument, and its answer."""
+    given, (kind, value, _) = json.loads(call.given), json.loads(call.said)
+    firsts = given[0]["list"] or [pair[1] for pair in given[1]["dict"]]
+    return f"{call.module}.{call.name}", json.dumps(firsts[:1]), json.dumps([value] if kind == "returned" else [])
+
+
+def _answers(call: Recorded) -> set[str]:
+    """Return the JSON of a call's answer, unless it could match by chance."""
+    kind, value, _ = json.loads(call.said)
+    text = json.dumps(value)
+    return {text} if kind == "returned" and len(text) > SHORT and not _empty(value) else set()
+
+
+def _empty(value: Any) -> bool:
+    return isinstance(value, dict) and not any(value.values())
+
+
+def guessable(call: Recorded) -> bool:
+    """Whether an answer is one of few, or among the call's own arguments."""
+    kind, value, after = json.loads(call.said)
+    few = value is None or isinstance(value, bool) or _empty(value) or value in (-1, 0, 1, "")
+    return after is None and (kind == "raised" or few or json.dumps(value) in parts(json.loads(call.given)))
+
+
+def enough(calls: Iterable[Recorded]) -> bool:
+    """Whether the calls can support a reward: `ENOUGH` telling ones, with different arguments and different answers."""
+    telling = [call for call in calls if call.telling]
+    varied = len({call.given for call in telling}) > 1 and len({call.said for call in telling}) > 1
+    return varied and sum(1 if guessable(call) else 2 for call in telling) >= ENOUGH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """The protection of a task against code that only claims to be right."""
+
+    by: Guarding
+    """The best protection that is sufficient. Do not train on a task with `none`."""
+    calls: int
+    telling: int
+    """Calls that the task's start answers differently."""
+    strong: int
+    """Tests that fail without a change and have a strong twin. `weak` and `none` count those with a weak twin, and with none."""
+    weak: int
+    none: int
+
+
+def meets(found: Guard, required: Guarding) -> bool:
+    """Whether a guard is at least as good as required. Recorded calls are better than twins, which are better than none."""
+    return GUARDS.index(found.by) <= GUARDS.index(required)
+
+
+def guards_line(counts: Mapping[str, int]) -> str:
+    """Return one line that counts the tasks by guard."""
+    calls, twins, none = (counts.get(each, 0) for each in GUARDS)
+    warning = ", so nothing should be trained on them" if none else ""
+    return f"guarded by recorded calls: {calls}; by strong twins: {twins}; by neither: {none}{warning}"
+
+
+def guard_of(task: Task) -> Guard:
+    """Return the guard of a task made here, whose metadata name the tests that fail. Raises ValueError without a plan."""
+    return guard(plan_of(task), json.loads(task.metadata["fail_to_pass"]))
+
+
+def guard(plan: Plan, failing: Iterable[str]) -> Guard:
+    """Return the guard of the tests with these node ids, which fail without a change."""
+    names = set(failing)
+    keys = {key for key, name in plan.tests.items() if name in names}
+    solid = [set(twin.keys) & keys for twin in plan.twins if not (twin.weak or twin.telling)]
+    strong = set[str]().union(*solid)
+    weak = (plan.covered & keys) - strong
+    apart, taken = 0, set[str]()
+    for touched in sorted(solid, key=len):
+        if touched and taken.isdisjoint(touched):
+            apart, taken = apart + 1, taken | touched
+    twins = bool(keys) and strong == keys and apart >= INDEPENDENT
+    return Guard(
+        by="calls" if enough(plan.calls) else "twins" if twins else "none",
+        calls=len(plan.calls),
+        telling=sum(call.telling for call in plan.calls),
+        strong=len(strong),
+        weak=len(weak),
+        none=len(keys - strong - weak),
+    )
+
+
+def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tuple[Recorded, ...]:
+    """Return the calls that decide a task's grades; none if its start answers all of them correctly.
+
+    A call is kept if the gold patch answers it as it did in the test: in a process of its own, in another time zone and without
+    using the clock or random numbers; and in one process with all other calls, once before and once after each of them. The
+    three runs have three hash seeds.
+
+    Args:
+        failing: node ids of the tests that fail without a change; their calls are noted first.
+
+    Raises SandboxFailure.
+    """
+    gold = gold_files(task)
+    changed = tuple(path for path, text in task.solution.items() if task.files.get(path) != text)
+    names = set(failing)
+    first = frozenset(key for key, name in plan.tests.items() if name in names)
+    rest = frozenset(plan.tests) - first
+    noting = [replace(job(task, gold, (), keys), record=changed) for keys in (first, rest) if keys and changed]
+    try:
+        noted: dict[tuple[str, str, str], Noted] = {}
+        for ran in boxes.run(noting):
+            for each in ran.noted:
+                noted.setdefault((each.call.module, each.call.name, each.call.given), each)
+        asked = [each for each in noted.values() if len(each.call.given) <= LONGEST]
+        if not asked:
+            return ()
+        alone = Job(files=gold, hidden={}, tests=(), calls=tuple((each.call,) for each in asked))
+        watching = replace(alone, hash_seed=1, zone=ELSEWHERE, watch=True)
+        starting = replace(alone, files=start_files(task), batch_cpu_s=START_CPU_S)
+        right, started = boxes.run([watching, starting])
+        said = {each: right.answers.get(place, "") for place, each in enumerate(asked)}
+        said = {each: text for each, text in said.items() if len(text) <= LONGEST and _fits(each, text)}
+        steady = _steady(said, alone, boxes)
+        speaking = {each: text for each, text in said.items() if text != NOTHING}
+        if len(steady) < len(speaking):  # a call that answers None may be there for its side effect, and spoil others
+            steady = max(steady, _steady(speaking, alone, boxes), key=len)
+    except (SandboxDied, RunnerEnded):
+        return ()
+    last = max(started.answers, default=-1) if "timeout" in started.flags else len(asked)
+    telling: list[Recorded] = []
+    others: list[Recorded] = []
+    for place, each in enumerate(asked):
+        answer = started.answers.get(place)
+        if each not in steady or (answer is None and place >= last):  # the latter was never asked
+            continue
+        tells = answer is None or not same(json.loads(said[each]), json.loads(answer))
+        call = each.call
+        kept = Recorded(module=call.module, name=call.name, given=call.given, said=said[each], telling=tells)
+        if tells:
+            telling.append(kept)
+        elif each.inside:
+            others.append(kept)
+    return chosen(telling, others)
+
+
+def _steady(said: Mapping[Noted, str], alone: Job, boxes: Boxes) -> set[Noted]:
+    """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
+    order = random.Random(0).sample(list(said), len(said))
+    asked = [*order, *order[::-1]]
+    batch = tuple(each.call for each in asked)
+    if not batch:
+        return set()
+    [ran] = boxes.run([replace(alone, calls=(batch,), hash_seed=2, batch_cpu_s=int(boxes.timeout_s) + 1)])
+    return set(order) - {each for place, each in enumerate(asked) if ran.answers.get(place) != said[each]}
+
+
+def _fits(noted: Noted, said: str) -> bool:
+    """Whether a call's answer matches its outcome in the tests."""
+    kind, value, _ = json.loads(said or '["", null, null]')
+    ends = dict(noted.ends)
+    if kind == "returned" and "iterator" in ends:
+        return isinstance(value, dict) and "iterator" in value
+    return kind in ("returned", "raised") and kind in ends and bool(same(ends[kind], value))

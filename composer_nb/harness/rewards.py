@@ -1,0 +1,115 @@
+"""Rewards: registered terms over a stored rollout and its grade, so that any run can be scored again later.
+
+    R = R_task + Σ_b w_b r_b − λ · C_{k,q}(effort),   C(x) = ((1 + kx)^(1−q) − 1) / (k (1−q))
+
+(Composer 2 technical report §4.2.) `total` is None when the grade is an infrastructure error: such a rollout never reaches a
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Kind, Rollout
+
+Term = Callable[[Rollout, Grade], float]
+TERMS: dict[str, Term] = {}
+
+
+def term(function: Term) -> Term:
+    """Registers a reward term under its function's name."""
+    TERMS[function.__name__] = function
+    return function
+
+
+@term
+def solved(rollout: Rollout, grade: Grade) -> float:
+    """1 if every hidden test passes, else 0."""
+    return float(grade.passed)
+
+
+@term
+def invalid_calls(rollout: Rollout, grade: Grade) -> float:
+    """Share of the calls that were invalid: negative examples, never dropped ones."""
+    return rollout.invalid_calls / max(1, rollout.calls)
+
+
+@term
+def unfinished(rollout: Rollout, grade: Grade) -> float:
+    """1 if a limit ended the rollout instead of the agent."""
+    return float(rollout.stop != "finished")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """The effort penalty: weights of what counts as effort, and the curve. Raises ValueError unless k > 0 and q ≥ 0, where
+    the curve is concave."""
+
+    weight: float = 0.0
+    """λ; 0 turns the penalty off."""
+    k: float = 1.0
+    q: float = 0.5
+    thinking_tokens: float = 0.01
+    tool_call_tokens: float = 0.01
+    tool_output_tokens: float = 0.0
+    final_message_tokens: float = 0.01
+    calls: float = 0.0
+    turns: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (self.k > 0 and self.q >= 0):
+            raise ValueError(f"reward.effort: k={self.k} must be above 0 and q={self.q} not below it")
+
+    def of(self, rollout: Rollout) -> float:
+        """x, the weighted effort of a rollout."""
+        counts = {kind: sum(int((s.kind == kind).sum()) for s in rollout.segments) for kind in Kind}
+        return (
+            self.thinking_tokens * counts[Kind.THINKING]
+            + self.tool_call_tokens * counts[Kind.TOOL_CALL]
+            + self.tool_output_tokens * counts[Kind.OBSERVATION]
+            + self.final_message_tokens * counts[Kind.FINAL_MESSAGE]
+            + self.calls * rollout.calls
+            + self.turns * rollout.messages
+        )
+
+
+def effort_curve(x: float, k: float, q: float) -> float:
+    """C_{k,q}(x) for x ≥ 0, k > 0, q ≥ 0: concave, C(0) = 0, C'(0) = 1; its limits are x at q = 0 and ln(1 + kx)/k at q = 1."""
+    if abs(q - 1.0) < 1e-9:
+        return math.log1p(k * x) / k
+    return math.expm1((1.0 - q) * math.log1p(k * x)) / (k * (1.0 - q))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """The number that trains, with its terms."""
+
+    total: float | None
+    terms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings:
+    """Weights of the registered terms, and the effort penalty. Raises ValueError for a weight without a registered term."""
+
+    weights: dict[str, float] = field(default_factory=lambda: {"solved": 1.0, "invalid_calls": -0.2})
+    effort: Effort = field(default_factory=Effort)
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.weights) - set(TERMS):
+            raise ValueError(f"reward.weights names {sorted(unknown)}; registered terms: {sorted(TERMS)}")
+
+
+def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
+    """Scores a rollout; its total is None where nothing is known of the agent's work."""
+    if not grade.known:
+        return Reward(total=None)
+    terms = {name: weight * TERMS[name](rollout, grade) for name, weight in settings.weights.items() if weight}
+    if settings.effort.weight:
+        terms["effort"] = -settings.effort.weight * effort_curve(
+            settings.effort.of(rollout), settings.effort.k, settings.effort.q
+        )
+    return Reward(total=sum(terms.values()), terms=terms)

@@ -1,0 +1,26 @@
+"""Sandboxes in which agents work and grades are made; `contract.py` says what one is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from composer_nb.harness.sandbox.contract import Backend
+
+BACKENDS = ("bwrap", "docker", "process")
+
+
+def open_backend(name: str, run_id: str | None = None, journal: Path | None = None) -> Backend:
+    """The backend of this name, begun. Raises ValueError for an unknown name, SandboxUnavailable where it does not work here."""
+    if name == "bwrap":
+        from composer_nb.harness.sandbox.bwrap import BwrapBackend
+
+        return BwrapBackend(run_id, journal)
+    if name == "docker":
+        from composer_nb.harness.sandbox.docker import DockerBackend
+
+        return DockerBackend(run_id, journal)
+    if name == "process":
+        from composer_nb.harness.sandbox.process import ProcessBackend
+
+        return ProcessBackend(run_id, journal)
+    raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")

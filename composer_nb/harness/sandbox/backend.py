@@ -1,0 +1,104 @@
+"""What the backends share: which of their sandboxes live, what of them is in a journal, and how all of it ends."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from composer_nb.harness.sandbox.contract import (
+    Capabilities,
+    Sandbox,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+    Snapshot,
+)
+from composer_nb.harness.sandbox.journal import Journal, Kind, Resource
+
+
+class ResidentBackend(ABC):
+    """A backend whose sandboxes hold our resident program. A context manager; may be used from several threads."""
+
+    name: str
+    has_images = False
+    has_calls = False
+
+    def __init__(self, run_id: str | None, journal: Path | None) -> None:
+        """`journal`: a folder in which what is made is noted while it is there (`reap.py`)."""
+        self.run_id = run_id or uuid.uuid4().hex
+        self._journal = None if journal is None else Journal(journal, self.run_id)
+        self._lock = threading.Lock()
+        self._live: dict[str, Sandbox] = {}
+        self._closed = False
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    def _begin(self, spec: SandboxSpec) -> Sandbox:
+        """A sandbox that has begun, with all of its limits."""
+
+    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
+        """See `contract.Backend`. Raises SandboxUnavailable for what this backend can not make sandboxes of."""
+        spec = spec or SandboxSpec()
+        if spec.image and not self.has_images:
+            raise SandboxUnavailable(
+                f"SandboxSpec.image={spec.image!r}: the backend {self.name} has no images; use docker"
+            )
+        if spec.calls and not self.has_calls:
+            raise SandboxUnavailable(f"SandboxSpec.calls: the backend {self.name} serves no function calls; use bwrap")
+        with self._lock:
+            self._check_open()
+        try:
+            sandbox = self._begin(spec)
+        except OSError as error:  # of this machine: nothing of an agent's is there yet
+            raise SandboxFailure(f"no sandbox could be made: {error}") from error
+        try:
+            if snapshot is not None:
+                sandbox.restore(snapshot)
+            with self._lock:
+                self._check_open()  # it may have been closed meanwhile, without this one
+                self._live[sandbox.id] = sandbox
+        except BaseException:
+            sandbox.destroy()
+            raise
+        return sandbox
+
+    def close(self) -> None:
+        """Destroys what is left. May be called again; the end of the interpreter calls it too."""
+        with self._lock:
+            self._closed = True
+        for sandbox in list(self._live.values()):
+            sandbox.destroy()
+        atexit.unregister(self.close)
+
+    def forget(self, id: str, noted: Iterable[Resource | None]) -> None:
+        """Strikes a sandbox of which nothing is left, and what of it was noted."""
+        with self._lock:
+            self._live.pop(id, None)
+            for resource in noted:
+                self._strike(resource)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxFailure("this backend is closed")
+
+    def _note(self, kind: Kind, name: str | int | Path, mark: str | None = None) -> Resource | None:
+        return None if self._journal is None else self._journal.made(kind, name, mark)
+
+    def _strike(self, noted: Resource | None) -> None:
+        if self._journal is not None:
+            self._journal.gone(noted)

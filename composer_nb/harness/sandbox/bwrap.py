@@ -1,0 +1,380 @@
+"""Sandboxes by bubblewrap, embedded in this process: no daemon, no root, a few milliseconds each.
+
+One bubblewrap process holds a zygote (`guest/program.py`), which makes new namespaces for each sandbox: user, pid, mount,
+network, ipc, uts, cgroup. Where a machine forbids nested namespaces, every sandbox gets its own bubblewrap (mode "single"): the
+same program, slower. Nothing ever runs with less isolation: what is missing is an error, and `capabilities` names each limit that
+cannot be enforced here.
+
+A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
+but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `programs.py`. Its workspace
+and its temporary files are in memory.
+
+Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from composer_nb.harness.sandbox.backend import ResidentBackend
+from composer_nb.harness.sandbox.contract import (
+    WORKSPACE,
+    Capabilities,
+    Machine,
+    Sandbox,
+    SandboxFailure,
+    SandboxSlow,
+    SandboxSpec,
+    SandboxUnavailable,
+)
+from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
+from composer_nb.harness.sandbox.host import SocketChannel, sender, socket_pair
+from composer_nb.harness.sandbox.journal import OWN, Resource
+from composer_nb.harness.sandbox.layout import Layout
+from composer_nb.harness.sandbox.system.cgroups import Cgroups
+from composer_nb.harness.sandbox.system.linux import machine, patience, write_all
+from composer_nb.harness.sandbox.system.seccomp import system_call_filter
+from composer_nb.harness.sandbox.toolchain.interpreter import Interpreter, install_hint
+
+Mode = Literal["forked", "single"]
+
+BOX_UID = 47_811
+"""Who starts bubblewrap when the harness is root: a number no account uses."""
+NICE = 10
+START_S, END_S = 10.0, 10.0
+"""How long the process that makes sandboxes may take to be ready, and those of a sandbox to end: more on a busy machine."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Machine(Machine):
+    channel: SocketChannel
+    backend: BwrapBackend
+    lifeline: socket.socket | None = None  # of the zygote, which closes it when all processes have ended
+    process: subprocess.Popen[bytes] | None = None  # a bubblewrap of its own
+
+    def end(self) -> None:
+        self.channel.close()
+        if self.lifeline is not None:
+            with contextlib.suppress(OSError):
+                self.lifeline.shutdown(socket.SHUT_WR)
+                self.lifeline.settimeout(patience(END_S))
+                self.lifeline.recv(1)
+            self.lifeline.close()
+        if self.process is not None:
+            self.process.kill()  # its death takes along the first process of its pid namespace, and so all others
+            self.process.wait()
+        self.backend.remove(self)
+
+
+@dataclass(slots=True)
+class _Zygote:
+    """The process that makes sandboxes: its bubblewrap, and the socket on which it is asked."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    pid: int = 0
+    noted: list[Resource | None] = field(default_factory=list)
+
+
+class BwrapBackend(ResidentBackend):
+    """Makes sandboxes by bubblewrap. A context manager; may be used from several threads.
+
+    Raises SandboxUnavailable when no sandbox can be made here, SandboxSlow when none is ready in time.
+    """
+
+    name = "bwrap"
+    has_calls = True
+
+    def __init__(self, run_id: str | None = None, journal: Path | None = None) -> None:
+        if sys.platform != "linux":
+            raise SandboxUnavailable("bubblewrap runs on Linux alone; use the backend docker here")
+        if (bwrap := shutil.which("bwrap")) is None:
+            raise SandboxUnavailable(f"bubblewrap (bwrap) is not installed: {install_hint()}")
+        self._bwrap = bwrap
+        self._interpreter = Interpreter.find()
+        self._uid: int | None = BOX_UID if os.getuid() == 0 else None
+        self._layout = Layout.of(self._interpreter, self._uid)
+        self._filters = [
+            base64.b64encode(system_call_filter(machine(), calls=calls)).decode() for calls in (False, True)
+        ]
+        self._cgroups = Cgroups.find()
+        self._zygote: _Zygote | None = None
+        super().__init__(run_id, journal)
+        self._mode: Mode = self._probe()
+
+    def capabilities(self) -> Capabilities:
+        forked, groups = self._mode == "forked", self._cgroups
+        enforced = dict.fromkeys(("disk_bytes", "open_files", "network", "system_calls"), True) | dict.fromkeys(
+            ("memory_bytes", "cpus"), not isinstance(groups, str)
+        )
+        crowded = self._layout.crowded()
+        enforced |= {
+            "inodes": forked,
+            "processes": forked or not isinstance(groups, str),
+            "locks": forked and not crowded,
+        }
+        why = dict.fromkeys([name for name, held in enforced.items() if not held], str(groups))
+        if crowded:
+            why["locks"] = f"something is mounted in {', '.join(crowded)}: their files are shared"
+        if not forked:
+            why |= dict.fromkeys(("inodes", "locks"), "nested user namespaces with overlays are not allowed here")
+        uid = os.getuid() if self._uid is None else self._uid
+        return Capabilities(backend=self.name, mode=self._mode, uid=uid, isolated=True, enforced=enforced, why_not=why)
+
+    def _begin(self, spec: SandboxSpec) -> Sandbox:
+        try:
+            made = self._start(spec)
+            sandbox = Sandbox(self, spec, made)
+        except SandboxFailure:
+            if not self._zygote_died():
+                raise
+            made = self._start(spec)
+            sandbox = Sandbox(self, spec, made)
+        try:
+            self._confine(made, spec)
+        except BaseException:
+            sandbox.destroy()
+            raise
+        return sandbox
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self._stop_zygote()
+
+    def remove(self, made: _Machine) -> None:
+        """What is left to do when all processes of a sandbox have ended."""
+        try:
+            if made.group is not None:
+                made.group.remove()
+        except OSError as error:
+            raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be removed: {error.strerror}") from error
+        finally:
+            gone = made.group is None or not any(folder.is_dir() for folder in made.group.folders)
+            self.forget(made.id, made.noted if gone else ())
+
+    def _start(self, spec: SandboxSpec) -> _Machine:
+        limits, forked = dict(LIMITS_INSIDE), self._mode == "forked"
+        if forked:
+            limits["RLIMIT_NPROC"] = spec.processes + 1  # counted in the sandbox's own user namespace
+        if isinstance(self._cgroups, str):
+            limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
+        told = resident_settings(
+            spec,
+            workspace="/tmp" if spec.calls else WORKSPACE,
+            filter=self._filters[spec.calls is not None],
+            limits=limits,
+            nice=0 if isinstance(self._cgroups, str) else NICE,
+            nested=forked,
+        )
+        try:
+            channel, there = socket_pair()
+        except OSError as error:
+            raise SandboxFailure(f"no sandbox can be asked for: {error}") from error
+        made = _Machine(id=uuid.uuid4().hex, channel=channel, backend=self)
+        try:
+            with there, self._lock:
+                self._check_open()
+                if self._mode == "single":
+                    made.process = self._popen("single", there, spec)
+                    made.noted.append(self._note("process", made.process.pid))
+                    channel.send(resident_program(told), patience(END_S))
+                else:
+                    made.lifeline = self._request(told, there)
+        except BaseException:
+            made.end()
+            raise
+        return made
+
+    def _request(self, told: str, there: socket.socket) -> socket.socket:
+        """Ask the zygote for a sandbox. It is started if there is none, or if it is gone."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for left in (1, 0):
+                if self._zygote is None:
+                    self._zygote = self._start_zygote()
+                try:
+                    socket.send_fds(self._zygote.control, [told.encode()], [there.fileno(), theirs.fileno()])
+                    return ours
+                except ConnectionError as error:
+                    self._stop_zygote()
+                    if not left:
+                        ours.close()
+                        raise SandboxFailure(f"the process that makes sandboxes is gone: {error}") from error
+                except OSError as error:  # it lives, and so do those that it has made
+                    ours.close()
+                    raise SandboxFailure(f"the process that makes sandboxes can not be asked: {error}") from error
+        raise AssertionError
+
+    def _start_zygote(self) -> _Zygote:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            made = _Zygote(self._popen("forked", theirs, SandboxSpec()), ours)
+        try:
+            made.noted.append(self._note("process", made.process.pid))
+            ours.settimeout(patience(START_S))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            ours.send(resident_program(json.dumps({"role": "zygote", "layouts": self._layout.plans()})))
+            answer, ancillary, _, _ = ours.recvmsg(100, socket.CMSG_SPACE(12))
+            if answer != b"ready":
+                raise OSError("it ended at once")
+            made.pid = sender(ancillary)
+            made.noted.append(self._note("process", made.pid))
+        except BaseException as error:
+            complaint = self._complaint(made.process)
+            self._end_zygote(made)
+            if not isinstance(error, OSError):
+                raise
+            if isinstance(error, TimeoutError) and not complaint:
+                raise SandboxSlow("bubblewrap was not ready in time: the machine is busy") from error
+            raise SandboxFailure(f"bubblewrap: {complaint or error}") from error
+        return made
+
+    def _zygote_died(self) -> bool:
+        """Whether that is why a sandbox did not start; then another one is asked the next time."""
+        with self._lock:
+            if self._zygote is None:
+                return False
+            try:
+                self._zygote.process.wait(timeout=0.2)  # bubblewrap ends a moment after it
+            except subprocess.TimeoutExpired:
+                return False
+            self._stop_zygote()
+            return True
+
+    def _stop_zygote(self) -> None:
+        if self._zygote is not None:
+            made, self._zygote = self._zygote, None
+            self._end_zygote(made)
+
+    def _end_zygote(self, made: _Zygote) -> None:
+        with contextlib.suppress(OSError):
+            made.control.shutdown(socket.SHUT_RDWR)  # also where a forked child of this process has it too
+        made.control.close()  # at which it ends, and with it, being the first in its pid namespace, all sandboxes
+        try:
+            made.process.wait(timeout=patience(END_S))
+        except subprocess.TimeoutExpired:  # none is reaped yet: the numbers are still theirs
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(
+                    made.process.pid, signal.SIGKILL
+                )  # its child too, which waits for it for ever while it starts
+            if made.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(made.pid, signal.SIGKILL)
+            made.process.wait()
+        assert made.process.stderr is not None
+        made.process.stderr.close()
+        for noted in made.noted:
+            self._strike(noted)
+
+    def _popen(self, mode: Mode, end: socket.socket, spec: SandboxSpec) -> subprocess.Popen[bytes]:
+        who: dict[str, Any] = {}
+        if self._uid is not None:
+            who = {"user": self._uid, "group": self._uid, "extra_groups": []}
+        errors = tempfile.TemporaryFile()
+        with self._data(mode == "forked") as data:
+            try:
+                process = subprocess.Popen(
+                    self._command(mode, data, spec),
+                    stdin=end.fileno(),
+                    stdout=end.fileno(),
+                    stderr=errors,
+                    pass_fds=[fd for fd, _ in data.values()],
+                    cwd="/",
+                    env={},
+                    start_new_session=True,  # Ctrl-C is for this process
+                    **who,
+                )
+            except OSError as error:
+                errors.close()
+                raise SandboxFailure(f"cannot start {self._bwrap}: {error}") from error
+        process.stderr = errors
+        return process
+
+    def _complaint(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stderr is not None
+        process.stderr.seek(0)
+        lines = process.stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    @contextlib.contextmanager
+    def _data(self, forked: bool) -> Iterator[dict[str, tuple[int, str]]]:
+        """Files that are copied into a sandbox: place -> descriptor and permissions."""
+        with contextlib.ExitStack() as stack:
+            data: dict[str, tuple[int, str]] = {}
+            for place, (content, permissions) in self._layout.contents(forked).items():
+                if isinstance(content, str):
+                    fd = os.open(content, os.O_RDONLY | os.O_CLOEXEC)
+                else:
+                    fd = os.memfd_create("data")
+                stack.callback(os.close, fd)
+                if isinstance(content, bytes):
+                    write_all(fd, content)
+                    os.lseek(fd, 0, os.SEEK_SET)
+                data[place] = fd, permissions
+            yield data
+
+    def _command(self, mode: Mode, data: Mapping[str, tuple[int, str]], spec: SandboxSpec) -> list[str]:
+        command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+        command += ["--hostname", "sandbox", "--setenv", "PYTHONHASHSEED", "0"]  # so that calls see sets in one order
+        command += self._layout.zygote(data) if mode == "forked" else self._layout.alone(data, spec)
+        command += ["--chdir", "/", "--remount-ro", "/", "--"]
+        return [*command, self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
+
+    def _confine(self, made: _Machine, spec: SandboxSpec) -> None:
+        """Put the sandbox, in which nothing of an agent runs yet, into a group with its limits.
+
+        Calls have limits of their own, and a group would get no more of a busy machine than one process.
+        """
+        if isinstance(self._cgroups, str) or spec.calls is not None:
+            return
+        try:
+            folders = self._cgroups.folders(f"{OWN}{made.id}")
+            with self._lock:
+                made.noted += [self._note("cgroup", folder, folder.name) for folder in folders]
+            made.group = self._cgroups.make(folders, spec.memory_bytes, spec.processes, spec.cpus)
+            made.group.attach(made.channel.peer)
+        except OSError as error:
+            raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be made: {error}") from error
+
+    def _probe(self) -> Mode:
+        """Which mode works here, found by making a sandbox. Raises SandboxUnavailable when none does."""
+        complaints = []
+        modes: tuple[Mode, ...] = get_args(Mode)
+        for mode in modes:
+            self._mode = mode
+            try:
+                with self.create() as sandbox:
+                    done = sandbox.exec(["true"], timeout_s=patience(START_S))
+                    if done.exit_code == 0:
+                        return mode
+                    if done.timed_out:
+                        raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
+                complaints.append(f"{mode}: `true` ended with {done.exit_code}: {done.stderr!r}")
+            except SandboxSlow:
+                with self._lock:
+                    self._stop_zygote()
+                raise
+            except SandboxFailure as error:
+                complaints.append(f"{mode}: {error}")
+            with self._lock:
+                self._stop_zygote()  # of a mode that does not work here
+        who = "this user" if self._uid is None else f"user {self._uid}"
+        raise SandboxUnavailable(
+            "bubblewrap cannot make a sandbox here (are unprivileged user namespaces allowed, and can "
+            f"{who} read {self._interpreter.path}?): " + "; ".join(complaints)
+        )

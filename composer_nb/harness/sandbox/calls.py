@@ -1,0 +1,321 @@
+"""Function calls in sandboxes: requests, outcomes and what carries them out.
+
+A request names code, a function and arguments. Values come back as texts (`value_text`); expected values never enter a sandbox,
+because code in it can claim any result it likes. `guest/calls.py` is the side of the sandbox.
+
+A program ends at its CPU limit, or when it has slept too long: both are its own doing, and the same each time. A program that
+wanted a CPU and got none within PATIENCE times as long says only that the machine is overloaded: it runs once more, and then the
+run fails with SandboxFailure, as it does when the sandbox itself dies. After several failed runs in a row all runs are refused
+for a while, so that a broken machine costs a batch a minute or two and not as much for each of its requests.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import (
+    CallLimits,
+    Capabilities,
+    Sandbox,
+    SandboxDied,
+    SandboxFailure,
+    SandboxSlow,
+    SandboxSpec,
+    SandboxUnavailable,
+)
+from composer_nb.harness.sandbox.guest import calls as guest
+from composer_nb.harness.sandbox.host import Called
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.untrusted import checked
+
+Status = Literal["returned", "raised", "timeout", "died", "unreadable", "not_run"]
+
+STARTS = 2
+"""Times that a run starts a sandbox, at most, to get its requests answered."""
+FAILURES = 3
+"""Runs that fail in a row until all runs are refused for REST_S."""
+REST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRequest:
+    """Call `function` of `module` once for each text of an argument tuple, in one process.
+
+    Raises ValueError for paths that leave the workspace, for bad names and for texts that are no tuple.
+    """
+
+    files: Mapping[str, str]
+    """Workspace path -> text."""
+    module: str
+    """Dotted name."""
+    function: str
+    arguments: tuple[str, ...]
+    """Literals such as "([3, 1], 4)"."""
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            checked(name)
+        if not all(part.isidentifier() for part in self.module.split(".")):
+            raise ValueError(f"CallRequest.module: {self.module!r} is not a module name")
+        if not self.function.isidentifier():
+            raise ValueError(f"CallRequest.function: {self.function!r} is not a function name")
+        for text in self.arguments:
+            _check_argument(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOutcome:
+    """The result of one argument."""
+
+    status: Status
+    """returned: a readable value. raised: the call or the import raised. timeout: it used up its CPU time or slept too long.
+    died: its process ended otherwise. unreadable: a value, or a report, that is not plain data of a fair size. not_run: an
+    earlier argument ended the process."""
+    text: str = ""
+    """The value's text (`value_text`), or the name of the exception's type."""
+
+
+@functools.lru_cache(maxsize=8192)
+def _check_argument(text: str) -> None:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"CallRequest.arguments: {text[:80]!r} is not a literal") from error
+    if type(value) is not tuple:
+        raise ValueError(f"CallRequest.arguments: {text[:80]!r} is not a tuple (one argument is written (x,))")
+
+
+def value_text(value: object, limit: int = CallLimits().output_bytes) -> str:
+    """Return the text that a sandbox reports for `value`: its repr, with the elements of sets sorted by their texts.
+
+    Raises ValueError for values that a sandbox calls unreadable.
+    """
+    try:
+        return guest.value_text(value, limit)
+    except guest.Unreadable:
+        raise ValueError(f"a {type(value).__name__} that is not plain data of at most {limit} characters") from None
+
+
+IDENTITY = CallRequest(files={"f.py": "def f(x):\n    return x\n"}, module="f", function="f", arguments=("(1,)",))
+
+
+class Executor(Protocol):
+    """Answers requests in their order, each as if in a fresh sandbox of its own."""
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        """Return a tuple of outcomes for each request. Raises SandboxFailure."""
+        ...
+
+
+class CachedExecutor:
+    """Remembers answers: a request for the same files, function and arguments gets the same one.
+
+    The key is the whole request, because code may keep state from one argument to the next and a limit may end it part of the
+    way. Infrastructure failures are not remembered. Beyond `size` requests the oldest are dropped.
+    """
+
+    def __init__(self, sandboxes: Executor, size: int = 1 << 17) -> None:
+        self.sandboxes, self.size = sandboxes, size
+        self.asked = 0
+        self.executed = 0
+        self._known: OrderedDict[bytes, tuple[CallOutcome, ...]] = OrderedDict()
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        keys = [_key(request) for request in requests]
+        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._known}
+        outcomes = self.sandboxes.run(list(missing.values())) if missing else []
+        self.asked += len(requests)
+        self.executed += len(missing)
+        self._known.update(zip(missing, outcomes, strict=True))
+        answers = [self._known[key] for key in keys]
+        self._forget()
+        return answers
+
+    def remember(self, request: CallRequest, outcomes: Sequence[CallOutcome]) -> None:
+        """Store outcomes that are known already, as those of a reference program."""
+        self._known[_key(request)] = tuple(outcomes)
+        self._forget()
+
+    def _forget(self) -> None:
+        while len(self._known) > self.size:
+            self._known.popitem(last=False)
+
+
+def _key(request: CallRequest) -> bytes:
+    parts = [request.module, request.function, sorted(request.files.items()), request.arguments]
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+class SandboxExecutor:
+    """Answers function calls, each request in a fresh process of its own. A context manager; `run` may be called from threads.
+
+    One sandbox serves all requests; where nested namespaces are not allowed, each request gets its own. Raises
+    SandboxUnavailable when no sandbox can be made here, SandboxSlow when none is ready in time.
+    """
+
+    def __init__(
+        self, limits: CallLimits | None = None, run_id: str | None = None, journal: Path | None = None
+    ) -> None:
+        """`journal`: folder of the run's journal (`reap.py`)."""
+        self.limits = limits or CallLimits()
+        # Second locks: a worker reaches its own limits first, and must not wait for CPUs that the resident uses beside it.
+        memory = 2 * (self.limits.memory_bytes + self.limits.disk_bytes) + (64 << 20)
+        self._spec = SandboxSpec(memory_bytes=memory, disk_bytes=self.limits.disk_bytes, cpus=64.0, calls=self.limits)
+        self._lock = threading.Lock()
+        self._closed, self._failures, self._rest_until, self._refusal = False, 0, 0.0, ""
+        self._sandbox: Sandbox | None = None
+        self.backend = BwrapBackend(run_id, journal)
+        try:
+            self._attempt([IDENTITY], [None])
+        except SandboxSlow:
+            self.close()
+            raise
+        except (SandboxFailure, SandboxDied) as error:
+            self.close()
+            raise SandboxUnavailable(f"no function can be called in a sandbox here: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill whatever runs. May be called again."""
+        with self._lock:
+            self._closed = True
+            self._sandbox = None
+            self.backend.close()
+
+    def capabilities(self) -> Capabilities:
+        return self.backend.capabilities()
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        """Return a tuple of outcomes for each request, one outcome for each argument, in order.
+
+        Raises SandboxFailure when the machinery fails twice, or has done so in the last runs; then nothing is known about the
+        code.
+        """
+        answers: list[tuple[CallOutcome, ...] | None] = [None] * len(requests)
+        with self._lock:
+            if self._closed:
+                raise SandboxFailure("these sandboxes are closed")
+            if time.monotonic() < self._rest_until:
+                raise SandboxFailure(self._refusal)
+            for left in reversed(range(STARTS)):
+                try:
+                    self._attempt(requests, answers)
+                    break
+                except (SandboxFailure, SandboxDied) as error:
+                    if not left:
+                        self._count_failure(error)
+                        raise SandboxFailure(f"the sandbox failed twice: {error}") from error
+            self._failures = 0
+        return [answer for answer in answers if answer is not None]
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures >= FAILURES:
+            self._rest_until = time.monotonic() + REST_S
+            self._refusal = (
+                f"the sandboxes are out of order: {self._failures} runs in a row failed, the last because {error}; "
+                f"they are tried again after {REST_S:g} s (`composer-nb doctor` tells whether they work)"
+            )
+
+    def _attempt(self, requests: Sequence[CallRequest], answers: list[tuple[CallOutcome, ...] | None]) -> None:
+        """Answer what is unanswered, in place. Raises SandboxFailure and SandboxDied; the next attempt has a new sandbox."""
+        for index, request in enumerate(requests):
+            size = sum(len(text.encode("utf-8", "surrogatepass")) for text in request.files.values())
+            if size > self.limits.disk_bytes:  # the same as writing it in a sandbox, without the traffic
+                answers[index] = (CallOutcome(status="raised", text="OSError"),) * len(request.arguments)
+        todo = [index for index, answer in enumerate(answers) if answer is None]
+        nested = self.backend.capabilities().mode == "forked"
+        try:
+            for batch in [todo] if nested else [[index] for index in todo]:
+                self._sandbox = self._sandbox or self.backend.create(self._spec)
+                within_s = patience(guest.SETUP_S) + guest.PATIENCE * self.limits.wall_s
+                called = self._sandbox.call(
+                    [_encoded(requests[index]) for index in batch], within_s=within_s, most=self.limits.answer_bytes
+                )
+                with contextlib.closing(called):
+                    for index, (facts, report) in zip(batch, called, strict=True):
+                        answers[index] = _outcomes(facts, report, len(requests[index].arguments), self.limits)
+                if not nested:
+                    self._drop()
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        if self._sandbox is not None:
+            gone, self._sandbox = self._sandbox, None
+            gone.destroy()
+
+
+def _encoded(request: CallRequest) -> bytes:
+    facts = {"files": dict(request.files), "module": request.module, "function": request.function}
+    return json.dumps({**facts, "arguments": list(request.arguments)}).encode()
+
+
+def _outcomes(facts: Called, report: bytes, count: int, limits: CallLimits) -> tuple[CallOutcome, ...]:
+    """Return the outcomes of `count` arguments. The facts are the resident's, the report is the hostile worker's.
+
+    Raises SandboxFailure when the worker was not made, or when the machine gave it too little time to tell anything about it.
+    """
+    first, _, report = report.partition(b"\n")
+    if not first.startswith(b"ready "):
+        kind = SandboxSlow if facts.end == "slow start" else SandboxFailure
+        raise kind(f"{facts.end}: {first[:300].decode('utf-8', 'replace')}")
+    if facts.end == "starved":
+        raise SandboxFailure(
+            f"a program waited for this machine for {guest.PATIENCE * limits.wall_s:g} s and got less than the "
+            f"{limits.cpu_s:g} s of CPU it may use: run less beside it, or raise CallLimits.wall_s"
+        )
+    nonce = first[len(b"ready ") :] + b" "
+    outcomes: list[CallOutcome] = []
+    for line in report.split(b"\n")[:-1]:  # the last has no newline: it is empty or was cut off
+        outcome = _outcome(line, nonce, limits) if len(outcomes) < count else None
+        if outcome is None:  # forged or garbled: nothing from here on is believed
+            return _padded([*outcomes[: count - 1], CallOutcome(status="unreadable")], count)
+        outcomes.append(outcome)
+    if len(outcomes) < count:
+        outcomes.append(CallOutcome(status=_ENDINGS.get(facts.end, "died")))
+    return _padded(outcomes, count)
+
+
+_ENDINGS: dict[str, Status] = {"cpu": "timeout", "asleep": "timeout", "flood": "unreadable"}
+
+
+def _padded(outcomes: list[CallOutcome], count: int) -> tuple[CallOutcome, ...]:
+    return tuple(outcomes + [CallOutcome(status="not_run")] * (count - len(outcomes)))
+
+
+def _outcome(line: bytes, nonce: bytes, limits: CallLimits) -> CallOutcome | None:
+    """Return one reported line, or None if it is not exactly what an honest worker writes."""
+    if not line.startswith(nonce):
+        return None
+    try:
+        fields = json.loads(line[len(nonce) :])
+    except (ValueError, RecursionError):
+        return None
+    if type(fields) is not list or len(fields) != 2 or not all(type(f) is str for f in fields):
+        return None
+    status, text = fields
+    honest = {"returned": text.isprintable() and text != "", "raised": text.isidentifier()}
+    honest["unreadable"] = text == ""
+    if len(text) > limits.output_bytes or not honest.get(status, False):
+        return None
+    return CallOutcome(status=status, text=text)

@@ -1,0 +1,346 @@
+"""Sandboxes as containers of a Docker Engine: for tasks that bring an image, and where there is no bubblewrap.
+
+A container has no network, no capabilities and no way to get any; its root is read-only, and its workspace and temporary files
+are in memory. Its first process is the resident program (`guest/program.py`), which installs the same system call filter as every
+other backend does, on top of the engine's own. The host speaks to it over the container's attached streams, so that nothing
+has to listen in the container, and a request costs no `docker exec`.
+
+When the process that made a container dies, the engine closes the streams, at which the resident program ends, and everything
+in the container with it. The stopped container stays until `reap` removes it.
+
+Covers engines of version 20.10 and newer with Linux containers, on control groups 1 and 2, and images that have python3, 3.9 or
+newer, and no VOLUME. Does not pull images. That memory was used up is told in every result where the container's control group
+can be read, as on the engine's own machine; elsewhere only when it ended the sandbox.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import socket
+import struct
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.sandbox.backend import ResidentBackend
+from composer_nb.harness.sandbox.contract import (
+    LIMITS,
+    WORKSPACE,
+    Capabilities,
+    Machine,
+    Sandbox,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+)
+from composer_nb.harness.sandbox.engine import MARK, connect, remove_container
+from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
+from composer_nb.harness.sandbox.image import USER, host_image
+from composer_nb.harness.sandbox.journal import this_process
+from composer_nb.harness.sandbox.system.cgroups import Group
+from composer_nb.harness.sandbox.system.linux import MACHINES, patience
+from composer_nb.harness.sandbox.system.seccomp import system_call_filter
+
+STDOUT, STDERR = 1, 2
+COMPLAINT = 4000
+"""Bytes kept of what the resident program says when it fails."""
+LEASE_S = 24 * 3600.0
+"""How long after its start somebody who sees a container may take it for used."""
+SEND_S, END_S = 10.0, 5.0
+HIDDEN = tuple(
+    f"/proc/{name}"
+    for name in """
+    acpi asound buddyinfo bus cgroups diskstats driver fs interrupts irq kallsyms kcore key-users keys kmsg kpagecgroup
+    kpagecount kpageflags latency_stats loadavg locks mdstat modules pagetypeinfo partitions pressure sched_debug schedstat scsi
+    slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
+""".split()
+)
+"""What /proc says of the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay, for `ps`:
+an engine can hide files of /proc but put nothing in their place."""
+COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
+"""What the engine says of limits that it can not set everywhere."""
+
+
+class DockerChannel:
+    """The attached streams of a container: what is sent is its input, what is received its output."""
+
+    def __init__(self, attached: Any) -> None:
+        """`attached` as from `attach_socket`, of a container that is not started yet: what it says before is lost."""
+        self._attached = attached
+        self._socket: socket.socket = getattr(attached, "_sock", attached)
+        self._arrived = bytearray()
+        self._stream, self._left = 0, 0  # of the piece whose header has been read
+        self._errors = bytearray()
+        self._busy = threading.Lock()
+        self.ended = False
+
+    def send(self, data: bytes, timeout_s: float) -> None:
+        with self._busy:
+            self._socket.settimeout(max(timeout_s, 0.001))
+            try:
+                self._socket.sendall(data)
+            except ConnectionError:
+                self.ended = True
+                raise
+
+    def receive(self, timeout_s: float) -> bytes:
+        """As in `host.Channel`; at the end of the stream OSError, where the resident program has said why it ended."""
+        deadline = time.monotonic() + timeout_s
+        while not (output := self._output()):
+            with self._busy:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    arrived = self._socket.recv(1 << 18)
+                except ConnectionError:
+                    arrived = b""
+            if not arrived:
+                self.ended = True
+                if complaint := self._errors.decode("utf-8", "replace").strip():
+                    raise ConnectionResetError(complaint.splitlines()[-1])
+                return b""
+            self._arrived += arrived
+        return output
+
+    def _output(self) -> bytes:
+        """What has arrived of the output, without the headers that the engine puts before each piece of a stream."""
+        output = bytearray()
+        while self._arrived:
+            if not self._left:
+                if len(self._arrived) < 8:
+                    break
+                self._stream, self._left = struct.unpack_from(">BxxxL", self._arrived)
+                del self._arrived[:8]
+                continue
+            piece = self._arrived[: self._left]
+            del self._arrived[: len(piece)]
+            self._left -= len(piece)
+            if self._stream == STDOUT:
+                output += piece
+            elif self._stream == STDERR:
+                self._errors = (self._errors + piece)[-COMPLAINT:]
+        return bytes(output)
+
+    def close(self) -> None:
+        """Wakes who waits for an answer. Only then is the number of the socket free: he would wait at whatever gets it next."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._busy:
+            self._attached.close()
+            self._socket.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Machine(Machine):
+    """A container; its name is the id."""
+
+    backend: DockerBackend
+    channel: DockerChannel = field(init=False)
+
+    def end(self) -> None:
+        if hasattr(self, "channel"):
+            self.channel.close()
+        self.backend.remove(self)
+
+    def usage(self) -> tuple[int | None, float | None]:
+        return self.backend.usage(self.id) if self.group is None else Machine.usage(self)
+
+    def kills(self) -> int:
+        if self.group is not None and not self.channel.ended:
+            with contextlib.suppress(OSError, StopIteration):  # it goes with the last process
+                return self.group.kills()
+        return self.backend.kills(self.id, self.channel.ended)
+
+
+class DockerBackend(ResidentBackend):
+    """Makes sandboxes that are containers. A context manager; may be used from several threads.
+
+    Raises SandboxUnavailable when no engine answers.
+    """
+
+    name = "docker"
+    has_images = True
+
+    def __init__(self, run_id: str | None = None, journal: Path | None = None, runtime: str | None = None) -> None:
+        """`journal`: a folder in which containers are noted (`reap.py`). `runtime`: another one than the engine's usual one,
+        such as `runsc`."""
+        self._client = connect()
+        self._facts: dict[str, Any] = self._client.info()
+        self._runtime = runtime or str(self._facts["DefaultRuntime"])
+        self._check_engine()
+        self._filter = base64.b64encode(system_call_filter(MACHINES[self._facts["Architecture"]])).decode()
+        self._image, self._image_lock = "", threading.Lock()
+        super().__init__(run_id, journal)
+
+    def _check_engine(self) -> None:
+        kind, machine = self._facts["OSType"], self._facts["Architecture"]
+        if kind == "linux" and machine in MACHINES:
+            return
+        self._client.close()
+        advice = f"it has to run Linux containers on {' or '.join(MACHINES)}"
+        raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
+
+    def capabilities(self) -> Capabilities:
+        enforced = dict.fromkeys(LIMITS, True) | {name: bool(self._facts.get(fact)) for name, fact in COUNTED.items()}
+        warnings = "; ".join(self._facts.get("Warnings") or ()) or "the Docker Engine does not say why"
+        why = {name: f"no control group for it: {warnings}" for name, held in enforced.items() if not held}
+        return Capabilities(
+            backend=self.name, mode=self._runtime, uid=USER[1], isolated=True, enforced=enforced, why_not=why
+        )
+
+    def _begin(self, spec: SandboxSpec) -> Sandbox:
+        return Sandbox(self, spec, self._start(spec))
+
+    def close(self) -> None:
+        super().close()
+        self._client.close()
+
+    def remove(self, made: _Machine) -> None:
+        """Raises SandboxFailure when the container can not be removed; the journal then still has it."""
+        try:
+            remove_container(self._client, made.id)
+        except OSError as error:
+            raise SandboxFailure(str(error)) from error
+        self.forget(made.id, made.noted)
+
+    def usage(self, name: str) -> tuple[int | None, float | None]:
+        """(bytes of memory, seconds of CPU) as the engine tells them."""
+        try:
+            facts = self._client.api.stats(name, stream=False, one_shot=True)
+            return facts["memory_stats"].get("usage"), facts["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9
+        except errors():
+            return None, None
+
+    def kills(self, name: str, ended: bool) -> int:
+        """1 when something in a container was killed for memory before it ended. The engine learns of the end a moment later."""
+        try:
+            if ended:
+                self._client.api.wait(name, timeout=patience(END_S))
+            return int(self._client.api.inspect_container(name)["State"]["OOMKilled"])
+        except errors():
+            return 0
+
+    def _start(self, spec: SandboxSpec) -> _Machine:
+        image = spec.image or self._host_image()
+        name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
+        with self._lock:
+            self._check_open()
+            noted = self._note("container", name, mark)
+        made = _Machine(id=name, backend=self, noted=[noted])
+        try:
+            held = self._client.api.inspect_image(image)["Config"]
+            if volumes := held.get("Volumes"):
+                raise SandboxUnavailable(
+                    f"the image {image} keeps {', '.join(volumes)} on the engine's disk, without a limit: build it without VOLUME"
+                )
+            self._client.api.create_container_from_config(self._configuration(spec, image, mark), name)
+            streams = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
+            made.channel = DockerChannel(self._client.api.attach_socket(name, params=streams))
+            self._client.api.start(name)
+            made.group = _group(self._client.api.inspect_container(name))
+        except BaseException as error:
+            with contextlib.suppress(SandboxFailure):  # the container is in the journal, if there is one
+                made.end()
+            if isinstance(error, errors()):
+                raise _explained(error, image) from error
+            raise
+        environment = dict(each.split("=", 1) for each in held.get("Env") or ()) if spec.image else {}
+        told = resident_settings(spec, filter=self._filter, limits=LIMITS_INSIDE, nice=10, environment=environment)
+        with contextlib.suppress(OSError):  # if it has ended already, its answer, which is waited for, is why
+            made.channel.send(resident_program(told), patience(SEND_S))
+        return made
+
+    def _host_image(self) -> str:
+        with self._image_lock:
+            if not self._image:
+                self._image = host_image(self._client)
+        return self._image
+
+    def _configuration(self, spec: SandboxSpec, image: str, mark: str) -> dict[str, Any]:
+        """A container, in the words of the engine's API."""
+        owner = this_process()
+        most = {"nofile": spec.open_files, "core": 0, "fsize": spec.disk_bytes}
+        return {
+            "Image": image,
+            "Entrypoint": ["python3", "-I", "-S", "-c"],
+            "Cmd": [BOOT],
+            "Hostname": "sandbox",
+            "User": f"{USER[1]}:{USER[1]}",
+            "WorkingDir": WORKSPACE,
+            "Healthcheck": {"Test": ["NONE"]},
+            "Labels": {
+                MARK: mark,
+                "composer_nb.run": self.run_id,
+                "composer_nb.owner": f"{owner.pid}:{owner.started}:{owner.boot}",
+                "composer_nb.lease": str(int(time.time() + LEASE_S)),
+            },
+            # With StdinOnce the input ends with this process, and so does what reads it.
+            **dict.fromkeys(("OpenStdin", "StdinOnce", "AttachStdin", "AttachStdout", "AttachStderr"), True),
+            "HostConfig": {
+                "Runtime": self._runtime,
+                "NetworkMode": "none",
+                "IpcMode": "private",
+                "CapDrop": ["ALL"],
+                "SecurityOpt": ["no-new-privileges"],
+                "ReadonlyRootfs": True,
+                "MaskedPaths": [*HIDDEN, "/sys"],
+                "Tmpfs": {
+                    place: f"rw,{exec},nosuid,nodev,size={int(spec.disk_bytes * share)},nr_inodes={spec.inodes},"
+                    f"uid={USER[1]},gid={USER[1]},mode=755"
+                    for place, share, exec in (
+                        (WORKSPACE, 1, "exec"),
+                        ("/tmp", 1, "exec"),
+                        ("/dev/shm", 0.25, "noexec"),
+                    )
+                },
+                "Memory": spec.memory_bytes,
+                "MemorySwap": spec.memory_bytes,
+                "PidsLimit": spec.processes + 1,  # the resident program is one
+                "NanoCpus": int(min(spec.cpus, self._facts["NCPU"]) * 1e9),
+                "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in most.items()],
+                "LogConfig": {"Type": "none"},  # other kinds would write all that is said to the disk
+            },
+        }
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """What the engine's client raises."""
+    from docker.errors import DockerException
+    from requests import RequestException
+
+    return DockerException, RequestException
+
+
+def _explained(error: BaseException, image: str) -> Exception:
+    """Why no container of an image could be started, in one line."""
+    from docker.errors import ImageNotFound
+
+    told = " ".join(str(getattr(error, "explanation", None) or error).split())
+    if isinstance(error, ImageNotFound):
+        return SandboxUnavailable(f"the Docker Engine has no image {image}: `docker pull {image}`, or `docker load` it")
+    if "executable file not found" in told:
+        return SandboxUnavailable(f"the image {image} has no python3 (3.9 or newer), which a sandbox needs: add it")
+    return SandboxFailure(f"the Docker Engine started no container of {image}: {told}")
+
+
+def _group(container: dict[str, Any]) -> Group | None:
+    """The control group of a running container, where the engine's processes and groups can be seen from here."""
+    try:
+        lines = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    folders, version = [], 2
+    for controllers, path in (line.split(":", 2)[1:] for line in lines):
+        folder = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
+        if container["Id"] in path and folder.is_dir():
+            folders.append(folder)
+            version = 1 if controllers else version
+    group = Group(tuple(folders), version)
+    try:
+        group.kills()
+    except (OSError, StopIteration):
+        return None
+    return group

@@ -1,0 +1,78 @@
+"""Programs for the inside of a sandbox, as one text that a bare interpreter runs.
+
+Modules of ours that use the standard library alone go in under their own names, so that the same files are imported by the
+tests and type-checked. No file has to be written into the sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxSpec
+from composer_nb.harness.sandbox.guest import calls, commands, files
+from composer_nb.harness.sandbox.guest import program as guest
+from composer_nb.harness.sandbox.system import linux
+
+_START = """\
+import sys, types
+sys.path[:] = [entry for entry in sys.path if entry]  # `-c` puts the current directory first
+for name, text in {sources!r}:
+    sys.modules[name] = module = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+module.main(*{arguments!r})
+"""
+
+BOOT = """\
+import os
+b = bytes()
+while len(b) < 4 or len(b) < 4 + int.from_bytes(b[:4], "big"):
+    c = os.read(0, 1 << 20)
+    if not c:
+        raise SystemExit
+    b += c
+exec(b[4:].decode())
+"""
+"""A program that reads another one from its input: what runs then does not stand in the list of processes."""
+
+
+LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
+"""Limits of every process in a sandbox that isolates."""
+USUAL = {"role": "resident", "workspace": WORKSPACE, "drop": True, "nested": False, "programs": "", "environment": {}}
+"""Settings of a resident program: whether it drops capabilities, whether its workers get namespaces of their own, a folder of
+more programs for commands to find, variables that an image sets. Besides these, `filter` and `nice`: by how much commands stand
+back behind the resident program; 0 where they have no CPU group of their own, in which it counts."""
+
+
+def bundle(*modules: ModuleType, arguments: tuple[str, ...] = ()) -> str:
+    """A program that ends in `main(*arguments)` of the last module. They may import those before them, `linux`, and the
+    standard library."""
+    sources = [
+        (module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (linux, *modules)
+    ]
+    return _START.format(sources=sources, arguments=arguments)
+
+
+def packet(program: str) -> bytes:
+    """What BOOT reads, as one packet. Nothing may follow before the program has answered."""
+    data = program.encode()
+    return len(data).to_bytes(4, "big") + data
+
+
+def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **own: Any) -> str:
+    """Return a resident program's settings as JSON: the argument of `program.main`, and what a zygote is sent.
+
+    `limits` come on top of those that every backend sets. `own`: instead of USUAL.
+    """
+    common = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0, "RLIMIT_FSIZE": spec.disk_bytes}
+    sizes = {"disk_bytes": spec.disk_bytes, "inodes": spec.inodes, "calls": spec.calls and asdict(spec.calls)}
+    return json.dumps({**USUAL, **sizes, "rlimits": common | dict(limits or {}), **own})
+
+
+def resident_program(told: str) -> bytes:
+    """Return what BOOT reads to become a resident program, or a zygote, with these settings."""
+    return packet(bundle(files, commands, calls, guest, arguments=(told,)))

@@ -1,0 +1,347 @@
+"""The resident program of a sandbox: carries out what is asked over a pipe, as the first process of the sandbox.
+
+`bundle.py` hands the text of this file, of `files.py`, `commands.py`, `calls.py` and `linux.py` to a bare interpreter
+inside the sandbox; they use the standard library alone and never import the rest of the project. Two ways to run it:
+
+* *resident*: serves one sandbox until its input ends. Everything in the sandbox is its descendant, and as the first process of
+  its pid namespace it reaps orphans and can be neither killed nor traced from inside.
+* *zygote*: waits for (settings, two descriptors), makes new namespaces with a root of their own, and runs a resident there.
+  It never runs what an agent wrote. A sandbox costs a fork then, where a new interpreter would cost twenty times as much.
+
+Frames in both directions: 4 bytes of length (big-endian), a JSON header in one line, a newline, a payload. One request is
+answered at a time, in order; only that a command shall stop is said while it runs, and has no answer of its own. Headers of
+answers have "error": [errno, text] where a request failed.
+
+Commands run as the same user, without capabilities or new privileges, under a system call filter. They are ended as a tree:
+the descendants of a command and all orphans that began after it.
+
+Covers Linux on x86_64 and aarch64, Python 3.9 and newer.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import errno
+import fcntl
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+import typing
+
+from composer_nb.harness.sandbox.guest.calls import Caller
+from composer_nb.harness.sandbox.guest.commands import Commands
+from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath, refuse
+from composer_nb.harness.sandbox.system.linux import (
+    NAMESPACES,
+    check,
+    clone,
+    drop_capabilities,
+    hide_memory,
+    install_filter,
+    libc,
+    machine,
+    map_ids,
+    mount,
+    read_exactly,
+    send_frame,
+    umount,
+    write_ids,
+)
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Missing(Exception):
+    """No command of this number was started here."""
+
+
+class Resident:
+    """Answers requests until its input ends."""
+
+    def __init__(self, settings: Header) -> None:
+        self.wake, note = os.pipe()
+        for fd in (self.wake, note):
+            os.set_blocking(fd, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+        self.files = Files(settings["workspace"], settings["disk_bytes"])
+        self.commands = Commands(self.files, self.wake, settings["nice"], settings["programs"], settings["environment"])
+
+    def serve(self) -> None:
+        send_frame(1, {"ready": True, "pid": os.getpid(), "uid": os.getuid(), "python": sys.version.split()[0]})
+        poller = select.poll()
+        poller.register(0, select.POLLIN)
+        poller.register(self.wake, select.POLLIN)
+        while True:
+            events = dict(poller.poll())
+            if self.wake in events:
+                self.commands.reap()
+            if 0 in events:
+                try:
+                    size = int.from_bytes(read_exactly(0, 4), "big")
+                    body = memoryview(read_exactly(0, size))
+                except EOFError:
+                    self.commands.end_all()
+                    return
+                cut = bytes(body).index(b"\n")
+                header = json.loads(bytes(body[:cut]))
+                if header["do"] != "stop":  # of a command that has ended meanwhile: it was answered
+                    self.answer(header, body[cut + 1 :])
+
+    def answer(self, header: Header, payload: memoryview) -> None:
+        try:
+            answer = self.requests()[header["do"]](header, payload)
+            facts, data = answer if isinstance(answer, tuple) else (answer or {}, b"")
+        except OSError as error:
+            facts, data = {"error": [error.errno or errno.EIO, error.strerror or str(error)]}, b""
+        except Missing as error:
+            facts, data = {"missing": str(error)}, b""
+        except Exception as error:  # process boundary: what runs here must not be able to end this program
+            facts, data = {"error": [errno.EIO, type(error).__name__ + ": " + str(error)[:300]]}, b""
+        send_frame(1, facts, data)
+
+    def requests(self) -> dict[str, typing.Callable[[Header, memoryview], typing.Any]]:
+        """What can be asked, and what answers: the facts of an answer, or a pair of facts and data."""
+        files, commands = self.files, self.commands
+        return {
+            "exec": commands.run,
+            "background": lambda asked, _: {"pid": self.start(asked)},
+            "poll": lambda asked, _: {"exit_code": self.exit_code(asked["pid"])},
+            "end": lambda asked, _: self.end(asked["pid"]),
+            "end_all": lambda asked, _: self.end_all(),
+            "read": lambda asked, _: ({}, files.read(asked["path"], asked["offset"], asked["max_bytes"])),
+            "write": lambda asked, data: files.write(asked["path"], data, asked["mode"]),
+            "entries": lambda asked, _: {"entries": files.entries(asked["path"])},
+            "remove": lambda asked, _: files.remove(asked["path"]),
+            "pack": lambda asked, _: files.pack(asked["max_bytes"], asked["links"]),
+            "unpack": lambda asked, data: files.unpack(data),
+            "stats": lambda asked, _: {"processes": len(commands.all()), **files.count()},
+        }
+
+    def start(self, asked: Header) -> int:
+        """Start a command in the background and return its pid."""
+        self.files.write(asked["log"], b"", 0o644)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
+        log = open_beneath(self.files.fd, self.files.inner(asked["log"]), flags)
+        try:
+            if not stat.S_ISREG(os.fstat(log).st_mode):
+                raise OSError(errno.EINVAL, asked["log"] + ": not a regular file")
+            with open("/dev/null", "rb") as nothing:
+                streams, deadline = (nothing.fileno(), log, log), time.monotonic() + asked["start_s"]
+                return self.commands.start(asked["command"], asked["cwd"], asked["env"], streams, deadline)
+        finally:
+            os.close(log)
+
+    def exit_code(self, pid: int) -> typing.Optional[int]:  # noqa: UP045
+        self.commands.reap()
+        if pid in self.commands.running:
+            return None
+        if pid not in self.commands.ended:
+            raise Missing(str(pid))
+        code = self.commands.ended[pid]
+        return code if code >= 0 else 128 - code
+
+    def end(self, pid: int) -> None:
+        if pid not in self.commands.running and pid not in self.commands.ended:
+            raise Missing(str(pid))
+        if pid in self.commands.running:
+            # What a background command left as orphans is told from other orphans by nothing: they stay.
+            self.commands.end(pid, self.commands.now() + (1 << 40))
+
+    def end_all(self) -> None:
+        self.commands.end_all()
+        if self.commands.all():
+            raise refuse(errno.EBUSY, "processes that were killed are still there")
+
+
+def confine(settings: Header) -> None:
+    """Give up everything that what runs here must not have."""
+    table = machine()
+    one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    hide_memory()
+    check(libc.prctl(PR_SET_CHILD_SUBREAPER, one, zero, zero, zero), "subreaper")
+    if settings["drop"]:
+        drop_capabilities(table)
+    for name, value in settings["rlimits"].items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (most, most))
+    if (
+        settings["filter"] and not settings["calls"]
+    ):  # workers, which calls need, are made by namespaces and have their own
+        install_filter(base64.b64decode(settings["filter"]))
+
+
+def furnish(settings: Header, layout: Header) -> None:
+    """Build this sandbox's root, of files that no other sandbox has, and enter it. `layout` as from `Layout.plans`.
+
+    Locks and watches belong to a file, so two sandboxes with one file in common could signal to each other by them, and keep
+    each other waiting. An overlay gives every sandbox files of its own over the same contents. Devices cannot be overlaid.
+    """
+    read_only, nosuid, nodev, noexec, bind, recursive = 1, 2, 4, 8, 4096, 16384
+    new, scratch, empty = layout["new"], layout["scratch"], layout["empty"]
+
+    def overlay(lower: str, place: str) -> None:
+        for special in "\\:,":
+            lower = lower.replace(special, "\\" + special)
+        mount("sandbox", place, "overlay", read_only | nosuid | nodev, "lowerdir=" + lower + ":" + empty)
+
+    overlay(layout["root"], new)
+    for place, share in layout["writable"].items():
+        options = f"size={int(settings['disk_bytes'] * share)},nr_inodes={int(settings['inodes'])},mode=0755"
+        mount("sandbox", new + place, "tmpfs", nosuid | nodev, options)
+    for place in layout["trees"]:
+        os.makedirs(new + place, exist_ok=True)  # in the folder for temporary files; elsewhere it is there
+        if place in layout["crowded"]:
+            mount(place, new + place, "", bind | recursive)
+        else:
+            overlay(place, new + place)
+    for folder, names in layout["files"].items():
+        overlay(folder, scratch)
+        for place, name in names.items():
+            if not os.path.exists(new + place):
+                os.makedirs(os.path.dirname(new + place), exist_ok=True)
+                os.close(os.open(new + place, os.O_CREAT | os.O_WRONLY))
+            mount(scratch + "/" + name, new + place, "", bind)
+        umount(scratch)
+    for place in layout["masks"]:
+        mount(new + layout["nothing"], new + place, "", bind)
+    for place in layout["devices"]:
+        mount(place, new + place, "", bind)
+    mount("proc", new + "/proc", "proc", nosuid | nodev | noexec)
+    if not settings["calls"]:
+        mount("sandbox", new + "/dev/pts", "devpts", nosuid | noexec, "newinstance,ptmxmode=0666,mode=620")
+        overlay(layout["counters"], scratch)
+        hide_counters(new, scratch, layout)
+        umount(scratch)
+    os.chdir(new)
+    check(libc.pivot_root(b".", b"."), "pivot_root")
+    umount(".")  # the old root, which lies over the new one
+    os.chdir("/")
+    if not settings["calls"]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as loopback:
+            up, flags, interface = 1, 0x8914, b"lo"  # SIOCSIFFLAGS, IFF_UP
+            fcntl.ioctl(loopback, flags, struct.pack("16sh22x", interface, up))
+
+
+def hide_counters(new: str, known: str, layout: Header) -> None:
+    """Cover what /proc tells of the whole machine."""
+    bind = 4096
+    for name in os.listdir(new + "/proc"):
+        place = new + "/proc/" + name
+        open_to_us = os.access(place, os.R_OK) and not os.path.islink(place)
+        if open_to_us and not name.isdigit() and name not in layout["shown"]:
+            file = known + "/" + (name if name in layout["stands_in"] else "empty")
+            mount(new + layout["nothing"] if os.path.isdir(place) else file, place, "", bind)
+
+
+def resident(settings: Header, layout: typing.Optional[Header] = None) -> None:  # noqa: UP045
+    if layout is not None:
+        furnish(settings, layout)
+    confine(settings)
+    if settings["calls"]:
+        Caller(settings).serve()
+        return
+    os.chdir(settings["workspace"])
+    os.environ.clear()
+    gc.enable()
+    Resident(settings).serve()
+
+
+def zygote(layouts: Header) -> None:
+    """Serve a socket of packets: each has a sandbox's settings, and two descriptors, its channel and its lifeline.
+
+    The lifeline is closed here when everything in the sandbox has ended, and closed there to make it end.
+    """
+    control = socket.socket(fileno=0)
+    wake, note = os.pipe()
+    for fd in (wake, note):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    poller.register(wake, select.POLLIN)
+    lifelines: dict[int, int] = {}  # descriptor -> pid
+    table, maps = machine(), map_ids()
+    control.send(b"ready")
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    while True:
+        events = dict(poller.poll())
+        for fd in events:
+            if fd in lifelines:
+                poller.unregister(fd)
+                os.kill(lifelines[fd], signal.SIGKILL)
+        if wake in events:
+            _bury(wake, poller, lifelines)
+        if control.fileno() in events:
+            message, fds, _, _ = socket.recv_fds(control, 1 << 20, 2)
+            if not message:
+                return
+            try:
+                channel, lifeline = fds
+                pid = clone(sum(NAMESPACES.values()), table)
+            except (OSError, ValueError):  # no process or descriptor is left: this one does not start, the others live
+                for fd in fds:
+                    os.close(fd)
+                continue
+            if pid == 0:
+                _hatch(json.loads(message), layouts, channel, maps, max([channel, lifeline, *lifelines, 4096]))
+            os.close(channel)
+            lifelines[lifeline] = pid
+            poller.register(lifeline, select.POLLIN)
+
+
+def _bury(wake: int, poller: select.poll, lifelines: dict[int, int]) -> None:
+    os.read(wake, 4096)
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        for fd in [fd for fd, owner in lifelines.items() if owner == pid]:
+            try:
+                poller.unregister(fd)
+            except KeyError:
+                pass  # it was ended from outside
+            del lifelines[fd]
+            os.close(fd)
+
+
+def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, most: int) -> typing.NoReturn:
+    """The first process of a new sandbox. `most`: the highest descriptor."""
+    try:
+        signal.set_wakeup_fd(-1)
+        os.dup2(channel, 0)
+        os.dup2(channel, 1)
+        os.closerange(3, most + 1)
+        write_ids(maps)
+        resident(settings, layouts["calls" if settings["calls"] else "commands"])
+    except BaseException as error:  # process boundary: the host gets the reason
+        send_frame(1, {"failed": type(error).__name__ + ": " + str(error)})
+        os._exit(1)
+    os._exit(0)
+
+
+def main(told: str) -> None:
+    """`told`: settings as JSON (`bundle.resident_settings`, or {"role": "zygote", "layouts": …})."""
+    settings = json.loads(told)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if settings["role"] == "zygote":
+        zygote(settings["layouts"])
+    else:
+        resident(settings)

@@ -1,0 +1,264 @@
+"""Images for the backend `docker`: one made of this machine's own files, or one from a Dockerfile.
+
+The *host image* is for where no registry can be reached: this machine's python3 with its standard library, a shell, the usual
+small tools and git, and the programs of `programs.py`, with the shared libraries that those name. It holds nothing else that was
+installed for Python, nothing of anybody's home, and of `/etc` only what is written here, what links in it lead to, and where
+libraries are. The same files make the same archive, byte for byte. It is imported once: its tag is a digest of what the files are
+called, how long and how old they are. Images of older files stay until
+`docker image prune --all --filter label=composer_nb.image`.
+
+Covers Linux with glibc. Does not cover libraries that a program opens by name while it runs, but for the ones in BY_NAME.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from composer_nb.harness.sandbox.contract import PLACES, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.toolchain.interpreter import Interpreter, install_hint
+from composer_nb.harness.sandbox.toolchain.programs import PLACE, host_programs, is_elf, made_programs
+
+HOST_IMAGE = "composer-nb-host"
+BUILT_IMAGE = "composer-nb-built"
+BUILD_S = 1800
+USER = ("box", 47_811)
+"""Name and number of who runs in a container."""
+WHERE = "/usr/bin:/bin:/usr/sbin:/sbin"
+NEEDED = ("sh", "bash")
+PROGRAMS = """
+    [ awk b2sum base32 base64 basename basenc cat chgrp chmod chown cksum cmp comm cp csplit cut date dd df diff diff3 dir dirname
+    du echo egrep env expand expr factor false fgrep find fmt fold free git git-receive-pack git-upload-archive git-upload-pack
+    grep groups gunzip gzip head hostid id install join kill link ln logname ls md5sum mkdir mkfifo mktemp more mv nice nl nohup
+    nproc numfmt od paste patch pathchk pgrep pkill pr printenv printf ps ptx pwd readlink realpath rm rmdir sdiff sed seq sha1sum
+    sha224sum sha256sum sha384sum sha512sum shred shuf sleep sort split stat stdbuf stty sum sync tac tail tar tee test timeout
+    touch tr true truncate tsort tty uname unexpand uniq unlink uptime vdir wc which who whoami xargs yes zcat
+""".split()
+BY_NAME = ("libgcc_s.so.1", "libnss_files.so.2")
+"""Libraries beside the C library that it opens itself: for ending threads, for users (before glibc 2.34)."""
+CACHE = "/etc/ld.so.cache"
+"""Where the loader finds libraries that are in no usual place; written anew whenever libraries are installed."""
+LEFT_OUT = re.compile(
+    r"(^|/)(site-packages|dist-packages|_vendor|_bundled|idlelib|turtledemo|test|tests|config-[^/]*|(site|user)customize\.[^/]*)(/|$)"
+    r"|\.opt-\d\.pyc$"
+    r"|/git-core/(git-)?(daemon|http-|imap-send|instaweb|remote-|scalar|shell|web--browse)[^/]*$"
+)
+"""Of the standard library and of git: what nobody installs for a task, or what needs a network."""
+WRITTEN = {
+    "/etc/passwd": "root:x:0:0:root:/:/bin/sh\n{name}:x:{number}:{number}:{name}:/workspace:/bin/sh\n",
+    "/etc/group": "root:x:0:\n{name}:x:{number}:\n",
+    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o755, "/sys": 0o755, "/dev": 0o755}
+
+
+@dataclass(slots=True)
+class Files:
+    """Files of this machine, under their own paths but for `copies`."""
+
+    folders: set[str] = field(default_factory=set)
+    links: dict[str, str] = field(default_factory=dict)
+    regular: set[str] = field(default_factory=set)
+    copies: dict[str, str] = field(default_factory=dict)
+    """Path in the image -> file: of folders that a container may have something else in place of, as of /tmp."""
+
+    def add(self, path: str) -> None:
+        """Adds what is at a path, a folder without what is in it, with all links and folders on the way there.
+
+        Raises FileNotFoundError.
+        """
+        os.stat(path)
+        at, todo = "/", path.split("/")
+        while todo:
+            name = todo.pop(0)
+            if name in ("", "."):
+                continue
+            at = os.path.dirname(at) if name == ".." else os.path.join(at, name)
+            if os.path.islink(at):
+                target = os.readlink(at)
+                self.links[at] = target
+                todo = target.split("/") + todo
+                at = "/" if target.startswith("/") else os.path.dirname(at)
+            elif os.path.isdir(at):
+                self.folders.add(at)
+            else:
+                self.regular.add(at)
+
+    def add_tree(self, folder: str) -> None:
+        """Adds a folder with what is in it, but for LEFT_OUT, broken links and what this user may not read."""
+        self.add(folder)
+        for at, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if not LEFT_OUT.search(f"{at}/{name}")]
+            for path in (os.path.join(at, name) for name in names):
+                if not LEFT_OUT.search(path) and os.path.isfile(path) and os.access(path, os.R_OK):
+                    self.add(path)
+
+    def digest(self) -> str:
+        """Of names, lengths and times, of what the loader knows, and of this file."""
+        known = hashlib.sha256(Path(__file__).read_bytes())
+        known.update(repr(sorted(self.copies.items())).encode())
+        known.update(repr(sorted(made_programs().items())).encode())
+        for path in sorted({*self.links, *self.regular, *self.copies.values(), CACHE}):
+            status = os.lstat(path) if os.path.lexists(path) else None
+            facts = (path, self.links.get(path), status and (status.st_mode, status.st_size, status.st_mtime_ns))
+            known.update(repr(facts).encode())
+        return known.hexdigest()[:32]
+
+    def add_libraries(self) -> None:
+        """Adds the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""
+        programs = sorted(path for path in {*self.regular, *self.copies.values()} if is_elf(path))
+        try:
+            done = subprocess.run(["ldd", *programs], capture_output=True, text=True, env={"LC_ALL": "C"}, check=False)
+        except OSError as error:
+            raise SandboxUnavailable(f"ldd, which comes with the C library, cannot be run: {error}") from error
+        libraries = set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", done.stdout, re.M))
+        beside = {os.path.dirname(path) for path in libraries if os.path.basename(path) == "libc.so.6"}
+        libraries |= {path for folder in beside for name in BY_NAME if os.path.exists(path := f"{folder}/{name}")}
+        for path in sorted(libraries):
+            self.add(path)
+        if os.path.exists(CACHE):
+            self.add(CACHE)
+
+
+def host_files() -> Files:
+    """What the host image is made of, but for shared libraries. Raises SandboxUnavailable."""
+    files, python = Files(links=dict(PLACES)), Interpreter.find().path
+    files.add(python)
+    if os.path.realpath("/usr/bin/python3") == python:
+        files.add("/usr/bin/python3")
+    else:
+        files.links["/usr/bin/python3"] = python
+    for path in "/bin /sbin /lib /lib64 /usr/bin".split():  # links, on most systems, by which scripts find programs
+        if os.path.isdir(path):
+            files.add(path)
+    code = "import json, sysconfig; print(json.dumps([sysconfig.get_path(n) for n in ('stdlib', 'platstdlib')]))"
+    asked = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, cwd="/", check=True)
+    for folder in sorted(set(json.loads(asked.stdout))):
+        files.add_tree(folder)
+    for name in (*NEEDED, *PROGRAMS):
+        program = shutil.which(name, path=WHERE)
+        if program is not None:
+            files.add(program)
+        elif name in NEEDED:
+            raise SandboxUnavailable(f"no {name} in {WHERE} to make an image of: {install_hint(name)}")
+    for name, program in host_programs().items():
+        if os.path.dirname(program) in WHERE.split(":"):
+            files.add(program)
+        else:
+            files.folders.add(PLACE)
+            files.copies[f"{PLACE}/{name}"] = program
+    for folder in ("/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8"):  # where the C library has it not built in
+        if os.path.isdir(folder):
+            files.add_tree(folder)
+    git = shutil.which("git", path=WHERE)
+    if git is not None:
+        asked = subprocess.run([git, "--exec-path"], capture_output=True, text=True, check=True)
+        for folder in (asked.stdout.strip(), "/usr/share/git-core/templates"):
+            if os.path.isdir(folder):
+                files.add_tree(folder)
+    return files
+
+
+def write_archive(files: Files, target: IO[bytes]) -> None:
+    """Writes the host image's files as a tar archive, in order, as root's, without times.
+
+    A module's time is kept: by it Python knows whether what it compiled earlier is current.
+    """
+    name, number = USER
+    written = {path: text.format(name=name, number=number).encode() for path, text in WRITTEN.items()}
+    made = {f"{PLACE}/{name}": content for name, content in made_programs().items()}
+    written |= made
+    folders = files.folders | {*FOLDERS, *(os.path.dirname(path) for path in written)}
+    folders |= {str(parent) for path in folders for parent in Path(path).parents} - {"/"}
+    with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as archive:
+        for path in sorted({*folders, *files.links, *files.regular, *files.copies, *written}):
+            info, file = tarfile.TarInfo(path.lstrip("/")), io.BytesIO()
+            if path in written:
+                info.size, info.mode, file = (
+                    len(written[path]),
+                    0o555 if path in made else 0o644,
+                    io.BytesIO(written[path]),
+                )
+            elif path in files.links:
+                info.type, info.linkname, info.mode = tarfile.SYMTYPE, files.links[path], 0o777
+            elif path in folders:
+                info.type, info.mode = tarfile.DIRTYPE, FOLDERS.get(path, 0o755)
+                info.uid = info.gid = number if path == "/workspace" else 0
+            else:
+                source = files.copies.get(path, path)
+                info = archive.gettarinfo(source, info.name)  # also knows files with several names
+                info.uid = info.gid = 0
+                info.uname = info.gname = ""
+                info.mode = info.mode & 0o555 | 0o444  # nobody's rights change on the way to another user
+                info.mtime = int(info.mtime) if source.endswith(".py") else 0
+                with open(source, "rb") as opened:
+                    archive.addfile(info, opened if info.isreg() else None)
+                continue
+            archive.addfile(info, file)
+
+
+def host_image(client: Any) -> str:
+    """Name of the host image, which is made if the engine of `client` has it not. Raises SandboxUnavailable, SandboxFailure."""
+    import docker.errors
+
+    files = host_files()
+    tag = files.digest()
+    name = f"{HOST_IMAGE}:{tag}"
+    try:
+        client.api.inspect_image(name)
+        return name
+    except docker.errors.ImageNotFound:
+        pass
+    try:
+        files.add_libraries()
+        with tempfile.TemporaryFile() as archive:
+            write_archive(files, archive)
+            archive.seek(0)
+            changes = ["LABEL composer_nb.image=host", "ENV LC_ALL=C.UTF-8", "WORKDIR /workspace"]
+            client.api.import_image_from_data(archive, repository=HOST_IMAGE, tag=tag, changes=changes)
+        client.api.inspect_image(name)
+    except docker.errors.DockerException as error:
+        raise SandboxFailure(f"the image {name} could not be imported: {error}") from error
+    return name
+
+
+def build_image(client: Any, folder: Path) -> str:
+    """Name of an image built from a folder with a Dockerfile; what was built before is reused.
+
+    Covers what the engine's own builder does (no BuildKit); steps have no network, as the sandboxes
+    have none: what they need lies in the folder or in the image that it is FROM. Raises SandboxUnavailable.
+    """
+    import docker.errors
+
+    if not (folder / "Dockerfile").is_file():
+        raise SandboxUnavailable(f"{folder} has no Dockerfile to build an image from")
+    try:
+        image, _ = client.images.build(
+            path=str(folder),
+            rm=True,
+            forcerm=True,
+            labels={"composer_nb.image": "built"},
+            timeout=BUILD_S,
+            network_mode="none",
+        )
+        tag = image.id.removeprefix("sha256:")[:32]
+        image.tag(BUILT_IMAGE, tag)
+    except (docker.errors.BuildError, docker.errors.APIError) as error:
+        told = " ".join(str(error.msg if isinstance(error, docker.errors.BuildError) else error.explanation).split())
+        hint = "; where no registry can be reached, bring the image that it is FROM with `docker load`"
+        hint = "; its steps have no network" if "non-zero code" in told else hint
+        about_registry = re.search(r"registry|pull access|manifest|dial tcp", told)
+        raise SandboxUnavailable(
+            f"{folder}/Dockerfile cannot be built: {told}{hint if about_registry or 'non-zero code' in told else ''}"
+        ) from error
+    return f"{BUILT_IMAGE}:{tag}"

@@ -1,0 +1,219 @@
+"""What a sandbox of the backend `bwrap` sees of this machine, as arguments for bubblewrap and as the guest's plan of a root.
+
+Programs and libraries are this machine's own, read-only. Hidden are installed Python packages, copies of packages that come with
+Python or with programs (a task may be made of the same library), and what /proc says of the whole machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.journal import mounts
+from composer_nb.harness.sandbox.toolchain.interpreter import Interpreter, install_hint
+from composer_nb.harness.sandbox.toolchain.programs import PLACE, host_programs, made_programs, open_to_all
+
+PROGRAMS = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share")
+LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.conf.d")
+LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf")
+DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty"))
+STREAMS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+KIT = "/kit"
+"""Where the zygote has what roots are built of. No sandbox sees it."""
+ROOT = f"{KIT}/root"
+NOTHING = "/mnt"
+"""An empty folder, shown in place of what is hidden."""
+PACKAGES = ("site-packages", "dist-packages", "_vendor", "_bundled", "python*wheels")
+"""Names of folders that hold Python packages or wheels."""
+RECORDS = ("*.dist-info", "*.egg-info")
+"""Names of what lies beside a package: what is beside it is hidden with it, unless that is a standard library."""
+BARREN = ("doc", "man", "locale", "icons", "zoneinfo", "terminfo", "fonts", "__pycache__")
+"""Names of large folders that hold none: they are not searched."""
+DEPTH = 7
+SHOWN = """
+    cpuinfo filesystems uptime version cmdline config.gz consoles crypto devices dma execdomains iomem ioports misc mtrr
+""".split()
+"""Files of /proc that are shown: programs need the first four, and no sandbox can change any of them for another."""
+
+
+Content = tuple[bytes | str, str]
+"""What a file holds, or the path of a file that holds it; and permissions."""
+
+
+@functools.cache
+def packages(folders: Sequence[str]) -> tuple[str, ...]:
+    """Folders of Python packages and wheels below some folders."""
+    if (find := shutil.which("find")) is None:
+        hint = install_hint("findutils")
+        raise SandboxUnavailable(f"`find`, which looks for installed Python packages, is missing: {hint}")
+
+    def named(names: Sequence[str]) -> list[str]:
+        return ["(", *[word for name in names for word in ("-name", name, "-o")][:-1], ")"]
+
+    where = [folder for folder in folders if os.path.isdir(folder)]
+    command = [find, *where, "-maxdepth", str(DEPTH), "-type", "d", *named(BARREN), "-prune", "-o"]
+    command += ["(", "-type", "d", *named(PACKAGES), "-o", *named(RECORDS), ")", "-prune", "-print0"]
+    done = subprocess.run(command, capture_output=True, check=False)  # unreadable folders are no sandbox's either
+    found = {Path(os.fsdecode(path)) for path in done.stdout.split(b"\0") if path}
+    held = {path.parent if any(path.match(name) for name in RECORDS) else path for path in found}
+    return tuple(sorted(str(path) for path in held if not (path / "os.py").is_file() and str(path) not in where))
+
+
+def counters() -> dict[str, str]:
+    """Files of /proc that programs need, without what they count for the whole machine."""
+    lines = Path("/proc/stat").read_text().splitlines()
+    cores = "".join(f"{line.split()[0]} 0 0 0 0 0 0 0 0 0 0\n" for line in lines if line.startswith("cpu"))
+    booted = next(line for line in lines if line.startswith("btime"))
+    memory = Path("/proc/meminfo").read_text().splitlines()
+    total = next(line for line in memory if line.startswith("MemTotal")).split()[1]
+    free = dict.fromkeys(("MemTotal", "MemFree", "MemAvailable"), total)
+    none = "Buffers Cached SwapCached Active Inactive SwapTotal SwapFree Shmem Slab SReclaimable".split()
+    return {
+        "loadavg": "0.00 0.00 0.00 1/1 1\n",
+        "meminfo": "".join(f"{name}: {size} kB\n" for name, size in (free | dict.fromkeys(none, "0")).items()),
+        "stat": f"{cores}intr 0\nctxt 0\n{booted}\nprocesses 1\nprocs_running 1\nprocs_blocked 0\nsoftirq 0\n",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What sandboxes see. `uid`: who they run as, where that is not this user."""
+
+    interpreter: Interpreter
+    programs: Mapping[str, str]
+    """Place in a sandbox -> file of this machine that is there."""
+    uid: int | None
+    points: frozenset[str]
+    """Where something is mounted on this machine."""
+
+    @classmethod
+    def of(cls, interpreter: Interpreter, uid: int | None) -> Layout:
+        programs = {f"{PLACE}/{n}": path for n, path in host_programs().items() if not path.startswith(PROGRAMS)}
+        if not interpreter.path.startswith(PROGRAMS):
+            programs[interpreter.path] = interpreter.path
+        return cls(interpreter, programs, uid, mounts())
+
+    def crowded(self) -> list[str]:
+        """Trees that something is mounted in: the kernel makes no overlay of them, so sandboxes share their files."""
+        return [tree for tree in self.trees() if self._holds_mounts(tree)]
+
+    def trees(self) -> list[str]:
+        """Folders that are shown whole."""
+        links = [path for path in LINKS if os.path.islink(path)]
+        real = [path for path in (*LINKS, *PROGRAMS, *SETTINGS) if os.path.isdir(path) and path not in links]
+        return [*real, *(path for path in self.interpreter.directories if not path.startswith((*PROGRAMS, *real)))]
+
+    def masks(self) -> list[str]:
+        """Folders in them that are not shown."""
+        return list(packages((*PROGRAMS, *self.interpreter.directories)))
+
+    def plans(self) -> dict[str, dict[str, Any]]:
+        """What the guest builds roots by (`program.furnish`): of sandboxes for commands and of those for calls."""
+        places = {name: f"{KIT}/{name}" for name in ("root", "new", "scratch", "empty", "counters")}
+        trees, masks = self.trees(), self.masks()
+        shared = places | {"crowded": self.crowded(), "nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
+        commands = shared | {
+            "trees": trees,
+            "masks": masks,
+            "files": {
+                f"{KIT}/programs{place}": {place: os.path.basename(path)} for place, path in self._shown().items()
+            },
+            "devices": DEVICES,
+            "writable": {WORKSPACE: 1.0, "/tmp": 1.0, "/dev/shm": 0.25},
+        }
+        python = self.interpreter.directories
+        library = [tree for tree in trees if any(f"{folder}/".startswith(f"{tree}/") for folder in python)]
+        hidden = [mask for mask in masks if any(mask.startswith(f"{tree}/") for tree in library)]
+        less = {"trees": library, "masks": hidden, "files": {}, "devices": DEVICES[:1], "writable": {}}
+        return {"commands": commands, "calls": commands | less}
+
+    def contents(self, forked: bool) -> dict[str, Content]:
+        """Files that are copied into a sandbox: place -> content, or the path of a file with it; and permissions.
+
+        A passwd and a group file that know two users, programs that are made here, and those that the user of the sandbox could
+        not read where they lie, as in an environment below a private folder.
+        """
+        uid = os.getuid() if self.uid is None else self.uid
+        passwd = f"root:x:0:0:root:/root:/bin/false\nagent:x:{uid}:{uid}::{WORKSPACE}:/bin/bash\n"
+        copies: dict[str, Content] = {
+            "/etc/passwd": (passwd.encode(), "0444"),
+            "/etc/group": (f"root:x:0:\nagent:x:{uid}:\n".encode(), "0444"),
+        }
+        copies |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
+        copies |= {place: (path, "0555") for place, path in self.programs.items() if place not in self._shown()}
+        copies |= {path: (path, "0444") for path in LOADER if os.path.isfile(path)}
+        counted = "/proc" if not forked else f"{KIT}/counters"
+        known: dict[str, Content] = {f"{counted}/{name}": (text.encode(), "0444") for name, text in counters().items()}
+        if not forked:
+            return copies | known
+        mounted = (*DEVICES, *(place for place in self._shown() if not place.startswith("/tmp/")))
+        copies |= dict.fromkeys(mounted, (b"", "0444"))
+        known[f"{counted}/empty"] = b"", "0444"
+        return {f"{ROOT}{place}": entry for place, entry in copies.items()} | known
+
+    def zygote(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
+        """Arguments for a bubblewrap whose program builds the roots."""
+        command = [*self._links(""), *self._binds(), "--dev", "/dev", "--bind", "/proc", "/proc"]
+        for path in filter(os.path.isfile, LOADER):
+            command += ["--ro-bind", path, path]
+        for place in ("root", "new", "scratch", "empty", "counters"):
+            command += ["--dir", f"{KIT}/{place}"]
+        folders = [*self.trees(), WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", "/etc", PLACE, NOTHING]
+        for folder in sorted(folders, key=len):
+            if not folder.startswith("/tmp/"):
+                command += ["--dir", f"{ROOT}{folder}"]
+        command += self._links(ROOT)
+        for name, target in (STREAMS | {"ptmx": "pts/ptmx"}).items():
+            command += ["--symlink", target, f"{ROOT}/dev/{name}"]
+        for place, path in self._shown().items():
+            command += ["--ro-bind", os.path.dirname(path), f"{KIT}/programs{place}"]
+        for place, (fd, permissions) in data.items():
+            command += ["--perms", permissions, "--file", str(fd), place]
+        return command
+
+    def alone(self, data: Mapping[str, tuple[int, str]], spec: SandboxSpec) -> list[str]:
+        """Arguments for a bubblewrap that holds one sandbox."""
+        command = self._links("")
+        for place, share in ((WORKSPACE, 1), ("/tmp", 1)):  # before what may lie below them
+            command += ["--size", str(spec.disk_bytes // share), "--tmpfs", place]
+        command += self._binds()
+        for place, path in self._shown().items():
+            command += ["--ro-bind", path, place]
+        command += ["--dev", "/dev", "--remount-ro", "/dev"]
+        if not spec.calls:
+            command += ["--size", str(spec.disk_bytes // 4), "--tmpfs", "/dev/shm"]
+        command += ["--proc", "/proc"]
+        hidden = [name for name in sorted(os.listdir("/proc")) if not name.isdigit() and name not in SHOWN]
+        masks = [f"/proc/{name}" for name in hidden if not os.path.islink(f"/proc/{name}") and name not in counters()]
+        for place in (*self.masks(), *masks):
+            folder = os.path.isdir(place)
+            command += ["--tmpfs", place, "--remount-ro", place] if folder else ["--ro-bind", "/dev/null", place]
+        for place, (fd, permissions) in data.items():
+            # What is bound as data has no path any more, which some programs miss when they look for themselves.
+            way = "--ro-bind-data" if place.startswith("/proc/") else "--file"
+            command += ["--perms", permissions, way, str(fd), place]
+        return [*command, "--die-with-parent"]
+
+    def _links(self, root: str) -> list[str]:
+        links = dict(PLACES) | {path: os.readlink(path) for path in LINKS if os.path.islink(path)}
+        return [word for place, target in links.items() for word in ("--symlink", target, root + place)]
+
+    def _binds(self) -> list[str]:
+        files = [self.interpreter.path] * (not self.interpreter.path.startswith(PROGRAMS))
+        return [word for path in (*self.trees(), *files) for word in ("--ro-bind", path, path)]
+
+    def _shown(self) -> dict[str, str]:
+        """Programs that are shown where they lie: not those that the user that sandboxes run as could not read there."""
+        read = {place: path for place, path in self.programs.items() if self.uid is None or open_to_all(path)}
+        return {place: path for place, path in read.items() if not self._holds_mounts(os.path.dirname(path))}
+
+    def _holds_mounts(self, folder: str) -> bool:
+        return any(point.startswith(folder + "/") for point in self.points)

@@ -1,0 +1,1 @@
+"""System calls, system call filters and control groups."""

@@ -1,0 +1,191 @@
+"""Control groups, version 1 and 2: limits on memory, processes and CPU time of all that a sandbox runs.
+
+Covers hosts on which this process may make groups below its own: as root, or as a user to whom a group was delegated. Elsewhere
+`Cgroups.find` says what is missing, and nothing is enforced here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids", "cpu")
+PERIOD_US = 100_000
+REMOVE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The group of one sandbox: a folder for each hierarchy (version 1), or one (version 2)."""
+
+    folders: tuple[Path, ...]
+    version: int
+
+    def attach(self, pid: int) -> None:
+        """Moves a process in; what it starts from now on is in it too. Raises OSError."""
+        if not pid:
+            raise OSError(3, "its first process is not seen from here")  # 0 would mean this process
+        for folder in self.folders:
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def memory_bytes(self) -> int:
+        return int(self._read("memory.usage_in_bytes", "memory.current"))
+
+    def cpu_s(self) -> float:
+        if self.version == 1:
+            return int(self._read("cpuacct.usage", "")) / 1e9
+        return self._fields("cpu.stat")["usage_usec"] / 1e6
+
+    def kills(self) -> int:
+        """Processes that were killed for memory."""
+        return self._fields("memory.oom_control" if self.version == 1 else "memory.events").get("oom_kill", 0)
+
+    def remove(self) -> None:
+        """Removes the empty group. Raises OSError when something is still in it after REMOVE_S."""
+        deadline = time.monotonic() + REMOVE_S
+        for folder in self.folders:
+            while folder.is_dir():
+                try:
+                    folder.rmdir()
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.002)
+
+    def _read(self, first: str, second: str) -> str:
+        name = first if self.version == 1 else second
+        for folder in self.folders:
+            if (folder / name).exists():
+                return (folder / name).read_text()
+        raise FileNotFoundError(2, f"no {name} in {', '.join(map(str, self.folders))}")
+
+    def _fields(self, name: str) -> dict[str, int]:
+        lines = [line.split() for line in self._read(name, name).splitlines()]
+        return {line[0]: int(line[1]) for line in lines if len(line) == 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroups:
+    """Where groups can be made: a folder a controller (version 1), or one for all (version 2)."""
+
+    places: dict[str, Path]
+    version: int
+
+    @classmethod
+    def find(cls, proc: Path = Path("/proc/self")) -> Cgroups | str:
+        """The places, or why there are none."""
+        mounts, own = _mounts(proc), _own(proc)
+        places = {}
+        for controller in (*CONTROLLERS, "cpuacct"):
+            if controller in own and (place := _place(mounts.get(controller), own[controller])):
+                places[controller] = place
+        if len(places) == 4:
+            closed = [str(place) for place in places.values() if not os.access(place, os.W_OK)]
+            return f"this user may not make groups in {closed[0]}" if closed else cls(places, 1)
+        place = _place(mounts.get(""), own.get("", "/"))
+        if place is None:
+            return "no cgroup hierarchy is mounted here"
+        return cls._unified(place)
+
+    @classmethod
+    def _unified(cls, place: Path) -> Cgroups | str:
+        try:
+            there = (place / "cgroup.controllers").read_text().split()
+            if missing := [name for name in CONTROLLERS if name not in there]:
+                return f"this process's cgroup {place} has no controller {', '.join(missing)}"
+            if set(CONTROLLERS) - set((place / "cgroup.subtree_control").read_text().split()):
+                _make_room(place)
+                (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+        except OSError as error:
+            return (
+                f"no groups can be made below {place} ({error.strerror}); start the program in a group of its own, as by "
+                "`systemd-run --user --scope -p Delegate=yes …`"
+            )
+        return cls({"": place}, 2)
+
+    def folders(self, name: str) -> tuple[Path, ...]:
+        """Where the group of this name would be."""
+        return tuple(place / name for place in dict.fromkeys(self.places.values()))
+
+    def make(self, folders: tuple[Path, ...], memory_bytes: int, processes: int, cpus: float) -> Group:
+        """Make a group with these limits. Raises OSError."""
+        group = Group(folders, self.version)
+        try:
+            for folder in folders:
+                folder.mkdir()
+            for file, value in self._limits(memory_bytes, processes, cpus).items():
+                self._write(group, file, value)
+        except OSError:
+            group.remove()
+            raise
+        return group
+
+    def _limits(self, memory_bytes: int, processes: int, cpus: float) -> dict[str, str]:
+        memory, most = str(memory_bytes), str(processes + 1)  # the resident program is one
+        share = int(cpus * PERIOD_US)
+        if self.version == 2:
+            limits = {"memory.max": memory, "memory.swap.max": "0", "pids.max": most}
+            return limits | {"cpu.max": f"{share} {PERIOD_US}"}
+        limits = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory, "pids.max": most}
+        return limits | {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": str(share)}
+
+    def _write(self, group: Group, file: str, value: str) -> None:
+        swap = file in (
+            "memory.swap.max",
+            "memory.memsw.limit_in_bytes",
+        )  # kernels without swap accounting have neither
+        for folder in group.folders:
+            if (folder / file).exists():
+                (folder / file).write_text(value)
+                return
+        if not swap:
+            raise FileNotFoundError(2, f"no {file} in {', '.join(map(str, group.folders))}")
+
+
+def _make_room(place: Path) -> None:
+    """Version 2 lets no group have both processes and groups with limits, so this process moves one down, if it is alone."""
+    inside = (place / "cgroup.procs").read_text().split()
+    if inside and place.parent != place and (place / "cgroup.type").exists():
+        if inside != [str(os.getpid())]:
+            raise OSError(16, "other processes are in it")
+        leaf = place / "composer_nb-self"
+        leaf.mkdir(exist_ok=True)
+        (leaf / "cgroup.procs").write_text(inside[0])
+
+
+def _mounts(proc: Path) -> dict[str, tuple[str, Path]]:
+    """controller -> (root of what is mounted, mount point); "" for version 2."""
+    found: dict[str, tuple[str, Path]] = {}
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, *rest) = before.split(), after.split()
+        if kind == "cgroup2":
+            found.setdefault("", (fields[3], Path(fields[4])))
+        elif kind == "cgroup":
+            for controller in rest[-1].split(","):
+                found.setdefault(controller, (fields[3], Path(fields[4])))
+    return found
+
+
+def _own(proc: Path) -> dict[str, str]:
+    """controller -> this process's group."""
+    found = {}
+    for line in (proc / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            found[controller] = path
+    return found
+
+
+def _place(mount: tuple[str, Path] | None, own: str) -> Path | None:
+    """Where a group lies in what is mounted; in a container the root of that is the container's own group."""
+    if mount is None:
+        return None
+    root, point = mount
+    with contextlib.suppress(ValueError):
+        own = "/" + str(Path(own).relative_to(root))
+    place = point / own.lstrip("/")
+    return place if place.is_dir() else point

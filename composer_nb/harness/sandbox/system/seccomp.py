@@ -1,0 +1,119 @@
+"""The system call filter of every sandbox, compiled here and installed inside.
+
+It refuses what opens up the kernel (namespaces, mounts, tracing, keys, io_uring, bpf), sockets of all but three families, and
+changes of limits and priorities of other processes. For a *function call*, which is one process, it refuses besides whatever
+makes another process or reaches one: only threads may be started.
+
+Classic BPF over `struct seccomp_data`. Covers x86_64 and aarch64.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from composer_nb.harness.sandbox.system.linux import NAMESPACES
+
+# name: (x86_64, aarch64); None where the machine has no such call.
+KERNEL = {
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "memfd_secret": (447, 447),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "acct": (163, 89),
+    "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "syslog": (103, 116), "personality": (135, 92), "fanotify_init": (300, 262), "vmsplice": (278, 75),
+    "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
+}  # fmt: skip
+"""Always refused."""
+PROCESS = {
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "memfd_create": (319, 279),
+    "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "prlimit64": (302, 261), "setrlimit": (160, 164),
+    # What would let a program wait for the machine on purpose, and so look starved: low priority, the disks of the host.
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sync": (162, 81), "syncfs": (306, 267), "fadvise64": (221, 223),
+    # Locks and watches belong to files of the library, which function calls share.
+    "flock": (73, 32), "inotify_init": (253, None), "inotify_init1": (294, 26),
+}  # fmt: skip
+"""Refused to function calls too."""
+ABSENT = {
+    "io_setup": (206, 0),  # takes of a small number of contexts that the whole machine has
+}
+"""Answered ENOSYS, as by a kernel without them, so that programs do without."""
+RULED = {
+    "socket": (41, 198), "socketpair": (53, 199), "ioctl": (16, 29), "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "fcntl": (72, 25),
+}  # fmt: skip
+"""Allowed in part."""
+# For network, ipc, uts, cgroup and time too: nobody may ask for any of them.
+ANY_NAMESPACE = sum(NAMESPACES.values()) | 0x00000080
+CLONE_THREAD, CLONE_VFORK = 0x00010000, 0x00004000
+LAST_KNOWN_CALL = 462  # newer calls answer ENOSYS, as on an older kernel
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others reach past the network namespace, or deep into the kernel
+LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+LEASES = (1024, 1026)  # F_SETLEASE, F_NOTIFY: hear of what others do to a file, and make them wait
+TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type on somebody else's terminal
+
+LOAD, EQUAL, GREATER, BITS, RET = 0x20, 0x15, 0x25, 0x45, 0x06
+KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
+NUMBER, ARCHITECTURE, FIRST, SECOND = 0, 4, 16, 24  # offsets; of arguments, the low word
+
+
+def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> bytes:
+    """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands."""
+    thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
+    rules = {
+        "clone": [_op(LOAD, FIRST), _op(BITS, ANY_NAMESPACE, 0, 1), _op(RET, DENY), *thread, _op(RET, ALLOW)],
+        "socket": _only(FIRST, FAMILIES),
+        "socketpair": _only(FIRST, FAMILIES),
+        "ioctl": _without(TERMINAL_INPUT),
+        "fcntl": _without(LEASES + LOCKS if calls else LEASES),
+        # Of the caller's own process alone.
+        **dict.fromkeys(
+            ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"),
+            _only(FIRST, (0,)),
+        ),
+        "setpriority": [*_only(FIRST, (0,))[:-1], *_only(SECOND, (0,))],
+        "ioprio_set": [*_only(FIRST, (1,))[:-1], *_only(SECOND, (0,))],
+    }
+    column = table["column"]
+    program = [_op(LOAD, ARCHITECTURE), _op(EQUAL, table["arch"], 1, 0), _op(RET, KILL), _op(LOAD, NUMBER)]
+    program += [_op(GREATER, LAST_KNOWN_CALL, 0, 1), _op(RET, MISSING)]  # x32 numbers are far above it too
+    program += [_op(EQUAL, table["clone3"], 0, 1), _op(RET, MISSING)]  # its flags lie in memory: use clone
+    for refused, answer in ((KERNEL | PROCESS if calls else KERNEL, DENY), (ABSENT, MISSING)):
+        for numbers in refused.values():
+            if (number := numbers[column]) is not None:
+                program += [_op(EQUAL, number, 0, 1), _op(RET, answer)]
+    for name, rule in rules.items():
+        number = table["clone"] if name == "clone" else RULED[name][column]
+        program += [_op(EQUAL, number, 0, len(rule)), *rule]
+    return b"".join([*program, _op(RET, ALLOW)])
+
+
+def _only(argument: int, values: tuple[int, ...]) -> list[bytes]:
+    """Refuse calls with any other value of this argument."""
+    checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    return [_op(LOAD, argument), *checks, _op(RET, DENY), _op(RET, ALLOW)]
+
+
+def _without(values: tuple[int, ...]) -> list[bytes]:
+    """Refuse calls with one of these as their second argument."""
+    checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    return [_op(LOAD, SECOND), *checks, _op(RET, ALLOW), _op(RET, DENY)]
+
+
+def _op(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, yes, no, k)

@@ -1,0 +1,1 @@
+"""Programs of the host that a sandbox is shown: the interpreter, pytest, search tools."""

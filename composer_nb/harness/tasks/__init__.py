@@ -1,0 +1,1 @@
+"""Tasks: what is asked, where, and how it is graded."""

@@ -1,0 +1,143 @@
+"""Tests as plain functions, checked outside the sandbox.
+
+A test file of the `functions` grader holds nothing but functions of one assertion:
+
+    def test_0():
+        assert f([3, 1], 4) == 7
+
+The host parses them. A sandbox receives the code under test and the arguments, never the expected values, and returns the
+text of each result; the host compares texts. Whoever wants to forge a pass has to know the right value, and the exact type
+is part of the comparison because `repr(True) != repr(1)`. So are the order of a dictionary and the sign of a zero.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import PurePosixPath
+
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, value_text
+
+LONGEST_ARGUMENTS = 1 << 20
+"""Characters of one call's arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTest:
+    """One call and the value it must return."""
+
+    id: str
+    """Path and name, `test_f.py::test_0`."""
+    module: str
+    """Where the file imports the function from."""
+    function: str
+    arguments: str
+    """Text of the tuple of arguments, `([3, 1], 4)`."""
+    expected: str
+    """Text of the value wanted, as a sandbox reports it (`value_text`)."""
+
+
+def is_test(path: str) -> bool:
+    """Whether a file of a workspace holds tests: its name begins with `test_`."""
+    return PurePosixPath(path).name.startswith("test_")
+
+
+def literal(value: object) -> str:
+    """Return text that reads back as `value`. Raises ValueError for anything but plain data, and for infinity and NaN."""
+    text = value_text(value, LONGEST_ARGUMENTS)
+    if "inf" in text or "nan" in text:  # in a string, or a float that has no literal
+        try:
+            ast.literal_eval(text)
+        except ValueError:
+            raise ValueError(f"{text[:80]}: inf and nan have no literal") from None
+    return text
+
+
+def render_tests(module: str, function: str, cases: list[tuple[tuple[object, ...], object]]) -> str:
+    """Return a test file for `cases`, pairs of arguments and wanted value. The inverse of `parse_tests`.
+
+    Raises ValueError for a value that has no literal.
+    """
+    lines = [f"from {module} import {function}"]
+    for number, (arguments, wanted) in enumerate(cases):
+        call = ", ".join(literal(argument) for argument in arguments)
+        lines += ["", "", f"def test_{number}():", f"    assert {function}({call}) == {literal(wanted)}"]
+    return "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=8192)
+def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
+    """Parse a test file. Raises ValueError that names the line if it holds anything but tests of the plain form."""
+    tree = _parse(path, text)
+    tests: list[FunctionTest] = []
+    imported: dict[str, tuple[str, str]] = {}
+    bound: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+            bound += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+            tests.append(_parse_test(path, node, imported))
+            bound.append(node.name)
+        else:
+            raise ValueError(f"{path}:{node.lineno}: only imports and functions named test… may stand here")
+    if len(set(bound)) < len(bound):
+        raise ValueError(f"{path}: two tests or imports share a name; the second would hide the first")
+    return tuple(tests)
+
+
+def _parse(path: str, text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, too deep
+        raise ValueError(f"{path}: not Python: {error or type(error).__name__}") from None
+
+
+def _parse_test(path: str, node: ast.FunctionDef, imported: Mapping[str, tuple[str, str]]) -> FunctionTest:
+    where = f"{path}:{node.lineno}: {node.name}"
+    if node.decorator_list or any(value for _, value in ast.iter_fields(node.args)):
+        raise ValueError(f"{where}: a test has no decorators and no parameters")
+    match node.body:
+        case [ast.Assert(test=ast.Compare(left=ast.Call() as call, ops=[ast.Eq()], comparators=[wanted]), msg=None)]:
+            pass
+        case _:
+            raise ValueError(f"{where}: the grader `functions` needs one line, `assert f(arguments) == value`")
+    if not isinstance(call.func, ast.Name) or call.keywords or call.func.id not in imported:
+        raise ValueError(f"{where}: call an imported function by its plain name with positional arguments")
+    module, function = imported[call.func.id]
+    try:
+        arguments = literal(tuple(ast.literal_eval(argument) for argument in call.args))
+        expected = value_text(ast.literal_eval(wanted))
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"{where}: arguments and value must be literals of plain data") from None
+    return FunctionTest(
+        id=f"{path}::{node.name}", module=module, function=function, arguments=arguments, expected=expected
+    )
+
+
+def parse_test_files(files: Mapping[str, str]) -> tuple[FunctionTest, ...]:
+    """Return all tests of several files, in order of path. Raises ValueError if there is none, or if they call more than one
+    function, because one sandbox answers them all."""
+    tests = tuple(test for path in sorted(files) for test in parse_tests(path, files[path]))
+    if not tests:
+        raise ValueError("no test function found: a task without tests cannot be graded")
+    if len(targets := {(test.module, test.function) for test in tests}) > 1:
+        raise ValueError(f"the tests of one task must call one function, these call {sorted(targets)}")
+    return tests
+
+
+def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
+    """Return the request that makes the calls of `tests` (of one `parse_test_files`): the code under test and the arguments, but
+    no expected values."""
+    [(module, function)] = {(test.module, test.function) for test in tests}
+    sources = {path: text for path, text in files.items() if not is_test(path)}
+    return CallRequest(files=sources, module=module, function=function, arguments=tuple(t.arguments for t in tests))
+
+
+def passes(test: FunctionTest, outcome: CallOutcome) -> bool:
+    """Whether the call returned the wanted value, type and all."""
+    return outcome.status == "returned" and outcome.text == test.expected

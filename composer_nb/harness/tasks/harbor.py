@@ -1,0 +1,393 @@
+"""Read and write Harbor task directories (schema 1.4).
+
+    instruction.md  task.toml  environment/  tests/test.sh …  solution/solve.sh …
+
+A Task's fields hold what they can. Everything else of a foreign directory is `Kept` as it is: unknown keys, comments, a
+Dockerfile, binary files, executable bits. Directories written here are a function of the Task, with an image and two scripts by
+which Harbor itself can run them. Empty folders are not kept, as in git.
+
+References: the models of the package `harbor` 0.25.0 (which needs Python 3.12; a test holds this module against them where it is
+installed), and its `Verifier`, for where things lie when a script runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from composer_nb.harness.tasks.scope import is_test_module
+from composer_nb.harness.untrusted import beneath, checked, visible
+
+WORKSPACE = "environment/workspace"
+RUNTIME = "host-python"
+IMAGE_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
+FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}
+"""Field of a Task -> its folder."""
+
+
+def _stays(path: str) -> str:
+    if ".." in PurePosixPath(path).parts:
+        raise ValueError(f"{path!r} leads out: '..' has no place in it")
+    if "\n" in path or "\0" in path:
+        raise ValueError(f"{path!r} is no path: it has a line break")
+    return path
+
+
+Place = Annotated[str, AfterValidator(_stays)]
+Name = Annotated[str, AfterValidator(checked)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Network = Literal["no-network", "public", "allowlist"] | None
+Blob = Annotated[
+    bytes,
+    BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
+    PlainSerializer(lambda value: base64.b64encode(value).decode(), when_used="json"),
+]
+
+
+class _Table(BaseModel):
+    """A table of task.toml. Known keys are checked, unknown ones are allowed."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+class Agent(_Table):
+    timeout_sec: Above0 | None = None
+    user: str | int | None = None
+    network_mode: Network = None
+
+
+class Verifier(_Table):
+    timeout_sec: Above0 = 600.0
+    env: dict[str, str] = {}
+    user: str | int | None = None
+    network_mode: Network = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: dict[str, Any] | None = None
+    collect: list[dict[str, Any]] = []
+
+
+class Environment(_Table):
+    docker_image: str | None = Field(default=None, pattern=r"^\S+$")
+    os: str = "linux"
+    cpus: Above0 | None = None
+    memory_mb: int | None = Field(default=None, gt=0)
+    storage_mb: int | None = Field(default=None, gt=0)
+    gpus: int | None = Field(default=None, ge=0)
+    build_timeout_sec: Above0 = 600.0
+    mcp_servers: list[dict[str, Any]] = []
+    healthcheck: dict[str, Any] | None = None
+    env: dict[str, str] = {}
+    workdir: Place | None = None
+    network_mode: Network = None
+    allow_internet: bool | None = None
+
+
+class Own(BaseModel):
+    """[metadata.composer_nb]: what Harbor has no word for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str | None = None
+    grader: Literal["functions", "pytest", "script"] | None = None
+    runtime: Literal["host-python"] | None = None
+    source_scope: list[str] | None = None
+    facts: dict[str, str] = {}
+
+
+class Metadata(_Table):
+    composer_nb: Own | None = None
+
+
+class Package(_Table):
+    name: str
+
+
+class Solution(_Table):
+    env: dict[str, str] = {}
+
+
+class Artifact(_Table):
+    source: Place
+
+
+class Settings(_Table):
+    """A task.toml."""
+
+    schema_version: str = "1.4"
+    task: Package | None = None
+    metadata: Metadata = Metadata()
+    agent: Agent = Agent()
+    verifier: Verifier = Verifier()
+    environment: Environment = Environment()
+    solution: Solution = Solution()
+    steps: list[dict[str, Any]] = []
+    artifacts: list[Artifact | Place] = []
+
+
+class Kept(BaseModel):
+    """The rest of a foreign directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Name of the directory: the task's id if its task.toml has none."""
+    toml: str
+    rest: dict[Name, Blob] = {}
+    """Files that no field holds, by path; and `instruction.md` where it ends otherwise than with one newline."""
+    executable: tuple[Name, ...] = ()
+
+
+class Fields(Protocol):
+    """The fields of a Task that a directory holds. `task.py` imports this module."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def instruction(self) -> str: ...
+    @property
+    def files(self) -> Mapping[str, str]: ...
+    @property
+    def tests(self) -> Mapping[str, str]: ...
+    @property
+    def solution(self) -> Mapping[str, str]: ...
+    @property
+    def source_scope(self) -> tuple[str, ...]: ...
+    @property
+    def grader(self) -> str: ...
+    @property
+    def metadata(self) -> Mapping[str, str]: ...
+    @property
+    def kept(self) -> Kept | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """A task directory in memory."""
+
+    files: Mapping[str, bytes]
+    executable: frozenset[str]
+
+
+def read(path: Path) -> Directory:
+    """Read a directory. Raises ValueError for links and devices, and if it is no task directory."""
+    files: dict[str, bytes] = {}
+    executable = set()
+    for entry in sorted(path.rglob("*")):
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            raise ValueError(f"{entry}: links and devices have no place in a task")
+        if entry.is_file():
+            name = entry.relative_to(path).as_posix()
+            files[name] = entry.read_bytes()
+            if entry.stat().st_mode & 0o100:
+                executable.add(name)
+    for name in ("task.toml", "instruction.md"):
+        if name not in files:
+            raise ValueError(f"{path}: not a task directory: {name} is missing")
+    return Directory(files=files, executable=frozenset(executable))
+
+
+def write(directory: Directory, path: Path) -> Path:
+    """Write the directory `path`. Raises FileExistsError, and UnsafeName, before it writes, for a name that leads out of it."""
+    for name in directory.files:
+        checked(name)
+    path.mkdir(parents=True)
+    for name, data in directory.files.items():
+        target = beneath(path, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+        target.chmod(0o755 if name in directory.executable else 0o644)
+    return path
+
+
+@lru_cache(maxsize=1024)
+def settings(toml: str, where: str = "task.toml") -> Settings:
+    """Parse a task.toml. Raises ValueError that names the line or the key."""
+    try:
+        return Settings.model_validate(tomllib.loads(toml))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except ValidationError as error:
+        raise ValueError(f"{where}: {first_problem(error)}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list in a list in a list
+        raise ValueError(f"{where}: {error}") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return a model's first complaint and its place."""
+    first = error.errors()[0]
+    place = visible(".".join(str(part) for part in first["loc"]))
+    return f"{place + ': ' if place else ''}{first['msg']}"
+
+
+def values(directory: Directory, path: Path) -> dict[str, Any]:
+    """Return the fields of the Task in `directory`, which was read from `path`. Raises ValueError that names the file or key."""
+    toml = _text(directory, "task.toml", path)
+    told = settings(toml, str(path / "task.toml"))
+    own = told.metadata.composer_nb
+    grader = (own and own.grader) or ("functions" if own and own.source_scope else "script")
+    if told.steps:
+        raise ValueError(f"{path / 'task.toml'}: steps: tasks of several steps are not supported")
+    if grader != "script" and not (own and own.source_scope):
+        raise ValueError(f"{path / 'task.toml'}: [metadata.composer_nb] must name source_scope")
+    instruction = _text(directory, "instruction.md", path).removesuffix("\n")
+    fields: dict[str, dict[str, str]] = {name: {} for name in FIELDS}
+    rest: dict[str, bytes] = {}
+    if directory.files["instruction.md"] != f"{instruction}\n".encode():
+        rest["instruction.md"] = directory.files["instruction.md"]
+    for name, data in directory.files.items():
+        field = next((field for field, folder in FIELDS.items() if name.startswith(folder + "/")), None)
+        binary_allowed = grader == "script" and field != "files"
+        if field is None and name not in ("task.toml", "instruction.md"):
+            rest[name] = data
+        elif field is not None and not (binary_allowed and _is_binary(data)):
+            fields[field][name.removeprefix(FIELDS[field] + "/")] = _text(directory, name, path)
+        elif field is not None:
+            rest[name] = data
+    if grader != "script":
+        _drop_doors(grader, fields, rest)
+    kept = {"name": path.resolve().name, "toml": toml, "rest": rest, "executable": sorted(directory.executable)}
+    return fields | {
+        "id": _id(told, path.resolve().name),
+        "instruction": instruction,
+        "source_scope": tuple(own.source_scope if own and own.source_scope else ("**",)),
+        "grader": grader,
+        "metadata": dict(own.facts) if own else {},
+        "kept": kept,
+    }
+
+
+def layout(task: Fields) -> Directory:
+    """Return the directory of a task: as it was read, with the changes since, or as it is written here."""
+    files = {
+        f"{folder}/{name}": text.encode()
+        for field, folder in FIELDS.items()
+        for name, text in getattr(task, field).items()
+    }
+    files["instruction.md"] = f"{task.instruction}\n".encode()
+    if task.kept is not None:
+        rest = dict(task.kept.rest)
+        if rest.get("instruction.md", b"").decode().removesuffix("\n") != task.instruction:
+            rest.pop("instruction.md", None)
+        files |= rest | {"task.toml": _kept_toml(task, task.kept).encode()}
+        return Directory(files=files, executable=frozenset(task.kept.executable) & set(files))
+    files["task.toml"] = _toml(task).encode()
+    executable: set[str] = {"tests/test.sh", "solution/solve.sh"} & set(files)
+    for name, text in _doors(task.grader, task.tests, task.solution).items():
+        if name not in files and (task.grader != "script" or name.startswith("environment")):
+            files[name] = text.encode()
+            executable |= {name} - {"environment/Dockerfile"}
+    return Directory(files=files, executable=frozenset(executable))
+
+
+def _doors(grader: str, tests: Mapping[str, str], solution: Mapping[str, str]) -> dict[str, str]:
+    """Return the files by which Harbor runs a task of our graders: an image, and scripts that run tests and copy the solution.
+
+    Our own graders do not use them.
+    """
+    modules = " ".join(shlex.quote(path) for path in sorted(tests) if grader == "functions" or is_test_module(path))
+    changed = " ".join(shlex.quote(path) for path in sorted(solution))
+    doors = {
+        "environment/Dockerfile": "FROM python:3.12-slim\nRUN pip install --no-cache-dir pytest\n"
+        "WORKDIR /workspace\nCOPY workspace/ ./\n",
+        "tests/test.sh": f"#!/bin/bash\ncp -r /tests/. .\nif python3 -m pytest -q {modules}; then echo 1; else echo 0; fi "
+        "> /logs/verifier/reward.txt\n",
+    }
+    if changed:
+        doors["solution/solve.sh"] = f'#!/bin/bash\ntarget="$PWD"\ncd /solution && cp --parents {changed} "$target"\n'
+    return doors
+
+
+def _drop_doors(grader: str, fields: dict[str, dict[str, str]], rest: dict[str, bytes]) -> None:
+    """Move files that are exactly those of `_doors` out of the fields into the rest."""
+    tests, solution = fields["tests"], fields["solution"]
+    without = {name: text for name, text in tests.items() if name != "test.sh"}
+    changed = {name: text for name, text in solution.items() if name != "solve.sh"}
+    for name, text in _doors(grader, without, changed).items():
+        folder, _, file = name.partition("/")
+        if folder in fields and fields[folder].get(file) == text:
+            rest[name] = fields[folder].pop(file).encode()
+
+
+def _id(told: Settings, name: str) -> str:
+    own = told.metadata.composer_nb
+    if own is not None and own.id is not None:
+        return own.id
+    return told.task.name if told.task else name
+
+
+def _kept_toml(task: Fields, kept: Kept) -> str:
+    """Return the task.toml as it was; if the task has changed, with our table rewritten at its end."""
+    told = settings(kept.toml)
+    own = told.metadata.composer_nb or Own()
+    grader = own.grader or ("functions" if own.source_scope else "script")
+    scope = tuple(own.source_scope or ("**",))
+    if (task.id, task.grader, task.source_scope, task.metadata) == (_id(told, kept.name), grader, scope, own.facts):
+        return kept.toml
+    lines, ours = [], False
+    for line in kept.toml.split("\n"):
+        if line.lstrip().startswith("["):
+            ours = re.match(r"\[\s*metadata\s*\.\s*composer_nb\s*[].]", line.strip()) is not None
+        lines += [] if ours else [line]
+    runtime = f"runtime = {_quote(own.runtime)}\n" if own.runtime else ""
+    text = "\n".join(lines).rstrip("\n") + "\n\n" + _own_table(task, runtime)
+    try:
+        same = _without_own(tomllib.loads(text)) == _without_own(tomllib.loads(kept.toml))
+    except tomllib.TOMLDecodeError:
+        same = False
+    if not same:
+        raise ValueError(
+            f"task {task.id}: its task.toml cannot take [metadata.composer_nb]: write metadata as tables of their own"
+        )
+    return text
+
+
+def _without_own(told: dict[str, Any]) -> dict[str, Any]:
+    metadata = {key: value for key, value in told.get("metadata", {}).items() if key != "composer_nb"}
+    return {key: value for key, value in told.items() if key != "metadata"} | {"metadata": metadata}
+
+
+def _toml(task: Fields) -> str:
+    return (
+        'schema_version = "1.4"\nartifacts = ["/workspace"]\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
+        'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
+        + _own_table(task, f'runtime = "{RUNTIME}"\n')
+    )
+
+
+def _own_table(task: Fields, runtime: str) -> str:
+    facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
+    return (
+        f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"
+        f"{runtime}source_scope = [{', '.join(map(_quote, task.source_scope))}]\n"
+        f"\n[metadata.composer_nb.facts]\n{facts}"
+    )
+
+
+def _quote(text: str) -> str:
+    """Return a TOML basic string: a JSON string, except for surrogate pairs and DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _is_binary(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _text(directory: Directory, name: str, path: Path) -> str:
+    try:
+        return directory.files[name].decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}/{name}: not UTF-8 at byte {error.start}") from None

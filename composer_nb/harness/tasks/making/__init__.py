@@ -1,0 +1,1 @@
+"""Tasks made from a Python repository with a pytest suite."""

@@ -1,0 +1,220 @@
+"""Measure a repository's suite before anything is changed: which tests count, what each of them calls, and their twins.
+
+All tasks of a repository have the same solution, the repository itself. What holds of the solution is therefore found out once:
+the tests that pass in every run whatever the hash seed, in reasonable time and without reading their own source, and their twins.
+
+An environment is kept if more than 80 % of the tests pass (SWE-smith, arXiv 2504.21798).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from composer_nb.harness.grading.box import Boxes, Job, Place, Ran, Reach, RunnerEnded
+from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modules_of
+from composer_nb.harness.grading.validate import with_twins
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.tasks.making.options import Options, Running
+from composer_nb.harness.tasks.making.repository import Repository
+from composer_nb.harness.tasks.runtime import packages_of
+from composer_nb.harness.tasks.task import Task
+
+KEPT_SHARE = 0.8
+REPEATS = 4
+"""More runs of the tests that passed once and are quick enough."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The measured suite of one state of a repository."""
+
+    plan: Plan
+    """The tests that count, with their twins."""
+    reach: Mapping[str, Reach]
+    """By the keys of the tests that count."""
+    left_out: Mapping[str, str]
+    """Node id -> why a test does not count: failing, skipped, flaky, slow, reads its source."""
+    suite_s: float
+    """Seconds of one run of the tests that count."""
+
+    def nearest(self, places: Iterable[Place]) -> list[str]:
+        """Return the keys of the tests that reach one of these functions, the most direct callers first."""
+        wanted = set(places)
+        depths = {
+            key: min(depth for place, depth in reach.depths.items() if place in wanted)
+            for key, reach in self.reach.items()
+            if not wanted.isdisjoint(reach.depths)
+        }
+        return sorted(depths, key=lambda key: (depths[key], len(self.reach[key].depths), key))
+
+    def to_json(self) -> str:
+        places = sorted({place for reach in self.reach.values() for place in reach.depths})
+        numbers = {place: number for number, place in enumerate(places)}
+        reach = {
+            key: [each.seconds, [[numbers[place], depth] for place, depth in each.depths.items()]]
+            for key, each in self.reach.items()
+        }
+        held = {"plan": self.plan.to_json(), "places": places, "reach": reach, "left_out": dict(self.left_out)}
+        return json.dumps(held | {"suite_s": self.suite_s})
+
+    @classmethod
+    def from_json(cls, text: str) -> Baseline:
+        held = json.loads(text)
+        places = [(path, line) for path, line in held["places"]]
+        reach = {
+            key: Reach(seconds=seconds, depths={places[number]: depth for number, depth in depths})
+            for key, (seconds, depths) in held["reach"].items()
+        }
+        return cls(plan=Plan.from_json(held["plan"]), reach=reach, left_out=held["left_out"], suite_s=held["suite_s"])
+
+
+def whole(repository: Repository) -> Task:
+    """Return the repository as a task without a change, for the graders."""
+    return Task(
+        id=repository.name,
+        instruction="-",
+        files=repository.files,
+        tests=repository.hidden,
+        source_scope=repository.scope,
+        grader="pytest",
+        metadata=repository.settings,
+    )
+
+
+def measure(
+    repository: Repository,
+    backend: Backend,
+    spec: SandboxSpec,
+    say: Say,
+    running: Running | None = None,
+    options: Options | None = None,
+) -> Baseline:
+    """Measure the suite on the repository as it is.
+
+    Raises ValueError for a suite that yields no tasks, and SandboxFailure, from which nothing follows.
+    """
+    running, options = running or Running(), options or Options()
+    task = whole(repository)
+    gold = gold_files(task)
+    boxes = Boxes(backend=backend, spec=spec, timeout_s=running.suite_s)
+    _refuse_copies(repository, backend, spec)
+
+    def run(*jobs: Job) -> list[Ran]:
+        try:
+            return boxes.run(jobs)
+        except (SandboxDied, RunnerEnded) as error:
+            raise ValueError(f"{repository.name}: its tests end the sandbox: {error}") from None
+
+    say("running the suite as it is")
+    everything = job(task, gold, (), None)
+    chosen = replace(everything, select=options.select, tests=options.chosen(everything.tests))
+    names, left_out, passing = _passing(repository, run(chosen)[0], running)
+    say("finding out what each test calls")
+    reach: dict[str, Reach] = {}
+    groups = [frozenset(key for key in passing if key.partition("::")[0] == module) for module in modules_of(passing)]
+    while groups:
+        following = []
+        jobs = [replace(job(task, gold, (), keys), reach=True) for keys in groups]
+        for keys, ran in zip(groups, run(*jobs), strict=True):
+            if "read_tests" in ran.flags and len(keys) > 1:  # one of them is to blame: which?
+                ordered = sorted(keys)
+                following += [frozenset(ordered[: len(keys) // 2]), frozenset(ordered[len(keys) // 2 :])]
+                continue
+            for key in keys:
+                alone = key in ran.results and ran.results[key].passed and key in ran.reached
+                why = "reads its source" if "read_tests" in ran.flags else "" if alone else "flaky"
+                if why or ran.reached[key].seconds > running.test_s:
+                    left_out[names[key]] = why or "slow"
+                else:
+                    reach[key] = ran.reached[key]
+        groups = following
+    say(f"running {len(reach)} tests again")
+    quick = job(task, gold, (), frozenset(reach))
+    again = run(*(replace(quick, hash_seed=1 + number) for number in range(REPEATS)))
+    for key in list(reach):
+        if not all(key in ran.results and ran.results[key].passed for ran in again):
+            left_out[names[key]] = "flaky"
+            del reach[key]
+    if not reach:
+        raise ValueError(
+            f"{repository.name}: no test is left that passes every time, in less than {running.test_s:g} s; "
+            "--test-seconds allows more"
+        )
+    say(f"looking for twins of {len(reach)} tests")
+    plan = Plan(digest=digest(task), tests={key: names[key] for key in sorted(reach)})
+    plan, problems, _ = with_twins(task, plan, boxes)
+    if problems:
+        raise ValueError(f"{repository.name}: its suite cannot be graded: {problems[0][:300]}")
+    return Baseline(plan=plan, reach=reach, left_out=left_out, suite_s=min(ran.seconds for ran in again))
+
+
+def _passing(repository: Repository, ran: Ran, running: Running) -> tuple[dict[str, str], dict[str, str], set[str]]:
+    """Return node ids by key, the reasons of those left out, and the keys that pass. Raises ValueError if too few pass."""
+    names = {key: result.id for key, result in ran.results.items()}
+    why = {"failed": "failing", "skipped": "skipped"}
+    left_out = {names[key]: why[result.outcome] for key, result in ran.results.items() if not result.passed}
+    passing = {key for key, result in ran.results.items() if result.passed}
+    asked = len(names) - sum(each == "skipped" for each in left_out.values())
+    if "timeout" in ran.flags:
+        raise ValueError(
+            f"{repository.name}: its suite takes longer than {running.suite_s:g} s, with {len(names)} tests run by then; choose "
+            "fewer by --pytest-args (-m, -k, --deselect, --ignore), or allow more by --suite-seconds"
+        )
+    if "ended_early" in ran.flags:
+        after = f"after {list(names.values())[-1]}" if names else "before its first test"
+        raise ValueError(f"{repository.name}: something ends its suite early, {after}")
+    if not asked or len(passing) / asked <= KEPT_SHARE:
+        errors = [line for line in ran.output.splitlines() if "Error" in line]
+        causes = Counter(result.why for result in ran.results.values() if result.outcome == "failed" and result.why)
+        errors = errors or [f"mostly {why}" for why, _ in causes.most_common(1)]
+        missing = re.findall(r"No module named '([\w.]+)'", ran.output)
+        remedy = f". They need {missing[0]}: bring its wheel by --wheels FOLDER" if missing else ""
+        raise ValueError(
+            f"{repository.name}: only {len(passing)} of {asked} tests pass before anything is changed, and more than "
+            f"{KEPT_SHARE:.0%} must{': ' + errors[-1][:200] if errors else ''}{remedy}"
+        )
+    return names, left_out, passing
+
+
+_LOOK = """\
+import os, sys, zipfile
+found = []
+for top in sys.path:
+    for at, folders, names in os.walk(top):
+        found += [os.path.join(at, name) for name in [*folders, *names] if name in sys.argv[1:]]
+        for name in names:
+            if name.endswith((".whl", ".zip", ".egg")):
+                try:
+                    inside = zipfile.ZipFile(os.path.join(at, name)).namelist()
+                except (OSError, zipfile.BadZipFile):
+                    continue
+                found += [os.path.join(at, name)] * any(set(each.split("/")) & set(sys.argv[1:]) for each in inside)
+print(found[0] if found else "")
+"""
+
+
+def _refuse_copies(repository: Repository, backend: Backend, spec: SandboxSpec) -> None:
+    """Raise ValueError if the sandbox's Python has a copy of the package, where an agent could look up the answer."""
+    tops = [top.removesuffix("/**").removeprefix("src/") for top in repository.scope]
+    if tops == ["src"]:
+        tops = sorted({path.split("/")[1] for path in repository.sources if path.count("/") > 1})
+    named = {path.split("/")[0] for path in packages_of(whole(repository))}
+    if both := sorted(named & {*tops, *(top.removesuffix(".py") for top in tops)}):
+        raise ValueError(
+            f"{repository.name}: a copy of it is among the wheels: {both[0]}; an agent could look it up there"
+        )
+    box = backend.create(spec)
+    try:
+        alone = [] if spec.image else ["-S"]
+        done = box.exec(["python3", *alone, "-c", _LOOK, *tops])
+    finally:
+        box.destroy()
+    if found := done.stdout.decode("utf-8", "replace").strip():
+        raise ValueError(
+            f"{repository.name}: a copy of it lies in the sandbox, at {found}, where an agent could look it up"
+        )

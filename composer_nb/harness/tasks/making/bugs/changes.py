@@ -1,0 +1,307 @@
+"""Changes of a repository that make a task: a planted bug, several bugs, or a missing feature.
+
+Bugs are drawn function by function. Each round plants one bug in each function, of the kind that was used least so far, so even a
+few candidates cover many kinds and places. libcst parses the lines of one function or class at a time; the rest of a file stays
+byte for byte as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import libcst as cst
+
+from composer_nb.harness.grading.box import Place
+from composer_nb.harness.tasks.making.bugs import expressions, statements
+from composer_nb.harness.tasks.making.bugs.expressions import Maker
+
+MIN_LINES, MAX_LINES = 3, 160
+"""Lines of a function in which a bug may be planted."""
+MAX_CLASS_LINES = 600
+MAX_CHANGED = 24
+"""Maximum lines that one bug adds and removes, together."""
+FEATURE_LINES = (6, 120)
+ROUNDS = 8
+Kinds = Mapping[str, tuple[Maker, tuple[type[cst.CSTNode], ...]]]
+"""Kind -> its generator, and the node types that it applies to."""
+KINDS: Kinds = {**expressions.KINDS, **statements.KINDS}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Whole lines of a file that hold a class, or a function or method that is in no other."""
+
+    path: str
+    name: str
+    """As `Class.method`."""
+    start: int
+    """First line, decorators included, from 1."""
+    end: int
+    is_class: bool
+    places: tuple[Place, ...]
+    """The function, or all methods of the class, by which tests that reach it are found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Lines `start` to `end` of a file become `text`, without a final newline; an empty text removes them."""
+
+    path: str
+    name: str
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change that turns the repository into a task's workspace."""
+
+    kind: str
+    edits: tuple[Edit, ...]
+    places: tuple[Place, ...]
+    parts: tuple[str, ...] = ()
+    """Keys of the component bugs, for a combined bug."""
+
+    def apply(self, files: Mapping[str, str]) -> dict[str, str]:
+        """Return the changed files."""
+        changed: dict[str, str] = {}
+        for edit in sorted(self.edits, key=lambda edit: (edit.path, -edit.start)):
+            lines = changed.get(edit.path, files[edit.path]).split("\n")
+            lines[edit.start - 1 : edit.end] = edit.text.split("\n") if edit.text else []
+            changed[edit.path] = "\n".join(lines)
+        return changed
+
+    @property
+    def key(self) -> str:
+        """A digest that ignores layout and comments."""
+        parts = sorted((edit.path, edit.name, normalised(edit.text)) for edit in self.edits)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def normalised(text: str) -> str:
+    """Return a function's or class's text without layout, comments and docstrings."""
+    lines = text.split("\n")
+    tree = ast.parse(f"if 1:\n{text}" if lines[0][:1].isspace() else text)
+    for node in ast.walk(tree):
+        if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def units(path: str, text: str) -> list[Unit]:
+    """Return the units of a file; none if its lines do not end in `\\n`. Raises SyntaxError or ValueError if it is not Python."""
+    if "\r" in text or "\f" in text:
+        return []
+    return list(_units(path, ast.parse(text).body, ""))
+
+
+def _units(path: str, body: Iterable[ast.AST], base: str) -> Iterator[Unit]:
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            assert node.end_lineno is not None
+            inner = list(_units(path, node.body, f"{base}{node.name}.")) if isinstance(node, ast.ClassDef) else []
+            places = tuple(place for each in inner if not each.is_class for place in each.places)
+            yield Unit(
+                path=path,
+                name=base + node.name,
+                start=start,
+                end=node.end_lineno,
+                is_class=isinstance(node, ast.ClassDef),
+                places=places if isinstance(node, ast.ClassDef) else ((path, start),),
+            )
+            yield from inner
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _units(path, ast.iter_child_nodes(node), base)
+
+
+def text_of(unit: Unit, files: Mapping[str, str]) -> str:
+    return "\n".join(files[unit.path].split("\n")[unit.start - 1 : unit.end])
+
+
+def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
+    """Yield distinct bugs in these units, for ROUNDS rounds. The same seed gives the same bugs."""
+    used: Counter[str] = Counter()
+    seen: set[str] = set()
+    order = list(where)
+    Random(f"bugs {seed}").shuffle(order)
+    for number in range(ROUNDS):
+        for unit in order:
+            lot = Random(f"bugs {seed} {number} {unit.path} {unit.name}")
+            for change in _drawn(unit, text_of(unit, files), lot, used):
+                if change.key not in seen:
+                    seen.add(change.key)
+                    used[change.kind] += 1
+                    yield change
+                    break
+
+
+def _drawn(unit: Unit, text: str, lot: Random, used: Counter[str]) -> Iterator[Change]:
+    """Yield changes of a unit at one place, the least used kinds first."""
+    lines = text.count("\n") + 1
+    if not MIN_LINES <= lines <= (MAX_CLASS_LINES if unit.is_class else MAX_LINES):
+        return
+    header = "if 1:\n" if text[:1].isspace() else ""
+    try:
+        tree = cst.parse_module(f"{header}{text}\n")
+    except (cst.ParserSyntaxError, RecursionError):
+        return
+    found = _sites(tree, bool(header), unit.is_class, lot)
+    lot.shuffle(found)
+    found.sort(key=lambda site: used[site[0]])  # stable
+    for kind, old, new in found:
+        replaced = tree.deep_replace(old, new)
+        assert isinstance(replaced, cst.Module)
+        new_text = replaced.code.removeprefix(header).removesuffix("\n")
+        if _fits(text, new_text):
+            edit = Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=new_text)
+            yield Change(kind=kind, edits=(edit,), places=unit.places)
+
+
+def _fits(old: str, new: str) -> bool:
+    """Whether a change is Python, changes the program, and is small."""
+    try:
+        if normalised(old) == normalised(new):
+            return False
+    except (SyntaxError, ValueError):
+        return False
+    return changed_lines(old, new) <= MAX_CHANGED
+
+
+def changed_lines(old: str, new: str) -> int:
+    diff = difflib.unified_diff(old.split("\n"), new.split("\n"), lineterm="", n=0)
+    return sum(line.startswith(("+", "-")) for line in list(diff)[2:])
+
+
+def _sites(tree: cst.Module, nested: bool, is_class: bool, lot: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:
+    """Return (kind, node, replacement) for each possible change."""
+    root: cst.CSTNode = tree.body[0]
+    if nested:
+        assert isinstance(root, cst.If)
+        root = root.body.body[0]
+    finder = _Finder(lot, root if is_class else None)
+    names = _Names()
+    root.visit(names)
+    finder.names = sorted(names.found)
+    root.visit(finder)
+    return finder.found
+
+
+class _Names(cst.CSTVisitor):
+    """The parameters and variables of a function."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_Param(self, node: cst.Param) -> None:
+        self.found.add(node.name.value)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Name):
+            self.found.add(node.target.value)
+
+
+class _Finder(cst.CSTVisitor):
+    def __init__(self, lot: Random, only: cst.CSTNode | None) -> None:
+        """`only`: a class whose own statement is changed, and nothing inside it."""
+        self.lot, self.only = lot, only
+        self.kinds = KINDS if only is None else statements.OF_CLASSES
+        self.names: list[str] = []
+        self.found: list[tuple[str, cst.CSTNode, cst.CSTNode]] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        for kind, (make, types) in self.kinds.items():
+            if isinstance(node, types):
+                self.found += [(kind, node, new) for new in make(node, self.lot, self.names)]
+        return not isinstance(node, cst.Annotation) and node is not self.only
+
+
+def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
+    """Yield changes that remove the body of a public function, with the private functions that only it uses."""
+    order = [unit for unit in where if not unit.is_class and is_public(unit.name)]
+    Random(f"features {seed}").shuffle(order)
+    for unit in order:
+        text = text_of(unit, files)
+        node = _function(text)
+        if (
+            not FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1]
+            or node is None
+            or not ast.get_docstring(node)
+        ):
+            continue
+        first = node.body[0].lineno - 1 - text[:1].isspace()
+        lines = text.split("\n")
+        indent = re.match(r"\s*", lines[first])
+        if first == 0 or indent is None or _head_line(node) > first + text[:1].isspace():
+            continue  # all on one line
+        gone = "\n".join([*lines[:first], f"{indent[0]}raise NotImplementedError"])
+        edits = [Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=gone)]
+        helpers = [each for each in where if each.path == unit.path and _only_helps(each, text, files)]
+        edits += [Edit(path=each.path, name=each.name, start=each.start, end=each.end, text="") for each in helpers]
+        if not any(each.start <= unit.end and unit.start <= each.end for each in helpers):
+            yield Change(kind="feature", edits=tuple(edits), places=unit.places)
+
+
+def is_public(name: str) -> bool:
+    return not any(part.startswith("_") for part in name.split("."))
+
+
+def _head_line(node: Function) -> int:
+    """Return the last line before the body, as far as the tree shows."""
+    ends = [each.end_lineno or 0 for each in ast.walk(node.args) if hasattr(each, "end_lineno")]
+    return max([node.lineno, *ends, node.returns.end_lineno or 0 if node.returns else 0])
+
+
+def _function(text: str) -> Function | None:
+    try:
+        body = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text).body
+    except SyntaxError:
+        return None
+    node = body[0].body[0] if isinstance(body[0], ast.If) else body[0]
+    return node if isinstance(node, Function) else None
+
+
+def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
+    """Whether a private function is mentioned nowhere but in itself and in `text`."""
+    if unit.is_class or "." in unit.name or not unit.name.startswith("_") or unit.name.startswith("__"):
+        return False
+    word = re.compile(rf"\b{re.escape(unit.name)}\b")
+    inside = len(word.findall(text))
+    everywhere = sum(len(word.findall(each)) for each in files.values() if unit.name in each)
+    return inside > 0 and everywhere == inside + len(word.findall(text_of(unit, files)))
+
+
+def combined(changes: Sequence[Change], seed: str) -> Iterator[Change]:
+    """Yield combinations of two or three changes, of one file where possible and never of one function. None is used twice."""
+    lot = Random(f"combined {seed}")
+    left = list(changes)
+    lot.shuffle(left)
+    while len(left) > 1:
+        first = left.pop(0)
+        size = lot.choice((2, 2, 3))
+        chosen = [first]
+        left.sort(key=lambda each: each.edits[0].path != first.edits[0].path)  # stable
+        for each in list(left):
+            if len(chosen) < size and not any(_overlap(each, other) for other in chosen):
+                chosen.append(each)
+                left.remove(each)
+        if len(chosen) > 1:
+            yield Change(
+                kind="combined",
+                edits=tuple(edit for each in chosen for edit in each.edits),
+                places=tuple(dict.fromkeys(place for each in chosen for place in each.places)),
+                parts=tuple(each.key for each in chosen),
+            )
+
+
+def _overlap(one: Change, other: Change) -> bool:
+    return any(a.path == b.path and a.start <= b.end and b.start <= a.end for a in one.edits for b in other.edits)

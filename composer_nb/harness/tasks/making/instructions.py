@@ -1,0 +1,157 @@
+"""Write a task's instruction: short, from the symptoms (`symptoms.py`), without the place or the kind of the bug.
+
+One of several wordings is drawn; the same seed gives the same text. Reference: instructions of real sessions are terse and
+under-specified, 390 characters in the median (CursorBench, Composer 2 report, section 5).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+
+from composer_nb.harness.tasks.making.symptoms import MAX_QUOTE, Symptom, find
+
+SAYS = 5
+"""Words that a docstring must have to say what a function is for."""
+# {c}: call, {w}: wanted, {o}: observed, {e}: exception, {m}: message, {x}: what should come instead
+WORDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "value": (
+        (
+            "`{c}` gives `{o}`. It should give `{w}`.",
+            "I expect `{w}` from `{c}` and get `{o}`.",
+            "Bug: `{c}` is `{o}`, which should be `{w}`. Please fix.",
+            "why do I get `{o}` for `{c}`? it should be `{w}`",
+        ),
+        "{l} gives `{o}` there. It should give `{w}`.",
+        "There, `{c}` gives {o}. Expected: {w}.",
+    ),
+    "truth": (
+        (
+            "`{c}` is {o} and should be {w}.",
+            "`{c}` should be {w}, but it is {o}. Please fix.",
+            "why is `{c}` {o}? expected {w}",
+        ),
+        "{l} is {o} there and should be {w}.",
+        "There, `{c}` gives {o}. Expected: {w}.",
+    ),
+    "part": (
+        ("`{c}` should be {w}, but it is `{o}`.", "I expect {w} from `{c}` and get `{o}`."),
+        "{l} gives `{o}` there. It should give {w}.",
+        "There, `{c}` gives {o}. Expected: {w}.",
+    ),
+    "exception": (
+        (
+            "`{c}` fails with {e}{m}. {x}",
+            "Getting {e}{m} from `{c}`. {x} Can you fix that?",
+            "`{c}` raises {e}{m}. {x} Please have a look.",
+        ),
+        "It fails with {e}{m}. {x}",
+        "There, `{c}` raises {e}{m}. {x}",
+    ),
+    "missing": (
+        (
+            "`{c}` should raise {e}, but nothing is raised.",
+            "no {e} from `{c}` any more. please restore that",
+            "`{c}` is accepted now. I expect {e}.",
+        ),
+        "It should raise {e}, but nothing is raised.",
+        "There, `{c}` should raise {e}, but nothing is raised.",
+    ),
+}
+"""Kind of symptom -> wordings of a call that says everything, what follows lines that
+reproduce it, what follows the test's topic."""
+LEADS = ("This used to work:", "Can you look into this?", "There is a regression. To reproduce:", "please fix this:")
+EXTRAS = ("", "", "{n} of our tests fail because of it.", "Don't touch the tests.", "Keep the change small.")
+HEADS = ("Several things broke:", "please fix these:", "A few reports came in, likely not related:")
+
+
+def write(symptoms: Sequence[Symptom], failing: int, seed: str) -> str:
+    """Return the instruction for a bug that makes `failing` tests fail, or for several bugs."""
+    lot = Random(f"instruction {seed}")
+    if len(symptoms) == 1:
+        extra = lot.choice(EXTRAS) if failing > 1 else ""
+        return "\n\n".join(filter(None, (_said(symptoms[0], lot), extra.format(n=failing))))
+    said = ["\n  ".join(_said(each, lot).split("\n")) for each in symptoms]
+    return "\n\n".join([lot.choice(HEADS), *(f"{number}. {text}" for number, text in enumerate(said, 1))])
+
+
+def _said(symptom: Symptom, lot: Random) -> str:
+    one_line, after_code, in_words = WORDINGS[symptom.kind]
+    words = {
+        "c": symptom.call,
+        "w": symptom.wanted,
+        "o": symptom.seen,
+        "e": symptom.exception or symptom.missing,
+        "m": f": {symptom.message}" if symptom.message else "",
+        "x": _instead(symptom),
+        "l": f"`{symptom.call}`" if symptom.call else "The last line",
+    }
+    if symptom.rank == 2:
+        return f"`{symptom.subject}` goes wrong in this case: {symptom.topic}. {in_words.format(**words)}"
+    if not symptom.code:
+        return lot.choice(one_line).format(**words)
+    setup = " and ".join(f"`{name}`" for name in symptom.setup)
+    known = f" ({setup} {'come' if len(symptom.setup) > 1 else 'comes'} from the setup of our tests.)" if setup else ""
+    return f"{lot.choice(LEADS)}\n\n```python\n{symptom.code}\n```\n\n{after_code.format(**words)}{known}"
+
+
+def _instead(symptom: Symptom) -> str:
+    """Return what should come where an exception comes."""
+    if symptom.missing:
+        return f"It should raise {symptom.missing}."
+    if symptom.code:
+        return "It should not."
+    if not symptom.wanted:
+        return "It worked before."
+    if symptom.wanted.startswith(("something ", "one of ")) or symptom.wanted in ("true", "false"):
+        return f"It should be {symptom.wanted}."
+    return f"It should give `{symptom.wanted}`."
+
+
+def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence[Symptom] = ()) -> str:
+    """Return the instruction for a missing feature, from the function's text as it was: its signature, its docstring, and up to
+    two of `examples`. Empty if neither says anything."""
+    lot = Random(f"instruction {seed}")
+    tree = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text)
+    node = next(each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    told = (ast.get_docstring(node) or "").strip()
+    paragraphs = told.split("\n\n")
+    brief = " ".join(paragraphs[0].split())
+    arguments = ast.unparse(node.args)
+    call = f"{name}({arguments})" if len(arguments) <= MAX_QUOTE else f"{name}(…)"
+    longer = told if len(told) <= 900 else "\n\n".join(paragraphs[:2])[:900].rstrip()
+    plain = [each for each in examples if each.alone and each.call and each.wanted and not each.code]
+    own = name.rpartition(".")[2]
+    plain = sorted({each.call: each for each in plain}.values(), key=lambda each: own not in each.call)[:2]
+    shown = " and ".join(f"`{each.call}` should give `{each.wanted}`" for each in plain)
+    shown = f"\n\nFor example, {shown}." if shown else ""
+    if len(told.split()) < SAYS and not shown:
+        return ""
+    brief = brief if len(brief.split()) >= SAYS else longer
+    styles = (
+        f"implement `{call}` in {path}. {brief}",
+        f"`{name}` in {path} only raises NotImplementedError. Please write it; this is what it should do:\n\n{longer}",
+        f"We need `{call}` ({path}):\n\n{longer}",
+        f"`{name}` in {path} is missing its implementation. {brief} The signature stays as it is.",
+    )
+    return lot.choice(styles) + shown
+
+
+def without_tests(text: str, keys: Iterable[str]) -> str:
+    """Return a test module without the functions of these keys."""
+    tree = ast.parse(text)
+    spans: dict[int, tuple[int, str]] = {}
+    owners: Mapping[int, ast.ClassDef] = {
+        id(each): node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body
+    }
+    gone = [function for key in keys if (function := find(tree, key.rpartition("#")[0].split("::")[1:])) is not None]
+    for node in gone:
+        start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        owner = owners.get(id(node))
+        alone = owner is not None and all(any(each is other for other in gone) for each in owner.body)
+        spans[start] = (node.end_lineno or node.lineno, " " * node.col_offset + "pass" if alone else "")
+    lines = text.split("\n")
+    for start, (end, instead) in sorted(spans.items(), reverse=True):
+        lines[start - 1 : end] = [instead] if instead else []
+    return "\n".join(lines)

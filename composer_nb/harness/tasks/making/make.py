@@ -1,0 +1,286 @@
+"""Make tasks from a repository with a pytest suite: `composer-nb tasks make`.
+
+The same repository, seed and limit give the same tasks: candidates are drawn in a fixed order, tried some at a time, and kept in
+that order, whichever finishes first. Outcomes are stored (`store.py`), so the same command continues where it was interrupted,
+and a larger limit reuses what is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.grading.recorded import Guarding, guard_of, meets
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.tasks.making.baseline import Baseline, measure
+from composer_nb.harness.tasks.making.bugs.changes import Change, Unit, bugs, combined, features, units
+from composer_nb.harness.tasks.making.options import INI, Options, Running, read_options
+from composer_nb.harness.tasks.making.repository import Repository, read_repository
+from composer_nb.harness.tasks.making.store import Store
+from composer_nb.harness.tasks.making.trial import Outcome, Subject, look, settle
+from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, packages_digest, read_packages
+from composer_nb.harness.tasks.task import Task, save_tasks
+
+TASKS, RECORD, SUMMARY = "tasks.jsonl", "made.db", "summary.json"
+SIDE_BY_SIDE = 2
+"""Sandboxes at a time."""
+TOGETHER = 6
+"""Changes tried in one sandbox."""
+SHARE = 6
+"""One task in SHARE is a missing feature, and one combines several bugs."""
+FORMAT = "5"
+"""Version of the record. A new number makes earlier outcomes invalid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Progress."""
+
+    doing: str
+    kept: int = 0
+    wanted: int = 0
+    tried: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """The outcomes of the candidates of one kind."""
+
+    kind: str
+    tried: int
+    kept: int
+    verdicts: dict[str, int]
+    seconds: float
+    """Seconds spent on candidates that passed the first look, summed over sandboxes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A summary of what was made."""
+
+    repository: str
+    tasks: int
+    tests: int
+    """Tests of the suite that count."""
+    left_out: dict[str, int]
+    """Tests that do not count, by reason."""
+    coverage: float
+    """Share of the tests that count with a twin."""
+    suite_s: float
+    kinds: list[Kind]
+    guards: dict[str, dict[str, Any]]
+    """Task id -> its guard (`recorded.Guard`)."""
+    wall_s: float
+    """Seconds of this call. Outcomes of an earlier one take no time."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+
+def make(
+    path: Path,
+    out: Path,
+    backend: Backend,
+    *,
+    limit: int = 60,
+    seed: str = "0",
+    spec: SandboxSpec | None = None,
+    running: Running | None = None,
+    require: Guarding = "none",
+    told: Callable[[State], None] = lambda state: None,
+) -> Made:
+    """Make up to `limit` tasks of the repository at `path` and write them into `out`.
+
+    `require` leaves out tasks with a lesser guard. Tasks that were kept are written even if an exception ends the call.
+
+    Raises FileNotFoundError and ValueError for an unfit repository or an `out` that holds another one's tasks, and
+    SandboxFailure.
+    """
+    began = time.monotonic()
+    if limit < 1:
+        raise ValueError(f"a limit of {limit} tasks: at least 1 is needed")
+    if path.is_dir() and out.resolve().is_relative_to(path.resolve()):
+        raise ValueError(
+            f"--out {out}: lies in the repository, so that its tasks would hold each other's answers; choose another"
+        )
+    running = running or Running()
+    if spec is None:  # an image's packages take more memory than the standard library
+        spec = SandboxSpec(image=running.image, memory_bytes=2 << 30) if running.image else SandboxSpec()
+    repository = read_repository(path)
+    with Store(out / RECORD) as store:
+        repository, options = _prepared(repository, running, out, backend, spec)
+        _claim(store, repository, seed, out, [running.test_s, list(options.select), *options.paths, *options.ignored])
+        held = store.fact("baseline")
+        if held is None:
+            if options.dropped:
+                told(State(doing=f"leaving out pytest's {' '.join(options.dropped)}"))
+            found = measure(repository, backend, spec, lambda doing: told(State(doing=doing)), running, options)
+            store.keep_fact("baseline", held := found.to_json())
+        baseline = Baseline.from_json(held)
+        maker = Maker(repository, baseline, backend, spec, seed, store, told, limit, require)
+        tasks: list[Task] = []
+        try:
+            for task in maker.tasks():
+                tasks.append(task)
+        finally:
+            if tasks:
+                save_tasks(tasks, out / TASKS)
+            made = _summary(repository, baseline, store, tasks, time.monotonic() - began)
+            (out / SUMMARY).write_text(made.to_json() + "\n", encoding="utf-8")
+    return made
+
+
+def _prepared(
+    repository: Repository, running: Running, out: Path, backend: Backend, spec: SandboxSpec
+) -> tuple[Repository, Options]:
+    """Return the repository with the packages that its tests need, and how they run. Raises ValueError."""
+    settings: dict[str, str] = {"image": running.image} if running.image else {}
+    plugins: list[str] = []
+    if running.wheels is not None:
+        from composer_nb.harness.tasks.making.wheels import plugins as announced
+        from composer_nb.harness.tasks.making.wheels import unpack
+
+        folder = out.resolve() / PACKAGES
+        if not folder.exists():
+            unpack(running.wheels, folder, backend, spec)
+        held = read_packages(folder)
+        settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(held)}
+        plugins = announced(held)
+    options = read_options(repository.files, running.pytest_args, plugins)
+    settings |= {INI: options.ini} if options.ini else {}
+    return replace(repository, settings=settings), options
+
+
+def _claim(store: Store, repository: Repository, seed: str, out: Path, ways: list[Any]) -> None:
+    """Note whose tasks `out` holds. Raises ValueError if they belong to another repository or setting."""
+    held = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
+    own = hashlib.sha256(json.dumps(held).encode()).hexdigest()
+    if store.fact("made of") not in (None, own):
+        raise ValueError(
+            f"--out {out}: holds tasks of another repository, state of it, seed, or way to run its tests; choose another folder"
+        )
+    store.keep_fact("made of", own)
+
+
+class Maker:
+    """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        baseline: Baseline,
+        backend: Backend,
+        spec: SandboxSpec,
+        seed: str,
+        store: Store,
+        told: Callable[[State], None],
+        limit: int,
+        require: Guarding,
+    ) -> None:
+        every = [unit for path in repository.sources for unit in _units(repository, path)]
+        reached = {place for reach in baseline.reach.values() for place in reach.depths}
+        self.units = [unit for unit in every if not reached.isdisjoint(unit.places)]
+        names = frozenset(unit.name.rpartition(".")[2] for unit in every)
+        self.subject = Subject(
+            repository=repository, baseline=baseline, names=names, backend=backend, spec=spec, seed=seed
+        )
+        self.store, self.told, self.limit, self.require = store, told, limit, require
+        self.tried = 0
+        self.found: dict[str, tuple[Change, Task]] = {}
+        """Tasks that were kept, by the change's key."""
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield tasks as they are found: missing features, single bugs, several bugs at once."""
+        files, seed, part = self.subject.repository.files, self.subject.seed, self.limit // SHARE
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            try:
+                yield from self._kept(pool, "taking features away", features(files, self.units, seed), part)
+                left = self.limit - len(self.found) - part
+                yield from self._kept(pool, "planting bugs", bugs(files, self.units, seed), left)
+                singles = [change for change, _ in self.found.values() if change.kind != "feature"]
+                yield from self._kept(pool, "combining bugs", combined(singles, seed), part)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _kept(self, pool: ThreadPoolExecutor, doing: str, candidates: Iterable[Change], wanted: int) -> Iterator[Task]:
+        """Yield the tasks of the first `wanted` candidates that make one, in the candidates' order."""
+        stream = iter(candidates)
+        while wanted > 0 and (window := list(islice(stream, min(SIDE_BY_SIDE * TOGETHER, 2 * wanted)))):
+            known = {each.key: outcome for each in window if (outcome := self.store.outcome(each.key)) is not None}
+            for outcome in self._try(pool, [each for each in window if each.key not in known]):
+                known[outcome.key] = outcome
+                self.store.keep(outcome)
+                self.tried += 1
+                self._tell(doing)
+            for change in window:
+                task = known[change.key].task
+                if known[change.key].verdict != "kept" or task is None or wanted == 0:
+                    continue
+                if self.require == "none" or meets(guard_of(task), self.require):
+                    wanted -= 1
+                    self.found[change.key] = change, task
+                    self._tell(doing)
+                    yield task
+
+    def _try(self, pool: ThreadPoolExecutor, fresh: Sequence[Change]) -> Iterator[Outcome]:
+        """Yield the outcomes of changes, first of those that fail the first look. The parts of a combined one have passed it."""
+        single = [change for change in fresh if not change.parts]
+        size = max(1, -(-len(single) // SIDE_BY_SIDE))
+        groups = [single[start : start + size] for start in range(0, len(single), size)]
+        survivors = [change for change in fresh if change.parts]
+        for group, verdicts in zip(groups, pool.map(lambda each: look(self.subject, each), groups), strict=True):
+            for change, verdict in zip(group, verdicts, strict=True):
+                if verdict is None:
+                    survivors.append(change)
+                else:
+                    yield Outcome(key=change.key, kind=change.kind, verdict=verdict, seconds=0.0)
+        settling = [
+            pool.submit(settle, self.subject, change, [self.found[key] for key in change.parts]) for change in survivors
+        ]
+        for future in settling:
+            yield future.result()
+
+    def _tell(self, doing: str) -> None:
+        self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried))
+
+
+def _units(repository: Repository, path: str) -> list[Unit]:
+    try:
+        return units(path, repository.files[path])
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []  # a template, or for another Python: no bug can be planted in it
+
+
+def _summary(repository: Repository, baseline: Baseline, store: Store, tasks: Sequence[Task], wall_s: float) -> Made:
+    by_kind: dict[str, list[Outcome]] = {}
+    for outcome in store.outcomes():
+        by_kind.setdefault(outcome.kind, []).append(outcome)
+    kinds = [
+        Kind(
+            kind=kind,
+            tried=len(found),
+            kept=sum(each.verdict == "kept" for each in found),
+            verdicts=dict(Counter(str(each.verdict) for each in found)),
+            seconds=round(sum(each.seconds for each in found), 1),
+        )
+        for kind, found in sorted(by_kind.items())
+    ]
+    return Made(
+        repository=repository.name,
+        tasks=len(tasks),
+        tests=len(baseline.plan.tests),
+        left_out=dict(Counter(baseline.left_out.values())),
+        coverage=round(baseline.plan.coverage, 3),
+        suite_s=round(baseline.suite_s, 2),
+        kinds=kinds,
+        guards={task.id: asdict(guard_of(task)) for task in tasks},
+        wall_s=round(wall_s, 1),
+    )

@@ -1,0 +1,197 @@
+"""Read how a project's suite runs, from its pytest configuration and the caller, as far as a grade can follow.
+
+The configuration is read as text, never by pytest, from the file that pytest would choose. Selection (`-m`, `-k`, `--deselect`,
+`--ignore`, `--ignore-glob`, `testpaths`) decides once which tests there are. Other settings go into the ini file of every run.
+
+Does not cover: `filterwarnings`, `pythonpath` and `python_files`, nor options of the command line other than these; they are
+named in `dropped`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.untrusted import visible
+
+INI = "pytest.ini"
+"""Metadata key of the settings of every run."""
+SELECTS = "-m, -k, --deselect, --ignore, --ignore-glob, -p PLUGIN, and paths"
+NOT_KEPT = (
+    "addopts",
+    "testpaths",
+    "minversion",
+    "required_plugins",
+    "cache_dir",
+    "norecursedirs",
+    "collect_imported_tests",
+)
+DROPPED = ("filterwarnings", "pythonpath", "python_files", "confcutdir")
+_KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+"""A key whose line cannot be taken for another one."""
+OUTPUT = ("junit_", "log_", "console_", "tmp_path_", "faulthandler_", "doctest_", "cov", "verbosity_", "truncation_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The caller's settings."""
+
+    pytest_args: str = ""
+    """More pytest options; `-m` and `-k` replace the project's own."""
+    suite_s: float = 400.0
+    """Time limit of one run of the whole suite, in seconds."""
+    test_s: float = 1.0
+    """Time limit of a test that counts, in seconds, while calls are traced. A grade runs it three times."""
+    wheels: Path | None = None
+    """Folder of the wheels that the suite needs."""
+    image: str = ""
+    """A Docker image in which the suite runs."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("--suite-seconds", self.suite_s), ("--test-seconds", self.test_s)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} {value}: must be above 0")
+        if self.image and self.wheels:
+            raise ValueError("--image and --wheels: install the packages into the image instead")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How pytest runs a suite."""
+
+    ini: str = ""
+    """Lines of the section `[pytest]` of every run."""
+    select: tuple[str, ...] = ()
+    """Arguments that choose tests, for the first run only."""
+    paths: tuple[str, ...] = ()
+    """Folders or files with tests; empty means everywhere."""
+    ignored: tuple[str, ...] = ()
+    """Globs of files without tests."""
+    dropped: tuple[str, ...] = ()
+    """Settings of the project that these runs do not follow."""
+
+    def chosen(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Return the test modules that run."""
+        return tuple(
+            module
+            for module in modules
+            if (not self.paths or any(_below(module, path) for path in self.paths))
+            and not any(_below(module, path) for path in self.ignored)
+        )
+
+
+def read_options(files: Mapping[str, str], given: str = "", plugins: Sequence[str] = ()) -> Options:
+    """Return the options for a repository of these files. `plugins` are modules of the pytest plugins installed for it.
+
+    Raises ValueError for a configuration that cannot be read, and for an option in `given` that cannot be followed.
+    """
+    where, held = _configuration(files)
+    own, others = _parsed(_words(held.get("addopts", ""), f"{where}: addopts"))
+    asked, unknown = _parsed(_words(given, "--pytest-args"))
+    paths = [word for word in unknown if not word.startswith("-")]
+    if refused := [word for word in unknown if word.startswith("-")]:
+        raise ValueError(f"--pytest-args: {refused[0]} cannot be followed; these can: {SELECTS}")
+    if missing := [path for path in paths if not any(_below(file, path) for file in files)]:
+        raise ValueError(f"--pytest-args: {missing[0]!r} is no file or folder of the repository")
+    installed = {plugin.partition(".")[0] for plugin in plugins}
+    wanted = [name for name in own.p if name.partition(".")[0] in installed]
+    loaded = dict.fromkeys([*plugins, *wanted, *(name for name in asked.p if not name.startswith("no:"))])
+    # A project may name folders in `testpaths` that its source distribution does not ship: pytest looks everywhere then.
+    tested = paths or [path for path in _words(held.get("testpaths", ""), where) if any(_below(f, path) for f in files)]
+    kept = {
+        key: value for key, value in held.items() if key not in (*NOT_KEPT, *DROPPED) and not key.startswith(OUTPUT)
+    }
+    odd = [key for key in kept if not _KEY.fullmatch(key)]
+    lines = [_line(key, value) for key, value in sorted(kept.items()) if key not in odd]
+    lines += [f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n"] if loaded else []
+    mark, names = asked.m or own.m, asked.k or own.k
+    select = [*(["-m", mark] if mark else []), *(["-k", names] if names else [])]
+    select += [f"--deselect={each}" for each in (*own.deselect, *asked.deselect)]
+    return Options(
+        ini="".join(lines),
+        select=tuple(select),
+        paths=tuple(tested),
+        ignored=(*own.ignore, *own.ignore_glob, *asked.ignore, *asked.ignore_glob),
+        dropped=tuple(
+            [word for word in others if word.startswith("-")]
+            + [key for key in DROPPED if key in held]
+            + [visible(key[:60]) for key in odd]
+        ),
+    )
+
+
+def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """Return the file that pytest would choose, and its settings. Raises ValueError."""
+    for name in ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
+        if name not in files:
+            continue
+        try:
+            held = _toml(files[name]) if name.endswith(".toml") else _ini(files[name], name)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} cannot be read for pytest's options: {error}") from None
+        if held is not None:
+            return name, held
+    return "", {}
+
+
+def _toml(text: str) -> dict[str, Any] | None:
+    tool = tomllib.loads(text).get("tool", {})
+    table = tool.get("pytest") if isinstance(tool, dict) else None
+    if not isinstance(table, dict):
+        return None
+    held = table.get("ini_options", {key: value for key, value in table.items() if not isinstance(value, dict)})
+    if not isinstance(held, dict):
+        raise ValueError("tool.pytest.ini_options is no table")
+    return held
+
+
+def _ini(text: str, name: str) -> dict[str, Any] | None:
+    from iniconfig import IniConfig, ParseError
+
+    try:
+        held = IniConfig(name, data=text)
+    except ParseError as error:
+        raise ValueError(str(error)) from None
+    section = "tool:pytest" if name == "setup.cfg" else "pytest"
+    if section in held:
+        return dict(held[section].items())
+    return {} if name.endswith("pytest.ini") else None
+
+
+def _words(value: object, where: str) -> list[str]:
+    if isinstance(value, list):
+        return [str(each) for each in value]
+    try:
+        return shlex.split(str(value))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _parsed(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options that choose tests, and all others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("-m", "-k"):
+        parser.add_argument(name, default="")
+    for name in ("--deselect", "--ignore", "--ignore-glob", "-p"):
+        parser.add_argument(name, action="append", default=[])
+    try:
+        return parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"pytest options {shlex.join(words)!r}: {error}") from None
+
+
+def _below(file: str, path: str) -> bool:
+    path = path.strip("/").removeprefix("./")
+    return path in ("", ".", file) or file.startswith(f"{path}/") or fnmatch(file, f"{path}/*")
+
+
+def _line(key: str, value: object) -> str:
+    said = [line for each in (value if isinstance(value, list) else [value]) for line in str(each).splitlines()]
+    return f"{key} =" + "".join(f"\n    {each.strip()}" for each in said if each.strip()) + "\n"

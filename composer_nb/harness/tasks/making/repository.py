@@ -1,0 +1,225 @@
+"""Reading a repository: the files that its tasks are made of, as text, without what would give answers away.
+
+A repository is a folder, a git checkout or a source distribution (`.tar.gz`, `.zip`). Nothing of it is executed, unpacked to disk
+or shown to git, whose settings in a hostile checkout can name programs to start. Left out are links, history, caches, bytecode,
+build folders, metadata of installed copies, and what is no UTF-8 text or is too large; `left_out` says which and why.
+
+References: answers in `git log --all` (SWE-bench #465), in type-check caches and bytecode (Composer 2.5).
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
+from composer_nb.harness.tasks.scope import in_scope, is_conftest, is_test_module
+from composer_nb.harness.untrusted import HISTORY, is_plain
+
+MAX_FILE_BYTES = 1 << 20
+MAX_BYTES = 16 << 20
+MAX_FILES = 4000
+LOOKED_AT = 16
+"""So many times as many files, and as much text, are looked at, whether they are left out or not."""
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError)
+"""Exceptions for archives that are cut, damaged, locked, or packed in an unknown way."""
+BUILT = {
+    "dist",
+    "wheelhouse",
+    "htmlcov",
+    "node_modules",
+    "site-packages",
+    "dist-packages",
+    "venv",
+    ".venv",
+    "env",
+    ".eggs",
+}
+EDITORS = {".idea", ".vscode", ".github", ".gitlab", ".circleci"}
+LEFTOVERS = (".so", ".pyd", ".orig", ".rej", ".bak", ".patch", ".diff", ".whl", ".egg", "~")
+TEST_FOLDERS = {"test", "tests", "testing"}
+NO_SOURCE = {"setup.py", "noxfile.py", "tasks.py", "fabfile.py"}
+NO_SOURCE_FOLDERS = {"doc", "docs", "example", "examples", "benchmark", "benchmarks", "scripts", "tools"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repository:
+    """A repository's text files, without history, caches and copies."""
+
+    name: str
+    files: dict[str, str]
+    """Relative POSIX path -> text, tests included."""
+    left_out: dict[str, str]
+    """Path of a file or folder -> why it is no part of it."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Metadata that each of its tasks has: how its tests run."""
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """Test modules."""
+        return tuple(path for path in self.files if is_test_module(path))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Python files that are neither tests nor there to support them, nor to build, document or show the package."""
+        return tuple(path for path in self.files if path.endswith(".py") and _is_source(path))
+
+    @property
+    def scope(self) -> tuple[str, ...]:
+        """The paths that an answer may change: top-level folders with sources, and top-level modules."""
+        tops = {path.split("/")[0] for path in self.sources}
+        return tuple(sorted(top if top.endswith(".py") else f"{top}/**" for top in tops))
+
+    @property
+    def hidden(self) -> dict[str, str]:
+        """Hidden files of a grade: test modules, and their support if an answer could change it."""
+        support = {path for path in self.files if _supports_tests(path) and in_scope(path, self.scope)}
+        return {path: text for path, text in self.files.items() if path in support or path in self.tests}
+
+
+def _is_source(path: str) -> bool:
+    pure = PurePosixPath(path)
+    folders = set(pure.parts[:-1])
+    no_source = is_test_module(path) or is_conftest(path) or (len(pure.parts) == 1 and pure.name in NO_SOURCE)
+    return not (no_source or folders & TEST_FOLDERS or set(pure.parts[:1]) & NO_SOURCE_FOLDERS)
+
+
+def _supports_tests(path: str) -> bool:
+    return bool(set(PurePosixPath(path).parts[:-1]) & TEST_FOLDERS)
+
+
+def unwanted(path: str) -> str:
+    """Why a file or folder of this path is no part of a task; empty if it is."""
+    name, folders = PurePosixPath(path).name, set(PurePosixPath(path).parts)
+    if folders & HISTORY:
+        return "history"
+    if folders & (CACHE_FOLDERS | BUILT) or path.startswith("build/") or name.endswith(CACHE_ENDINGS):
+        return "built or cached"
+    if any(part.endswith((".egg-info", ".dist-info")) for part in folders) or name == "PKG-INFO":
+        return "metadata of an installed copy"
+    if folders & EDITORS or name.endswith(LEFTOVERS):
+        return "of an editor, a service or a patch"
+    return ""
+
+
+def read_repository(path: Path) -> Repository:
+    """Read a folder or a source distribution. Raises FileNotFoundError, and ValueError if it has no tests or is too large."""
+    if path.is_dir():
+        name, found = path.resolve().name, _of_folder(path)
+    elif not path.exists():
+        raise FileNotFoundError(f"{path}: no repository here; give a folder, a git checkout or a source distribution")
+    elif not path.is_file():
+        raise ValueError(f"{path}: not a folder and not a file")
+    elif path.name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar")):
+        name, found = path.name.partition(".tar")[0].removesuffix(".tgz"), _of_tar(path)
+    else:
+        raise ValueError(f"{path}: not a folder and not a source distribution (.tar.gz)")
+    much = ValueError(
+        f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
+    )
+    try:
+        held = list(_bounded(found, much))
+    except DAMAGED as error:
+        if path.is_dir() or getattr(error, "errno", None):
+            raise
+        raise ValueError(f"{path}: not a readable archive: {error}") from None
+    files: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    total = 0
+    for file, content in sorted(dict(held if path.is_dir() else _without_top(held)).items()):
+        if why := unwanted(file) or (content if isinstance(content, str) else ""):
+            left_out[file] = why
+        elif isinstance(content, bytes):
+            files[file] = content.decode()
+            total += len(content)
+    if total > MAX_BYTES or len(files) > MAX_FILES:
+        raise much
+    repository = Repository(name=name, files=files, left_out=left_out)
+    if not repository.tests:
+        raise ValueError(f"{path}: no test module (test_….py or …_test.py); some source distributions ship none")
+    if not repository.sources:
+        raise ValueError(f"{path}: no Python source besides tests")
+    return repository
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
+
+
+Found = Iterator[tuple[str, bytes | str]]
+"""Path and content, or why there is none."""
+
+
+def _bounded(found: Found, much: ValueError) -> Found:
+    """Yield what is found, without the contents of binary files. Raises `much` before it fills the memory."""
+    total = 0
+    for count, (path, content) in enumerate(found, 1):
+        if isinstance(content, bytes):
+            content = content if _is_text(content) else "no UTF-8 text"
+            total += len(content)
+        if total > LOOKED_AT * MAX_BYTES or count > LOOKED_AT * MAX_FILES:
+            raise much
+        yield path, content
+
+
+def _of_folder(root: Path) -> Found:
+    for at, folders, names in os.walk(root):
+        here = Path(at).relative_to(root)
+        for folder in list(folders):
+            path = (here / folder).as_posix()
+            if why := "a link" if (Path(at) / folder).is_symlink() else unwanted(path):
+                folders.remove(folder)
+                yield path, why
+        for name in names:
+            yield (here / name).as_posix(), _read(Path(at) / name)
+
+
+def _read(path: Path) -> bytes | str:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return "a link or device"
+    if status.st_size > MAX_FILE_BYTES:
+        return "too large"
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    return data if len(data) <= MAX_FILE_BYTES else "too large"
+
+
+def _of_tar(path: Path) -> Found:
+    with tarfile.open(path, mode="r:*") as archive:
+        for count, member in enumerate(archive):
+            if count > LOOKED_AT * MAX_FILES:
+                raise ValueError(f"{path}: an archive of more than {LOOKED_AT * MAX_FILES} entries")
+            if member.isdir():
+                continue
+            if not member.isreg():
+                yield member.name, "a link or device"
+            elif member.size > MAX_FILE_BYTES:
+                yield member.name, "too large"
+            else:
+                file = archive.extractfile(member)
+                assert file is not None
+                yield member.name, file.read()
+        while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+            pass  # up to the checksum at its end
+
+
+def _without_top(found: list[tuple[str, bytes | str]]) -> list[tuple[str, bytes | str]]:
+    """Without the one folder that all files of a distribution lie in. Paths that lead elsewhere are dropped."""
+    safe = [(plain, content) for path, content in found if is_plain(plain := path.removeprefix("./"))]
+    tops = Counter(path.split("/")[0] for path, _ in safe)
+    if len(tops) == 1 and all("/" in path for path, _ in safe):
+        return [(path.partition("/")[2], content) for path, content in safe]
+    return safe

@@ -1,0 +1,398 @@
+"""Read a symptom off a failing test: how it failed, as someone who ran into the bug could report it.
+
+A symptom *tells* if it names what was done, what should have come of it, and what came instead: a call with its arguments and
+both results, the lines of the test that reproduce it, or, in words, its topic with both results or the exception's message.
+Values of a test's parameters replace their names. The test's name and id are left out.
+
+Everything that a symptom quotes comes out of a sandbox. It is treated as text, shortened, and kept on one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from composer_nb.harness.grading.box import Failure, Result
+
+MAX_QUOTE = 160
+"""Characters of a value, a message or a call in a line."""
+MAX_LINES, MAX_CODE = 20, 1000
+"""Lines that reproduce a bug, and their characters."""
+FIXTURES = 2
+"""Fixtures that these lines may use without showing them."""
+CONTEXT = 24
+"""Characters shown before the first difference of two long values."""
+RAISES = ("raises", "assertRaises", "assertRaisesRegex", "deprecated_call", "warns", "assertWarns")
+UNITTEST = {
+    **dict.fromkeys(("Equal", "Equals", "ListEqual", "DictEqual"), "assert ({0}) == ({1})"),
+    "NotEqual": "assert ({0}) != ({1})",
+    "In": "assert ({0}) in ({1})",
+    "NotIn": "assert ({0}) not in ({1})",
+    "Is": "assert ({0}) is ({1})",
+    "IsInstance": "assert isinstance(({0}), ({1}))",
+    "True": "assert ({0})",
+    "False": "assert not ({0})",
+    "IsNone": "assert ({0}) is None",
+    "IsNotNone": "assert ({0}) is not None",
+}
+"""unittest's assertions without their prefix `assert`, as statements of the language."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptom:
+    """How one failing test failed."""
+
+    subject: str
+    """The function that was called, as the test names it; else the test's module."""
+    topic: str
+    """Words of the test's name."""
+    call: str = ""
+    """The expression that goes wrong; empty if it is no short line."""
+    alone: bool = False
+    """Whether the call, or `code` where there is some, says everything that is needed to reproduce it."""
+    code: str = ""
+    """Lines that lead to the call and end in it, if the call alone does not say everything."""
+    setup: tuple[str, ...] = ()
+    """Names in `code` that come from fixtures."""
+    wanted: str = ""
+    seen: str = ""
+    exception: str = ""
+    message: str = ""
+    """Message of an exception that the code raised. An assertion's is not kept."""
+    missing: str = ""
+    """The exception that should have been raised."""
+
+    @property
+    def rank(self) -> int:
+        """How well it tells: 0 by a call, 1 by lines, 2 in words, 3 not at all."""
+        known = bool(self.exception or self.missing or (self.wanted and self.seen))
+        if known and self.alone and (self.call or self.code):
+            return 1 if self.code else 0
+        said = set(self.topic.split()) - set(re.split(r"\W+|_", self.subject.lower()))
+        return 2 if known and self.call and len(said) >= 2 else 3
+
+    @property
+    def tells(self) -> bool:
+        return self.rank < 3
+
+    @property
+    def kind(self) -> str:
+        """Key of `instructions.WORDINGS`."""
+        if self.exception or self.missing:
+            return "exception" if self.exception else "missing"
+        if self.seen in ("true", "false"):
+            return "truth"
+        return "part" if self.wanted.startswith(("something ", "one of ")) else "value"
+
+
+def symptom(key: str, test: str, result: Result, failure: Failure | None, known: Iterable[str]) -> Symptom:
+    """Return the symptom of one failing test.
+
+    Args:
+        test: text of the test's module as it ran (`plan.normal`).
+        known: names of the repository's functions and classes.
+    """
+    path, *where = key.rpartition("#")[0].split("::")
+    tree = _parsed(test)
+    function = find(tree, where)
+    statement = _failing(function, failure.line) if function and failure else None
+    names = set(known)
+    module = path.rpartition("/")[2].removesuffix(".py").removeprefix("test_").removesuffix("_test")
+    subject = _called(statement, names) or _called(function, names) or module
+    classes = [re.sub(r"^Tests?|Tests?$|TestCase$", "", each) for each in where[:-1]]
+    words = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", each) for each in classes]
+    words.append(where[-1].removeprefix("test"))
+    found = Symptom(subject=subject, topic=" ".join(" ".join(words).replace("_", " ").lower().split()))
+    if failure is None:
+        return found
+    facts: dict[str, Any] = {}
+    if statement is not None and (gone := _not_raised(failure.message)):
+        facts = {"missing": gone}
+    elif result.why not in ("AssertionError", "Failed", "failureException"):
+        facts = {"exception": result.why, "message": short(failure.message)}
+        expected = _expected(function, statement) if function and statement else ""
+        facts |= {"missing": expected} if expected else {}
+    if function is None or statement is None or isinstance(statement, ast.Raise):
+        return replace(found, **facts)  # a test that raises by itself shows no call
+    given = _given(function, failure.values)
+    filled = _as_assert(_Fill(given).visit(copy.deepcopy(statement)))
+    call, wanted, seen = _sides(filled, failure)
+    if not (call or wanted):
+        call = _done(filled)
+    if not facts:
+        wanted, seen = differing(wanted, seen)
+    elif len(wanted) > MAX_QUOTE:
+        wanted = ""
+    facts |= {"wanted": wanted, "seen": "" if "exception" in facts else seen}
+    plain = "\n" not in call and len(call) <= MAX_QUOTE
+    code, setup, alone = _reproduced(tree, function, statement, filled, given)
+    facts |= {"call": call if plain else "", "code": code or (ast.unparse(filled) if alone and not plain else "")}
+    for name, text in facts.items():
+        facts[name] = re.sub(rf"\b{re.escape(where[-1])}\b(\.<locals>\.)?", "", text)
+    return replace(found, setup=setup, alone=alone, **facts)
+
+
+@lru_cache(maxsize=32)
+def _parsed(test: str) -> ast.Module:
+    """Return a module's tree, which nobody changes."""
+    return ast.parse(test)
+
+
+def _not_raised(message: str) -> str:
+    if not re.search(r"DID NOT RAISE|not raised|DID NOT WARN", message):
+        return ""
+    found = re.search(r"(\w+(?:\.\w+)*) not raised|<class '(?:\w+\.)*(\w+)'>", message)
+    return (next(filter(None, found.groups()), "") if found else "") or "an exception"
+
+
+def find(tree: ast.Module, where: list[str]) -> Function | None:
+    """Return the test function of a key's parts after the path; of an inherited one, that of any class of the module."""
+    body: list[ast.stmt] = tree.body
+    for name in where[:-1]:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
+    others = [each for node in tree.body if isinstance(node, ast.ClassDef) for each in node.body if len(where) > 1]
+    for node in [*body, *others]:
+        if isinstance(node, Function) and node.name == where[-1]:
+            return node
+    return None
+
+
+def _failing(function: ast.AST, line: int) -> ast.stmt | None:
+    """Return the smallest statement around a line."""
+    around = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.stmt) and node is not function and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return min(around, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
+
+
+def _called(node: ast.AST | None, known: set[str]) -> str:
+    """Return the first function of the repository that is called, as it is written."""
+    for call in (each for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in known and not name.startswith(("assert", "_")) and name not in dir(builtins):
+            owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+            return f"{owner.id}.{name}" if isinstance(owner, ast.Name) and owner.id[:1].isupper() else name
+    return ""
+
+
+# What was done, what should have come of it, what came.
+
+
+def _sides(statement: ast.stmt, failure: Failure) -> tuple[str, str, str]:
+    """Return the expression that a failing assertion is about, what it should be and what it is."""
+    match statement:
+        case ast.Assert(test=ast.Compare(left=left, ops=[op], comparators=[right])):
+            return _compared(op, left, right, failure.compared or _unequal(failure.message))
+        case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=inner)):
+            return ast.unparse(inner), "false", "true"
+        case ast.Assert(test=test):
+            return ast.unparse(test), "true", "false"
+    return "", "", ""
+
+
+def _unequal(message: str) -> tuple[str, ...]:
+    """Return both sides of unittest's message about values that differ."""
+    left, sign, right = message.removeprefix("AssertionError: ").partition(" != ")
+    return ("==", left, right) if sign and " : " not in right and not left.endswith("differ: ") else ()
+
+
+def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, noted: Sequence[str]) -> tuple[str, str, str]:
+    signs = {ast.Eq: "==", ast.Is: "is", ast.In: "in", ast.NotIn: "not in", ast.NotEq: "!=", ast.IsNot: "is not"}
+    one, other = (noted[1], noted[2]) if noted and noted[0] == signs.get(type(op), "") else ("", "")
+    if isinstance(op, ast.Eq | ast.Is):
+        if _plain(ast.unparse(left)) and not _plain(ast.unparse(right)):
+            left, right, one, other = right, left, other, one
+        wanted = ast.unparse(right)
+        return ast.unparse(left), wanted if _plain(wanted) or not _plain(other) else other, one
+    if isinstance(op, ast.In) and _plain(ast.unparse(right)):
+        return ast.unparse(left), f"one of {ast.unparse(right)}", one
+    if isinstance(op, ast.In | ast.NotIn):
+        word = "something with" if isinstance(op, ast.In) else "something without"
+        return ast.unparse(right), f"{word} {ast.unparse(left)}", other
+    return ast.unparse(ast.Compare(left, [op], [right])), "true", "false"
+
+
+def _plain(text: str) -> bool:
+    """Whether a text is a literal."""
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _done(statement: ast.stmt) -> str:
+    """Return what a statement does that is no assertion."""
+    match statement:
+        case ast.With(items=items, body=body) if _expects(items):
+            return "\n".join(ast.unparse(each) for each in body)
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=[_, target, *rest], keywords=keywords)) if (
+            name in RAISES
+        ):
+            return ast.unparse(ast.Call(target, rest, keywords))
+        case ast.Assign(value=value) | ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
+            return ast.unparse(value)
+        case ast.For(iter=value):
+            return ast.unparse(value)
+    return ast.unparse(statement).split("\n")[0].rstrip(":")
+
+
+def _expected(function: Function, statement: ast.stmt) -> str:
+    """Return the exception that a test expects of a statement."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.With) and node is not statement and _holds([node], statement):
+            for item in node.items:
+                if _expects([item]) and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
+                    return ast.unparse(item.context_expr.args[0]).rpartition(".")[2].strip("()")
+    return ""
+
+
+def _expects(items: Sequence[ast.withitem]) -> bool:
+    calls = [each.context_expr for each in items if isinstance(each.context_expr, ast.Call)]
+    return any(getattr(each.func, "attr", getattr(each.func, "id", "")) in RAISES for each in calls)
+
+
+def _holds(block: Sequence[ast.AST], statement: ast.stmt) -> bool:
+    return any(node is statement for each in block for node in ast.walk(each))
+
+
+def differing(wanted: str, seen: str) -> tuple[str, str]:
+    """Return two values, cut to where they differ if one of them is long."""
+    if max(len(wanted), len(seen)) <= MAX_QUOTE or not seen:
+        return short(wanted), short(seen)
+    least = min(len(wanted), len(seen))
+    first = next((at for at in range(least) if wanted[at] != seen[at]), least)
+    start = max(0, first - CONTEXT)
+
+    def cut(text: str) -> str:
+        part = text[start : start + MAX_QUOTE // 2]
+        return f"{'…' * bool(start)}{part}{'…' * (len(text) > start + len(part))}"
+
+    return short(cut(wanted)), short(cut(seen))
+
+
+def short(text: str) -> str:
+    """Return a text on one line, without addresses and folders, shortened."""
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+    text = " ".join(re.sub(r"/\S*/", "", "".join(c if c.isprintable() else " " for c in text)).split())
+    return text if len(text) <= MAX_QUOTE else text[: MAX_QUOTE - 1] + "…"
+
+
+# Lines that reproduce it.
+
+
+class _Fill(ast.NodeTransformer):
+    """Puts values in the places of names."""
+
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Writes `f(*[1, 2])` as `f(1, 2)`."""
+        self.generic_visit(node)
+        args: list[ast.expr] = []
+        for each in node.args:
+            spread = isinstance(each, ast.Starred) and isinstance(each.value, ast.List | ast.Tuple)
+            args += each.value.elts if spread else [each]  # type: ignore[attr-defined]
+        node.args = args
+        return node
+
+
+def _as_assert(statement: ast.stmt) -> ast.stmt:
+    """Return an assertion of unittest as one of the language."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=args)) if name.startswith("assert"):
+            text = UNITTEST.get(name.removeprefix("assert"), "")
+            if text and len(args) >= text.count("({"):
+                operands = (ast.unparse(ast.Tuple([each], ast.Load()))[1:-2] for each in args)
+                return ast.copy_location(ast.parse(text.format(*operands)).body[0], statement)
+    return statement
+
+
+def _given(function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]:
+    """Return the plain values of a test's parameters and of its loops' variables."""
+    given = {arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]}
+    given |= {name for node in ast.walk(function) if isinstance(node, ast.For) for name in _stored(node.target)}
+    assigned = {n for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AugAssign) for n in _stored(node)}
+    return {
+        name: ast.parse(text, mode="eval").body
+        for name, text in values.items()
+        if name in given - assigned and len(text) <= MAX_QUOTE and _plain(text)
+    }
+
+
+def _reproduced(
+    tree: ast.Module, function: Function, statement: ast.stmt, filled: ast.stmt, given: Mapping[str, ast.expr]
+) -> tuple[str, tuple[str, ...], bool]:
+    """Return the test's lines that end in a statement, empty if it says everything itself; the fixtures that they use; and
+    whether they say everything: what they use is imported, built in, a fixture, or defined in them."""
+    imported: dict[str, str] = {}
+    for node in tree.body:
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            one = ast.ImportFrom(node.module, [alias], node.level) if isinstance(node, ast.ImportFrom) else None
+            name = (alias.asname or alias.name).partition(".")[0]
+            imported.setdefault(name, ast.unparse(one or ast.Import([alias])))
+    known = set(imported) | set(dir(builtins))
+    if not _free([filled]) - known:
+        return "", (), True
+    at = next(at for at, each in enumerate(function.body) if _holds([each], statement))
+    last = function.body[at]
+    lines = [filled if last is statement else _Fill(given).visit(copy.deepcopy(last))]
+    for each in reversed(function.body[:at]):
+        said = isinstance(each, ast.Assert) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        if not said and (_free(lines) - known) & _mentioned(each):
+            lines.insert(0, _Fill(given).visit(copy.deepcopy(each)))
+    arguments = {arg.arg for arg in function.args.args} - {"self"}
+    tables = {word for each in function.decorator_list for word in re.findall(r"\w+", ast.unparse(each))}
+    if _free(lines) & arguments & tables:  # a parameter whose value cannot be written down
+        return "", (), False
+    # Definitions of the module that these lines use, fixtures among them.
+    own = {id(node): {node.name} if isinstance(node, Function | ast.ClassDef) else _stored(node) for node in tree.body}
+    shared: list[ast.stmt] = []
+    while more := [n for n in tree.body if own[id(n)] & (_free(shared + lines) - known) and n not in shared]:
+        shared = [node for node in tree.body if node in shared or node in more]
+    lines = shared + lines
+    free = _free(lines)
+    setup = tuple(sorted(free & arguments))
+    if free - known - set(setup) or len(setup) > FIXTURES:
+        return "", (), False
+    imports = dict.fromkeys(imported[name] for name in sorted(free & set(imported)) if name != "pytest")
+    code = "\n".join([*imports, *map(ast.unparse, lines)])
+    return (code, setup, True) if code.count("\n") < MAX_LINES and len(code) <= MAX_CODE else ("", (), False)
+
+
+def _mentioned(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} | _stored(node)
+
+
+def _free(lines: Sequence[ast.stmt]) -> set[str]:
+    """Return the names that lines take from outside."""
+    free, bound = set[str](), set[str]()
+    for line in lines:
+        loaded = {each.id for each in ast.walk(line) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+        targets = _stored(ast.Tuple(line.targets)) if isinstance(line, ast.Assign) else set()
+        free |= loaded - bound - (_stored(line) - targets)
+        bound |= _stored(line)
+    return free
+
+
+def _stored(node: ast.AST) -> set[str]:
+    """Return the names that a statement binds, inner scopes included."""
+    nodes = list(ast.walk(node))
+    found = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    found |= {each.arg for each in nodes if isinstance(each, ast.arg)}
+    found |= {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
+    named = (each.name for each in nodes if isinstance(each, Function | ast.ClassDef | ast.ExceptHandler))
+    return found | set(filter(None, named))

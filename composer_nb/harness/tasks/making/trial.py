@@ -1,0 +1,326 @@
+"""Validate candidate tasks by execution, cheapest checks first.
+
+1. `look`: do the tests that reach the changed function notice it? Many changes are tried side by side.
+2. `settle`: the whole suite runs once, which finds every failing test. Then the task's solution and its start run five times each
+   under different hash seeds; every result must be the same. Last, both are graded with twins and recorded calls: the solution
+   must score 1 and the start 0, with exactly the failing tests that were seen before.
+
+A test whose result differs between runs counts in no task.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from composer_nb.harness.grading.box import Boxes, Job, Ran, Result, RunnerEnded
+from composer_nb.harness.grading.plan import (
+    Plan,
+    Twin,
+    digest,
+    gold_files,
+    job,
+    modules_of,
+    normal,
+    plain_lines,
+    plan_of,
+    start_files,
+    with_plan,
+)
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.recorded import record
+from composer_nb.harness.grading.validate import IDS
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.tasks.making.baseline import Baseline, whole
+from composer_nb.harness.tasks.making.bugs.changes import Change
+from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
+from composer_nb.harness.tasks.making.repository import Repository
+from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
+from composer_nb.harness.tasks.scope import is_test_module
+from composer_nb.harness.tasks.task import Task
+
+Verdict = Literal["kept", "unseen", "endless", "ends early", "too much", "flaky", "copied", "ungraded", "silent"]
+"""unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one bug
+should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace. ungraded: the
+grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for the instruction, or
+one of several bugs has no symptom of its own."""
+LOOK_AT = 24
+"""Tests that a change is first tried with."""
+MOST_BROKEN = 0.3
+"""Largest share of the suite that may fail; eight tests always may."""
+BESIDES = 80
+"""Maximum tests of a task that pass before and after; the nearest to the change are chosen."""
+REPEATS = 5
+LISTENED = 8
+"""Failing tests, nearest to the change first, among which the best symptom is chosen."""
+SHORT_CODE = 300
+"""Characters of code that are quickly read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The repository that changes are tried on."""
+
+    repository: Repository
+    baseline: Baseline
+    names: frozenset[str]
+    """Names of the repository's functions and classes."""
+    backend: Backend
+    spec: SandboxSpec
+    seed: str
+
+    def boxes(self, timeout_s: float) -> Boxes:
+        return Boxes(backend=self.backend, spec=self.spec, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of trying a change."""
+
+    key: str
+    kind: str
+    verdict: Verdict
+    seconds: float
+    task: Task | None = None
+
+
+def look(subject: Subject, changes: Sequence[Change]) -> list[Verdict | None]:
+    """Return what is wrong with each change at first sight; None if its tests notice it. Raises SandboxFailure."""
+    jobs = []
+    for change in changes:
+        keys = subject.baseline.nearest(change.places)[:LOOK_AT]
+        jobs.append(_job(subject, change.apply(subject.repository.files), keys))
+    seconds = [sum(subject.baseline.reach[key].seconds for key in each.keys or ()) for each in jobs]
+    return [
+        ran if isinstance(ran, str) else None if _failing(ran, each.keys or ()) else "unseen"
+        for each, ran in zip(jobs, _tried(subject, jobs, 6.0 + 4 * max(seconds, default=0.0)), strict=True)
+    ]
+
+
+def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> Job:
+    """Return a run of the tests of these keys on a changed repository, without the test modules that they do not need."""
+    files = {path: text.encode() for path, text in {**subject.repository.files, **changed}.items()}
+    whole_job = job(whole(subject.repository), files, (), frozenset(keys), explain=explain)
+    kept = needed(whole_job.hidden, whole_job.tests)
+    return replace(whole_job, hidden={path: whole_job.hidden[path] for path in kept})
+
+
+def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
+    """Return these test modules, those that they import, and everything that is no test module."""
+    kept = list(modules)
+    for path in kept:  # grows
+        imports = " ".join(re.findall(r"^\s*(?:from|import)\b.*", hidden[path], re.M))
+        kept += [
+            other
+            for other in hidden
+            if other not in kept and re.search(rf"\b{re.escape(other.rpartition('/')[2][:-3])}\b", imports)
+        ]
+    return sorted({*kept, *(path for path in hidden if not is_test_module(path))})
+
+
+def _tried(subject: Subject, jobs: Sequence[Job], timeout_s: float) -> list[Ran | Verdict]:
+    """Return each run, or the verdict where it did not end. If one ends a sandbox that all share, each runs alone."""
+    try:
+        ran = subject.boxes(timeout_s).run(jobs)
+    except (SandboxDied, RunnerEnded):
+        if len(jobs) == 1:
+            return ["ends early"]
+        return [each for one in jobs for each in _tried(subject, [one], timeout_s)]
+    return ["endless" if "timeout" in each.flags else "ends early" if each.flags else each for each in ran]
+
+
+def _failing(ran: Ran, keys: Iterable[str]) -> set[str]:
+    return {key for key in keys if key not in ran.results or not ran.results[key].passed}
+
+
+Part = tuple[Change, Task]
+"""A component bug of a combined change, and its task."""
+
+
+def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Outcome:
+    """Return the task of a change, or why there is none. Raises SandboxFailure."""
+    began = time.monotonic()
+    verdict, task = _settled(subject, change, parts)
+    seconds = time.monotonic() - began
+    return Outcome(key=change.key, kind=change.kind, verdict=verdict, seconds=seconds, task=task)
+
+
+def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> tuple[Verdict, Task | None]:
+    baseline, changed = subject.baseline, change.apply(subject.repository.files)
+    if _copied(subject.repository, change):
+        return "copied", None
+    [ran] = _tried(subject, [_job(subject, changed, baseline.plan.tests, explain=True)], 15.0 + 4 * baseline.suite_s)
+    if isinstance(ran, str):
+        return ran, None
+    failing = _failing(ran, baseline.plan.tests)
+    names = {baseline.plan.tests[key] for key in failing}
+    if not failing or any(names.isdisjoint(json.loads(part.metadata["fail_to_pass"])) for _, part in parts):
+        return "unseen", None
+    if len(failing) > max(8, MOST_BROKEN * len(baseline.plan.tests)):
+        return "too much", None
+    near = [key for key in baseline.nearest(change.places) if key not in failing]
+    modules = modules_of([*failing, *near[:BESIDES]])
+    others = [key for key in sorted(baseline.plan.tests) if key.partition("::")[0] in modules]
+    besides = [key for key in dict.fromkeys([*near, *others]) if key not in failing][:BESIDES]
+    order = [key for key in baseline.nearest(change.places) if key in failing] or sorted(failing)
+    told = _told(subject, ran, order, change, parts)
+    if not told:
+        return "silent", None
+    draft = _draft(subject, change, changed, sorted({*failing, *besides}))
+    task = repeated(subject, draft, failing)
+    if not isinstance(task, Task):
+        return task, None
+    failing_ids = json.loads(task.metadata["fail_to_pass"])
+    text = (
+        _feature_text(subject, change, told)
+        if change.kind == "feature"
+        else write(told, len(failing_ids), f"{subject.seed} {change.key}")
+    )
+    if not text:
+        return "silent", None
+    task = task.model_copy(update={"instruction": text})
+    return graded(subject, task)
+
+
+def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: Sequence[str]) -> Task:
+    """Return the task with these tests, before any is ruled out."""
+    repository, plan = subject.repository, subject.baseline.plan
+    modules = modules_of(keys)
+    task = Task(
+        id=f"{repository.name}-{change.kind}-{change.key}",
+        instruction="-",
+        files={**repository.files, **changed},
+        tests={path: repository.hidden[path] for path in needed(repository.hidden, modules)},
+        solution={path: repository.files[path] for path in changed},
+        source_scope=repository.scope,
+        grader="pytest",
+        metadata=repository.settings
+        | {
+            "kind": change.kind,
+            "repository": repository.name,
+            "places": json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits]),
+        },
+    )
+    return with_plan(task, restricted(plan, keys, digest(task)))
+
+
+def restricted(plan: Plan, keys: Iterable[str], made_for: str) -> Plan:
+    """Return a plan of fewer tests."""
+    kept = set(keys)
+    twins = [
+        replace(twin, keys=tuple(kept.intersection(twin.keys)), besides=tuple(kept.intersection(twin.besides)))
+        for twin in plan.twins
+        if kept.intersection(twin.keys)
+    ]
+    ordered: list[Twin] = [replace(t, keys=tuple(sorted(t.keys)), besides=tuple(sorted(t.besides))) for t in twins]
+    return Plan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(ordered))
+
+
+def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
+    """Return the task with the tests on which all runs agree, and its workspace without those that fail."""
+    plan = Plan.from_json(task.metadata["pytest.plan"])
+    keys = frozenset(plan.tests)
+    jobs = [job(task, files, (), keys) for files in (gold_files(task), start_files(task))]
+    reach = subject.baseline.reach
+    timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys)
+    seen: list[set[str]] = []
+    for seed in range(REPEATS):
+        try:
+            pair = [replace(each, hash_seed=seed) for each in jobs]
+            right, wrong = subject.boxes(timeout_s).run(pair)
+        except (SandboxDied, RunnerEnded):
+            return "ends early"
+        if wrong.flags:
+            return "endless" if "timeout" in wrong.flags else "ends early"
+        if right.flags or _failing(right, keys):
+            return "ungraded"
+        seen.append(_failing(wrong, keys))
+    steady, ever = set.intersection(*seen) & set(failing), set.union(*seen) | set(failing)
+    if not steady:
+        return "flaky"
+    counted = [key for key in sorted(keys) if key in steady or key not in ever]
+    # The workspace keeps only tests that pass: the agent has to find out what fails.
+    by_module = {path: [key for key in steady if key.startswith(path + "::")] for path in modules_of(steady)}
+    by_module = {path: gone for path, gone in by_module.items() if path in task.files}
+    visible = {path: without_tests(task.files[path], gone) for path, gone in by_module.items()}
+    ids = [plan.tests[key] for key in counted]
+    facts = {IDS: json.dumps(ids), "fail_to_pass": json.dumps([plan.tests[key] for key in sorted(steady)])}
+    task = task.model_copy(update={"files": task.files | visible, "metadata": task.metadata | facts})
+    return with_plan(Task.model_validate(task.model_dump()), restricted(plan, counted, digest(task)))
+
+
+def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
+    """Grade the task by the grader itself, with twins and recorded calls, which its plan then holds."""
+    timeout_s = 60.0 + 4 * subject.baseline.suite_s
+    plan, failing = plan_of(task), json.loads(task.metadata["fail_to_pass"])
+    calls = record(task, plan, failing, subject.boxes(timeout_s))
+    task = with_plan(task, replace(plan, calls=calls))
+    right, wrong = (
+        grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
+        for files in (gold_files(task), start_files(task))
+    )
+    failed = {name for name, passed in wrong.tests.items() if not passed}
+    fits = right.passed and not right.flags and wrong.status == "graded" and not wrong.flags
+    return "kept" if fits and failed == set(failing) else "ungraded", task
+
+
+def _copied(repository: Repository, change: Change) -> bool:
+    """Whether the original text of a changed function occurs more than once in the repository."""
+    for edit in change.edits:
+        lines = repository.files[edit.path].split("\n")[edit.start - 1 : edit.end]
+        text = "\n".join(lines)
+        if len(lines) >= 3 and sum(each.count(text) for each in repository.files.values()) > 1:
+            return True
+    return False
+
+
+def _told(subject: Subject, ran: Ran, order: Sequence[str], change: Change, parts: Sequence[Part]) -> list[Symptom]:
+    """Return one symptom for each bug, or the examples for a feature; nothing if a bug has no symptom that tells.
+
+    For several bugs, a test that fails because of one bug alone is preferred.
+    """
+    if change.kind == "feature":
+        return [_symptom(subject, ran, key) for key in order[:LISTENED]]
+    if not parts:
+        found = _best(subject, ran, order)
+        return [found] if found else []
+    plan = subject.baseline.plan
+    broken = [set(json.loads(part.metadata["fail_to_pass"])) for _, part in parts]
+    told: list[Symptom] = []
+    for number, (own, (kind, _)) in enumerate(zip(broken, parts, strict=True)):
+        others = set().union(*broken[:number], *broken[number + 1 :])
+        near = [key for key in subject.baseline.nearest(kind.places) if key in order and plan.tests[key] in own]
+        mixed = sorted(near, key=lambda key: plan.tests[key] in others)  # stable
+        found = _best(subject, ran, mixed)
+        if found is None or found in told:
+            return []
+        told.append(found)
+    return told
+
+
+def _best(subject: Subject, ran: Ran, keys: Sequence[str]) -> Symptom | None:
+    """Return the first of the symptoms that tell most."""
+    found = [each for each in (_symptom(subject, ran, key) for key in keys[:LISTENED]) if each.tells]
+    return min(found, key=lambda each: (each.rank, bool(each.setup), len(each.code) > SHORT_CODE), default=None)
+
+
+@lru_cache(maxsize=32)
+def _normal(text: str) -> str:
+    return normal(plain_lines(text))
+
+
+def _symptom(subject: Subject, ran: Ran, key: str) -> Symptom:
+    result = ran.results.get(key, Result(outcome="failed"))
+    text = _normal(subject.repository.hidden[key.partition("::")[0]])
+    return symptom(key, text, result, ran.failures.get(key), subject.names)
+
+
+def _feature_text(subject: Subject, change: Change, examples: Sequence[Symptom]) -> str:
+    edit = change.edits[0]
+    text = "\n".join(subject.repository.files[edit.path].split("\n")[edit.start - 1 : edit.end])
+    return write_feature(edit.path, edit.name, text, f"{subject.seed} {change.key}", examples)

@@ -1,0 +1,70 @@
+"""Apply unified diffs to texts, by `git apply` in an empty folder of its own.
+
+Covers new, deleted, renamed and changed text files. Names are checked before, since git looks for absolute ones. Git refuses what
+leads out of the folder or lies behind a link, and reads no configuration. What it leaves is checked again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from composer_nb.harness.untrusted import beneath, checked, visible
+
+TIMEOUT_S = 60.0
+_NAMES = re.compile(r"^--- (.*)\n\+\+\+ (.*)$", re.M)
+
+
+def apply_patch(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
+    """Return the files that a patch changes, as they are after it; None for one that is gone.
+
+    Raises ValueError for what is no such patch, or does not fit the files, and FileNotFoundError where git is missing.
+    """
+    for names in _NAMES.findall(patch):
+        for name in names:
+            plain = name.split("\t")[0].rstrip("\r")
+            if plain != "/dev/null":
+                checked(plain[2:] if plain.startswith(("a/", "b/")) else plain)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "root")
+        root.mkdir()
+        before = {path: text for path, text in files.items() if path in patch}
+        for path, text in before.items():
+            place = beneath(root, path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(text.encode())
+        command = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", "-"]
+        known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CEILING_DIRECTORIES": folder}
+        known |= {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+        done = subprocess.run(
+            command, cwd=root, env=known, input=patch.encode(), capture_output=True, timeout=TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            why = done.stderr.decode("utf-8", "replace").strip().splitlines()[0][:200]
+            raise ValueError(f"the patch cannot be applied: {visible(why)}")
+        after = {
+            path.relative_to(root).as_posix(): _read(path)
+            for path in root.rglob("*")
+            if not path.is_dir() or path.is_symlink()
+        }
+    changed: dict[str, str | None] = {checked(path): text for path, text in after.items() if before.get(path) != text}
+    changed |= dict.fromkeys(set(before) - set(after))
+    if not changed:
+        raise ValueError("the patch changes nothing")
+    for path in set(changed) - set(before):
+        if path in files:
+            raise ValueError(f"the patch makes {path!r}, which is there already")
+    return changed
+
+
+def _read(path: Path) -> str:
+    if path.is_symlink():
+        raise ValueError(f"the patch makes a link, {visible(path.name)!r}")
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"the patch makes a file that is not UTF-8, {visible(path.name)!r}") from None

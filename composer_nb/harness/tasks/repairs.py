@@ -1,0 +1,262 @@
+"""Repair tasks: a small correct program, one planted bug, tests that tell them apart.
+
+A bug is one change of the syntax tree that changes exactly one line. A task is kept only if the program behaves (at least
+three distinct results on twelve inputs) and the bug shows on at least two of them. Bugs are executed only inside a sandbox,
+where an endless loop can be killed; a bug that never returns is not kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor
+from composer_nb.harness.tasks.functions import literal, parse_test_files, render_tests, request_tests
+from composer_nb.harness.tasks.programs import Program, draw_arguments, draw_program
+from composer_nb.harness.tasks.task import Task
+
+VISIBLE, HIDDEN = 4, 8
+BATCH = 64
+"""Bugs tried in one sandbox."""
+
+_COMPARE = [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq]
+_BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]
+_AUGMENTED = [ast.Add, ast.Sub, ast.Mult]
+_AGGREGATES = ["sum", "max", "min", "len", "sorted"]
+
+
+def bugs(source: str, rng: Random) -> tuple[str, str] | None:
+    """Plant one bug. Return (kind, changed source), or None if the drawn change does not change exactly one line."""
+    tree = ast.parse(source)
+    sites = _sites(tree)
+    if not sites:
+        return None
+    kind, index = rng.choice(sites)
+    changed = ast.parse(source)
+    _change(kind, list(ast.walk(changed))[index], rng, _locals(tree))
+    text = ast.unparse(ast.fix_missing_locations(changed))
+    before, after = source.split("\n"), text.split("\n")
+    if len(before) != len(after) or sum(a != b for a, b in zip(before, after, strict=True)) != 1:
+        return None
+    return kind, text
+
+
+def _locals(tree: ast.AST) -> list[str]:
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
+        node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
+    }
+    return sorted(name for name in names if not hasattr(builtins, name))
+
+
+def _sites(tree: ast.AST) -> list[tuple[str, int]]:
+    sites: list[tuple[str, int]] = []
+    for index, node in enumerate(ast.walk(tree)):
+        match node:
+            case ast.Compare():
+                sites += [("compare", index)] * 3
+            case ast.BinOp():
+                sites += [("operator", index), ("swap", index)]
+            case ast.AugAssign():
+                sites.append(("augmented", index))
+            case ast.Constant(value=int()):
+                sites.append(("constant", index))
+            case ast.Name(id=name, ctx=ast.Load()) if name in _AGGREGATES:
+                sites.append(("aggregate", index))
+            case ast.Name(id=name, ctx=ast.Load()) if not hasattr(builtins, name):
+                sites.append(("name", index))
+    return sites
+
+
+def _change(kind: str, node: Any, rng: Random, names: Sequence[str]) -> None:
+    def other(choices: Sequence[Any], now: object) -> Any:
+        return rng.choice([choice for choice in choices if choice != now])
+
+    match kind:
+        case "compare":
+            node.ops = [other(_COMPARE, type(node.ops[0]))()]
+        case "operator":
+            node.op = other(_BINARY, type(node.op))()
+        case "swap":
+            node.left, node.right = node.right, node.left
+        case "augmented":
+            node.op = other(_AUGMENTED, type(node.op))()
+        case "constant":
+            node.value = max(0, node.value + rng.choice([-1, 1]))
+        case "aggregate":
+            node.id = other(_AGGREGATES, node.id)
+        case "name":
+            if len(names) > 1:
+                node.id = other(names, node.id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A program with a bug and the inputs on which both are tried."""
+
+    program: Program
+    kind: str
+    buggy: str
+    inputs: tuple[tuple[object, ...], ...]
+    wanted: tuple[object, ...]
+
+    @property
+    def right(self) -> tuple[CallOutcome, ...]:
+        """The outcomes of the correct program."""
+        return tuple(CallOutcome(status="returned", text=repr(value)) for value in self.wanted)
+
+
+def draw_candidate(rng: Random, heldout: bool) -> Candidate | None:
+    """Draw one candidate; None if the draw is unfit. The reference program is trusted, so it runs right here."""
+    program = draw_program(rng)
+    if program.heldout != heldout:
+        return None
+    planted = bugs(program.source, rng)
+    inputs = tuple(draw_arguments(rng, program) for _ in range(VISIBLE + HIDDEN))
+    if planted is None:
+        return None
+    scope: dict[str, Any] = {}
+    exec(compile(program.source, "f.py", "exec"), scope)
+    wanted = tuple(scope["f"](*copy.deepcopy(arguments)) for arguments in inputs)
+    if len({repr(value) for value in wanted}) < 3 or len({repr(given) for given in inputs}) < len(inputs):
+        return None
+    return Candidate(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=wanted)
+
+
+def run_programs(
+    sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]], sandboxes: Executor
+) -> list[tuple[CallOutcome, ...] | None]:
+    """Return what each program returns on its inputs, or None if it does not end.
+
+    Many programs share one sandbox and its CPU time, so the program at which it ends may not be the one that used the time up.
+    It is tried again alone, and those after it again together.
+    """
+    results: dict[int, tuple[CallOutcome, ...] | None] = {}
+    batches = [list(range(i, min(i + BATCH, len(sources)))) for i in range(0, len(sources), BATCH)]
+    while batches:
+        outcomes = sandboxes.run([_batch_request([sources[i] for i in b], [inputs[i] for i in b]) for b in batches])
+        following = []
+        for batch, outcome in zip(batches, outcomes, strict=True):
+            position = 0
+            for place, index in enumerate(batch):
+                calls = outcome[position : position + len(inputs[index])]
+                position += len(calls)
+                if any(call.status in ("timeout", "died", "not_run") for call in calls):
+                    if len(batch) == 1:
+                        results[index] = None
+                    else:
+                        following += [rest for rest in ([index], batch[place + 1 :]) if rest]
+                    break
+                results[index] = calls
+        batches = following
+    return [results[index] for index in range(len(sources))]
+
+
+def _batch_request(sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]]) -> CallRequest:
+    functions = [source.replace("def f(", f"def f{place}(", 1) for place, source in enumerate(sources)]
+    run = "def run(place, arguments):\n    return globals()[f'f{place}'](*arguments)\n"
+    arguments = [repr((place, given)) for place, all_given in enumerate(inputs) for given in all_given]
+    files = {"run.py": "\n\n".join([*functions, run])}
+    return CallRequest(files=files, module="run", function="run", arguments=tuple(arguments))
+
+
+def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
+    """Return the task of a candidate whose bug gave `outcomes`; None if the bug shows on fewer than two inputs, or all hidden
+    tests want the same.
+
+    The first visible test fails at the start; the others are drawn in order, so that hidden tests fail as well.
+    """
+    fails = [outcome != right for outcome, right in zip(outcomes, candidate.right, strict=True)]
+    if sum(fails) < 2:
+        return None
+    first = fails.index(True)
+    passing = [index for index, failed in enumerate(fails) if not failed][: VISIBLE - 1]
+    visible = [first, *passing]
+    for index in [i for i, failed in enumerate(fails) if failed and i != first][1:]:
+        if len(visible) < VISIBLE:
+            visible.append(index)
+    cases = [(arguments, value) for arguments, value in zip(candidate.inputs, candidate.wanted, strict=True)]
+    hidden = [cases[index] for index in range(len(cases)) if index not in visible]
+    if len({repr(value) for _, value in hidden}) < 2:  # else a constant would pass
+        return None
+    digest = hashlib.sha256((candidate.buggy + repr(candidate.inputs)).encode()).hexdigest()[:12]
+    return Task(
+        id=f"{candidate.program.family}-{digest}",
+        instruction=f"fix f.py: {candidate.program.spec}",
+        files={
+            "f.py": candidate.buggy + "\n",
+            "test_f.py": render_tests("f", "f", [cases[index] for index in visible]),
+        },
+        tests={"test_hidden.py": render_tests("f", "f", hidden)},
+        solution={"f.py": candidate.program.source + "\n"},
+        source_scope=("f.py",),
+        metadata={
+            "family": candidate.program.family,
+            "bug": candidate.kind,
+            "structure": candidate.program.structure,
+        },
+    )
+
+
+def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor) -> Iterator[Task]:
+    """Yield `count` distinct tasks of the held-out structures, or of the others. The same seed gives the same tasks.
+
+    The executor remembers what the buggy and the right programs return, so demonstrations on fresh tasks execute only what is
+    new. Raises ValueError if a thousand draws hold nothing new.
+    """
+    rng = Random(f"repairs {seed} {heldout}")
+    seen: set[tuple[str, str]] = set()
+    while len(seen) < count:
+        before = len(seen)
+        drawn = (draw_candidate(rng, heldout) for _ in range(16 * BATCH))
+        candidates = [candidate for candidate in drawn if candidate is not None]
+        inputs = [candidate.inputs for candidate in candidates]
+        found = run_programs([candidate.buggy for candidate in candidates], inputs, executor)
+        for candidate, outcomes in zip(candidates, found, strict=True):
+            task = make_task(candidate, outcomes) if outcomes is not None else None
+            if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
+                continue
+            seen.add(key)
+            _remember(executor, task, candidate, task.files, outcomes)
+            _remember(executor, task, candidate, task.files | task.solution, candidate.right)
+            yield task
+            if len(seen) == count:
+                return
+        if len(seen) == before:
+            raise ValueError(
+                f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"
+            )
+
+
+def _remember(
+    executor: CachedExecutor,
+    task: Task,
+    candidate: Candidate,
+    files: Mapping[str, str],
+    outcomes: Sequence[CallOutcome],
+) -> None:
+    """Store what `files` return on the candidate's inputs, as the visible and the hidden tests will ask for it."""
+    known = {literal(given): outcome for given, outcome in zip(candidate.inputs, outcomes, strict=True)}
+    for tests in (task.visible_tests, task.tests):
+        request = request_tests(files, parse_test_files(tests))
+        executor.remember(request, [known[arguments] for arguments in request.arguments])
+
+
+def fingerprints(tasks: Iterable[Task]) -> set[str]:
+    """Return digests of what training and held-out tasks must not share: the structure, the right source, and the buggy source
+    together with the instruction."""
+    prints: set[str] = set()
+    for task in tasks:
+        texts = (task.metadata["structure"], task.solution["f.py"], task.instruction + task.files["f.py"])
+        prints |= {hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts}
+    return prints
+
+
+def buggy_prints(tasks: Iterable[Task]) -> set[str]:
+    """Return digests of the buggy sources: training must not show a held-out right source as a bug either."""
+    return {hashlib.sha256(task.files["f.py"].encode()).hexdigest()[:20] for task in tasks}

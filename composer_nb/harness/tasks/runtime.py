@@ -1,0 +1,267 @@
+"""Start a task's sandbox: what its settings ask for, and a sandbox with its workspace ready.
+
+`host-python` is the sandboxes' own interpreter and tools; every isolated backend has it. A task with an image runs on `docker`
+alone, in an image derived from its own: the working directory's files lie ready to be copied into the workspace, which is in
+memory, and a link stands in its place, so that scripts find things where they expect them. The rest of the image is read-only.
+
+A task that asks for what no sandbox here has is a ValueError before anything starts (`obstacles`). Some defaults are stricter
+than Harbor's: no network, one user, and the agent's workspace is carried into a new sandbox for grading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import shlex
+import stat
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from composer_nb.harness.sandbox.contract import (
+    PLACES,
+    WORKSPACE,
+    Backend,
+    Sandbox,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+)
+from composer_nb.harness.tasks import harbor
+from composer_nb.harness.tasks.dockerfile import Copied, copied
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import visible
+
+MIB = 1 << 20
+PRISTINE = "/composer_nb/workspace"
+"""Folder of a derived image with the files of its working directory."""
+PACKAGES, PACKAGES_DIGEST = "packages", "packages.sha256"
+"""Metadata keys of the folder of installed packages that a task's tests need, and of its digest."""
+PACKAGES_AT = "/tmp/packages"
+MAX_PACKAGES_BYTES = 32 << 20
+MAX_PACKAGES_FILES = 20_000
+_UNPACK = "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall(sys.argv[1])"
+_TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
+
+
+def obstacles(task: Task) -> list[str]:
+    """Return what a task asks for that no sandbox here has, each with the name of its setting."""
+    told = task.settings
+    place = told.environment
+    network = {
+        f"{name}.network_mode": table.network_mode
+        for name, table in (("environment", place), ("agent", told.agent), ("verifier", told.verifier))
+    }
+    compose = [name for name in harbor.IMAGE_FILES[1:] if task.kept and f"environment/{name}" in task.kept.rest]
+    internet = ["environment.allow_internet = true: sandboxes have no network"] if place.allow_internet else []
+    return [
+        *internet,
+        *(f"{name} = {mode!r}: sandboxes have no network" for name, mode in network.items() if mode not in (None, "no-network")),
+        *(f"environment/{name}: a sandbox is one container" for name in compose),
+        *(["environment.gpus: sandboxes have none"] if place.gpus else []),
+        *([f"environment.os = {place.os!r}: sandboxes run Linux"] if place.os.lower() != "linux" else []),
+        *(["environment.mcp_servers: tools of a task's own are not supported"] if place.mcp_servers else []),
+        *(["environment.healthcheck: services are not supported"] if place.healthcheck else []),
+        *(["verifier.environment: a task has one image, which grading uses too"] if told.verifier.environment else []),
+        *(["verifier.collect: only the workspace is carried into grading"] if told.verifier.collect else []),
+        *(
+            f"{name}.user = {table.user!r}: a sandbox has one user, who is not root"
+            for name, table in (("agent", told.agent), ("verifier", told.verifier))
+            if table.user not in (None, "agent")
+        ),
+        *(
+            [f"environment.workdir = {place.workdir!r}: without an image it is {WORKSPACE}"]
+            if place.workdir not in (None, WORKSPACE) and not task.image
+            else []
+        ),
+        *host_copies(task).problems,
+        *(_unknown_variables(task)),
+    ]  # fmt: skip
+
+
+def _unknown_variables(task: Task) -> Iterator[str]:
+    told = task.settings
+    for name, table in (("environment", told.environment), ("verifier", told.verifier), ("solution", told.solution)):
+        for key, value in table.env.items():
+            found = _TEMPLATE.fullmatch(value)
+            if found and found[2] is None:
+                yield f"{name}.env.{key} = {value!r}: this machine's variables are not for sandboxes; give it a default"
+
+
+def variables(table: Mapping[str, str]) -> dict[str, str]:
+    """Return an `env` of task.toml for a command. Templates become their defaults; this machine's variables are never read."""
+    found = {name: _TEMPLATE.fullmatch(value) for name, value in table.items()}
+    return {name: match[2] or "" if (match := found[name]) else value for name, value in table.items()}
+
+
+def spec_of(task: Task, backend: Backend) -> SandboxSpec:
+    """Return the sandbox that a task asks for; on `docker`, build its image if it is missing.
+
+    A workspace is in memory: `storage_mb` counts only within `memory_mb`. Raises ValueError for what no sandbox here has, and
+    SandboxUnavailable for an image that cannot be built.
+    """
+    if found := obstacles(task):
+        raise ValueError(f"task {task.id}: {found[0]}")
+    if backend.name == "process":
+        raise ValueError(f"task {task.id}: the backend process isolates nothing and has no /tests: use bwrap or docker")
+    named = task.metadata.get("image", "")
+    if named and backend.name != "docker":
+        raise ValueError(
+            f"task {task.id}: its tests run in the image {named}, which {backend.name} does not have: use docker"
+        )
+    if task.image and backend.name != "docker":
+        raise ValueError(
+            f"task {task.id}: needs an image (environment/Dockerfile or docker_image), which {backend.name} cannot build: use "
+            f"docker, or say runtime = {harbor.RUNTIME!r} in [metadata.composer_nb] if this machine's Python with pytest is "
+            "enough; of its Dockerfile, COPY lines are followed then"
+        )
+    asked, usual = task.settings.environment, SandboxSpec()
+    memory = usual.memory_bytes if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
+    disk = usual.disk_bytes if asked.storage_mb is None else asked.storage_mb * MIB
+    return SandboxSpec(
+        memory_bytes=memory,
+        disk_bytes=min(disk, (memory - 64 * MIB) // 2),
+        cpus=max(asked.cpus or usual.cpus, 0.01),
+        image=_image(task) if task.image else named,
+    )
+
+
+def start(task: Task, backend: Backend) -> Sandbox:
+    """Return a new sandbox with the task's workspace as it is at the start. Raises what `spec_of` does, and SandboxFailure."""
+    made = backend.create(spec_of(task, backend))
+    try:
+        if task.image:
+            done = made.exec(["cp", "-a", f"{PRISTINE}/.", "."])
+            if done.exit_code:
+                raise SandboxFailure(
+                    f"task {task.id}: its image's files: {done.stderr[-300:].decode('utf-8', 'replace')}"
+                )
+        made.upload(workspace(task))
+        laid = host_copies(task)
+        for path in laid.executable:
+            made.write(path, laid.files[path], mode=0o755)
+        if packages := packages_of(task):
+            _bring(made, packages)
+    except OSError as error:
+        made.destroy()
+        raise SandboxFailure(f"task {task.id}: its workspace does not fit into a sandbox: {error}") from error
+    except BaseException:
+        made.destroy()
+        raise
+    return made
+
+
+def workspace(task: Task) -> dict[str, bytes]:
+    """Return a task's workspace at the start, without the files of an image."""
+    return {**{path: text.encode() for path, text in task.files.items()}, **host_copies(task).files}
+
+
+def host_copies(task: Task) -> Copied:
+    """Return what the Dockerfile of a task that runs without an image copies, and its instructions that need one."""
+    if task.kept is None or task.image or task.grader != "script" or "environment/Dockerfile" not in task.kept.rest:
+        return Copied()
+    held = harbor.layout(task)
+    inside = {
+        path.removeprefix("environment/"): data for path, data in held.files.items() if path.startswith("environment/")
+    }
+    runnable = {path.removeprefix("environment/") for path in held.executable}
+    found = copied(inside, runnable, task.settings.environment.workdir or WORKSPACE)
+    if found.where in (WORKSPACE, "/"):
+        return found
+    named = re.compile(rf"(?<![\w./-]){re.escape(found.where)}(?![\w-])")
+    scripts = {"tests": task.tests, "solution": task.solution}
+    naming = [f"{at}/{path}" for at, texts in scripts.items() for path, text in texts.items() if named.search(text)]
+    problems = [f"{path} names {found.where}, which is {WORKSPACE} without an image" for path in naming]
+    return replace(found, problems=(*found.problems, *problems))
+
+
+def packages_of(task: Task) -> Mapping[str, bytes]:
+    """Return the installed packages that a task's tests need. Raises ValueError if they are gone or changed."""
+    folder = task.metadata.get(PACKAGES, "")
+    if not folder:
+        return {}
+    held = read_packages(Path(folder))
+    if packages_digest(held) != task.metadata.get(PACKAGES_DIGEST):
+        raise ValueError(f"task {task.id}: the packages in {folder} are missing or not those that it was made with")
+    return held
+
+
+@lru_cache(maxsize=4)
+def read_packages(folder: Path) -> Mapping[str, bytes]:
+    """Return the files below a folder of packages; cached. Raises ValueError for more than the limits: a foreign task may name
+    any folder."""
+    found: dict[str, bytes] = {}
+    left = 2 * MAX_PACKAGES_BYTES  # with bytecode
+    for at, _, names in os.walk(folder):
+        for path in (Path(at) / name for name in names):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            left -= status.st_size
+            if left < 0 or len(found) >= MAX_PACKAGES_FILES:
+                raise ValueError(f"{visible(str(folder))}: holds more than packages that a task's tests need")
+            with path.open("rb") as file:  # no more than it says: there are files that do not end
+                found[path.relative_to(folder).as_posix()] = file.read(status.st_size)
+    return dict(sorted(found.items()))
+
+
+def packages_digest(packages: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 of paths and contents."""
+    known = hashlib.sha256()
+    for path, data in sorted(packages.items()):
+        known.update(f"{path}\0{len(data)}\0".encode() + data)
+    return known.hexdigest()
+
+
+def _bring(box: Sandbox, packages: Mapping[str, bytes]) -> None:
+    """Write packages to where the agent's terminal imports them from."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for path, data in packages.items():
+            info = tarfile.TarInfo(path)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    done = box.exec(["python3", "-I", "-S", "-c", _UNPACK, PACKAGES_AT], stdin=packed.getvalue())
+    if done.exit_code:
+        raise OSError(f"packages: {done.stderr[-300:].decode('utf-8', 'replace')}")
+
+
+def _image(task: Task) -> str:
+    """Build the derived image and return its name."""
+    from composer_nb.harness.sandbox.engine import connect
+    from composer_nb.harness.sandbox.image import build_image
+
+    assert task.kept is not None
+    asked = task.settings.environment
+    with contextlib.closing(connect()) as client, tempfile.TemporaryDirectory() as folder:
+        base = asked.docker_image
+        if base is None or "environment/Dockerfile" in task.kept.rest:
+            held = harbor.layout(task)
+            inside = {n: data for n, data in held.files.items() if n.startswith("environment/")}
+            context = harbor.Directory(files=inside, executable=held.executable)
+            base = build_image(client, harbor.write(context, Path(folder) / "task") / "environment")
+        derived = Path(folder) / "derived"
+        derived.mkdir()
+        where = asked.workdir or client.api.inspect_image(base)["Config"].get("WorkingDir") or "/"
+        if where == "/":
+            raise SandboxUnavailable(
+                f"task {task.id}: its image has no WORKDIR, and environment.workdir names none: name one"
+            )
+        (derived / "Dockerfile").write_text(_derived(base, where.rstrip("/")), encoding="utf-8")
+        return build_image(client, derived)
+
+
+def _derived(base: str, where: str) -> str:
+    where = shlex.quote(where)
+    links = " && ".join(f"rm -rf {place} && ln -s {target} {place}" for place, target in PLACES.items())
+    workspace = f"rm -rf {where} && ln -s {WORKSPACE} {where}" if where != WORKSPACE else f"mkdir -p {WORKSPACE}"
+    return (
+        f"FROM {base}\nUSER root\nWORKDIR /\n"
+        f"RUN mkdir -p {where} {PRISTINE} && cp -a {where}/. {PRISTINE} && chmod -R a+rX {PRISTINE} && {workspace} && {links}\n"
+    )

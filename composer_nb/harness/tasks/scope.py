@@ -1,0 +1,38 @@
+"""Which files a task's source scope covers, and which files are tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+
+def in_scope(path: str, scope: Iterable[str]) -> bool:
+    """Whether `path` is named by one of the patterns.
+
+    A pattern is a path, or a glob whose `*`, `?` and `[…]` stay inside one name and whose `**` stands for any number of
+    folders: `src/**` is everything below `src`, `*.py` only what lies at the top.
+    """
+    return any(path == pattern or _fits(path.split("/"), pattern.split("/")) for pattern in scope)
+
+
+def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a pattern takes all of the names; its work is bounded by the product of both lengths."""
+    taken = {0}  # how many names the pattern may have taken so far
+    for place, part in enumerate(pattern, 1):
+        if part == "**":
+            first = min(taken, default=len(names) + 1) + (place == len(pattern))
+            taken = set(range(first, len(names) + 1))
+        else:
+            taken = {n + 1 for n in taken if n < len(names) and fnmatchcase(names[n], part)}
+    return len(names) in taken
+
+
+def is_test_module(path: str) -> bool:
+    """Whether pytest would collect a file by its name: `test_….py` or `…_test.py`."""
+    name = PurePosixPath(path).name
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def is_conftest(path: str) -> bool:
+    return PurePosixPath(path).name == "conftest.py"

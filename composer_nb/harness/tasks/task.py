@@ -1,0 +1,223 @@
+"""Task: what is asked, where, and how it is graded.
+
+On disk a task is a Harbor task directory (`harbor.py`); what Harbor has no word for sits in `[metadata.composer_nb]`. Many small
+tasks travel as one JSON Lines file.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from composer_nb.harness.files import write_atomic
+from composer_nb.harness.tasks import harbor
+from composer_nb.harness.tasks.functions import is_test, parse_test_files
+from composer_nb.harness.tasks.scope import in_scope, is_test_module
+from composer_nb.harness.untrusted import UnsafeName, checked, json_of
+
+ENTRY, SOLVE = "test.sh", "solve.sh"
+"""Files of the grader `script` that run the tests and write a solution."""
+
+
+class Task(BaseModel):
+    """One task. Frozen, because a group's rollouts share it. Raises ValueError (pydantic's) for anything unfit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    instruction: str
+    files: dict[str, str]
+    """The workspace at the start: relative POSIX path -> text. Tests that the agent may run and see are among them."""
+    tests: dict[str, str]
+    """Hidden tests, never in a workspace. For the grader `pytest` also their helpers, conftests and data."""
+    solution: dict[str, str] = {}
+    """Changed files of a right answer. For the grader `script`: `solve.sh` and its files."""
+    source_scope: tuple[str, ...]
+    """Paths whose changes are graded; changes elsewhere are dropped. For the grader `pytest` also globs (`src/**`)."""
+    grader: Literal["functions", "pytest", "script"] = "functions"
+    """functions: tests of one plain form (`functions.py`). pytest: any pytest modules (`grading/pytest_grader.py`); what
+    `grading.validate` finds out about them is in `metadata`. script: `tests/test.sh` of a foreign task
+    (`grading/script_grader.py`), weak and for evaluation."""
+    metadata: dict[str, str] = {}
+    kept: harbor.Kept | None = None
+    """The rest of a foreign task's directory."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Task:
+        for texts in (self.files, self.tests, self.solution, self.metadata, {self.id: self.instruction}):
+            try:
+                "".join([*texts, *texts.values()]).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"task {self.id!a}: holds text that is not Unicode (half a surrogate pair)") from None
+        paths = {*self.files, *self.tests, *self.solution, *self.source_scope}
+        for path in sorted(paths):
+            try:
+                parents = PurePosixPath(checked(path)).parents
+            except UnsafeName as error:
+                raise ValueError(f"task {self.id}: {error}") from None
+            if folders := [str(parent) for parent in parents if str(parent) in paths]:
+                raise ValueError(f"task {self.id}: {folders[0]!r} is a file, so {path!r} cannot lie in it")
+        if not self.source_scope:
+            raise ValueError(f"task {self.id}: source_scope is empty, so no change could be graded")
+        if hidden := set(self.tests) & set(self.files) if self.grader == "functions" else set():
+            raise ValueError(f"task {self.id}: hidden tests {sorted(hidden)} also lie in the workspace")
+        inside = (lambda path, scope: path in scope) if self.grader == "functions" else in_scope
+        solution = () if self.grader == "script" else self.solution
+        if outside := {path for path in solution if not inside(path, self.source_scope)}:
+            raise ValueError(f"task {self.id}: the solution changes {sorted(outside)}, outside source_scope")
+        try:
+            if self.grader == "script":
+                if ENTRY not in self.tests:
+                    raise ValueError(f"tests/{ENTRY} is missing: a task without tests cannot be graded")
+            elif self.grader == "pytest":
+                _check_modules(self.tests)
+            else:
+                parse_test_files(self.tests)
+                if self.visible_tests:
+                    parse_test_files(self.visible_tests)
+        except ValueError as error:
+            raise ValueError(f"task {self.id}: {error}") from None
+        return self
+
+    @property
+    def visible_tests(self) -> dict[str, str]:
+        """Test files in the workspace, as they were at the start: an agent's edits of them change nothing."""
+        return {path: text for path, text in self.files.items() if is_test(path)}
+
+    @property
+    def image(self) -> bool:
+        """Whether it needs an image, by name or from its Dockerfile."""
+        if self.kept is None or self.grader != "script":
+            return False
+        told = harbor.settings(self.kept.toml)
+        if told.metadata.composer_nb is not None and told.metadata.composer_nb.runtime:
+            return False
+        files = {f"environment/{name}" for name in harbor.IMAGE_FILES}
+        return told.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
+
+    @property
+    def settings(self) -> harbor.Settings:
+        """The settings of its task.toml."""
+        return harbor.settings(harbor.layout(self).files["task.toml"].decode())
+
+    def to_harbor(self, path: Path) -> Path:
+        """Write the task as a Harbor directory `path`, which must not exist: byte for byte what it was read from."""
+        return harbor.write(harbor.layout(self), path)
+
+    @classmethod
+    def from_harbor(cls, path: Path) -> Task:
+        """Read a Harbor directory. Raises ValueError that names what is missing or unfit."""
+        held = harbor.read(path)
+        task = _validated(str(path), harbor.values(held, path))
+        plain = task.model_copy(update={"kept": None})
+        return plain if harbor.layout(plain) == held else task
+
+    @classmethod
+    def from_swebench(cls, row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
+        """See `swe.from_swebench`."""
+        from composer_nb.harness.tasks.swe import from_swebench
+
+        return from_swebench(row, files)
+
+    @classmethod
+    def from_swesmith(cls, row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
+        """See `swe.from_swesmith`."""
+        from composer_nb.harness.tasks.swe import from_swesmith
+
+        return from_swesmith(row, files)
+
+
+def _check_modules(tests: Mapping[str, str]) -> None:
+    """Raise ValueError if there is no test module, or a module is not Python. Nothing is executed."""
+    if not any(is_test_module(path) for path in tests):
+        raise ValueError("no test module found (test_….py or …_test.py): a task without tests cannot be graded")
+    for path, text in tests.items():
+        if path.endswith(".py"):
+            try:
+                ast.parse(text)
+            except SyntaxError as error:
+                raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
+            except (ValueError, RecursionError, MemoryError) as error:  # null bytes, too deep
+                raise ValueError(f"{path}: not Python: {error or type(error).__name__}") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()  # bytes: line ends stay as they are
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def _validated(where: str, values: Mapping[str, Any]) -> Task:
+    try:
+        return Task.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {harbor.first_problem(error)}") from None
+
+
+def save_tasks(tasks: Iterable[Task], path: Path) -> None:
+    """Write tasks as JSON Lines, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(task.model_dump_json() + "\n" for task in tasks))
+
+
+def load_tasks(path: Path) -> list[Task]:
+    """Load tasks from a JSON Lines file, a folder with `tasks.jsonl`, a Harbor directory, or a folder of such directories.
+
+    Raises ValueError that names the place if there is no task, one is unfit or two share an id, and FileNotFoundError.
+    """
+    tasks = []
+    for _, found in read_tasks(path):
+        if isinstance(found, ValueError):
+            raise found
+        tasks.append(found)
+    if not tasks:
+        raise ValueError(f"{path}: holds no task")
+    ids = Counter(task.id for task in tasks)
+    if twice := sorted(name for name, count in ids.items() if count > 1):
+        raise ValueError(f"{path}: several tasks are named {twice[0]!r}; figures are kept by id")
+    return tasks
+
+
+def read_tasks(path: Path) -> Iterator[tuple[str, Task | ValueError]]:
+    """Yield the name of each place that holds a task, and the task or its error. Raises FileNotFoundError, and ValueError for a
+    file that cannot be read."""
+    if (path / "tasks.jsonl").is_file():  # what `tasks make` leaves
+        path = path / "tasks.jsonl"
+    if path.is_file():
+        text = _read_text(path).removesuffix("\n")
+        lines = text.split("\n") if text else []  # JSON may hold what splitlines takes for a line's end
+        for number, line in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            yield where, _attempt(_json_task, where, line)
+    elif (path / "task.toml").is_file():
+        yield str(path), _attempt(Task.from_harbor, path)
+    elif path.is_dir():
+        for entry in sorted(path.iterdir()):
+            if (entry / "task.toml").is_file():
+                yield entry.name, _attempt(Task.from_harbor, entry)
+    else:
+        raise FileNotFoundError(f"{path}: no task file or folder here")
+
+
+def _attempt(read: Callable[..., Task], *place: Any) -> Task | ValueError:
+    try:
+        return read(*place)
+    except ValueError as error:
+        return error
+
+
+def _json_task(where: str, line: str) -> Task:
+    try:
+        held = json_of(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg}") from None
+    except ValueError as error:  # a number of 5,000 digits, a list in a list in a list
+        raise ValueError(f"{where}: not JSON that can be read: {error}") from None
+    return _validated(where, held)

@@ -1,0 +1,179 @@
+"""Parse patches written by models, and apply them to texts. Pure functions.
+
+The format: `*** Begin Patch`, then for each file `*** Add File: P` with lines that begin with +, `*** Delete File: P`, or
+`*** Update File: P`, optionally `*** Move to: Q`, and hunks: a line `@@`, optionally with a line to look for first (several such
+lines narrow it down), then lines that begin with a space, - or +, optionally `*** End of File`; at the end `*** End Patch`. There
+are no line numbers: a hunk applies at the first place after the previous hunk where its old lines are.
+
+Strict: the text is a patch and nothing else, and old lines match exactly. Lenient: allows a Markdown fence or a shell's
+here-document around it, an empty line for an empty line of context, and other white space as in `edits.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from composer_nb.harness.tools.edits import Lines, Match, matches
+from composer_nb.harness.tools.tool_call import ToolError
+
+BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
+HEADER = re.compile(r"\*\*\* (Add|Delete|Update) File: (.+)")
+MOST_HUNKS = 500
+"""Maximum hunks of a patch; each searches its whole file."""
+
+
+@dataclass(slots=True)
+class Hunk:
+    """Lines with their signs: " " stays, "-" is removed, "+" is added."""
+
+    anchors: list[str] = field(default_factory=list)
+    """Lines to look for first, one after the other."""
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    at_end: bool = False
+
+    @property
+    def old(self) -> list[str]:
+        return [text for sign, text in self.lines if sign != "+"]
+
+
+@dataclass(slots=True)
+class Change:
+    """The change of one file."""
+
+    kind: Literal["add", "delete", "update"]
+    path: str
+    to: str | None = None
+    """New path, if the file moves."""
+    hunks: list[Hunk] = field(default_factory=list)
+
+
+def wrong(text: str) -> ToolError:
+    return ToolError("InvalidArguments", text)
+
+
+def parse(patch: str, strict: bool) -> list[Change]:
+    """Return the changes of a patch, at least one, of different files. Raises ToolError (InvalidArguments)."""
+    lines = patch.replace("\r\n", "\n").split("\n")
+    if not strict:
+        lines = _bare(lines)
+    while lines and not lines[-1]:  # a line of one space is an empty line of context
+        lines.pop()
+    while lines and not lines[0].strip():
+        lines.pop(0)
+    if not lines:
+        raise wrong("the patch is empty")
+    if lines[0].strip() != BEGIN:
+        raise wrong(f"the patch does not begin with `{BEGIN}`; apply a unified diff with `git apply` in the terminal")
+    changes = _changes(lines, strict)
+    if not changes:
+        raise wrong("the patch changes nothing")
+    paths = [path for change in changes for path in (change.path, change.to) if path]
+    if twice := next((path for path, times in Counter(paths).items() if times > 1), None):
+        raise wrong(f"{twice} is there twice: put all changes of a file into one part")
+    if sum(1 + len(hunk.anchors) for change in changes for hunk in change.hunks) > MOST_HUNKS:
+        raise wrong(f"more than {MOST_HUNKS} hunks: make several patches")
+    return changes
+
+
+def _bare(lines: list[str]) -> list[str]:
+    """Drop what surrounds a patch: a fence, a here-document."""
+    first = next((n for n, line in enumerate(lines) if line.strip() == BEGIN), None)
+    if first is None:
+        return lines
+    last = next((n for n, line in enumerate(lines) if n > first and line.strip() == END), len(lines) - 1)
+    return lines[first : last + 1]
+
+
+def _changes(lines: Sequence[str], strict: bool) -> list[Change]:
+    changes: list[Change] = []
+    if strict and lines[-1].strip() != END:
+        raise wrong(f"the last line must be `{END}`")
+    for number, line in enumerate(lines[1:], 2):
+        change = changes[-1] if changes else None
+        if line.strip() == END:
+            if number != len(lines):
+                raise wrong(f"line {number}: `{END}` is not the last line")
+            break
+        if found := HEADER.fullmatch(line.rstrip()):
+            kind = found[1].lower()
+            changes.append(
+                Change("add" if kind == "add" else "delete" if kind == "delete" else "update", found[2].strip())
+            )
+            if kind == "add":
+                changes[-1].hunks.append(Hunk())
+        elif change is None:
+            raise wrong(f"line {number}: a `*** … File: PATH` must come first")
+        elif line.startswith("*** Move to: ") and change.kind == "update" and not change.hunks:
+            change.to = line.removeprefix("*** Move to: ").strip()
+        elif line.startswith("@@") and change.kind == "update":
+            if not change.hunks or change.hunks[-1].lines:
+                change.hunks.append(Hunk())
+            if anchor := line[2:].removeprefix(" ").rstrip():
+                change.hunks[-1].anchors.append(anchor)
+        elif line.strip() == END_OF_FILE and change.hunks:
+            change.hunks[-1].at_end = True
+        elif change.kind == "add" and line.startswith("+"):
+            change.hunks[0].lines.append(("+", line[1:]))
+        elif change.kind == "update" and (line[:1] in (" ", "-", "+") or (not line and not strict)):
+            if not change.hunks:
+                change.hunks.append(Hunk())
+            change.hunks[-1].lines.append((line[:1] or " ", line[1:]))
+        else:
+            raise wrong(f"line {number} has no place in a patch that {change.kind}s a file: {line[:80]!r}")
+    for change in changes:
+        if change.kind == "update" and not change.to and not any(hunk.lines for hunk in change.hunks):
+            raise wrong(f"{change.path}: no lines to change")
+    return changes
+
+
+def added(change: Change) -> str:
+    """Return the text of a new file."""
+    return Lines(tuple(text for hunk in change.hunks for _, text in hunk.lines)).plain
+
+
+def updated(change: Change, text: str, strict: bool) -> str:
+    """Apply a change to a file's text. Raises ToolError (InvalidArguments) for old lines that are not there."""
+    document = Lines.of(text)
+    lines, start = list(document.lines), 0
+    for hunk in change.hunks:
+        for anchor in hunk.anchors:
+            start = _after(lines, anchor, start, strict, change.path)
+        match = _find(lines, hunk, start, strict, change.path)
+        fresh: list[str] = []
+        there = iter(lines[match.place : match.place + len(hunk.old)])
+        for sign, line in hunk.lines:
+            old = next(there) if sign != "+" else ""
+            fresh += {" ": [old], "-": [], "+": [match.shifted(line)]}[sign]
+        lines[match.place : match.place + len(hunk.old)] = fresh
+        start = match.place + len(fresh)
+    ended = document.ended or not document.lines
+    return document.with_plain(Lines(tuple(lines), ended).plain)
+
+
+def _after(lines: Sequence[str], anchor: str, start: int, strict: bool, path: str) -> int:
+    found = matches(lines, [anchor], start, strict)
+    if not found:
+        raise wrong(f"{path}: no line {anchor[:80]!r} from line {start + 1} on")
+    return found[0].place + 1
+
+
+def _find(lines: Sequence[str], hunk: Hunk, start: int, strict: bool, path: str) -> Match:
+    """Return where a hunk's old lines are."""
+    old = hunk.old
+    if not old:
+        return Match(start if hunk.anchors else len(lines))
+    found = matches(lines, old, start, strict)
+    if hunk.at_end:
+        last = len(lines) - len(old)
+        exact = last >= start and list(lines[last:]) == old  # also one that overlaps an earlier place
+        found = [Match(last)] if exact else [match for match in found if match.place == last]
+    if not found:
+        line = next((line for line in old if line.strip()), "")
+        raise wrong(
+            f"{path}: the old lines of a hunk, from {line.strip()[:80]!r}, are not there from line {start + 1} on"
+        )
+    return found[0]

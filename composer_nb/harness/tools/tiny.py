@@ -1,0 +1,135 @@
+"""The four tools of tiny models: read, edit a line, run the visible tests, finish.
+
+A tool is a generator that maps a workspace and arguments to an observation. To execute code it yields a CallRequest and is sent
+the outcomes; everything else is pure, so one driver serves hundreds of rollouts in batches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
+from composer_nb.harness.tools.arguments import Arguments
+from composer_nb.harness.tools.tool_call import Tool, ToolError
+
+Execution = Generator[CallRequest, tuple[CallOutcome, ...], "Observation"]
+Path = Annotated[str, Field(description="relative path")]
+
+
+class ReadArguments(Arguments):
+    path: Path
+
+
+class EditArguments(Arguments):
+    path: Path
+    line: int
+    text: str
+
+
+class NoArguments(Arguments):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The answer of a tool."""
+
+    text: str
+    tests_passed: int | None = None
+    """Visible tests passed, if the tool ran them."""
+    tests_run: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Workspace:
+    """The files of one rollout. Code runs on copies of it in fresh sandboxes, so only tools change it."""
+
+    files: dict[str, str]
+    visible_tests: Mapping[str, str]
+    """The tests at the start: edits of them do not change what `run_tests` runs."""
+
+    def text(self, path: str) -> str:
+        if path not in self.files:
+            raise ToolError("InvalidArguments", f"no file {path}")
+        return self.files[path]
+
+
+def _read_file(workspace: Workspace, arguments: ReadArguments) -> Execution:
+    lines = _lines(workspace.text(arguments.path))
+    return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(lines, 1)))
+    yield  # a tool is a generator, also when it executes nothing
+
+
+def _edit_line(workspace: Workspace, arguments: EditArguments) -> Execution:
+    before = workspace.text(arguments.path)
+    lines, text = _lines(before), arguments.text.strip()
+    place = arguments.line - 1
+    if not 0 <= place < len(lines):
+        raise ToolError("InvalidArguments", "no line")
+    if "\n" in text or "\r" in text:
+        raise ToolError("InvalidArguments", "one line")
+    indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+    if lines[place] == indent + text:
+        return Observation(text="same")  # tells the agent at once that this edit changed nothing
+    lines[place] = indent + text
+    workspace.files[arguments.path] = "\n".join(lines) + "\n" * before.endswith("\n")
+    return Observation(text="ok")
+    yield
+
+
+def _lines(text: str) -> list[str]:
+    """Lines of a file; the newline that ends the last one begins no other."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _run_tests(workspace: Workspace, arguments: NoArguments) -> Execution:
+    if not workspace.visible_tests:
+        raise ToolError("UnexpectedEnvironment", "no tests here")
+    tests = parse_test_files(workspace.visible_tests)
+    outcomes = yield request_tests(workspace.files, tests)
+    passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
+    if all(passed):
+        return Observation(text=f"pass {len(tests)}", tests_passed=len(tests), tests_run=len(tests))
+    place = passed.index(False)
+    text = f"fail {passed.count(False)}/{len(tests)}: {describe(tests[place], outcomes[place])}"
+    return Observation(text=text[:110], tests_passed=sum(passed), tests_run=len(tests))
+
+
+def _finish(workspace: Workspace, arguments: NoArguments) -> Execution:
+    return Observation(text="")
+    yield
+
+
+def describe(test: FunctionTest, outcome: CallOutcome) -> str:
+    """Return one line for the agent: the call, its outcome, the expected value."""
+    call = f"{test.function}({_compact(test.arguments[1:-1].removesuffix(','))})"
+    got = _compact(outcome.text)[:24] if outcome.status in ("returned", "raised") else outcome.status
+    return f"{call} = {got} want {_compact(test.expected)[:24]}"
+
+
+_STRING_OR_SPACE = re.compile(r"""'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?| """)
+
+
+def _compact(text: str) -> str:
+    """`text` without the spaces between its parts; those inside strings stay."""
+    return _STRING_OR_SPACE.sub(lambda part: "" if part[0] == " " else part[0], text)
+
+
+TINY = (
+    Tool(name="read_file", description="Read a file.", arguments=ReadArguments, run=_read_file),
+    Tool(
+        name="edit_line",
+        description="Replace one line of a file by another; its indentation is kept.",
+        arguments=EditArguments,
+        run=_edit_line,
+        mutates=True,
+    ),
+    Tool(name="run_tests", description="Run the visible tests.", arguments=NoArguments, run=_run_tests),
+    Tool(name="finish", description="Finish; the files are graded.", arguments=NoArguments, run=_finish, ends=True),
+)

@@ -1,0 +1,65 @@
+"""Tools, calls and replies in canonical form, and the ways in which a call can fail: shared by every set of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+ErrorKind = Literal["InvalidArguments", "UnexpectedEnvironment", "ProviderError", "UserAborted", "Timeout"]
+
+
+class ToolError(Exception):
+    """A call failed. `kind` is of the fixed taxonomy: anything else that goes wrong in a tool is a bug of this project."""
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind: ErrorKind = kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call, in canonical form."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def json(self) -> str:
+        """The call in OpenAI's form, as stored with a rollout."""
+        return json.dumps({"name": self.name, "arguments": dict(self.arguments)}, sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A schema with its implementation."""
+
+    name: str
+    description: str
+    arguments: type[BaseModel]
+    run: Callable[..., Any]
+    mutates: bool = False
+    needs: str | None = None
+    """A program that must be in the sandbox."""
+    ends: bool = False
+    """Whether a call of it ends the rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The reply to a call."""
+
+    call: ToolCall
+    text: str
+    error: ErrorKind | Literal["Bug"] | None = None
+    """Kind of the error; "Bug" is a fault of the tool itself, which says nothing about the agent."""
+    seconds: float = 0.0
+    trace: str = ""
+    """Traceback of a bug."""
+    tests_passed: int | None = None
+    """Visible tests passed, if the tool ran them."""
+    tests_run: int | None = None
+    ends: bool = False

@@ -1,0 +1,320 @@
+"""The registry of tools, and the sets of them that environments offer: `ToolSet.cursor` and `ToolSet.tiny`."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.contract import Sandbox, SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.toolchain.interpreter import install_hint
+from composer_nb.harness.sandbox.toolchain.programs import PACKAGES, TESTING
+from composer_nb.harness.tasks.runtime import PACKAGES_AT
+from composer_nb.harness.tools import arguments as models
+from composer_nb.harness.tools import files, notes, terminal
+from composer_nb.harness.tools.arguments import check, parameters, printable
+from composer_nb.harness.tools.search import codebase_search, glob_file_search, grep
+from composer_nb.harness.tools.session import DOING, Search, Session
+from composer_nb.harness.tools.tiny import TINY, Execution, Workspace
+from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError
+
+SEARCH = "codebase_search"
+FAN_OUT = 16
+"""Calls that are under way at a time."""
+
+
+TOOLS = (
+    Tool(
+        name="read_file",
+        description="Read a text file as LINE|CONTENT. A long file comes in parts: continue with offset.",
+        arguments=models.ReadFile,
+        run=files.read_file,
+    ),
+    Tool(
+        name="search_replace",
+        description="Replace a text in a file. It must occur exactly once, unless replace_all is set.",
+        arguments=models.SearchReplace,
+        run=files.search_replace,
+        mutates=True,
+    ),
+    Tool(
+        name="write",
+        description="Write a whole file. Read an existing file first; to change one, prefer search_replace.",
+        arguments=models.Write,
+        run=files.write,
+        mutates=True,
+    ),
+    Tool(
+        name="delete_file",
+        description="Delete a file.",
+        arguments=models.DeleteFile,
+        run=files.delete_file,
+        mutates=True,
+    ),
+    Tool(
+        name="list_dir",
+        description="List a folder without hidden names. Folders end with /, links with @.",
+        arguments=models.ListDir,
+        run=files.list_dir,
+    ),
+    Tool(
+        name="glob_file_search",
+        description="Find files by name, newest first. Files that git ignores are left out.",
+        arguments=models.GlobFileSearch,
+        run=glob_file_search,
+        needs="rg",
+    ),
+    Tool(
+        name="grep",
+        description="Search the contents of files with ripgrep. Files that git ignores are left out.",
+        arguments=models.Grep,
+        run=grep,
+        needs="rg",
+    ),
+    Tool(
+        name="run_terminal_cmd",
+        description="Run a command in bash. The working directory and exported variables carry over to the next command. It gets "
+        "no input and is stopped at its timeout; run long commands in the background.",
+        arguments=models.RunTerminalCmd,
+        run=terminal.run_terminal_cmd,
+        mutates=True,
+        needs="bash",
+    ),
+    Tool(
+        name="read_lints",
+        description="Show what the linter ruff finds in Python files or folders.",
+        arguments=models.ReadLints,
+        run=notes.read_lints,
+        needs="ruff",
+    ),
+    Tool(
+        name="todo_write",
+        description="Keep a to-do list for work of several steps. One item at a time is in_progress.",
+        arguments=models.TodoWrite,
+        run=notes.todo_write,
+        mutates=True,
+    ),
+    Tool(
+        name="apply_patch",
+        description="Change several files with one patch; if any part does not apply, nothing is changed.",
+        arguments=models.ApplyPatch,
+        run=files.apply_patch,
+        mutates=True,
+    ),
+    Tool(
+        name=SEARCH,
+        description="Find code by its meaning: ask a question in plain words.",
+        arguments=models.CodebaseSearch,
+        run=codebase_search,
+    ),
+)
+NAMES = tuple(tool.name for tool in TOOLS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSet:
+    """The tools that an environment offers."""
+
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """By the name that the agent knows."""
+    strict: bool = True
+    """Accept only what a schema says (`arguments.py`)."""
+    search: Callable[[Session], Search] | None = None
+    terse: bool = False
+    """Leave the kind of an error out of the observation."""
+
+    @classmethod
+    def tiny(cls) -> ToolSet:
+        """Read, line edit, run tests, finish: for tiny models, without a sandbox of their own."""
+        return cls(tools={tool.name: tool for tool in TINY}, terse=True)
+
+    @classmethod
+    def cursor(
+        cls,
+        *,
+        strict: bool = True,
+        search: Callable[[Session], Search] | None = None,
+        offer: Collection[str] = NAMES,
+        names: Mapping[str, str] | None = None,
+    ) -> ToolSet:
+        """The product's tools, which work in a sandbox.
+
+        `search` makes the code search of a session's workspace (`workspace.py`); without it `codebase_search` is not offered.
+        `offer`: only these tools. `names`: other names for some of them, as a model was trained with. Raises ValueError for an
+        unknown tool and for a name given twice.
+        """
+        names = names or {}
+        if strange := sorted({*offer, *names} - {*NAMES}):
+            raise ValueError(f"there is no tool {', '.join(strange)}; there are {', '.join(NAMES)}")
+        tools = [tool for tool in TOOLS if tool.name in offer and (tool.name != SEARCH or search is not None)]
+        called = {names.get(tool.name, tool.name): tool for tool in tools}
+        if len(called) < len(tools):
+            raise ValueError(f"names={dict(names)}: two tools would have the same name")
+        return cls(tools=called, strict=strict, search=search)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools in OpenAI's form."""
+        return [
+            {
+                "type": "function",
+                "function": {"name": name, "description": tool.description, "parameters": parameters(tool.arguments)},
+            }
+            for name, tool in self.tools.items()
+        ]
+
+    def find(self, call: ToolCall) -> tuple[Tool, BaseModel]:
+        """Return the tool that `call` names, and its checked arguments. Raises ToolError (InvalidArguments)."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            raise ToolError(
+                "InvalidArguments", printable(f"no tool {call.name[:100]}; there are {', '.join(self.tools)}")
+            )
+        return tool, check(tool.arguments, call.arguments, self.strict)
+
+    def observation(self, reply: Reply) -> str:
+        """Return what the agent reads of a reply."""
+        if reply.error is None:
+            return reply.text
+        return f"error: {reply.text}" if self.terse else f"error ({reply.error}): {reply.text}"
+
+    def answer(
+        self, place: Session | Workspace, calls: Sequence[ToolCall | ToolError]
+    ) -> Generator[CallRequest, tuple[CallOutcome, ...], list[Reply]]:
+        """Carry out the calls of a turn, and return a reply to each in their order, up to one that ends the rollout.
+
+        A call that could not be read is answered with the reason. Yields what the tools of a Workspace need executed. Raises
+        SandboxFailure.
+        """
+        if isinstance(place, Session):
+            valid = iter(self.run(place, [call for call in calls if isinstance(call, ToolCall)]))
+            return [next(valid) if isinstance(call, ToolCall) else _refused(call) for call in calls]
+        replies: list[Reply] = []
+        for call in calls:
+            replies.append(_refused(call) if isinstance(call, ToolError) else (yield from self._step(place, call)))
+            if replies[-1].ends:
+                break
+        return replies
+
+    def _step(self, workspace: Workspace, call: ToolCall) -> Generator[CallRequest, tuple[CallOutcome, ...], Reply]:
+        try:
+            tool, arguments = self.find(call)
+            execution: Execution = tool.run(workspace, arguments)
+            seen = yield from execution
+        except ToolError as error:
+            return Reply(call=call, text=str(error), error=error.kind)
+        return Reply(
+            call=call,
+            text=seen.text,
+            tests_passed=seen.tests_passed,
+            tests_run=seen.tests_run,
+            ends=tool.ends,
+        )
+
+    def open(self, sandbox: Sandbox) -> Session:
+        """A session in a sandbox. Raises SandboxUnavailable when a program that a tool needs is not in it."""
+        needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
+        script = 'pwd -P; command -v "$1" || echo; echo "${PYTHONPATH-}"; shift; '
+        script += 'for name; do command -v "$name" >/dev/null || echo "$name"; done'
+        done = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
+        if done.exit_code:
+            told = done.stderr.decode("utf-8", "replace").strip()
+            raise SandboxUnavailable(f"a sandbox for agents needs sh: {told}")
+        root, testing, modules, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
+        if missing:
+            packages = " ".join(PACKAGES.get(name, name) for name in missing)
+            image = sandbox.spec.image
+            advice = (
+                f"add {packages} to the image {image}"
+                if image
+                else f"pip install 'composer_nb[agent]', or {install_hint(packages)}"
+            )
+            raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")
+        session = Session(sandbox=sandbox, root=root, strict=self.strict, cwd=root)
+        session.environment = {"PYTHONPATH": ":".join(filter(None, (modules, testing, PACKAGES_AT)))} if testing else {}
+        session.search = self.search and self.search(session)
+        return session
+
+    def run(self, session: Session, calls: Sequence[ToolCall]) -> list[Reply]:
+        """Carries out the calls of one turn; a reply to each, in their order.
+
+        Calls that only read are under way together, FAN_OUT at a time; one that may change something begins when all before it
+        have ended, and ends before any after it begins. One that fails leaves the others alone. Requests to one sandbox are
+        served one after the other all the same. Raises SandboxFailure.
+        """
+        groups = itertools.groupby(enumerate(calls), lambda item: item[0] if self._mutates(item[1]) else -1)
+        replies: list[Reply] = []
+        try:
+            with ThreadPoolExecutor(FAN_OUT) as pool:
+                try:
+                    for _, group in groups:
+                        replies += pool.map(functools.partial(self._answer, session), [call for _, call in group])
+                except BaseException:  # Ctrl-C: what runs is stopped, the sandbox lives
+                    session.stop.set()
+                    raise
+        finally:
+            session.stop.clear()
+            session.counts.update((self._known(reply.call), reply.error or "ok") for reply in replies)
+        return replies
+
+    def _mutates(self, call: ToolCall) -> bool:
+        return call.name in self.tools and self.tools[call.name].mutates
+
+    def _known(self, call: ToolCall) -> str:
+        return self.tools[call.name].name if call.name in self.tools else "unknown"
+
+    def _answer(self, session: Session, call: ToolCall) -> Reply:
+        began = time.monotonic()
+        error: ErrorKind | Literal["Bug"] | None = None
+        trace = ""
+        try:
+            text = self._carry_out(session, call)
+        except ToolError as told:
+            error, text = told.kind, printable(str(told)) if told.kind == "InvalidArguments" else str(told)
+        except SandboxFailure:
+            raise
+        except (
+            Exception
+        ) as bug:  # the boundary between tools and an agent: the other calls go on, and the record has it
+            error, text, trace = "Bug", f"a fault of the tool itself ({type(bug).__name__})", traceback.format_exc()
+        return Reply(call=call, text=text, error=error, seconds=time.monotonic() - began, trace=trace)
+
+    def _carry_out(self, session: Session, call: ToolCall) -> str:
+        tool, checked = self.find(call)
+        if session.stop.is_set():
+            raise ToolError("UserAborted", "not begun")
+        try:
+            text: str = tool.run(session, checked)
+            return text
+        except SandboxDied as error:
+            raise ToolError("UnexpectedEnvironment", str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EIO:  # what the resident program did not expect
+                raise
+            kind: ErrorKind = "InvalidArguments" if error.errno in DOING else "UnexpectedEnvironment"
+            raise ToolError(kind, printable(error.strerror or str(error))) from error
+
+
+def _refused(error: ToolError) -> Reply:
+    return Reply(call=ToolCall(name="", arguments={}), text=str(error), error=error.kind)
+
+
+def rates(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, float]]:
+    """For each tool how many calls there were, and which part of them ended how. Counts of several sessions may be added."""
+    calls: Counter[str] = Counter()
+    for (tool, _), number in counts.items():
+        calls[tool] += number
+    table: dict[str, dict[str, float]] = {tool: {"calls": number} for tool, number in sorted(calls.items())}
+    for (tool, outcome), number in sorted(counts.items()):
+        table[tool][outcome] = number / calls[tool]
+    return table

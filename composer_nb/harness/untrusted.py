@@ -1,0 +1,163 @@
+"""Names, texts and JSON that somebody else wrote: checked before they become a path, escaped before a person sees them.
+
+Every name that comes from a file, an archive, a manifest, a store or a sandbox goes through `checked` or `beneath` before it is
+joined to a path; a test walks the package and finds joins that skip them.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import sqlite3
+import unicodedata
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
+HISTORY = frozenset({".git", ".hg", ".svn", ".bzr", ".jj"})
+"""Folders of version control."""
+PROTECTED = HISTORY | {".env"}
+"""Names that nobody but the user writes: what lies there runs as the user, or holds keys."""
+_HFS_IGNORES = dict.fromkeys([*range(0x200C, 0x2010), *range(0x202A, 0x202F), *range(0x206A, 0x2070), 0xFEFF])
+_SHORT = re.compile(
+    "|".join(rf"(?:{name[1:7]}|{name[1:3]}[0-9a-f]{{4}})~[0-9]+" for name in sorted(PROTECTED)), re.ASCII
+)
+"""What NTFS calls a protected name in 8.3 form."""
+_INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode's categories of controls, formats (bidirectional marks, tags, soft hyphens), halves of pairs, ends of lines."""
+_BLANKS = {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0}
+"""Letters and marks that show nothing all the same."""
+
+
+_COLUMN = r"\w+(?: (?:TEXT|INTEGER|REAL|BLOB))?(?: NOT NULL| PRIMARY KEY| CHECK \(id = 0\))*"
+_PLAIN_TABLE = re.compile(
+    rf"CREATE TABLE \w+ \( ?{_COLUMN}(?:, {_COLUMN})*(?:, PRIMARY KEY \(\w+(?:, \w+)*\))? ?\)", re.IGNORECASE | re.ASCII
+)
+"""A table that computes nothing: without views, triggers, generated columns and checks, a query ends when the file does."""
+
+
+class UnsafeName(ValueError):
+    """A name that must not become part of a path."""
+
+
+def checked(name: str) -> str:
+    """Return `name` if it is a plain relative POSIX path. Raises UnsafeName for anything that a join could take elsewhere."""
+    if why := _wrong(name):
+        raise UnsafeName(f"{visible(name[:200])!r} is not a plain relative path: {why}")
+    return name
+
+
+def is_plain(name: str) -> bool:
+    """Whether `checked` lets a name pass."""
+    return not _wrong(name)
+
+
+def single(name: str) -> str:
+    """Return `name` if it names one file in a folder. Raises UnsafeName."""
+    if "/" in checked(name):
+        raise UnsafeName(f"{visible(name[:200])!r} is no file name: it holds a folder")
+    return name
+
+
+def _wrong(name: str) -> str:
+    try:
+        parts = name.encode("utf-8", "surrogateescape").split(b"/")
+    except UnicodeEncodeError:
+        return "it is not Unicode"
+    if not parts[0]:
+        return "it is absolute or empty"
+    if {b"", b".", b".."} & set(parts):
+        return "it has '.', '..' or nothing between two slashes"
+    if b"\0" in name.encode("utf-8", "surrogateescape") or "\\" in name:
+        return "it has a NUL or a backslash"
+    if re.match("[A-Za-z]:", name):
+        return "it names a drive"
+    if max(map(len, parts)) > MAX_NAME_BYTES or sum(map(len, parts)) + len(parts) - 1 > MAX_PATH_BYTES:
+        return f"it is longer than {MAX_NAME_BYTES} bytes a name or {MAX_PATH_BYTES} in all"
+    return ""
+
+
+def beneath(folder: Path, name: str) -> Path:
+    """Join `name` to a folder. Raises UnsafeName where the path, or a link on its way, leads out of it."""
+    path = folder / checked(name)
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # links in a circle
+        inside = False
+    if not inside:
+        raise UnsafeName(f"{visible(name)!r} leads out of {folder} through a link")
+    return path
+
+
+def protected(path: str) -> bool:
+    """Whether a path is, or lies in, a protected place on any file system: case folded, code points that HFS+ ignores dropped,
+    NTFS's short names, trailing dots and spaces, and alternate streams seen through (git's `verify_path`, `is_hfs_dotgit` and
+    `is_ntfs_dotgit`)."""
+    return any(map(_is_protected, re.split(r"[/\\]", path)))
+
+
+def _is_protected(part: str) -> bool:
+    name = part.translate(_HFS_IGNORES).casefold().partition(":")[0].rstrip(". ")
+    return name in PROTECTED or _SHORT.fullmatch(name) is not None
+
+
+class _Visible(dict[int, str]):
+    """Code point -> what is shown of it, found out when it first comes."""
+
+    def __missing__(self, code: int) -> str:
+        hidden = unicodedata.category(chr(code)) in _INVISIBLE or code in _BLANKS
+        escape = f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+        self[code] = escape if hidden else chr(code)
+        return self[code]
+
+
+_LINE, _TEXT = _Visible(), _Visible({9: "\t", 10: "\n"})
+
+
+def visible(text: str) -> str:
+    """Return `text` on one line, with everything escaped that a terminal or a page would obey, turn around or hide."""
+    return text.translate(_LINE)
+
+
+def visible_lines(text: str) -> str:
+    """Return `text` escaped like `visible`, with its tabs and line feeds as they are."""
+    return text.translate(_TEXT)
+
+
+def as_html(text: str) -> str:
+    """Return `text` escaped like `visible_lines`, for a place in a page."""
+    return html.escape(visible_lines(text))
+
+
+def json_of(text: str | bytes) -> Any:
+    """Read JSON. Raises ValueError for whatever is wrong with it, however deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def check_database(db: sqlite3.Connection, file: Path, *, whole: bool = True) -> None:
+    """Check that a database, just opened, holds nothing but plain tables; with `whole` also that each of its pages is used once,
+    which reads them all. The work is bounded by the size of the file. Raises ValueError, and sqlite3.Error as SQLite does."""
+    size = 0
+    for name in (file.name, f"{file.name}-wal"):
+        with suppress(FileNotFoundError):
+            size += file.with_name(name).stat().st_size
+    ticks = iter(range(100 + size // 1000))
+    db.set_progress_handler(lambda: next(ticks, None) is None, 100_000)  # 100 steps a byte: pages may name one another
+    try:
+        db.execute("PRAGMA trusted_schema = OFF")
+        for name, sql in db.execute("SELECT name, sql FROM sqlite_master WHERE type != 'index' OR sql NOT NULL"):
+            if not isinstance(sql, str) or not _PLAIN_TABLE.fullmatch(" ".join(sql.split())):
+                raise ValueError(f"{visible(str(name))} is no plain table")
+        if whole and (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise ValueError(" ".join(str(problem).split()))
+    except sqlite3.OperationalError as error:
+        if str(error) == "interrupted":
+            raise ValueError("its pages do not end") from None
+        raise
+    finally:
+        db.set_progress_handler(None, 0)

@@ -1,0 +1,1 @@
+"""Attention within rows, and on a key-value cache."""

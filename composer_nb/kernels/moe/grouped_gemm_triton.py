@@ -1,0 +1,204 @@
+"""Grouped GEMM in Triton: the rows of each expert times its weight, and the gradients of the weights.
+
+    product   c[m] = a[row m] · b[expert of m]ᵀ     forward, and with the transposed weight the gradient of the rows
+    outer     dw[e] = Σ over rows of e of g ⊗ x     gradient of the weights
+
+`product` is persistent: as many programs as the GPU has multiprocessors, each of which works out from the experts' ends, in
+device memory, which tiles are its own. Within an expert they go in groups of GROUP tiles of rows, so that the programs that run
+side by side cover a square of its output and share what they read in L2 (Cursor's supergroups, cursor.com/blog/kernels).
+Rows can be gathered through an index, so tokens are never copied for their experts. No sum is split, and the shape of a tile
+never depends on how many rows there are: a row's result does not depend on what is beside it.
+
+Dimensions: M rows sorted by expert, A the width that is summed over, B output width, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.triton_runtime import interpreting
+
+INTERPRETED_PROGRAMS = 3
+"""So few that each has several tiles to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Shape of a tile, and how it is compiled."""
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+
+
+INTERPRETED = Tiles(m=32, n=64, k=64, group=2)
+
+
+def tiles(dtype: torch.dtype) -> Tiles:
+    """One shape a dtype: were it chosen by the number of rows, results would depend on that number."""
+    if interpreting():
+        return INTERPRETED
+    return Tiles(n=64, k=32) if dtype == torch.float32 else Tiles()
+
+
+@cache
+def programs(device: torch.device) -> int:
+    """Of a persistent kernel."""
+    if interpreting():
+        return INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def tile_table(ends, E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """For each expert: first row, end, tiles of rows, and all tiles up to its last."""
+    e = tl.arange(0, BE)
+    end = tl.load(ends + e, mask=e < E, other=0)
+    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
+    down = tl.where(e < E, (end - begin + BM - 1) // BM, 0)
+    return begin, end, down, tl.cumsum(down * ((N + BN - 1) // BN), 0)
+
+
+@triton.jit
+def find_tile(  # type: ignore[no-untyped-def]
+    t, begin, end, down, through, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Expert, first row, end of the expert's rows, and first column of tile t."""
+    across: tl.constexpr = (N + BN - 1) // BN
+    expert = tl.sum((through <= t).to(tl.int32), 0)
+    mine = tl.arange(0, BE) == expert
+    rows = tl.sum(tl.where(mine, down, 0), 0)
+    local = t - tl.sum(tl.where(mine, through - down * across, 0), 0)
+    first = (local // (GROUP * across)) * GROUP
+    size = tl.minimum(rows - first, GROUP)
+    inner = local % (GROUP * across)
+    m0 = tl.sum(tl.where(mine, begin, 0), 0) + (first + inner % size) * BM
+    return expert, m0, tl.sum(tl.where(mine, end, 0), 0), (inner // size) * BN
+
+
+@triton.jit
+def product_kernel(  # type: ignore[no-untyped-def]
+    a, b, c, ends, row_of, stride_am, stride_be, stride_bn: tl.constexpr, stride_bk: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
+    for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
+        expert, m0, last, n0 = find_tile(t, begin, end, down, through, N, BM, BN, BE, GROUP)
+        m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
+        inside = m < last
+        row = tl.load(row_of + m, mask=inside, other=0) if GATHER else m
+        at_a = a + row[:, None].to(tl.int64) * stride_am
+        at_b = b + expert.to(tl.int64) * stride_be + n[None, :] * stride_bn
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            k = k0 + tl.arange(0, BK)
+            mask_a, mask_b = inside[:, None], (n < N)[None, :]
+            if K % BK != 0:
+                mask_a, mask_b = mask_a & (k < K)[None, :], mask_b & (k < K)[:, None]
+            x = tl.load(at_a + k[None, :], mask=mask_a, other=0.0)
+            w = tl.load(at_b + k[:, None] * stride_bk, mask=mask_b, other=0.0)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        at = c + m[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(at, acc.to(c.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def product_tma_kernel(  # type: ignore[no-untyped-def]
+    a, b, c, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same for rows that lie side by side and weights [E · B, A]: tiles come by the tensor memory accelerator. One that
+    reaches over an expert's end brings rows of the next one, which are not stored."""
+    begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
+    for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
+        expert, m0, last, n0 = find_tile(t, begin, end, down, through, N, BM, BN, BE, GROUP)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            x = a.load([m0, k0])
+            w = b.load([expert * N + n0, k0])
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")
+        m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
+        at = c + m[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(at, acc.to(c.dtype.element_ty), mask=(m < last)[:, None] & (n < N)[None, :])
+
+
+def product(a_RA: Tensor, b_EBA: Tensor, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
+    """[M, B] in `dtype`; see `plain.Steps.product`. `a_RA` is contiguous along A, `b_EBA` along A or B."""
+    experts, width, depth = b_EBA.shape
+    shape = tiles(a_RA.dtype)
+    c_MB = a_RA.new_empty(len(plan.token_M), width, dtype=dtype)
+    grid = (programs(a_RA.device),)
+    common = {
+        "E": experts, "N": width, "K": depth, "BE": triton.next_power_of_2(experts), "BM": shape.m, "BN": shape.n,
+        "BK": shape.k, "GROUP": shape.group, "num_warps": shape.warps, "num_stages": shape.stages,
+    }  # fmt: skip
+    if not gather and _tma_fits(a_RA, b_EBA, shape):
+        a = TensorDescriptor.from_tensor(a_RA, [shape.m, shape.k])
+        b = TensorDescriptor.from_tensor(b_EBA.reshape(-1, depth), [shape.n, shape.k])
+        product_tma_kernel[grid](a, b, c_MB, plan.ends_E, **common)
+        return c_MB
+    product_kernel[grid](
+        a_RA, b_EBA, c_MB, plan.ends_E, plan.token_M, a_RA.stride(0), *b_EBA.stride(), GATHER=gather, **common
+    )
+    return c_MB
+
+
+def _tma_fits(a_RA: Tensor, b_EBA: Tensor, shape: Tiles) -> bool:
+    """Rows of whole 16 bytes, weights side by side, and no tile that is cut along the sum."""
+    depth = a_RA.shape[1]
+    whole = depth % shape.k == 0 and depth * a_RA.itemsize % 16 == 0
+    return whole and a_RA.is_contiguous() and b_EBA.is_contiguous()
+
+
+@triton.jit
+def outer_kernel(  # type: ignore[no-untyped-def]
+    g, x, dw, ends, row_of, stride_g, stride_x, stride_we, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GATHER_G: tl.constexpr, GATHER_X: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one expert's gradient. Tiles of an expert are walked in squares too."""
+    across_n: tl.constexpr = (N + BN - 1) // BN
+    across_k: tl.constexpr = (K + BK - 1) // BK
+    tile, expert = tl.program_id(0), tl.program_id(1)
+    pn, pk = tl.swizzle2d(tile // across_k, tile % across_k, across_n, across_k, GROUP)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    n, k = pn * BN + tl.arange(0, BN), pk * BK + tl.arange(0, BK)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for m0 in tl.range(begin, end, BM):
+        m = m0 + tl.arange(0, BM)
+        inside = m < end
+        row = tl.load(row_of + m, mask=inside, other=0) if GATHER_G or GATHER_X else m
+        row_g, row_x = (row if GATHER_G else m).to(tl.int64), (row if GATHER_X else m).to(tl.int64)
+        y = tl.load(g + row_g[:, None] * stride_g + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        v = tl.load(x + row_x[:, None] * stride_x + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
+        acc = tl.dot(y.T, v, acc, input_precision="ieee")
+    at = dw + expert.to(tl.int64) * stride_we + n[:, None] * stride_wn + k[None, :] * stride_wk
+    tl.store(at, acc.to(dw.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
+    """[E, B, A] in the layout of `like`; see `plain.Steps.outer`."""
+    experts, width, depth = like.shape
+    shape = tiles(g.dtype)
+    dw_EBA = torch.empty_like(like)
+    grid = (triton.cdiv(width, shape.n) * triton.cdiv(depth, shape.m), experts)
+    outer_kernel[grid](
+        g, x, dw_EBA, plan.ends_E, plan.token_M, g.stride(0), x.stride(0), *dw_EBA.stride(), N=width, K=depth,
+        GATHER_G=gather_g, GATHER_X=gather_x, BM=shape.k, BN=shape.n, BK=shape.m, GROUP=shape.group,
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return dw_EBA

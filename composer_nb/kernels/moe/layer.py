@@ -1,0 +1,231 @@
+"""The mixture-of-experts layer: `moe` from router logits, `experts` from experts and gates that are chosen already.
+
+One autograd function goes through the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a
+recipe. The default, unquantised by torch, is `experts.py`, which is faster on a CPU.
+
+    h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
+    act = silu(h₁) · h₂ · gate         [M, I]
+    y   = Σ over a token's choices of act · W_downᵀ    [N, D]
+
+The gate is folded in before the second product. So its gradient is an inner product of what the backward pass has anyway, and
+the rows of y are not kept for it (SonicMoE, arXiv 2512.14080).
+
+Dimensions: N tokens, D model width, E experts, K experts a token, M = N · K, I expert width, F = 2I.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from composer_nb.kernels.moe.experts import grouped_experts
+from composer_nb.kernels.moe.explanation import architecture
+from composer_nb.kernels.moe.plain import PlainSteps, Plan, Steps
+from composer_nb.kernels.moe.recipes import Recipe, as_recipe
+from composer_nb.kernels.triton_runtime import BackendName, choose
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+LOGITS = (torch.float16, *DTYPES)
+
+
+def moe(
+    x: Tensor,
+    router_logits: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    k: int,
+    recipe: str | Recipe = "bf16",
+    backend: str | None = None,
+) -> Tensor:
+    """[..., D] in the dtype of x: each token through the k experts with the largest logits, weighed by a softmax over these.
+
+    x [..., D], router_logits [..., E], w_gate_up [E, 2I, D] (gate above up) and w_down [E, D, I], the shapes that `transformers`'
+    experts have. Of equal logits the expert of the lower number is chosen. Gradients reach all four. `recipe`: `recipes.py`;
+    `backend`: `triton_runtime.choose`; `explain` says what the two come to.
+
+    Raises ValueError that names the argument for shapes, dtypes or devices that do not fit, widths that a format's blocks do not
+    divide, an unknown recipe or back end, and a GPU that the kernels are not for.
+    """
+    chosen = as_recipe(recipe)
+    name = _backend(x, backend)
+    _check(x, router_logits, w_gate_up, w_down, k)
+    x_ND, logits_NE = x.flatten(0, -2), router_logits.flatten(0, -2)
+    experts_NK = _steps(name, x.device, 0).choose(logits_NE.detach(), k)
+    wide_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+    gates_NK = wide_NE.gather(1, experts_NK).softmax(-1)
+    out_ND = experts(x_ND, experts_NK, gates_NK, w_gate_up, w_down, recipe=chosen, backend=name)
+    return out_ND.view(x.shape)
+
+
+def experts(
+    x_ND: Tensor,
+    experts_NK: Tensor,
+    gates_NK: Tensor,
+    w_up_EFD: Tensor,
+    w_down_EDI: Tensor,
+    *,
+    recipe: str | Recipe = "bf16",
+    backend: str | None = None,
+    tile: int = 0,
+) -> Tensor:
+    """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. `tile`, of torch's back end:
+    as in `linear.py`. Raises ValueError as `moe` does."""
+    chosen = as_recipe(recipe)
+    name = _backend(x_ND, backend)
+    _check_widths(w_up_EFD, w_down_EDI, chosen)
+    if name == "torch" and chosen.forward is None and chosen.dgrad is None:
+        return grouped_experts(
+            x_ND, experts_NK, gates_NK, w_up_EFD.transpose(1, 2), w_down_EDI.transpose(1, 2), tile=tile
+        )
+    steps = _steps(name, x_ND.device, tile)
+    return _Experts.apply(x_ND.contiguous(), gates_NK, w_up_EFD, w_down_EDI, experts_NK, chosen, steps)
+
+
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -> Tensor:
+    """[M, B] in the dtype of a: rows of a [M, A] up to offs[0] times b[0], the next ones up to offs[1] times b[1], and so on.
+
+    b [E, A, B] of the dtype of a, offs int32 [E], the ends, of which the last is M; a group may be empty. Gradients reach a
+    and b. As torch's own `grouped_mm`, by any back end and for any widths. Raises ValueError that names what does not fit;
+    what offs hold is looked at on a CPU only: a GPU would have to be waited for.
+    """
+    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
+    if a.dtype not in DTYPES or b.dtype != a.dtype:
+        raise ValueError(f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
+    if offs.shape != b.shape[:1] or offs.dtype != torch.int32:
+        raise ValueError(f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
+    if offs.device.type == "cpu":
+        ends = offs.tolist()
+        if ends != sorted(ends) or not ends or ends[0] < 0 or ends[-1] != len(a):
+            raise ValueError(f"offs {ends}: must not fall, and end at M = {len(a)}")
+    if len({a.device, b.device, offs.device}) > 1:
+        raise ValueError(f"a is on {a.device}, b on {b.device}, offs on {offs.device}: must be on one device")
+    name = _backend(a, backend)
+    return _GroupedMm.apply(a.contiguous(), b, offs, _steps(name, a.device, 0))
+
+
+class _GroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a_MA: Tensor, b_EAB: Tensor, ends_E: Tensor, steps: Steps) -> Tensor:
+        ctx.save_for_backward(a_MA, b_EAB, ends_E)
+        ctx.steps = steps
+        return steps.product(a_MA, b_EAB.mT, _of_rows(a_MA, ends_E), gather=False, dtype=a_MA.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        a_MA, b_EAB, ends_E = ctx.saved_tensors
+        plan, g_MB = _of_rows(a_MA, ends_E), gradients[0].contiguous()
+        da_MA = ctx.steps.product(g_MB, b_EAB, plan, gather=False, dtype=a_MA.dtype)
+        db_EAB = ctx.steps.outer(a_MA, g_MB, plan, gather_g=False, gather_x=False, like=b_EAB)
+        return da_MA, db_EAB, None, None
+
+
+def _of_rows(a_MA: Tensor, ends_E: Tensor) -> Plan:
+    """A plan for rows that are sorted already: each is its own token."""
+    row_M = torch.arange(len(a_MA), dtype=torch.int32, device=a_MA.device)
+    return Plan(ends_E, row_M, row_M, row_M[:, None])
+
+
+def _backend(x: Tensor, backend: str | None) -> BackendName:
+    """As `choose` says; float64, which only references need, is torch's."""
+    name, _ = choose(x.device, backend)
+    if name == "triton" and x.dtype == torch.float64:
+        if backend == "triton":
+            raise ValueError("backend='triton': its kernels are for float32 and bfloat16, and x is torch.float64")
+        return "torch"
+    return name
+
+
+def _steps(name: BackendName, device: torch.device, tile: int) -> Steps:
+    if name == "torch":
+        return PlainSteps(tile)
+    from composer_nb.kernels.moe.triton_steps import TritonSteps
+
+    return TritonSteps(architecture(device))
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        gates_NK: Tensor,
+        w_up_EFD: Tensor,
+        w_down_EDI: Tensor,
+        experts_NK: Tensor,
+        recipe: Recipe,
+        steps: Steps,
+    ) -> Tensor:
+        plan = steps.plan(experts_NK, len(w_up_EFD))
+        gate_M = gates_NK.detach().reshape(-1)[plan.slot_M]
+        x, dtype = steps.rows(x_ND, recipe.forward), x_ND.dtype
+        h_MF = steps.product(x, steps.weights(w_up_EFD, recipe.forward), plan, gather=True, dtype=dtype)
+        act = steps.swiglu(h_MF, gate_M, recipe.forward)
+        y_MD = steps.product(act, steps.weights(w_down_EDI, recipe.forward), plan, gather=False, dtype=dtype)
+        ctx.recipe, ctx.steps = recipe, steps
+        parts = plan.ends_E, plan.token_M, plan.slot_M, plan.row_NK
+        ctx.save_for_backward(x_ND, gate_M, w_up_EFD, w_down_EDI, h_MF, *parts)
+        return steps.combine(y_MD, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, gate_M, w_up_EFD, w_down_EDI, h_MF, *parts = ctx.saved_tensors
+        steps, dgrad, plan, dy_ND = ctx.steps, ctx.recipe.dgrad, Plan(*parts), gradients[0].contiguous()
+        dtype = x_ND.dtype
+        dy, w = steps.rows(dy_ND, dgrad), steps.weights(w_down_EDI.transpose(1, 2), dgrad)
+        d_MI = steps.product(dy, w, plan, gather=True, dtype=dtype)
+        dh_MF, dh, act_MI, dgate_M = steps.swiglu_backward(d_MI, h_MF, gate_M, dgrad)
+        dw_down = steps.outer(dy_ND, act_MI, plan, gather_g=True, gather_x=False, like=w_down_EDI)
+        dw_up = steps.outer(dh_MF, x_ND, plan, gather_g=False, gather_x=True, like=w_up_EFD)
+        dx_MD = steps.product(dh, steps.weights(w_up_EFD.transpose(1, 2), dgrad), plan, gather=False, dtype=dtype)
+        return steps.combine(dx_MD, plan), dgate_M[plan.row_NK], dw_up, dw_down, None, None, None
+
+
+def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int) -> None:
+    """ValueError that names the argument that does not fit."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: must be float32, bfloat16 or float64")
+    for name, tensor in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}: must be {x.dtype}, as x is")
+        if tensor.dim() != 3 or not tensor.numel():
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: must have three dimensions, none of them 0")
+    for name, tensor in (("router_logits", logits), ("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: must be on {x.device}, as x is")
+    if logits.dtype not in LOGITS:
+        raise ValueError(f"router_logits is {logits.dtype}: must be float16, bfloat16, float32 or float64")
+    if x.dim() < 2 or not x.numel():
+        raise ValueError(f"x of shape {tuple(x.shape)}: must be [..., D] with one token at least")
+    count, double, width = w_gate_up.shape
+    if width != x.shape[-1]:
+        raise ValueError(
+            f"w_gate_up of shape {tuple(w_gate_up.shape)}: must be [E, 2I, D] with D = {x.shape[-1]}, that of x"
+        )
+    if double % 2 or w_down.shape != (count, width, double // 2):
+        raise ValueError(
+            f"w_down of shape {tuple(w_down.shape)}: must be [E, D, I] = {(count, width, double // 2)}, as w_gate_up "
+            f"[E, 2I, D] is {tuple(w_gate_up.shape)}"
+        )
+    if logits.shape != (*x.shape[:-1], count):
+        raise ValueError(
+            f"router_logits of shape {tuple(logits.shape)}: must be {(*x.shape[:-1], count)}, E for each token"
+        )
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
+        raise ValueError(f"k={k!r}: must be an integer in 1..{count}, the number of experts")
+
+
+def _check_widths(w_up_EFD: Tensor, w_down_EDI: Tensor, recipe: Recipe) -> None:
+    """The blocks of a format must divide the widths that products sum over."""
+    for name, width in (("D", w_up_EFD.shape[2]), ("I", w_down_EDI.shape[2])):
+        if width % recipe.multiple:
+            raise ValueError(
+                f"recipe={recipe.name!r} has blocks: {name} = {width} must be a multiple of {recipe.multiple}"
+            )
+    if recipe.multiple > 1 and w_up_EFD.dtype == torch.float64:
+        raise ValueError(f"recipe={recipe.name!r} is of float32 and bfloat16: w_gate_up is torch.float64")

@@ -1,0 +1,90 @@
+"""Recipes: which number format each product of the experts reads its operands in.
+
+                  forward                            gradients of inputs          gradients of weights
+    bf16          as they are (bf16, float32, …)     as they are                  as they are
+    mxfp8         e4m3, a power of two per 32        the same                     as they are
+    fp8_block128  e4m3, a power of two per 128       the same                     as they are
+    nvfp4         e2m1, e4m3 per 16, fp32 a row      mxfp8                        as they are
+
+mxfp8 is Cursor's recipe (scales rounded up), nvfp4 that of Composer 2's RL (technical report §6.1: NVFP4 forward to match
+inference, MXFP8 backward); fp8_block128 is what Hopper's tensor cores can do fast, and its numbers are valid MXFP8. Gradients of
+weights sum over tokens, along which blocks would cross from one expert to the next; they are left in high precision, as torchao
+has it (`wgrad_with_hp`), on the operands as they were before they were quantised. Quantisation itself has gradient 1.
+
+Weights are quantised along the dimension that a product sums over: once for the forward and once, transposed, for the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor
+from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
+
+Format = Literal["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"]
+"""Of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does: kept to show what that breaks."""
+
+RecipeName = Literal["bf16", "mxfp8", "fp8_block128", "nvfp4"]
+
+Operand = Tensor | MXTensor | NVFP4Tensor
+
+MULTIPLE: dict[Format, int] = {"mxfp8": 32, "fp8_block128": 128, "nvfp4": 32, "nvfp4_tensor": 32}
+"""What the widths of a layer must be multiples of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """None: the operands as they are, in their own dtype."""
+
+    name: str
+    forward: Format | None = None
+    dgrad: Format | None = None
+
+    @property
+    def multiple(self) -> int:
+        return max((MULTIPLE[each] for each in (self.forward, self.dgrad) if each), default=1)
+
+
+RECIPES: dict[RecipeName, Recipe] = {
+    "bf16": Recipe(name="bf16"),
+    "mxfp8": Recipe(name="mxfp8", forward="mxfp8", dgrad="mxfp8"),
+    "fp8_block128": Recipe(name="fp8_block128", forward="fp8_block128", dgrad="fp8_block128"),
+    "nvfp4": Recipe(name="nvfp4", forward="nvfp4", dgrad="mxfp8"),
+}
+
+
+def as_recipe(recipe: str | Recipe) -> Recipe:
+    """Raises ValueError for a name that is none of `RECIPES`."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    found = next((known for name, known in RECIPES.items() if name == recipe), None)
+    if found is None:
+        raise ValueError(f"recipe={recipe!r}: must be one of {', '.join(get_args(RecipeName))}, or a Recipe")
+    return found
+
+
+def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = None) -> Operand:
+    """Activations or gradients, blocks along the last dimension, scales a row's own."""
+    if format is None:
+        return x_RK
+    if format in ("nvfp4", "nvfp4_tensor"):
+        return nvfp4_quantize(x_RK, share="token" if format == "nvfp4" else "tensor", backend=backend)
+    return mx_quantize(x_RK, block=32 if format == "mxfp8" else 128, backend=backend)
+
+
+def quantise_weights(w_EBA: Tensor, format: Format | None, backend: str | None = None) -> Operand:
+    """Weights [E, out, in]: as rows, but in squares where blocks are of 128 (both orientations are then the same numbers)."""
+    if format is None:
+        return w_EBA
+    if format == "fp8_block128":
+        return mx_quantize(w_EBA, block=128, rows=128, backend=backend)
+    return quantise_rows(w_EBA, "nvfp4" if format == "nvfp4_tensor" else format, backend)
+
+
+def as_numbers(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What is multiplied: a tensor as it is, a quantised one in `dtype`."""
+    return operand if isinstance(operand, Tensor) else operand.dequantize(dtype)

@@ -1,0 +1,229 @@
+"""Which experts a token goes to: the router's choice, what of it is replayed, how evenly it loads the experts.
+
+Dimensions: N tokens, D model width, E experts, K experts a token, L MoE layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_nb.kernels.compiled import compiled
+from composer_nb.kernels.linear import linear, sigmoid
+
+Level = Literal["ids", "ids+order", "weights"]
+"""What of the routes on record is replayed: the set of experts (in the order of the live scores), their order too, or also
+their gates, through which then no gradient reaches the router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a router chooses. `chosen` is K."""
+
+    chosen: int
+    sigmoid: bool = False
+    """Scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16)."""
+    groups: int = 1
+    kept_groups: int = 1
+    """Experts are chosen from the so many groups whose two best add up to most."""
+    scale: float = 1.0
+    """Factor of all gates."""
+    normalised: bool = True
+    """Whether softmax gates are divided by the sum of a token's; sigmoid gates always are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Routes to use in place of the router's own. [N, L, K] for a model, [N, K] for one layer (`layer`)."""
+
+    experts: Tensor
+    """int64, in the order in which they were chosen."""
+    level: Level = "ids+order"
+    gates: Tensor | None = None
+    """float32; needed at level `weights`."""
+    valid_N: Tensor | None = None
+    """bool; a token that is not valid takes the router's own experts. None: all are."""
+    plausible: float = 0.0
+    """Replayed experts whose live score is below this times the lowest of the router's own K are replaced by the best of its
+    own that are not among those kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
+
+    def take(self, own_N: Tensor) -> Replay:
+        """Those of some tokens."""
+        gates, valid_N = (None if x is None else x[own_N] for x in (self.gates, self.valid_N))
+        return replace(self, experts=self.experts[own_N], gates=gates, valid_N=valid_N)
+
+    def layer(self, index: int) -> Replay:
+        gates = None if self.gates is None else self.gates[:, index]
+        return replace(self, experts=self.experts[:, index], gates=gates)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a router decided for N tokens."""
+
+    experts_NK: Tensor
+    """int64, in order of falling score (or in the replayed order)."""
+    gates_NK: Tensor
+    """float32 or wider; gradients flow through it to the router."""
+    margin_N: Tensor
+    """Score of the K-th expert minus that of the next, the distance to a flip."""
+    probs_NE: Tensor
+    """float32 or wider; how a token is shared among all experts: the softmax, or sigmoids over their sum."""
+    own_NK: Tensor
+    """int64; what the router would have chosen itself. The same as `experts_NK` where nothing is replayed."""
+    implausible_NK: Tensor | None = None
+    """bool; replayed experts that were replaced. None where nothing is filtered."""
+
+
+def route(
+    x_ND: Tensor,
+    router_ED: Tensor,
+    rule: Rule,
+    bias_E: Tensor | None = None,
+    replay: Replay | None = None,
+    *,
+    tile: int = 0,
+) -> Routing:
+    """Scores of all experts, the choice of K, and gates.
+
+    softmax: as Qwen3-MoE's; gates are the chosen experts' shares of their sum. sigmoid: as DeepSeek-V3's; `bias_E` moves the
+    choice and no gate. Scores are computed in the dtype of `router_ED`, whatever that of `x_ND` is; what follows is float32, or
+    float64 where that is. With `replay` the experts are those given while the gates come from the live scores (but at level
+    `weights`), so that the router learns (R3, arXiv 2510.11370). Raises ValueError where routes do not fit the tokens.
+    """
+    logits_NE = linear(x_ND.to(router_ED.dtype), router_ED, tile)
+    logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+    if rule.sigmoid:
+        score_NE = sigmoid(logits_NE, tile)
+        choice_NE = score_NE if bias_E is None else score_NE + bias_E.to(score_NE.device)
+        probs_NE = score_NE / score_NE.sum(-1, keepdim=True)
+    else:
+        score_NE = choice_NE = probs_NE = logits_NE.softmax(-1)
+    own_NK, margin_N = _choose(choice_NE.detach(), rule)
+    experts_NK, implausible_NK = own_NK, None
+    if replay is not None:
+        experts_NK, implausible_NK = _replayed(replay, own_NK, score_NE.detach(), choice_NE.detach())
+    if rule.sigmoid:
+        chosen_NK = score_NE.gather(1, experts_NK)
+        gates_NK = chosen_NK / (chosen_NK.sum(-1, keepdim=True) + 1e-20)
+    elif rule.normalised:
+        # A softmax over the chosen logits equals dividing their probabilities by their sum, but stays finite if replayed
+        # experts have lost all of theirs.
+        gates_NK = logits_NE.gather(1, experts_NK).softmax(-1)
+    else:
+        gates_NK = score_NE.gather(1, experts_NK)
+    gates_NK = gates_NK * rule.scale if rule.scale != 1 else gates_NK
+    if replay is not None and replay.level == "weights":
+        gates_NK = _replayed_gates(replay, gates_NK, implausible_NK)
+    return Routing(experts_NK, gates_NK, margin_N, probs_NE, own_NK, implausible_NK)
+
+
+def _choose(choice_NE: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The K best experts, best first, and the distance to the next one."""
+    k, experts = rule.chosen, choice_NE.shape[1]
+    if rule.groups > rule.kept_groups:
+        grouped_NGE = choice_NE.unflatten(1, (rule.groups, -1))
+        best_NG = grouped_NGE.topk(min(2, grouped_NGE.shape[2]), -1).values.sum(-1)
+        kept_NG = torch.zeros_like(best_NG, dtype=torch.bool)
+        kept_NG.scatter_(1, best_NG.topk(rule.kept_groups, -1).indices, True)
+        choice_NE = grouped_NGE.masked_fill(~kept_NG[:, :, None], -math.inf).flatten(1)
+    top_NK = _best(choice_NE, min(k + 1, experts))
+    score_NK = choice_NE.gather(1, top_NK)
+    last_N = score_NK[:, k - 1]
+    margin_N = last_N - score_NK[:, k] if k < experts else last_N
+    return top_NK[:, :k], margin_N.clamp_max(1.0)  # no other expert was left where the next is -inf
+
+
+def _best(score_NE: Tensor, count: int) -> Tensor:
+    """int64 [N, count]: the largest, largest first; in float32 on a CPU equal ones in the order of their numbers, as in the
+    engine."""
+    if score_NE.dtype != torch.float32 or score_NE.device.type != "cpu":
+        return score_NE.topk(count, dim=-1).indices
+    best_NK = score_NE.new_empty(len(score_NE), count, dtype=torch.int64)
+    _fill_best(score_NE.contiguous().numpy(), best_NK.numpy())
+    return best_NK
+
+
+@compiled
+def _fill_best(score, best):  # type: ignore[no-untyped-def]
+    """By insertion; torch's `topk` takes twice as long on 64 scores. What is not a number comes first."""
+    count = best.shape[1]
+    held = np.empty(count, np.float32)
+    for n in range(len(score)):
+        filled = 0
+        for e in range(score.shape[1]):
+            key = score[n, e]
+            key = key if key == key else np.float32(np.inf)
+            if filled == count and not key > held[count - 1]:
+                continue
+            filled = min(filled + 1, count)
+            place = filled - 1
+            while place > 0 and key > held[place - 1]:
+                held[place], best[n, place] = held[place - 1], best[n, place - 1]
+                place -= 1
+            held[place], best[n, place] = key, e
+
+
+def choose_experts(logits_NE: Tensor, k: int) -> Tensor:
+    """int64 [N, K]: the k largest, largest first, of equal ones the lower number first, which torch's `topk` leaves open; NaN
+    counts as larger than all. In float32."""
+    value_NE = logits_NE.float() + 0.0  # no negative zeros
+    bits_NE = value_NE.contiguous().view(torch.int32)
+    order_NE = torch.where(value_NE.isnan(), 0x7FFFFFFF, bits_NE ^ ((bits_NE >> 31) & 0x7FFFFFFF))
+    last = logits_NE.shape[1] - 1
+    place_E = torch.arange(last, -1, -1, device=logits_NE.device)
+    key_NE = (order_NE.to(torch.int64) << 16) | place_E
+    return last - (key_NE.topk(k, dim=-1).values & 0xFFFF)
+
+
+def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Experts to use, and which of the given ones were replaced because the live router finds them implausible."""
+    experts_NK = replay.experts
+    if experts_NK.shape != own_NK.shape:
+        raise ValueError(f"replayed routes are {tuple(experts_NK.shape)}, the tokens need {tuple(own_NK.shape)}")
+    if replay.valid_N is not None:
+        experts_NK = torch.where(replay.valid_N[:, None], experts_NK, own_NK)
+    implausible_NK = None
+    if replay.plausible > 0:
+        least_N = replay.plausible * score_NE.gather(1, own_NK).amin(-1)
+        implausible_NK = score_NE.gather(1, experts_NK) < least_N[:, None]
+        experts_NK = _fill(experts_NK, implausible_NK, own_NK)
+    if replay.level == "ids":
+        order_NK = choice_NE.gather(1, experts_NK).argsort(stable=True, dim=-1, descending=True)
+        experts_NK = experts_NK.gather(1, order_NK)
+    return experts_NK, implausible_NK
+
+
+def _fill(experts_NK: Tensor, gone_NK: Tensor, own_NK: Tensor) -> Tensor:
+    """`experts_NK` with those that are gone replaced, place by place, by the router's own that are not there yet, best first."""
+    kept_NK = experts_NK.masked_fill(gone_NK, -1)
+    there_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
+    spare_NK = own_NK.gather(1, there_NK.to(torch.uint8).argsort(stable=True, dim=-1))
+    which_NK = (gone_NK.cumsum(-1) - 1).clamp_min(0)
+    return torch.where(gone_NK, spare_NK.gather(1, which_NK), experts_NK)
+
+
+def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | None) -> Tensor:
+    """The gates on record; live ones for tokens that are not valid or lost an expert."""
+    if replay.gates is None or replay.gates.shape != live_NK.shape:
+        raise ValueError(f"replay at level 'weights' needs gates of {tuple(live_NK.shape)} beside the experts")
+    use_N = torch.ones(len(live_NK), dtype=torch.bool, device=live_NK.device)
+    if replay.valid_N is not None:
+        use_N &= replay.valid_N
+    if implausible_NK is not None:
+        use_N &= ~implausible_NK.any(-1)
+    return torch.where(use_N[:, None], replay.gates.to(live_NK.dtype), live_NK)
+
+
+def load_balance(routing: Routing) -> Tensor:
+    """Auxiliary loss of one layer, E · Σ_e f_e · P_e (Switch, arXiv 2101.03961, eq. 4, with f counted over the K choices as
+    in Qwen3-MoE): K when experts are used evenly, E when all tokens go to the same ones."""
+    experts = routing.probs_NE.shape[1]
+    counts_E = torch.bincount(routing.experts_NK.reshape(-1), minlength=experts).float()
+    share_E = counts_E / max(1, routing.experts_NK.shape[0])
+    return experts * (share_E * routing.probs_NE.mean(0)).sum()

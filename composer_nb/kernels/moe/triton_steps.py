@@ -1,0 +1,49 @@
+"""The steps of an expert layer by the kernels in Triton; `plain.PlainSteps` says what each one computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from composer_nb.kernels.moe import grouped_gemm_triton, routing_triton, rows_triton
+from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.recipes import Format, Operand, quantise_rows, quantise_weights
+from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
+
+
+class TritonSteps:
+    """`architecture` is 90, 100, …, or 0 in the interpreter: what has no FP4 widens it."""
+
+    def __init__(self, architecture: int = 0) -> None:
+        self.widen = 0 < architecture < 100
+
+    def choose(self, logits_NE: Tensor, k: int) -> Tensor:
+        return routing_triton.choose(logits_NE, k).long()
+
+    def plan(self, experts_NK: Tensor, experts: int) -> Plan:
+        return routing_triton.plan(experts_NK, experts)
+
+    def rows(self, x_RK: Tensor, format: Format | None) -> Operand:
+        return quantise_rows(x_RK, format, "triton")
+
+    def weights(self, w_EBA: Tensor, format: Format | None) -> Operand:
+        return quantise_weights(w_EBA, format, "triton")
+
+    def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
+        if isinstance(x, Tensor) and isinstance(w, Tensor):
+            return grouped_gemm_triton.product(x, w, plan, gather=gather, dtype=dtype)
+        return scaled_product(x, w, plan, gather=gather, dtype=dtype, widen=self.widen)
+
+    def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
+        return grouped_gemm_triton.outer(g, x, plan, gather_g=gather_g, gather_x=gather_x, like=like)
+
+    def swiglu(self, h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
+        return rows_triton.swiglu(h_MF, gate_M, format)
+
+    def swiglu_backward(
+        self, d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
+    ) -> tuple[Tensor, Operand, Tensor, Tensor]:
+        return rows_triton.swiglu_backward(d_MI, h_MF, gate_M, format)
+
+    def combine(self, y_MD: Tensor, plan: Plan) -> Tensor:
+        return rows_triton.combine(y_MD, plan)

@@ -1,0 +1,1 @@
+"""Studies that notebooks call and training never does."""

@@ -1,0 +1,191 @@
+"""Attacks on what a sandbox may use: processes, memory, disk, output, time. Cases 23 to 27."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.sandbox.contract import Sandbox, SandboxDied
+from composer_nb.labs.attacks.case import (
+    LIMITS,
+    SPEC,
+    Cell,
+    SandboxCase,
+    Site,
+    Verdict,
+    alive,
+    nothing,
+    register,
+    register_both,
+)
+
+CASES: list[SandboxCase] = []
+
+
+def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[Any, float, float]:
+    """Runs an attack in one sandbox while another runs `true`: (result, its median time before, meanwhile)."""
+
+    def median(box: Sandbox, count: int) -> float:
+        taken = sorted(box.exec(["true"], timeout_s=60).duration_s for _ in range(count))
+        return taken[count // 2]
+
+    with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box:
+        results: list[Any] = []
+        before = median(neighbour, 15)
+
+        def run() -> None:
+            try:
+                results.append(box.exec(attack, timeout_s=timeout_s))
+            except SandboxDied as error:
+                results.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(0.3)
+        meanwhile = median(neighbour, 15)
+        thread.join()
+        left = 0 if isinstance(results[0], SandboxDied) or not alive(box) else box.stats().processes
+        return (results[0], left), before, meanwhile
+
+
+@register(CASES, 23, "fork bomb and thread bomb")
+def bombs(site: Site) -> Verdict:
+    threads = (
+        "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "    except RuntimeError: pass"
+    )
+    details, blocked = [], True
+    for attack in (["bash", "-c", "b() { b | b & }; b; sleep 60"], ["python3", "-c", threads]):
+        (result, left), before, meanwhile = _neighbour(site, attack)
+        ended = isinstance(result, SandboxDied) or result.timed_out or result.exit_code != 0
+        blocked &= ended and left == 0
+        details.append(f"neighbour {meanwhile * 1e3:.1f} ms, before {before * 1e3:.1f} ms, {left} processes left")
+    return Verdict(blocked=blocked, detail="; ".join(details))
+
+
+@register(CASES, 24, "use up the memory, by processes and by files in memory")
+def memory(site: Site) -> Verdict:
+    fill = "import os\nx = []\nwhile True: x.append(bytearray(16 << 20))"
+    files = "for p in /dev/shm /tmp .; do head -c 1G /dev/zero > $p/big; done; exit 1"
+    details, blocked = [], True
+    for attack in (["python3", "-c", fill], ["bash", "-c", files]):
+        free = _available()
+        (result, _), before, meanwhile = _neighbour(site, attack, timeout_s=15)
+        ended = isinstance(result, SandboxDied) or result.exit_code != 0
+        deadline = time.monotonic() + 20  # others may use memory too, and let go of it
+        while (given_back := _available() > free - (256 << 20)) is False and time.monotonic() < deadline:
+            time.sleep(0.1)
+        blocked &= ended and given_back
+        details.append(f"neighbour {meanwhile * 1e3:.1f} ms, before {before * 1e3:.1f} ms")
+    return Verdict(blocked=blocked, detail="; ".join(details))
+
+
+def _available() -> int:
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) << 10
+
+
+@register_both(CASES, 25, "fill the disk, use up inodes, a giant sparse file, folders without end")
+def disk(cell: Cell) -> Verdict:
+    source = """
+def fill(place):
+    size = 0
+    try:
+        with open(place + "/fill", "wb", buffering=0) as file:
+            while size < 1 << 30:
+                size += file.write(bytes(1 << 20))
+    except OSError:
+        pass
+    os.unlink(place + "/fill")
+    return size
+def crowd(place, make, tries):
+    count = 0
+    try:
+        while count < tries:
+            make(f"{place}/n{count}")
+            count += 1
+    except OSError:
+        pass
+    return count
+def deeper(name):
+    os.mkdir("d")
+    os.chdir("d")
+def sparse():
+    with open("giant", "wb") as file:
+        file.truncate(1 << 40)
+def f(places, most, inodes, tries):
+    found = [f"{place}: {size} bytes" for place in places if (size := fill(place)) > most]
+    if os.path.exists("/proc/self/mounts"):
+        with open("/proc/self/mounts") as file:
+            kinds = {line.split()[1]: line.split()[2] for line in file}
+        found += [f"{place} is on a disk" for place in (os.getcwd(), *places[:-1]) if kinds.get(place) != "tmpfs"]
+    for place in places:
+        count = crowd(place, lambda path: open(path, "w").close(), tries)
+        found += [f"{count} files in {place}"] * (count > inodes)
+        for number in range(count):
+            os.unlink(f"{place}/n{number}")
+    attempt(found, "sparse", sparse)
+    depth = crowd("", deeper, tries)
+    return found + [f"{depth} folders deep"] * (depth > inodes)
+"""
+    limits = LIMITS if cell.box is None else SPEC
+    counted = cell.site.backend.capabilities().enforced["inodes"]
+    inodes = limits.inodes if counted else 1 << 20  # where they are not limited, the capabilities say so
+    places = ["."] if cell.box is None else ["/tmp", "/dev/shm", "."]
+    found = cell.run(source, places, limits.disk_bytes, inodes, 3 * limits.inodes)
+    if cell.box is not None:
+        if not alive(cell.box):
+            found.append("the sandbox is dead")
+        try:
+            cell.box.download()
+            found.append("folders without end were read")
+        except OSError:
+            pass
+    return nothing(found)
+
+
+@register(CASES, 26, "endless output, on both streams, of bytes that are no text")
+def output(site: Site) -> Verdict:
+    found, details = [], []
+    floods = {
+        "stdout": "yes",
+        "stderr": "yes >&2",
+        "no text": "cat /dev/urandom",
+        "one line": "tr '\\0' x < /dev/zero",
+        "terminal": "while :; do printf '\\033[2J\\007\\000'; done",
+    }
+    with site.backend.create(SPEC) as box:
+        for name, flood in floods.items():
+            done = box.exec(["bash", "-c", flood], timeout_s=1, output_bytes=10_000)
+            size = len(done.stdout) + len(done.stderr)
+            if not done.timed_out or (not done.truncated and name != "terminal") or size > 21_000:
+                found.append(f"{name}: {size} bytes, truncated {done.truncated}")
+            details.append(f"{name} {size}")
+        if not alive(box):
+            found.append("the sandbox is dead")
+    return Verdict(blocked=not found, detail=str(found or details))
+
+
+@register(CASES, 27, "outlive a time limit")
+def time_limit(site: Site) -> Verdict:
+    evasions = (
+        "trap '' TERM INT HUP QUIT; while :; do sleep 60; done",
+        "(setsid bash -c 'sleep 61 & sleep 62' >/dev/null 2>&1 &); sleep 60",
+        "nohup setsid sleep 64 > /dev/null 2>&1 & disown; sleep 60",
+        "kill -STOP $$",
+        "for i in $(seq 30); do (sleep 60 &) ; done; while :; do :; done",
+        "python3 -c 'import os, time\nfor _ in range(30):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(60)'",
+    )
+    found, worst = [], 0.0
+    with site.backend.create(SPEC) as box:
+        for evasion in evasions:
+            begin = time.monotonic()
+            done = box.exec(["bash", "-c", evasion], timeout_s=0.5)
+            worst = max(worst, time.monotonic() - begin - 0.5)
+            if not done.timed_out or box.stats().processes:
+                found.append(evasion)
+        if not alive(box):
+            found.append("the sandbox is dead")
+    return Verdict(blocked=not found, detail=f"survived: {found}" if found else f"at most {worst:.2f} s late")

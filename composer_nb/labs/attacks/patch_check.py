@@ -1,0 +1,52 @@
+"""The hostile patches against a backend: each must be rejected, and the honest fix accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.sandbox.contract import Backend, SandboxUnavailable
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
+from composer_nb.labs.attacks.patches import patches
+
+TIMEOUT_S = 20.0
+
+
+def plan_for(task: Task, backend: Backend) -> Plan:
+    """Return the plan of one of the tasks here, without recorded calls: no patch answers those, and twins are to be tried.
+
+    Raises ValueError when it is not valid in this backend's sandboxes.
+    """
+    found = validate_task(task, backend)
+    if found.plan is None or not found.valid:
+        raise ValueError(f"task {task.id} is not valid here: {'; '.join(found.problems)}")
+    return replace(found.plan, calls=())
+
+
+def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
+    """{"id", "kind", "title", "blocked", "flagged", "detail"} of each, as `composer-nb sandbox check` prints them.
+
+    `blocked` of the honest fix means that it was dealt with rightly: accepted. Raises SandboxUnavailable for a backend without
+    isolation: these patches kill what they can reach.
+    """
+    if not backend.capabilities().isolated:
+        raise SandboxUnavailable(f"the backend {backend.name} does not isolate: hostile patches are not run in it")
+    plans = {task.id: plan_for(task, backend) for task in (TARGET, PROPERTY)}
+    for patch in patches():
+        grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
+        right = grade.passed == patch.honest and grade.status not in ("infra_error", "invalid_task")
+        passed = f"{sum(grade.tests.values())} of {len(grade.tests)} tests"
+        detail = ", ".join([grade.status, passed, *grade.flags])
+        yield {
+            "id": patch.id,
+            "kind": patch.case,
+            "title": patch.title,
+            "blocked": right and bool(grade.flags) >= patch.flagged,
+            "flagged": bool(grade.flags),
+            "detail": detail,
+        }

@@ -1,0 +1,147 @@
+"""Adversarial checks of a sandbox backend: hostile programs run as ordinary requests, judged by evidence.
+
+Each case looks at what the program reported and at what the host saw: a listener that was reached, a process
+that stayed, the time it took. A program that reports nothing at all has not proved to be stopped: then the
+outcome itself must be the one that the limit in question gives, or the case is not counted as blocked.
+
+The thirty kinds of case run on every backend: hostile patches (1 to 18; `patches.py`), which are graded, and hostile uses of a
+sandbox (19 to 30). On `bwrap`, function calls have cases of their own (`calls.py`).
+Covers escapes, resource use and the ways to forge a result. Does not cover faults of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.sandbox import BACKENDS, open_backend
+from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.labs.attacks import burdens, calls, conduct, walls
+from composer_nb.labs.attacks.case import (
+    NO_CALLS,
+    SECRET,
+    SECRET_NAME,
+    Judge,
+    SandboxCase,
+    Silent,
+    Site,
+    Verdict,
+)
+from composer_nb.labs.attacks.patch_check import check_patches
+from composer_nb.labs.attacks.patches import patches
+
+CALL_CASES = calls.CASES
+"""Cases of function calls."""
+SANDBOX_CASES = sorted((*walls.CASES, *burdens.CASES, *conduct.CASES), key=lambda case: case.number)
+"""Of every backend."""
+KINDS = 30
+"""Of attack, that every backend has to withstand: 1 to 18 are patches, the rest uses of a sandbox."""
+
+
+@contextlib.contextmanager
+def surroundings(backend: Backend, executor: Executor = NO_CALLS) -> Iterator[Site]:
+    """Secrets around a sandbox: a file, an environment variable, a descriptor, listeners of three kinds."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory.chmod(0o777)
+        canary = directory / "canary"
+        canary.write_text(SECRET)
+        canary.chmod(0o644)
+        leak = os.open(canary, os.O_RDONLY)
+        stack.callback(os.close, leak)
+        os.set_inheritable(leak, True)
+        before = os.environ.get(SECRET_NAME)
+        os.environ[SECRET_NAME] = SECRET
+        stack.callback(_restore, before)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind(str(directory / "socket"))
+        (directory / "socket").chmod(0o777)
+        abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
+        abstract.bind("\0composer_nb-" + uuid.uuid4().hex)
+        for listener in (tcp, local, abstract):
+            listener.listen()
+            listener.setblocking(False)
+        yield Site(backend=backend, canary=canary, tcp=tcp, local=local, abstract=abstract, calls=executor)
+
+
+def _restore(value: str | None) -> None:
+    if value is None:
+        del os.environ[SECRET_NAME]
+    else:
+        os.environ[SECRET_NAME] = value
+
+
+def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = lambda row: None) -> dict[str, Any]:
+    """{"backend", "capabilities", "kinds": [{"kind", "blocked", "cases"}], "cases": [{"id", "kind", "title", "blocked",
+    "flagged", "detail"}]}. `note` is called with each case as soon as it is judged.
+
+    The kind is a number of the list of thirty; 0: a control, or a case of function calls. A kind is blocked when each of
+    its cases is, of which there is one at least. A backend that isolates nothing is not attacked: nothing counts as blocked.
+    Raises ValueError for an unknown backend and SandboxUnavailable where it cannot work.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    made = open_backend(backend)
+    rows = []
+    with contextlib.closing(made):
+        facts = made.capabilities()
+        for row in _rows(made):
+            rows.append(row)
+            note(row)
+    shown = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}
+    by_kind = {kind: [row["blocked"] for row in rows if row["kind"] == kind] for kind in range(1, KINDS + 1)}
+    kinds = [
+        {"kind": kind, "blocked": bool(tried) and all(tried), "cases": len(tried)} for kind, tried in by_kind.items()
+    ]
+    return {"backend": backend, "capabilities": shown, "kinds": kinds, "cases": rows}
+
+
+def _rows(backend: Backend) -> Iterator[dict[str, Any]]:
+    if backend.capabilities().isolated:
+        yield from check_patches(backend)
+        with surroundings(backend) as site:
+            yield from run_cases(SANDBOX_CASES, site)
+    else:
+        for patch in patches():
+            yield _row(patch.id, patch.case, patch.title, _NOT_RUN)
+        for case in SANDBOX_CASES:
+            yield _row(case.id, case.number, case.title, _NOT_RUN)
+    if backend.name == "bwrap":
+        with SandboxExecutor() as executor, surroundings(executor.backend, executor) as site:
+            yield from run_cases(CALL_CASES, site)
+
+
+_NOT_RUN = Verdict(blocked=False, detail="not tried: this backend isolates nothing")
+
+
+def run_cases(cases: Sequence[SandboxCase], site: Site) -> Iterator[dict[str, Any]]:
+    """Yield the row of each case."""
+    for case in cases:
+        yield _row(case.id, case.number, case.title, verdict_of(case.judge, site))
+
+
+def verdict_of(judge: Judge, site: Site) -> Verdict:
+    """Return a judge's verdict; a program that gives no evidence is not proved to be stopped."""
+    try:
+        return judge(site)
+    except (Silent, ValueError) as silence:
+        return Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
+
+
+def _row(name: str, kind: int, title: str, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "id": name,
+        "kind": kind,
+        "title": title,
+        "blocked": verdict.blocked,
+        "flagged": verdict.flagged,
+        "detail": verdict.detail,
+    }

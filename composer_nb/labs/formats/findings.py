@@ -1,0 +1,152 @@
+"""What Cursor found out about low precision, as numbers that anybody can compute again.
+
+NVFP4 as NVIDIA has it shares one float32 scale among all tokens of a tensor. So a token's numbers depend on tokens beside it, and
+on later ones; and its divisions must be those of IEEE 754 (Composer 2 technical report, §6.1). Nothing here needs a GPU.
+
+Dimensions: T tokens, K columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from composer_nb.kernels.formats import microscaling as formats
+from composer_nb.kernels.formats.microscaling import (
+    MXTensor,
+    NVFP4Tensor,
+    mx_quantize_reference,
+    nvfp4_quantize_reference,
+    unpack_e2m1,
+)
+
+Quantize = Callable[[Tensor], MXTensor | NVFP4Tensor]
+
+FORMATS: dict[str, Quantize] = {
+    "MXFP8": mx_quantize_reference,
+    "MXFP8, floor": lambda x: mx_quantize_reference(x, rule="floor"),
+    "MXFP8, blocks of 128": lambda x: mx_quantize_reference(x, block=128),
+    "NVFP4, a scale per token": nvfp4_quantize_reference,
+    "NVFP4, a scale per tensor": lambda x: nvfp4_quantize_reference(x, share="tensor"),
+}
+"""By the names that figures have."""
+
+
+# -- who sees whom -------------------------------------------------------------------------------------------
+
+
+def changed_past(quantize: Quantize, x_TK: Tensor, factor: float = 3.0) -> Tensor:
+    """[T − 1]: by how much the quantised numbers of each earlier token change, relative to their length, when the last token is
+    multiplied by `factor`. Any but 0 lets the future into the past. (A power of two moves a shared scale and no rounding.)"""
+    later_TK = x_TK.clone()
+    later_TK[-1] *= factor
+    before_TK, after_TK = quantize(x_TK).dequantize()[:-1], quantize(later_TK).dequantize()[:-1]
+    return (after_TK - before_TK).norm(dim=1) / before_TK.norm(dim=1)
+
+
+def changed_alone(quantize: Quantize, x_TK: Tensor) -> Tensor:
+    """[T]: by how much each token's quantised numbers change, relative to their length, when it is alone in its batch."""
+    together_TK = quantize(x_TK).dequantize()
+    alone_TK = torch.cat([quantize(token_TK).dequantize() for token_TK in x_TK.split(1)])
+    return (alone_TK - together_TK).norm(dim=1) / together_TK.norm(dim=1)
+
+
+# -- division ------------------------------------------------------------------------------------------------
+
+Division = Literal["ieee", "inverse", "approximate"]
+"""Of float32: rounded to nearest; times the rounded inverse; times an inverse that is cut off instead of rounded. The last one is
+within one unit in the last place, which is what PTX promises of `rcp.approx.f32`, that `__fdividef` and `div.full` go through."""
+
+
+def quotient(a: Tensor, b: Tensor, how: Division) -> Tensor:
+    """a / b in float32. Raises ValueError for an unknown `how`."""
+    if how not in get_args(Division):
+        raise ValueError(f"division={how!r} must be one of {', '.join(get_args(Division))}")
+    if how == "ieee":
+        return a / b
+    if how == "inverse":
+        return a * torch.ones_like(b).div(b)
+    exact = 1 / b.double()
+    near = exact.float()
+    beyond = near.double().abs() > exact.abs()
+    return a * torch.where(beyond, torch.nextafter(near, torch.zeros_like(near)), near)
+
+
+@contextmanager
+def dividing(how: Division) -> Iterator[None]:
+    """NVFP4 is quantised with this division meanwhile, by the reference: in this whole process, so for experiments only."""
+    quotient(torch.ones(1), torch.ones(1), how)
+    kept = formats.divide
+    formats.divide = lambda a, b: quotient(a, b, how)
+    try:
+        yield
+    finally:
+        formats.divide = kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differing:
+    """What another division changes, as shares of what is stored."""
+
+    global_scales: float
+    scales: float
+    codes: float
+    tokens: float
+    """Those with any bit changed."""
+
+
+def differing(x_TK: Tensor, how: Division) -> Differing:
+    """NVFP4 of x with a division against NVFP4 with IEEE's."""
+    exact = nvfp4_quantize_reference(x_TK)
+    with dividing(how):
+        other = nvfp4_quantize_reference(x_TK)
+    g_T = (exact.global_scale != other.global_scale).squeeze(-1)
+    s_TB = exact.scale.view(torch.uint8) != other.scale.view(torch.uint8)
+    q_TK = unpack_e2m1(exact.qdata) != unpack_e2m1(other.qdata)
+    return Differing(
+        global_scales=float(g_T.float().mean()),
+        scales=float(s_TB.float().mean()),
+        codes=float(q_TK.float().mean()),
+        tokens=float((g_T | s_TB.any(1) | q_TK.any(1)).float().mean()),
+    )
+
+
+# -- how fast it could be ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """Peaks that a maker states, dense, without sparsity: bytes a second, and operations a second by format."""
+
+    name: str
+    bandwidth: float
+    peak: dict[str, float]
+
+
+H200 = Chip(name="H200", bandwidth=4.8e12, peak={"bf16": 989e12, "fp8": 1979e12})
+B200 = Chip(name="B200", bandwidth=8.0e12, peak={"bf16": 2250e12, "mxfp8": 4500e12, "nvfp4": 9000e12})
+
+
+def attainable(chip: Chip, form: str, intensity: float) -> float:
+    """Operations a second at `intensity` operations a byte: the roofline (Williams et al., 2009)."""
+    return min(chip.peak[form], chip.bandwidth * intensity)
+
+
+BITS = {"bf16": 16.0, "fp8": 8.0 + 8 / 128, "mxfp8": 8.0 + 8 / 32, "nvfp4": 4.0 + 8 / 16}
+"""An element with its share of the scales; NVFP4's float32 scale of a token is nothing beside these."""
+
+
+def product_intensity(rows: int, columns: int, inner: int, form: str) -> float:
+    """Operations a byte of a product [rows, inner] · [inner, columns] that reads each operand once and writes bf16."""
+    read = (rows + columns) * inner * BITS[form] / 8
+    return 2.0 * rows * columns * inner / (read + 2.0 * rows * columns)
+
+
+def quantize_intensity(form: str) -> float:
+    """Operations a byte of quantisation of bf16, at about four operations a number: far under every roof."""
+    return 4.0 / (2.0 + BITS[form] / 8)

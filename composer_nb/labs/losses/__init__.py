@@ -1,0 +1,1 @@
+"""The loss bench: published policy-gradient losses on a stored batch."""

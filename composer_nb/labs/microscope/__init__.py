@@ -1,0 +1,1 @@
+"""The mismatch microscope: why engine and trainer disagree on a log-probability."""

@@ -1,0 +1,374 @@
+"""How an engine or a trainer computes log-probabilities: a list of choices, and what they give on a frozen batch.
+
+    observe(program, batch)    log-probabilities, distributions, routes and residual streams
+    record(program, batch)     the batch as an engine of these choices would have recorded it
+
+All programs start from float32 weights. Where a whole forward pass is another program's (our compiled kernel, a `transformers`
+module), that function is a choice of its own (`forward`).
+
+Dimensions: R rows, T tokens of a row, N forwarded tokens of all rows, U of the prefix tree, S tokens that the policy wrote, D
+width, L MoE layers, K experts a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer_nb.harness.policy import Trace, route_checks
+from composer_nb.kernels.attention.cached import cached_attention
+from composer_nb.kernels.decode import NewTokens, decode
+from composer_nb.kernels.moe.routing import Replay, Routing, Rule
+from composer_nb.labs.microscope.frozen import Batch, Row, row_of
+from composer_nb.labs.retrace import trace_of
+from composer_nb.trainer.engine import pack
+from composer_nb.trainer.learning.packing import Stream, flatten
+from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplayLevel, ReplaySettings
+from composer_nb.trainer.models.transformer import Attend, Model, PackedRows
+from composer_nb.trainer.models.variants import Numerics, variant
+
+BUDGET = 4096
+"""Tokens forwarded at a time."""
+Layout = Literal["tree", "rows", "cache"]
+"""Attention. tree: the trainer's prefix tree, padded SDPA. rows: padded SDPA, each row whole. cache: the engine's compiled
+attention on a key-value cache."""
+Place = tuple[int, str]
+"""(layer, what was added last), as in `Model.watch`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Choices of an engine or a trainer, in the order in which causes are tried."""
+
+    model: Model
+    """Weights in float32."""
+    written: bool = True
+    """Take what the policy wrote as recorded tokens, not from texts that are rendered again."""
+    read: bool = True
+    """The same for what it read: prompts, observations, and the special tokens around them."""
+    placed: bool = True
+    """Take positions from the record, not 0, 1, 2, …"""
+    jump: int = 0
+    """Added to all positions from the first written token on."""
+    rope_theta: float | None = None
+    """RoPE base (default: the model's)."""
+    shift: int = 0
+    """Report at each token the log-probability of the token so many places before it."""
+    temperature: float = 1.0
+    """Temperature of the reported distributions, whatever was sampled at; 0 reports those of temperature 1, as greedy engines
+    do."""
+    top_p: float = 1.0
+    """Nucleus of the reported distributions; the token itself always counts as inside."""
+    head: torch.dtype = torch.float32
+    """Dtype of the output layer's product."""
+    replay: ReplayLevel = "none"
+    """What to replay of the recorded routes."""
+    layout: Layout = "tree"
+    attention: torch.dtype = torch.float32
+    numerics: Numerics = field(default_factory=Numerics)
+    """Arithmetic of all other products; with `dtype` bfloat16 also of the residual stream."""
+    alone: bool = False
+    """Forward rows one by one, so that matrices have other heights."""
+    forward: Forward | None = None
+    """Another program's forward pass on routes of its own; layout, attention, numerics and alone then have no effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwarded:
+    """Values at N forwarded tokens, row after row."""
+
+    hidden_ND: Tensor
+    """After the final norm."""
+    experts_NLK: Tensor
+    """Experts used; int64."""
+    gates_NLK: Tensor
+    """Gates used; float32."""
+    own_NLK: Tensor
+    """Experts that the routers choose, given the same inputs."""
+    live_NLK: Tensor
+    """Gates that the routers give the experts used."""
+    margin_NL: Tensor
+    streams: dict[Place, Tensor] = field(default_factory=dict)
+    """The residual stream [N, D] at each place; empty unless asked for."""
+
+
+class Rows(NamedTuple):
+    """All tokens of each row but its last."""
+
+    lengths: list[int]
+    ids_N: Tensor
+    position_N: Tensor
+    row_N: Tensor
+    depth_N: Tensor
+    """Place in the row."""
+
+
+Forward = Callable[[Model, Rows], Forwarded]
+"""Raises ValueError for a model or rows that it cannot compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A program's values at the S written tokens of a batch."""
+
+    logprob_S: Tensor
+    """float64, as the program reports them; NaN where it has no such token."""
+    logprob_SV: Tensor
+    """float32 distributions; rows of missing tokens are meaningless."""
+    forwarded: Forwarded
+
+
+@torch.no_grad()
+def observe(
+    program: Program, batch: Batch, *, streams: bool = False, made: dict[Any, Model] | None = None, budget: int = BUDGET
+) -> Seen:
+    """Forward the batch, about `budget` tokens at a time; with `streams` keep the residual streams. `made` caches copies of
+    models between calls.
+
+    Raises ValueError for rows that are too long, routes that do not fit, and a `forward` that cannot compute this.
+    """
+    made = {} if made is None else made
+    parts = [_observe(program, part, streams, made) for part in batch.parts(budget)]
+    return Seen(
+        logprob_S=torch.cat([part.logprob_S for part in parts]),
+        logprob_SV=torch.cat([part.logprob_SV for part in parts]),
+        forwarded=joined([part.forwarded for part in parts]),
+    )
+
+
+def _observe(program: Program, batch: Batch, streams: bool, made: dict[Any, Model]) -> Seen:
+    p = program
+    rows = [
+        row_of(batch, number, written=p.written, read=p.read, placed=p.placed, jump=p.jump)
+        for number in range(len(batch.rows))
+    ]
+    model = _prepared(program, made)
+    found = _forwarded(program, model, batch, rows, streams)
+    starts = np.cumsum([0, *(len(row.token_ids) - 1 for row in rows)])[:-1]
+    before_S = np.concatenate([start + np.maximum(row.at_W - 1, 0) for start, row in zip(starts, rows, strict=True)])
+    token_S = torch.from_numpy(np.concatenate([row.token_ids[row.at_W] for row in rows])).long()
+    logits_SV = F.linear(found.hidden_ND[torch.from_numpy(before_S)].to(p.head), model.output_weight.to(p.head)).float()
+    logprob_SV = distributions(logits_SV, token_S, p.temperature, p.top_p)
+    logprob_S = logprob_SV.gather(1, token_S[:, None])[:, 0].double()
+    there_S = torch.from_numpy(np.concatenate([row.at_W for row in rows]) >= 0)
+    logprob_S = torch.where(there_S, logprob_S, torch.nan)
+    if p.shift:
+        width = abs(p.shift)
+        moved = [np.pad(row, width)[width - p.shift :][: len(row)] for row in batch.spread(logprob_S.numpy())]
+        logprob_S = torch.from_numpy(np.concatenate([row[at] for row, at in zip(moved, batch.written, strict=True)]))
+    return Seen(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=found)
+
+
+def distributions(logits_SV: Tensor, token_S: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Return reported log-probabilities; `token_S` count as part of every nucleus."""
+    logprob_SV = (logits_SV / (temperature or 1.0)).log_softmax(-1)
+    if top_p >= 1:
+        return logprob_SV
+    order = logprob_SV.sort(stable=True, dim=-1, descending=True)
+    above_SV = order.values.exp().cumsum(-1) - order.values.exp()
+    kept_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
+    kept_SV.scatter_(1, token_S[:, None], True)
+    return logprob_SV.masked_fill(~kept_SV, -torch.inf).log_softmax(-1)
+
+
+def record(program: Program, batch: Batch) -> Batch:
+    """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records. Raises
+    ValueError for an engine that does not read the tokens on record."""
+    if not (program.written and program.read):
+        raise ValueError("an engine records the tokens that it read and wrote: written and read must be on")
+    seen = observe(program, batch)
+    found = seen.forwarded
+    routed = (values.split(batch.lengths) for values in (found.experts_NLK, found.gates_NLK, found.margin_NL))
+    logprobs = batch.spread(seen.logprob_S.float().numpy())
+    rows = tuple(
+        replace(row, logprob=logprob, trace=trace_of(row.token_ids, parts, program.model.config.num_experts))
+        for row, logprob, parts in zip(batch.rows, logprobs, zip(*routed, strict=True), strict=True)
+    )
+    return replace(batch, rows=rows)
+
+
+def _prepared(program: Program, made: dict[Any, Model]) -> Model:
+    """Return the weights as the program computes with them."""
+    plain = program.numerics == Numerics() and program.rope_theta is None
+    if plain or program.forward is not None:
+        return program.model
+    key = id(program.model), program.numerics, program.rope_theta
+    if key not in made:
+        made[key] = variant(program.model, program.numerics)
+        if program.rope_theta is not None:
+            made[key].config = replace(program.model.config, rope_theta=program.rope_theta)
+            made[key].rope_table(torch.zeros(0, dtype=torch.float64))  # another dtype evicts the old base's table
+    return made[key]
+
+
+# Forward passes
+
+
+def _forwarded(program: Program, model: Model, batch: Batch, rows: Sequence[Row], streams: bool) -> Forwarded:
+    longest = max(int(row.position[:-1].max(initial=0)) for row in rows)
+    lowest = min(int(row.position[:-1].min(initial=0)) for row in rows)
+    if lowest < 0 or longest >= model.config.max_position_embeddings:
+        raise ValueError(
+            f"positions {lowest} to {longest}: they must lie in 0..{model.config.max_position_embeddings - 1} "
+            "(model.max_position_embeddings)"
+        )
+    if program.forward is not None:
+        return program.forward(model, _rows(rows))
+    if program.replay != "none" and not batch.routed:
+        raise ValueError(f"replay of {program.replay!r} needs routes and gates on record, and the batch has none")
+    traces = [None if program.replay == "none" else row.trace for row in batch.rows]
+    pieces = [slice(n, n + 1) for n in range(len(rows))] if program.alone else [slice(None)]
+    return joined([_trunk(program, model, rows[piece], traces[piece], streams) for piece in pieces])
+
+
+def joined(parts: Sequence[Forwarded]) -> Forwarded:
+    """Concatenate rows."""
+    names = [each.name for each in fields(Forwarded) if each.name != "streams"]
+    streams = {place: torch.cat([part.streams[place] for part in parts]) for place in parts[0].streams}
+    return Forwarded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, streams=streams)
+
+
+def _rows(rows: Sequence[Row]) -> Rows:
+    lengths = [len(row.token_ids) - 1 for row in rows]
+    return Rows(
+        lengths=lengths,
+        ids_N=torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long(),
+        position_N=torch.from_numpy(np.concatenate([row.position[:-1] for row in rows])),
+        row_N=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        depth_N=torch.cat([torch.arange(length) for length in lengths]),
+    )
+
+
+class _Plan(NamedTuple):
+    """Arguments of `trunk`, and which of its tokens each of the N is (None: the same)."""
+
+    ids: Tensor
+    position: Tensor
+    attend: Attend
+    replay: Replay | None
+    node_N: Tensor | None
+
+
+def _trunk(
+    program: Program, model: Model, rows: Sequence[Row], traces: Sequence[Trace | None], streams: bool
+) -> Forwarded:
+    plan = (_tree if program.layout == "tree" else _flat)(program, model, rows, traces)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        dtype = program.attention
+        return plan.attend(layer, q.to(dtype), k.to(dtype), v.to(dtype), scale).to(q.dtype)
+
+    seen: dict[Place, Tensor] = {}
+    if streams:
+        model.watch = lambda layer, part, x: seen.update({(layer, part): x})
+    try:
+        hidden, routings = model.trunk(plan.ids, plan.position, attend, plan.replay)
+    finally:
+        model.watch = None
+
+    def of_tokens(x: Tensor) -> Tensor:
+        return x if plan.node_N is None else x.index_select(0, plan.node_N)
+
+    def stacked(of: Callable[[Routing], Tensor]) -> Tensor:
+        return of_tokens(torch.stack([of(routing) for routing in routings], 1))
+
+    return Forwarded(
+        hidden_ND=of_tokens(hidden),
+        experts_NLK=stacked(lambda routing: routing.experts_NK),
+        gates_NLK=stacked(lambda routing: routing.gates_NK).float(),
+        own_NLK=stacked(lambda routing: routing.own_NK),
+        live_NLK=stacked(lambda routing: _live(routing, model.config.rule)).float(),
+        margin_NL=stacked(lambda routing: routing.margin_N).float(),
+        streams={place: of_tokens(x).float() for place, x in seen.items()},
+    )
+
+
+def _live(routing: Routing, rule: Rule) -> Tensor:
+    """Return the gates of the experts used, from the router's own scores."""
+    chosen_NK = routing.probs_NE.gather(1, routing.experts_NK)
+    shares_NK = chosen_NK / (chosen_NK.sum(-1, keepdim=True) + 1e-20) if rule.normalised else chosen_NK
+    return shares_NK * rule.scale
+
+
+def _flat(program: Program, model: Model, rows: Sequence[Row], traces: Sequence[Trace | None]) -> _Plan:
+    """Lay rows side by side."""
+    flat = _rows(rows)
+    replay = None
+    if program.replay != "none":
+        routes, gates, valid = (
+            torch.from_numpy(np.concatenate([getattr(trace, name)[:-1] for trace in traces]).astype(dtype))
+            for name, dtype in (("routes", np.int64), ("gates", np.float32), ("route_valid", np.bool_))
+        )
+        replay = Replay(experts=routes, level=program.replay, gates=gates, valid_N=valid)
+    attend = PackedRows.of_lengths(flat.lengths, model.config).attend if program.layout == "rows" else _cache(flat)
+    return _Plan(flat.ids_N, flat.position_N, attend, replay, None)
+
+
+def _cache(flat: Rows) -> Attend:
+    """Return the engine's attention, on keys and values in a cache."""
+
+    def filled(x: Tensor) -> Tensor:
+        cache = x.new_zeros(len(flat.lengths), max(flat.lengths), *x.shape[1:])
+        return cache.index_put_((flat.row_N, flat.depth_N), x).transpose(1, 2).contiguous()
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return cached_attention(q, filled(k), filled(v), flat.row_N, flat.depth_N, scale)
+
+    return attend
+
+
+def _tree(program: Program, model: Model, rows: Sequence[Row], traces: Sequence[Trace | None]) -> _Plan:
+    """Build the trainer's prefix tree. Tokens at other positions are other tokens, so the id carries the position's offset."""
+    vocabulary = model.config.vocab_size
+    offsets = [np.append((row.position - np.arange(len(row.position)))[:-1], 0) for row in rows]
+    lowest = min(int(offset.min()) for offset in offsets)
+    streams = []
+    for row, offset, trace in zip(rows, offsets, (trace or Trace() for trace in traces), strict=True):
+        ids = (row.token_ids + vocabulary * (offset - lowest)).astype(np.int32)
+        blank = np.zeros(len(ids), np.float32)
+        streams.append(
+            Stream(
+                token_ids=ids,
+                acted=np.ones(len(ids), np.bool_),  # so that every forwarded token counts as one that predicts
+                logprob=blank,
+                advantage=blank,
+                routes=trace.routes,
+                gates=trace.gates,
+                route_valid=trace.route_valid,
+                checks=route_checks(np.arange(len(ids)), ids, trace.routes) if len(trace.routes) else trace.checks,
+            )
+        )
+    settings = NO_REPLAY if program.replay == "none" else ReplaySettings(level=program.replay, missing=1.0)
+    batch = flatten(streams, settings)
+    marks_N = torch.div(batch.inputs_N, vocabulary, rounding_mode="floor")
+    return _Plan(
+        batch.inputs_N % vocabulary,
+        batch.position_N + marks_N + lowest,
+        batch.attend,
+        batch.recorded,
+        batch.place_U[batch.from_S],
+    )
+
+
+def compiled(model: Model, rows: Rows) -> Forwarded:
+    """Run the engine's compiled kernel (`kernels/decode.py`), which attends, routes and multiplies in one function a layer."""
+    weights, c = pack(model), model.config
+    if weights is None:
+        raise ValueError("the compiled kernel is for a float32 Qwen3-MoE on a CPU whose layers fit its cache")
+    if not torch.equal(rows.position_N, rows.depth_N):
+        raise ValueError("the compiled kernel needs positions 0, 1, 2, …; the batch has others")
+    shape = (c.num_hidden_layers, len(rows.lengths), c.num_key_value_heads, max(rows.lengths))
+    k, v = np.zeros((*shape, c.head_dim), np.float32), np.zeros((*shape, c.value_width), np.float32)
+    at, row = rows.depth_N.numpy(), rows.row_N.numpy()
+    new = NewTokens(rows.ids_N.numpy(), at, row, row, at, np.arange(len(at)))
+    found = decode(weights, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
+    hidden, experts, gates, margins = (torch.from_numpy(np.ascontiguousarray(values)) for values in found)
+    return Forwarded(
+        hidden_ND=hidden, experts_NLK=experts, gates_NLK=gates, own_NLK=experts, live_NLK=gates, margin_NL=margins
+    )

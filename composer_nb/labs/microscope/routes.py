@@ -1,0 +1,185 @@
+"""Figures of routes: where the trainer would have chosen other experts than the engine, and the effect on log-probabilities.
+
+Each figure is drawn from `mismatch.Comparison`s by name, one per pair of numerics.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from composer_nb.harness.policy import Trace
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.recipe.mismatch import Comparison, Gap, gap_figures
+from composer_nb.views import style
+from composer_nb.views.style import Picture, key, title
+
+_HUES = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE)
+_MARKS = "oDs^v"
+BINS, ENOUGH = 14, 20
+"""Bins of a logarithmic axis of margins, and how many (token, layer) pairs make one worth drawing."""
+TURN = 1e-9
+"""A turn of a gradient that is none, as 1 − cosine."""
+LEAST, MOST = 1e-7, 30.0
+"""An axis of gaps. float32 resolves no less of a log-probability around 1."""
+
+
+def flips(found: Mapping[str, Comparison]) -> Picture:
+    """Draw the share of tokens that flip an expert, by layer and by the margin of the trainer's router."""
+    picture = Picture(9.5, 3.3)
+    layers, margins = picture.panels(1, 2)
+    width = 0.8 / max(1, len(found))
+    for place, (name, pair) in enumerate(found.items()):
+        hue = _HUES[place % len(_HUES)]
+        share_L = pair.flips_NL.mean(0)
+        at = np.arange(1, len(share_L) + 1) + (place - (len(found) - 1) / 2) * width
+        layers.bar(at, share_L, width * 0.92, color=hue, label=name)
+        middle, share = by_margin(pair)
+        margins.plot(middle, share, color=hue, marker=_MARKS[place % len(_MARKS)], markersize=4, label=name)
+    layers.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+    title(style.whole_steps(layers), "tokens that flip an expert", "layer", "share of tokens")
+    margins.set_xscale("log")
+    style.as_share(margins, 1.02)
+    title(
+        margins,
+        "by the margin between the last expert in and the first out",
+        "margin (probability)",
+        "share that flips",
+    )
+    key(layers)
+    return picture
+
+
+def by_margin(pair: Comparison) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the middle of each bin with at least ENOUGH margins, and the share of its (token, layer) pairs that flip."""
+    margin, flipped = pair.margins_NL.ravel(), pair.flips_NL.ravel()
+    edges = np.geomspace(max(1e-6, margin.min()), 1.0, BINS + 1)
+    bin_of = np.clip(np.searchsorted(edges, margin, "right") - 1, 0, BINS - 1)
+    count = np.bincount(bin_of, minlength=BINS)
+    there = count >= ENOUGH
+    share = np.bincount(bin_of, flipped, BINS)[there] / count[there]
+    return np.sqrt(edges[:-1] * edges[1:])[there], share
+
+
+def gaps(found: Mapping[str, Comparison]) -> Picture:
+    """Draw the share of tokens beyond each size of |Δ log p|, one panel per pair: own routes, the engine's replayed, and the
+    floor, tokens whose routes agreed anyway."""
+    picture = Picture(3.3 * max(2, len(found)), 3.2)
+    panels = picture.panels(1, len(found), sharey=True)
+    for place, (ax, (name, pair)) in enumerate(zip(panels, found.items(), strict=True)):
+        lines: tuple[tuple[str, Gap, str, str], ...] = (
+            ("own routes", pair.off_S, style.VERMILION, "-"),
+            ("engine's routes replayed", pair.on_S, style.BLUE, "-"),
+            ("routes agree anyway", pair.on_S[~pair.flipped_S], style.GREY, "--"),
+        )
+        for label, gap_S, hue, dash in lines:
+            if len(gap_S):
+                size = np.sort(np.maximum(np.abs(gap_S), LEAST))
+                ax.plot(size, 1 - np.arange(len(size)) / len(size), dash, color=hue, linewidth=1.7, label=label)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_xlim(LEAST, MOST)
+        title(ax, name, "|Δ log p|, nats", "share of tokens beyond it" if place == 0 else "")
+    key(panels[0], loc="lower left")
+    return picture
+
+
+def ratios(found: Mapping[str, Comparison], loss: LossSettings | None = None) -> Picture:
+    """Draw the tokens whose ratio trainer / engine lies outside PPO's clip, and outside ± 1 %, with the trainer's own routes
+    and with the engine's."""
+    picture = Picture(9.5, 2.9)
+    settings = loss or LossSettings()
+    windows = (
+        (f"outside {1 - settings.clip_low:g} to {1 + settings.clip_high:g}", settings.clip_low, settings.clip_high),
+        ("off by more than 1 %", 0.01, 0.01),
+    )
+    for ax, (text, low, high) in zip(picture.panels(1, 2), windows, strict=True):
+        for place, (label, hue) in enumerate((("own routes", style.VERMILION), ("replayed", style.BLUE))):
+            at = np.arange(len(found)) + (place - 0.5) * 0.38
+            counts = [outside(pair.on_S if place else pair.off_S, low, high) for pair in found.values()]
+            ax.bar(at, counts, 0.36, color=hue, label=label)
+            for x, count in zip(at, counts, strict=True):
+                ax.text(x, count, f"{count:,}", ha="center", va="bottom", fontsize=8.5, color=style.INK)
+        ax.set_xticks(range(len(found)), _names(found), fontsize=8.5)
+        tokens = max((len(pair.off_S) for pair in found.values()), default=0)
+        title(style.from_zero(ax), f"ratios {text}", "", f"of {tokens:,} tokens")
+    key(picture.axes[0])
+    return picture
+
+
+def _names(found: Mapping[str, object]) -> list[str]:
+    """Names of pairs in several short lines."""
+    return [textwrap.fill(name.replace("-", "- "), 14).replace("- ", "-") for name in found]
+
+
+def outside(gap_S: Gap, low: float, high: float) -> int:
+    """Return how many ratios exp(gap) leave 1 − low .. 1 + high."""
+    ratio_S = np.exp(gap_S)
+    return int(((ratio_S < 1 - low) | (ratio_S > 1 + high)).sum())
+
+
+def route(routes_TLK: NDArray[np.uint8], texts: Sequence[str], experts: int) -> Picture:
+    """Draw the experts of each of T tokens in each layer, as a strip of dots under the token's text."""
+    tokens, layers, _ = routes_TLK.shape
+    picture = Picture(max(6.0, 0.32 * tokens), 0.8 + 0.13 * layers * experts)
+    for layer, ax in enumerate(picture.panels(layers, 1, sharex=True)):
+        for place in range(routes_TLK.shape[2]):
+            ax.plot(range(tokens), routes_TLK[:, layer, place], "os"[place % 2], color=_HUES[place % 5], markersize=4.5)
+        ax.set_ylim(experts - 0.5, -0.5)
+        ax.set_yticks(range(0, experts, 2))
+        ax.set_ylabel(f"layer {layer + 1}", fontsize=8.5, color=style.INK)
+    shown = [text.replace("\n", "⏎").replace("$", r"\$") for text in texts]
+    picture.axes[-1].set_xticks(range(tokens), shown, rotation=70, ha="right", fontsize=8)
+    title(picture.axes[0], "the route of each token: first expert a circle, second a square", "", "layer 1")
+    return picture
+
+
+def cosines(found: Mapping[str, Mapping[str, float]]) -> Picture:
+    """Draw 1 − cosine between the gradient with a mismatch and the one without, one group of bars per pair; “–” where there is no
+    gradient."""
+    picture, ax = style.one_panel(7.0, 2.9)
+    hues = {"own routes": style.VERMILION, "replayed": style.BLUE}
+    sides = [(label, hue, [max(1 - pair[label], TURN) for pair in found.values()]) for label, hue in hues.items()]
+    style.log_bars(ax, sides, TURN)
+    ax.set_xticks(range(len(found)), _names(found))
+    title(ax, "how far the gradient turns", "", "1 − cosine")
+    key(ax)
+    return picture
+
+
+def flip_map(engine: Trace, trainer: Trace) -> Picture:
+    """Draw the margins of the trainer's router for one rollout, layer by token; a ring where it chooses other experts than the
+    engine did. Pale is close, and close is where rings are."""
+    valid = engine.route_valid
+    margin_TL = np.maximum(trainer.margins[valid], LEAST)
+    flipped_TL = (np.sort(engine.routes[valid], -1) != np.sort(trainer.routes[valid], -1)).any(-1)
+    picture, ax = style.one_panel(10.5, 0.9 + 0.3 * margin_TL.shape[1])
+    image = ax.imshow(np.log10(margin_TL.T), aspect="auto", cmap="cividis_r", vmin=-4, vmax=0, interpolation="nearest")
+    for token, layer in np.argwhere(flipped_TL).tolist():
+        ax.plot(token, layer, "o", markersize=8, fillstyle="none", color=style.VERMILION, markeredgewidth=1.8)
+    ax.set_yticks(range(margin_TL.shape[1]), [str(layer + 1) for layer in range(margin_TL.shape[1])])
+    ax.grid(visible=False)
+    picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
+    title(ax, "margins; rings: the trainer would choose other experts", "token", "layer")
+    return picture
+
+
+def filtered(found: Mapping[str, Mapping[float, Comparison]]) -> Picture:
+    """Draw p99 and k3 of the gap with routes replayed, by the filter's threshold, one line per staleness; dashed: without
+    replay."""
+    picture = Picture(9.5, 3.0)
+    panels = picture.panels(1, 2)
+    for ax, (name, text) in zip(panels, (("logprob_gap_p99", "p99 of |Δ log p|"), ("k3", "k3")), strict=True):
+        for place, (age, by_threshold) in enumerate(found.items()):
+            hue = _HUES[place % len(_HUES)]
+            values = [gap_figures(pair.on_S)[name] for pair in by_threshold.values()]
+            ax.plot(list(by_threshold), values, color=hue, marker=_MARKS[place], markersize=4, label=age)
+            off = gap_figures(next(iter(by_threshold.values())).off_S)[name]
+            ax.axhline(off, color=hue, linestyle="--", linewidth=1)
+        ax.set_yscale("log")
+        title(ax, text, "threshold of the filter", "nats")
+    key(panels[0])
+    return picture

@@ -1,0 +1,105 @@
+"""The mismatch microscope's report as tables and as figures (`waterfall`, `apart`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from composer_nb.labs.microscope.evidence import UNEXPLAINED, Where
+from composer_nb.labs.microscope.microscope import Report
+from composer_nb.views import style
+from composer_nb.views.style import Picture, title
+
+FLOORS = {"p99": 1e-7, "k3": 1e-12}
+"""Ends of the logarithmic axes: less is rounding in float32."""
+HEAD = ("", "cause", "trainer's → engine's", "p50", "p99", "max", "k1", "k3", "KL")
+
+
+def headline(report: Report) -> str:
+    """Summarise the report in one line."""
+    if not report.findings:
+        return f"no cause: all {report.tokens:,} tokens agree to {max(report.start.most, report.left.most):.1e} nats"
+    return f"named: {', '.join(report.named)}; k3 {report.start.k3:.1e} → {report.left.k3:.1e}"
+
+
+def rows(report: Report) -> Iterator[tuple[str, ...]]:
+    """Yield the table of `HEAD`: each cause, the engine's choice, and what is left with it and all those before."""
+    steps = [("trainer", "", report.start), *((step.cause, step.change, step.figures) for step in report.steps)]
+    for name, change, f in steps:
+        values = (f"{value:.1e}" for value in (f.p50, f.p99, f.most, f.k1, f.k3, f.kl))
+        yield "●" if name in report.named else "", name, change, *values
+
+
+def findings(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Yield each finding's cause, text, and first place."""
+    for finding in report.findings:
+        yield finding.cause, finding.text, "" if finding.where is None else place(finding.where)
+
+
+def place(where: Where) -> str:
+    """Format a place as “row 3, token 17, layer 2, experts 1 6”."""
+    parts = [f"row {where.row}", f"token {where.token}"]
+    parts += [] if where.layer is None else [f"layer {where.layer}"]
+    parts += [f"experts {' '.join(map(str, where.experts))}"] if where.experts else []
+    return ", ".join(parts)
+
+
+def waterfall(report: Report) -> Picture:
+    """Draw what each cause takes off (blue) or adds to (vermilion) p99 of |Δ log p| and k3, from the trainer at the top to the
+    engine at the bottom. Named causes have a dot; the last line is what is left."""
+    picture = Picture(10.5, 0.55 + 0.3 * (len(report.steps) + 2))
+    for ax, (figure, text) in zip(
+        picture.panels(1, 2, sharey=True), (("p99", "p99 of |Δ log p|, nats"), ("k3", "k3, nats")), strict=True
+    ):
+        _bars(ax, report, figure, text)
+    marks = {name: "● " for name in report.named}
+    names = ["trainer", *(marks.get(step.cause, "") + step.cause for step in report.steps)]
+    names.append(marks.get(UNEXPLAINED, "") + "left")
+    picture.axes[0].set_yticks(range(len(names)), names)
+    picture.axes[0].invert_yaxis()
+    return picture
+
+
+def _bars(ax: Axes, report: Report, figure: str, text: str) -> None:
+    floor = FLOORS[figure]
+    values = [getattr(report.start, figure), *(getattr(step.figures, figure) for step in report.steps)]
+    shown = [floor if math.isnan(value) else max(value, floor) for value in values]
+    ax.barh(0, shown[0] - floor, left=floor, color=style.GREY, height=0.7)
+    for at, (before, after) in enumerate(pairwise(shown), 1):
+        hue = style.BLUE if after <= before else style.VERMILION
+        ax.barh(at, abs(before - after), left=min(before, after), color=hue, height=0.7)
+        ax.plot([before, before], [at - 1, at + 0.35], color=style.GREY, linewidth=0.8)
+    ax.barh(len(shown), shown[-1] - floor, left=floor, color=style.GREY, height=0.7)
+    ax.set_xscale("log")
+    ax.set_xlim(floor, max(10 * floor, 3 * max(shown)))
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", color=style.PALE, linewidth=0.8)
+    title(ax, text)
+
+
+def apart(report: Report, row: int | None = None) -> Picture:
+    """Draw the distance of a row's residual streams, each half layer by token; by default the row of the first difference, which
+    has a ring."""
+    found = report.streams
+    if found is None:
+        return style.empty("this engine does not show its residual streams: there is nothing to compare inside it")
+    number = row if row is not None else report.first.row if report.first else 0
+    start = sum(found.lengths[:number])
+    apart_PT = found.apart_PN[:, start : start + found.lengths[number]]
+    picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(found.places))
+    image = ax.imshow(
+        np.log10(np.maximum(apart_PT, 1e-8)), aspect="auto", cmap="cividis", vmin=-8, vmax=0, interpolation="nearest"
+    )
+    names = [part if layer < 0 else f"{layer} {part}" for layer, part in found.places]
+    ax.set_yticks(range(len(names)), names)
+    ax.grid(visible=False)
+    if report.first is not None and report.first.row == number and report.first.layer is not None:
+        at = found.places.index((report.first.layer, report.first_in))
+        ax.plot(report.first.token, at, "o", markersize=11, fillstyle="none", color=style.VERMILION, markeredgewidth=2)
+    picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
+    title(ax, f"row {number}: ‖trainer − engine‖ / ‖engine‖ of the residual stream", "token")
+    return picture

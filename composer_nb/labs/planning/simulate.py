@@ -1,0 +1,213 @@
+"""Cost of a schedule: the real orchestrator on replayed durations, in virtual time.
+
+    orchestrator.handle(event) → commands → world.execute(command) … world.wait() → event
+
+Work is fixed: the first draw of rollout (slot, place) takes the same time and tokens under every schedule, so schedules are
+compared on the same work. A rollout that is dispatched again is drawn anew for the same prompt.
+
+The optimum is an upper bound on samples per second, with all places always busy or the trainer always busy, whichever is slower:
+N / max(sum of durations / places, steps · train_s). The model leaves out that rollouts slow each other down in an engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from composer_nb.trainer.schedule import (
+    Cancel,
+    Command,
+    Dispatch,
+    Drained,
+    Event,
+    Faulted,
+    Finished,
+    Joined,
+    Schedule,
+    Served,
+    Stop,
+    Train,
+    Trained,
+)
+from composer_nb.trainer.services.orchestrator import Orchestrator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Seconds and tokens of rollouts [prompts, draws]."""
+
+    seconds: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+
+    @classmethod
+    def read(cls, path: Path) -> Durations:
+        """Read a table of prompt, draw, seconds, tokens, as data/durations.csv. Raises ValueError for a table with holes."""
+        rows = np.loadtxt(path, delimiter=",", comments=("#", "prompt"), ndmin=2)
+        prompts, draws = int(rows[:, 0].max()) + 1, int(rows[:, 1].max()) + 1
+        if rows.shape != (prompts * draws, 4) or len(np.unique(rows[:, :2], axis=0)) != len(rows):
+            raise ValueError(
+                f"{path}: must have four columns and one row for each of {prompts} prompts × {draws} draws"
+            )
+        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+        return cls(seconds=rows[:, 2].reshape(prompts, draws), tokens=rows[:, 3].astype(int).reshape(prompts, draws))
+
+    def rollout(self, slot: int, place: int, again: int) -> tuple[float, int]:
+        """Return (seconds, tokens) of a rollout dispatched for the (`again` + 1)th time: any draw of the slot's prompt."""
+        prompt = slot % len(self.seconds)
+        draw = Random(f"{slot} {place} {again}").randrange(self.seconds.shape[1])
+        return float(self.seconds[prompt, draw]), int(self.tokens[prompt, draw])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Workers, trainer, and their speed."""
+
+    durations: Durations
+    workers: int = 4
+    capacity: int = 16
+    """Rollouts at a time per worker."""
+    train_s: float = 60.0
+    """Seconds of a training step."""
+    publish_s: float = 0.0
+    """Seconds from the end of a step until every engine serves its weights; running rollouts continue with them."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        if self.workers < 1 or self.capacity < 1:
+            raise ValueError(f"workers={self.workers} and capacity={self.capacity} must be at least 1")
+        for name in ("train_s", "publish_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
+
+
+class World:
+    """Workers and a trainer that only take time, which jumps from event to event."""
+
+    def __init__(self, load: Load) -> None:
+        self.load, self.version = load, 0
+        self.queue: list[tuple[float, int, Event]] = []
+        self.now, self.number = 0.0, 0
+        self.drawn: dict[tuple[int, int], int] = {}
+        self.running: dict[tuple[int, int, int], tuple[float, float, int]] = {}
+        self.lengths: dict[tuple[int, int, int], int] = {}
+        self.batches: list[Train] = []
+        self.busy_s = 0.0
+        for number in range(load.workers):
+            self.after(0.0, Joined(at=0.0, worker=f"w{number}", capacity=load.capacity))
+        if load.publish_s:
+            self.after(0.0, Served(at=0.0, version=0))
+
+    def after(self, seconds: float, event: Event) -> None:
+        """Let an event happen in `seconds`."""
+        self.number += 1  # events of the same instant stay in order
+        heapq.heappush(self.queue, (self.now + seconds, self.number, event))
+
+    def wait(self) -> Event:
+        """Return the next event, at its time."""
+        while self.queue:
+            self.now, _, event = heapq.heappop(self.queue)
+            if told := self._happened(event):
+                return told
+        raise RuntimeError("nothing is under way and the orchestrator wants nothing: a deadlock")
+
+    def execute(self, command: Command) -> None:
+        match command:
+            case Dispatch():
+                for place in command.places:
+                    self._start(command.slot, command.attempt, place)
+            case Cancel():
+                for key in [key for key in self.running if key[:2] == (command.slot, command.attempt)]:
+                    self._abandon(key)
+            case Train():
+                self.batches.append(command)
+                self.after(self.load.train_s, Trained(at=0.0, step=command.step))
+
+    def _start(self, slot: int, attempt: int, place: int) -> None:
+        again = self.drawn.get((slot, place), 0)
+        self.drawn[slot, place] = again + 1
+        seconds, tokens = self.load.durations.rollout(slot, place, again)
+        self.running[slot, attempt, place] = (self.now, seconds, tokens)
+        self.lengths[slot, attempt, place] = tokens
+        numbers = {"slot": slot, "attempt": attempt, "place": place, "tokens": tokens, "sampled": tokens}
+        self.after(seconds, Finished(at=0.0, oldest_version=self.version, **numbers))
+
+    def _abandon(self, key: tuple[int, int, int]) -> None:
+        start, seconds, tokens = self.running.pop(key)
+        self.busy_s += self.now - start
+        sampled = int(tokens * min(1.0, (self.now - start) / seconds))
+        names = dict(zip(("slot", "attempt", "place"), key, strict=True))
+        self.after(0.0, Faulted(at=0.0, reason="cancelled", sampled=sampled, **names))
+
+    def _happened(self, event: Event) -> Event | None:
+        """Return the event with its time; None if it was cancelled."""
+        if isinstance(event, Finished):
+            found = self.running.pop((event.slot, event.attempt, event.place), None)
+            if found is None:
+                return None
+            self.busy_s += found[1]
+        elif isinstance(event, Trained) and self.load.publish_s:
+            self.after(self.load.publish_s, Served(at=0.0, version=event.step + 1))
+        elif isinstance(event, Trained | Served):
+            self.version = event.step + 1 if isinstance(event, Trained) else event.version
+        return replace(event, at=self.now)
+
+
+def simulate(schedule: Schedule, load: Load) -> dict[str, Any]:
+    """Run `schedule.steps` batches in virtual time and return the figures.
+
+    These are samples_s, the optimum and their ratio; utilisation; staleness; the share of tokens not trained; trained against
+    asked lengths. Lengths are compared over the first half of the steps (a run in progress) and over all, with the rollouts that
+    the same number of prompts in order would have given: ratio of means, and the KS distance. Raises RuntimeError with the
+    orchestrator's reason if it stops.
+    """
+    if not schedule.steps:
+        raise ValueError("services.steps=0: say how many steps to simulate")
+    orchestrator, world = Orchestrator(schedule), World(load)
+    drained = False
+    while not drained:
+        for command in orchestrator.handle(world.wait()):
+            if isinstance(command, Stop):
+                raise RuntimeError(command.error)
+            drained = drained or isinstance(command, Drained)
+            world.execute(command)
+    seconds = world.now
+    places = [(slot, place) for slot in range(schedule.steps * schedule.prompts) for place in range(schedule.group)]
+    first = [load.durations.rollout(slot, place, 0) for slot, place in places]
+    work_s = sum(duration for duration, _ in first)
+    asked = [tokens for _, tokens in first]
+    trained = [world.lengths[key] for batch in world.batches for key in batch.rollouts]
+    best_s = max(work_s / (load.workers * load.capacity), schedule.steps * load.train_s)
+    books, half = orchestrator.books, len(trained) // 2
+    return {
+        "seconds": seconds,
+        "samples_s": len(trained) / seconds,
+        "optimum_s": len(trained) / best_s,
+        "of_optimum": best_s / seconds,
+        "workers_busy": world.busy_s / (load.workers * load.capacity * seconds),
+        "trainer_busy": schedule.steps * load.train_s / seconds,
+        **{f"staleness_{name}": _mean(counts) for name, counts in books.staleness.items()},
+        "staleness_max": max(books.staleness["total"]),
+        "not_trained": 1 - books.ledger["trained"] / books.counts["received_tokens"],
+        "half_mean_ratio": float(np.mean(trained[:half]) / np.mean(asked[:half])),
+        "half_ks": ks(trained[:half], asked[:half]),
+        "mean_ratio": float(np.mean(trained) / np.mean(asked)),
+        "ks": ks(trained, asked),
+    }
+
+
+def _mean(counts: dict[int, int]) -> float:
+    return sum(value * count for value, count in counts.items()) / sum(counts.values())
+
+
+def ks(a: ArrayLike, b: ArrayLike) -> float:
+    """Return the Kolmogorov-Smirnov distance: the largest gap between two distribution functions."""
+    a, b = np.sort(a), np.sort(b)
+    at = np.concatenate([a, b])
+    return float(np.abs(np.searchsorted(a, at, "right") / len(a) - np.searchsorted(b, at, "right") / len(b)).max())

@@ -1,0 +1,138 @@
+"""Stored rollouts as another model computes them: the same tokens, its log-probabilities, entropies and routes.
+
+    recompute(model, segments)   what a trainer or an engine computes at each token
+    retrace(model, attempts)     the rollouts as an engine of that model would have recorded them
+    reroute(attempt, routes)     a rollout with other routes on record
+
+With `variants` this puts engines of any numerics beside trainers of any numerics on the same tokens. Nothing is sampled.
+
+Dimensions: T tokens of a rollout, N forwarded tokens of several, L layers, K experts a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.policy import Trace, route_checks, route_dtype
+from composer_nb.harness.rollout import Segment
+from composer_nb.kernels.moe.routing import Replay
+from composer_nb.trainer.models.transformer import Model, PackedRows
+
+BUDGET = 4096
+"""Tokens forwarded at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """Values of a model at the T tokens of a segment."""
+
+    logprob: NDArray[np.float32]
+    """[T], of each token given those before; 0 for the first."""
+    entropy: NDArray[np.float32]
+    """[T], in nats, of the distribution that each token was drawn from; 0 for the first."""
+    trace: Trace
+
+
+@torch.no_grad()
+def recompute(model: Model, segments: Sequence[Segment], *, replay: bool = False) -> list[Recomputed]:
+    """Forward each segment as a row of its own, with `replay` on its recorded routes.
+
+    Attention runs in float32, and logits become float32 before the softmax, as in the engine. In batch-invariant mode the results
+    are the engine's to the bit. Raises ValueError for rows that are too long and for routes that do not fit the model.
+    """
+    found: list[Recomputed] = []
+    for part in _parts(segments):
+        lengths = [len(segment.token_ids) - 1 for segment in part]
+        packed = PackedRows.of_lengths(lengths, model.config)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, packed: PackedRows = packed) -> Tensor:
+            attend = packed.attend_one_by_one if model.tile else packed.attend
+            return attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
+
+        ids_N, next_N = (
+            torch.from_numpy(np.concatenate([segment.token_ids[cut] for segment in part])).long()
+            for cut in (slice(None, -1), slice(1, None))
+        )
+        routes = np.concatenate([segment.trace.routes[:-1] for segment in part]) if replay else None
+        given = None if routes is None else Replay(experts=torch.from_numpy(routes.astype(np.int64)))
+        hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend, given)
+        logprob_NV = model.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
+        streams_N = (
+            logprob_NV.gather(1, next_N[:, None])[:, 0],
+            -(logprob_NV.exp() * logprob_NV).sum(-1),
+            torch.stack([routing.experts_NK for routing in routings], 1),
+            torch.stack([routing.gates_NK for routing in routings], 1).float(),
+            torch.stack([routing.margin_N for routing in routings], 1).float(),
+        )
+        split = zip(*(stream.split(lengths) for stream in streams_N), strict=True)
+        for segment, (logprob, entropy, *routed) in zip(part, split, strict=True):
+            first, trace = torch.zeros(1), trace_of(segment.token_ids, routed, model.config.num_experts)
+            values = (torch.cat([first, values]).numpy() for values in (logprob, entropy))
+            found.append(Recomputed(logprob=next(values), entropy=next(values), trace=trace))
+    return found
+
+
+def trace_of(token_ids: NDArray[np.int32], routed: Sequence[Tensor], experts: int) -> Trace:
+    """Return the trace that an engine of so many `experts` records. `routed` are experts [T − 1, L, K], gates [T − 1, L, K] and
+    margins [T − 1, L]: the last token is never forwarded."""
+    experts_TLK, gates_TLK, margin_TL = routed
+    routes, gates, margins = (
+        np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
+        for values in (experts_TLK.numpy().astype(route_dtype(experts)), gates_TLK.numpy(), margin_TL.numpy())
+    )
+    valid = np.arange(len(token_ids)) < len(token_ids) - 1
+    return with_checks(Trace(routes=routes, gates=gates, margins=margins, route_valid=valid), token_ids)
+
+
+def with_checks(trace: Trace, token_ids: NDArray[np.int32]) -> Trace:
+    """Return the trace with checks that tie its routes to these tokens."""
+    checks = route_checks(np.arange(len(token_ids)), token_ids, trace.routes)
+    return replace(trace, checks=np.where(trace.route_valid, checks, 0).astype(np.uint64))
+
+
+def retrace(model: Model, attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts with the log-probabilities, routes, gates and margins that an engine of `model` computes for their
+    tokens."""
+    segments = [_only(done) for done in attempts]
+    made = []
+    for done, segment, seen in zip(attempts, segments, recompute(model, segments), strict=True):
+        logprob = np.where(segment.acted, seen.logprob, 0).astype(np.float32)
+        made.append(_with(done, replace(segment, logprob=logprob, trace=seen.trace)))
+    return made
+
+
+def reroute(done: Attempt, routes: NDArray[np.unsignedinteger[Any]]) -> Attempt:
+    """Return the attempt with `routes` [T, L, K] on record and matching checks. Raises ValueError for another shape."""
+    segment = _only(done)
+    if routes.shape != segment.trace.routes.shape:
+        raise ValueError(f"routes of {routes.shape} for a rollout with routes of {segment.trace.routes.shape}")
+    trace = with_checks(replace(segment.trace, routes=routes), segment.token_ids)
+    return _with(done, replace(segment, trace=trace))
+
+
+def _only(done: Attempt) -> Segment:
+    [segment] = done.rollout.segments
+    return segment
+
+
+def _with(done: Attempt, segment: Segment) -> Attempt:
+    return replace(done, rollout=replace(done.rollout, segments=(segment,)))
+
+
+def _parts(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    part: list[Segment] = []
+    for segment in segments:
+        if part and sum(len(s.token_ids) for s in part) + len(segment.token_ids) > BUDGET:
+            yield part
+            part = []
+        part.append(segment)
+    if part:
+        yield part

@@ -1,0 +1,1 @@
+"""The reward lab: a stored batch under another reward."""

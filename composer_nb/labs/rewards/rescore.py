@@ -1,0 +1,298 @@
+"""Re-scoring: a stored batch of RL under another reward, and the effect on its policy gradient.
+
+    lab = open_lab(run)                                # the last step's rollouts, and the weights that it started from
+    verdict = judge(lab, settings)                     # rewards, advantages, dead groups, the gradient's turn: milliseconds
+
+Why milliseconds: a batch's loss is Σ_i |A_i| · L_i(sign A_i). Whatever `policy_loss` is set to, a rollout's advantage scales
+its share of the loss, and beyond that only its sign matters (clips mask tokens by it). So the gradient under any advantages is
+Σ_i |A_i| · g_i(sign A_i), and for lengths and angles of such sums the inner products of the g are all that is needed. They are
+worked out once, exactly; no sampling is repeated and no model runs afterwards.
+
+Leaves out: the KL weight (`loss.beta`), which is a second gradient beside the rewards'.
+
+Dimensions: R rollouts of a batch, P its groups, V gradients (at most two a rollout), D weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.labs.gradient import inner_products
+from composer_nb.settings import Settings, from_dict, override
+from composer_nb.trainer.learning.loss import policy_loss
+from composer_nb.trainer.learning.packing import flatten, score
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.reader import stored_steps, telling_step, weights_before
+from composer_nb.trainer.records.batches import load_batch
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import Scored, score_groups, shuffle_rewards, to_stream
+
+NO_SIGNAL = 1e-6
+"""Advantages up to this size are not trained on (`rl.trains`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBatch:
+    """The batch of one RL step, and the settings then in force."""
+
+    step: int
+    """From 1."""
+    groups: tuple[tuple[Scored, ...], ...]
+    settings: Settings
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """All rollouts, group after group."""
+        return [scored.attempt for group in self.groups for scored in group]
+
+
+def stored_batch(run: RunDir, step: int = -1) -> StoredBatch:
+    """Return the batch of RL step `step` (from 1; −1 is the last that trained on something). Raises ValueError for a step whose
+    rollouts are missing or damaged."""
+    number = telling_step(run) if step == -1 else step
+    if number not in (there := stored_steps(run)):
+        raise ValueError(f"RL step {number}: its rollouts are not in {run.path.name}, which has those of {there}")
+    tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
+    files = sorted((run.path / "rollouts").glob(f"rl_{number - 1:05d}_*.parquet"))
+    groups = tuple(tuple(group) for file in files for group in load_batch(file, tasks))
+    return StoredBatch(step=number, groups=groups, settings=settings_at(run, number))
+
+
+def settings_at(run: RunDir, step: int) -> Settings:
+    """Return the settings that RL step `step` (from 1) ran with: those of the start, and what was changed since."""
+    settings = from_dict(run.settings())
+    if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):  # the plain loop takes no changes
+        return settings
+    changes = run.query("SELECT name, value FROM change WHERE step >= 0 AND step < ? ORDER BY number", step)
+    return override(settings, {name: json.loads(value) for name, value in changes})
+
+
+# Rewards and advantages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The R rollouts of a batch under a reward, group after group."""
+
+    reward_R: NDArray[np.float64]
+    advantage_R: NDArray[np.float64]
+    """The trainer's float32 numbers."""
+    group_R: NDArray[np.int64]
+    solved_R: NDArray[np.bool_]
+    terms: tuple[Mapping[str, float], ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[Scored]]) -> Scores:
+        everyone = [scored for group in groups for scored in group]
+        return cls(
+            reward_R=np.array([scored.reward.total for scored in everyone], np.float64),
+            advantage_R=np.array([scored.advantage for scored in everyone], np.float64),
+            group_R=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+            solved_R=np.array([scored.attempt.grade.passed for scored in everyone]),
+            terms=tuple(scored.reward.terms for scored in everyone),
+        )
+
+    @property
+    def live_P(self) -> NDArray[np.bool_]:
+        """Groups that teach something. In a dead (degenerate) one all rewards are equal."""
+        signal_R = np.abs(self.advantage_R) > NO_SIGNAL
+        return np.array([signal_R[self.group_R == group].any() for group in range(self.group_R.max() + 1)])
+
+    @property
+    def agreement(self) -> float:
+        """Agreement of the reward with the tests: of all pairs of a solved and an unsolved rollout in one group, the
+        share in which the solved one has the higher reward, ties by half (the area under the ROC curve, within groups). 1:
+        as the tests do; 0.5: as chance does; below: against them. NaN where no group has such a pair."""
+        right, pairs = 0.0, 0
+        for group in range(self.group_R.max() + 1):
+            solved, unsolved = (self.reward_R[(self.group_R == group) & (self.solved_R == s)] for s in (True, False))
+            ahead = solved[:, None] - unsolved[None, :]
+            right += float((ahead > 0).sum() + 0.5 * (ahead == 0).sum())
+            pairs += ahead.size
+        return right / pairs if pairs else math.nan
+
+
+def stored_scores(batch: StoredBatch) -> Scores:
+    """Return rewards and advantages as the run trained on them."""
+    return Scores.of(batch.groups)
+
+
+def rescore(batch: StoredBatch, rewards: RewardSettings) -> Scores:
+    """Score the same rollouts under other reward settings, through the code that scores them in training. Raises ValueError for a
+    weight without a registered term."""
+    groups = [[scored.attempt for scored in group] for group in batch.groups]
+    return Scores.of(score_groups(groups, rewards, batch.settings.loss))
+
+
+def shuffled(batch: StoredBatch, seed: int) -> Scores:
+    """Return a control: the stored rewards permuted at random over the batch."""
+    groups = [list(group) for group in batch.groups]
+    return Scores.of(shuffle_rewards(groups, batch.settings.loss, Random(f"control {seed}")))
+
+
+# Gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """Inner products of the policy gradients of a batch's rollouts, with figures of each rollout."""
+
+    gram: NDArray[np.float64]
+    """[2R, 2R]: g_i(+1) of all rollouts, then g_i(−1)."""
+    k3_R: NDArray[np.float64]
+    """Sum over a rollout's tokens of r − 1 − log r, with r the trainer's probability over the sampler's: 0 if the weights are
+    the ones that sampled it."""
+    tokens_R: NDArray[np.float64]
+
+    def _along(self, advantage_R: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return [2R] the weight of each gradient in the batch's."""
+        used_R = np.where(np.abs(advantage_R) > NO_SIGNAL, advantage_R, 0.0)
+        return np.concatenate([np.maximum(used_R, 0.0), np.maximum(-used_R, 0.0)])
+
+    def norm(self, advantage_R: NDArray[np.float64]) -> float:
+        """Return the length of the batch's gradient under these advantages."""
+        along = self._along(advantage_R)
+        return math.sqrt(max(0.0, float(along @ self.gram @ along)))
+
+    def cosine(self, one_R: NDArray[np.float64], other_R: NDArray[np.float64]) -> float:
+        """Return the cosine of the angle between the gradients under two sets of advantages; NaN where one of them has no
+        length."""
+        lengths = self.norm(one_R) * self.norm(other_R)
+        inner = float(self._along(one_R) @ self.gram @ self._along(other_R))
+        return max(-1.0, min(1.0, inner / lengths)) if lengths else math.nan
+
+
+def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
+    """Return the inner products of every rollout's gradient at advantage +1 and −1, at the weights of `model`.
+
+    Holds a float32 copy of the weights for each rollout meanwhile; two, where a token is masked. Raises ValueError with a KL
+    weight, which would not scale with the advantage, and for routes that cannot be replayed.
+    """
+    if batch.settings.loss.beta:
+        raise ValueError("loss.beta is above 0: the gradient is then not that of the rewards alone")
+    everyone = [scored for group in batch.groups for scored in group]
+    weights = sum(weight.numel() for weight in model.parameters())
+    gradients_VD = torch.empty(2 * len(everyone), weights)  # rows that stay unused take no memory
+    along = np.zeros((2 * len(everyone), 2 * len(everyone)))
+    k3_R, tokens_R, used = np.zeros(len(everyone)), np.zeros(len(everyone)), 0
+    for number, scored in enumerate(everyone):
+        losses, metrics = _losses(model, scored, batch.settings)
+        one, other = number, number + len(everyone)
+        along[one, used], along[other, used] = 1.0, -1.0  # without masks the loss is linear in the advantage
+        gradients_VD[used] = _gradient(losses[0], model)
+        if any(found["masked"] for found in metrics):
+            along[other, used : used + 2] = 0.0, 1.0
+            used += 1
+            gradients_VD[used] = _gradient(losses[1], model)
+        used += 1
+        k3_R[number], tokens_R[number] = metrics[0]["k3"], metrics[0]["tokens"]
+    gram = along[:, :used] @ inner_products(gradients_VD[:used]) @ along[:, :used].T
+    return Gradients(gram=gram, k3_R=k3_R, tokens_R=tokens_R)
+
+
+def _losses(model: Model, scored: Scored, settings: Settings) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """Return a rollout's share of the batch's loss, as `rl.Learner` has it, at advantage +1 and −1."""
+    flat = flatten([to_stream(scored)], settings.replay)
+    logprob_S, _ = score(model, flat, flat.recorded)
+    found = [
+        policy_loss(
+            logprob_S,
+            flat.sampled_S,
+            torch.full_like(flat.sampled_S, sign),
+            flat.rollout_S,
+            settings.loss,
+            settings.rl.denominator(settings.loss),
+        )
+        for sign in (1.0, -1.0)
+    ]
+    return [loss for loss, _ in found], [metrics for _, metrics in found]
+
+
+def _gradient(loss: Tensor, model: Model) -> Tensor:
+    """Return the gradient [D]."""
+    parts = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+# The lab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lab:
+    """A stored batch with everything that other rewards are compared with."""
+
+    batch: StoredBatch
+    stored: Scores
+    gradients: Gradients
+
+
+def open_lab(run: RunDir, step: int = -1) -> Lab:
+    """Read a step and compute its gradients, which takes some seconds. Raises ValueError for a step that is not there or whose
+    weights are not kept (those of the first step are, and of the last once RL is over; an excerpt has the last step's)."""
+    batch = stored_batch(run, step)
+    gradients = policy_gradients(model_before(run, batch.step), batch)
+    return Lab(batch=batch, stored=stored_scores(batch), gradients=gradients)
+
+
+def weights_of(run: RunDir, step: int) -> Path:
+    """Return the published weights that RL step `step` (from 1) started from. Raises ValueError where they are not kept."""
+    if (found := weights_before(run, step)) is None:
+        raise ValueError(f"the weights that RL step {step} started from are not kept in {run.path.name}")
+    return found
+
+
+def model_before(run: RunDir, step: int) -> Model:
+    """Return the policy that RL step `step` (from 1) started from, computing as the run did. Raises ValueError like
+    `weights_of`."""
+    model = load_pretrained(weights_of(run, step))
+    model.kernels = from_dict(run.settings()).kernels
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A stored batch under another reward; groups are numbered from 0."""
+
+    scores: Scores
+    cosine: float
+    """Between the policy gradient under the stored advantages and under the new ones."""
+    revived: list[int]
+    """Groups that were dead and teach something now."""
+    silenced: list[int]
+    """Groups that taught something and are dead now."""
+    flipped: list[int]
+    """Groups in which a rollout that was made likelier is made less likely, or the other way round."""
+
+
+def judge(lab: Lab, rewards: RewardSettings) -> Verdict:
+    """Re-score the lab's batch."""
+    return verdict(lab, rescore(lab.batch, rewards))
+
+
+def verdict(lab: Lab, scores: Scores) -> Verdict:
+    """Compare scores with the stored ones."""
+    old, new = lab.stored, scores
+    crossed_R = (old.advantage_R * new.advantage_R < 0) & (
+        np.minimum(np.abs(old.advantage_R), np.abs(new.advantage_R)) > NO_SIGNAL
+    )
+    return Verdict(
+        scores=new,
+        cosine=lab.gradients.cosine(old.advantage_R, new.advantage_R),
+        revived=np.flatnonzero(new.live_P & ~old.live_P).tolist(),
+        silenced=np.flatnonzero(old.live_P & ~new.live_P).tolist(),
+        flipped=np.unique(old.group_R[crossed_R]).tolist(),
+    )

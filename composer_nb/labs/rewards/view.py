@@ -1,0 +1,263 @@
+"""The reward lab: sliders over the terms of a reward, and a stored batch under it.
+
+`sliders` and `look` show the same figure. `sliders` redraws it when a slider is released; `look` is its static twin, for given
+settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
+from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge
+from composer_nb.settings import override
+from composer_nb.views import style
+from composer_nb.views.style import Picture, from_zero, key, title
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+SOLVED = {True: ("solved", style.BLUE, "o"), False: ("not solved", style.ORANGE, "D")}
+"""Label, colour and marker of a rollout."""
+_TERM = (-2.0, 2.0, 0.1)
+_EFFORT = {
+    "effort.weight": (0.0, 1.0, 0.01),
+    "effort.k": (0.1, 10.0, 0.1),
+    "effort.q": (0.0, 3.0, 0.1),
+    "effort.turns": (0.0, 1.0, 0.05),
+    "effort.tool_call_tokens": (0.0, 0.1, 0.005),
+    "effort.tool_output_tokens": (0.0, 0.1, 0.005),
+}
+
+
+def ranges() -> dict[str, tuple[float, float, float]]:
+    """Return (from, to, step) of each slider by setting: one per registered term, and those of the effort penalty."""
+    return {**{f"weights.{name}": _TERM for name in TERMS}, **_EFFORT}
+
+
+def with_values(rewards: RewardSettings, values: Mapping[str, float]) -> RewardSettings:
+    """Return `rewards` with settings replaced by dotted name; `weights.TERM` sets the weight of one term. Raises
+    ValueError for an unknown name or a value that does not fit."""
+    weights = {name[8:]: value for name, value in values.items() if name.startswith("weights.")}
+    rest = {name: value for name, value in values.items() if not name.startswith("weights.")}
+    if unknown := set(weights) - set(TERMS):
+        raise ValueError(f"no reward term {sorted(unknown)[0]!r}; registered terms: {', '.join(sorted(TERMS))}")
+    return override(rewards, {"weights": {**rewards.weights, **weights}, **rest})
+
+
+def value_of(rewards: RewardSettings, name: str) -> float:
+    """Return the value of a dotted name; a term without a weight counts 0."""
+    group, _, leaf = name.partition(".")
+    return float(rewards.weights.get(leaf, 0.0) if group == "weights" else getattr(rewards.effort, leaf))
+
+
+def look(lab: Lab, rewards: RewardSettings) -> Picture:
+    """Draw the stored batch under `rewards`: each rollout's advantage as trained and as it would be, the groups, and the angle
+    between the two gradients."""
+    return drawn(lab, judge(lab, rewards))
+
+
+def drawn(lab: Lab, found: Verdict) -> Picture:
+    """Draw a verdict."""
+    picture = Picture(9.5, 3.6)
+    rollouts, groups, turn = picture.panels(1, 3, width_ratios=(1.1, 1.2, 0.9))
+    _advantages(rollouts, lab, found)
+    _groups(groups, lab, found)
+    _turn(turn, found)
+    return picture
+
+
+def _advantages(ax: Axes, lab: Lab, found: Verdict) -> None:
+    old_R, new_R = lab.stored.advantage_R, found.scores.advantage_R
+    edge = 1.1 * max(1e-3, np.abs(old_R).max(), np.abs(new_R).max())
+    ax.plot([-edge, edge], [-edge, edge], color=style.PALE, linewidth=1, zorder=0)
+    ax.axhline(0, color=style.GREY, linewidth=0.7)
+    ax.axvline(0, color=style.GREY, linewidth=0.7)
+    for solved, (label, color, marker) in SOLVED.items():
+        chosen_R = lab.stored.solved_R == solved
+        ax.plot(old_R[chosen_R], new_R[chosen_R], marker, color=color, markersize=4.5, alpha=0.6, label=label)
+    ax.set_xlim(-edge, edge)
+    ax.set_ylim(-edge, edge)
+    title(ax, "advantage of each rollout", "as trained", "under this reward")
+    key(ax, loc="upper left")
+
+
+def _groups(ax: Axes, lab: Lab, found: Verdict) -> None:
+    """Draw one row per group: its rollouts' new advantages, and how it changed."""
+    scores = found.scores
+    for solved, (_, color, marker) in SOLVED.items():
+        chosen_R = scores.solved_R == solved
+        at_R = scores.group_R[chosen_R] + (0.12 if solved else -0.12)
+        ax.plot(scores.advantage_R[chosen_R], at_R, marker, color=color, markersize=4, alpha=0.6)
+    live_P = scores.live_P
+    notes = {group: "dead" for group in np.flatnonzero(~live_P).tolist()}
+    notes |= {group: "revived" for group in found.revived} | {group: "silenced" for group in found.silenced}
+    notes |= {group: "flips" for group in found.flipped}
+    ax.set_yticks(range(len(live_P)), [f"{notes.get(group, '')} {group + 1}" for group in range(len(live_P))])
+    ax.set_ylim(len(live_P) - 0.5, -0.5)
+    ax.axvline(0, color=style.GREY, linewidth=0.7)
+    was, now = int(lab.stored.live_P.sum()), int(live_P.sum())
+    title(ax, f"groups: {now} of {len(live_P)} teach (were {was})", "advantage under this reward")
+
+
+def _turn(ax: Axes, found: Verdict) -> None:
+    """Draw the two gradients as directions, the trained one to the right."""
+    ax.set_aspect("equal", anchor="N")
+    ax.set_xlim(-1.25, 1.25)
+    ax.set_ylim(-0.75, 1.25)
+    ax.axis("off")
+    around = np.linspace(0, np.pi, 90)
+    ax.plot(np.cos(around), np.sin(around), color=style.PALE, linewidth=1)
+    _arrow(ax, 1.0, style.GREY)
+    ax.text(1.0, -0.14, "as trained", ha="right", fontsize=8.5, color=style.GREY)
+    shown = "no gradient" if math.isnan(found.cosine) else f"cosine {found.cosine:+.3f}"
+    if not math.isnan(found.cosine):
+        _arrow(ax, found.cosine, style.BLUE)
+    ax.text(0.0, -0.42, shown, ha="center", fontsize=12, color=style.INK)
+    agrees = found.scores.agreement
+    text = "" if math.isnan(agrees) else f"agreement with the tests {agrees:.2f}"
+    ax.text(0.0, -0.66, text, ha="center", fontsize=8.5, color=style.INK)
+    title(ax, "policy gradient")
+
+
+def _arrow(ax: Axes, cosine: float, color: str) -> None:
+    tip = (cosine, math.sqrt(max(0.0, 1.0 - cosine * cosine)))
+    ax.annotate("", xy=tip, xytext=(0, 0), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2})
+
+
+def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
+    """Return sliders over `ranges()`, beginning at `rewards` (default: as trained), above the figure of `look`.
+
+    The figure follows when a slider is released. It belongs to the widget, so nothing else in a notebook depends on the sliders.
+    Settings that have no slider keep their value.
+    """
+    import ipywidgets as w
+
+    base = lab.batch.settings.reward if rewards is None else rewards
+    wide = w.Layout(width="auto")
+    start = {name: value_of(base, name) for name in ranges()}
+    moved = {
+        name: w.FloatSlider(
+            value=start[name],
+            min=min(low, start[name]),  # a slider would bend a value outside to its end
+            max=max(high, start[name]),
+            step=step,
+            continuous_update=False,  # drawing takes longer than a pixel takes to pass
+            description=name,
+            layout=wide,
+            style={"description_width": "13em"},
+            readout_format=".3f" if step < 0.01 else ".2f",
+        )
+        for name, (low, high, step) in ranges().items()
+    }
+    image, line, back = (
+        w.Image(format="png", layout=w.Layout(max_width="100%")),
+        w.HTML(),
+        w.Button(description="reset"),
+    )
+
+    def draw(_: object = None) -> None:
+        chosen = with_values(base, {name: slider.value for name, slider in moved.items()})
+        found = judge(lab, chosen)
+        image.value = drawn(lab, found).png()
+        line.value = f"<code>{summary(found)}</code>"
+
+    def reset(_: object = None) -> None:
+        for name, slider in moved.items():
+            slider.unobserve_all("value")
+            slider.value = start[name]
+            slider.observe(draw, "value")
+        draw()
+
+    reset()
+    back.on_click(reset)
+    columns = "repeat(auto-fit, minmax(24em, 1fr))"
+    grid = w.GridBox([*moved.values(), back], layout=w.Layout(width="100%", grid_template_columns=columns))
+    return w.VBox([grid, image, line], layout=w.Layout(width="100%"))
+
+
+def facts(found: Verdict) -> dict[str, float]:
+    """Return the numbers of a verdict."""
+    return {
+        "cosine": found.cosine,
+        "groups that teach": int(found.scores.live_P.sum()),
+        **{name: len(getattr(found, name)) for name in _CHANGES},
+        "agreement": found.scores.agreement,
+    }
+
+
+_CHANGES = ("revived", "silenced", "flipped")
+
+
+def summary(found: Verdict) -> str:
+    """Summarise a verdict in one line; groups are numbered from 1, as in the figure."""
+    live_P = found.scores.live_P
+    parts = [f"cosine {found.cosine:+.4f}", f"{int(live_P.sum())} of {len(live_P)} groups teach"]
+    for name in _CHANGES:
+        if groups := getattr(found, name):
+            parts.append(f"{name}: {', '.join(str(group + 1) for group in groups)}")
+    return "; ".join(parts)
+
+
+def effort_curves(batch: StoredBatch, effort: Effort, qs: Sequence[float] = (0.0, 0.5, 1.0, 2.0)) -> Picture:
+    """Draw the effort penalty C_{k,q}(x) for several q, and the price of one more unit of effort. Ticks below: the efforts of the
+    stored rollouts, by outcome."""
+    efforts_R = np.array([effort.of(attempt.rollout) for attempt in batch.attempts])
+    solved_R = np.array([attempt.grade.passed for attempt in batch.attempts])
+    x = np.linspace(0, max(1.0, 1.15 * float(efforts_R.max())), 200)
+    picture = Picture(9.5, 3.3)
+    curve, price = picture.panels(1, 2)
+    for q, color in zip(qs, (style.GREY, style.BLUE, style.GREEN, style.PURPLE), strict=False):
+        cost = [effort_curve(float(value), effort.k, q) for value in x]
+        curve.plot(x, cost, color=color, linewidth=2, label=f"q = {q:g}")
+        price.plot(x, (1 + effort.k * x) ** -q, color=color, linewidth=2)
+    for solved, (_, color, _) in SOLVED.items():
+        chosen = efforts_R[solved_R == solved]
+        for ax in (curve, price):
+            ax.plot(
+                chosen,
+                np.full(len(chosen), 0.03 if solved else 0.07),
+                "|",
+                color=color,
+                markersize=7,
+                alpha=0.7,
+                transform=ax.get_xaxis_transform(),
+            )
+    from_zero(title(curve, f"cost C(x), k = {effort.k:g}", "effort x of a rollout", "C"))
+    from_zero(title(price, "price of a little more effort, dC/dx", "effort x of a rollout", "slope"))
+    key(curve, loc="upper left")
+    return picture
+
+
+def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Picture:
+    """Draw the cosines of `real` rewards (by name) over a histogram of the control's."""
+    picture, ax = style.one_panel(9.5, 2.8)
+    ax.hist(control_N, bins=np.linspace(-1, 1, 61).tolist(), color=style.SKY, label=f"{len(control_N)} × shuffled")
+    top = ax.get_ylim()[1]
+    for place, (name, value) in enumerate(real.items()):
+        if not math.isnan(value):
+            ax.axvline(value, color=style.VERMILION, linewidth=1.6)
+            side = "right" if value > 0 else "left"
+            at = (value, top * (0.92 - 0.13 * place))
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            ax.annotate(f" {name} ", at, ha=side, fontsize=8.5, color=style.INK, bbox=box)
+    ax.set_xlim(-1.05, 1.05)
+    title(ax, "cosine to the gradient as trained", "cosine", "shuffles")
+    key(ax, loc="center left")
+    return picture
+
+
+def against_weight(weights: Sequence[float], lines: Mapping[str, Sequence[float]]) -> Picture:
+    """Draw figures of merit (values by name) against the weight of a term, on a logarithmic axis, one panel each."""
+    picture = Picture(9.5, 2.8)
+    for ax, (name, values) in zip(picture.panels(1, len(lines)), lines.items(), strict=True):
+        ax.plot(weights, values, color=style.BLUE, linewidth=2, marker="o", markersize=3.5)
+        ax.set_xscale("log")
+        title(ax, name, "weight")
+    return picture

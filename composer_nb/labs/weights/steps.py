@@ -1,0 +1,122 @@
+"""Optimiser steps on a stored batch, looked at through what they publish: which bits change, in which tensors, at which rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from composer_nb.labs.losses.stages import raw_streams
+from composer_nb.labs.rewards.rescore import stored_batch, weights_of
+from composer_nb.labs.weights.prediction import Profile, adamw_direction, exact, exponents, predict, profile
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.checkpoint import load_pretrained, published
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import Learner
+
+_BETAS = (0.9, 0.95)
+"""Those of `FlatAdamW`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """One optimiser step."""
+
+    lr: float
+    before: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    """Published weights, bfloat16, under Hugging Face's names."""
+    foretold: Profile | None
+    """Measured before the step; None before the first one, when AdamW has no direction yet."""
+
+    @property
+    def changed(self) -> float:
+        """Share of the weights whose bits changed."""
+        return exact(self.before, self.after)
+
+
+class Walk:
+    """A learner that goes on from the weights of a run's RL step, on that step's own rollouts. Masters begin as they were
+    published, in the middle of their cells."""
+
+    def __init__(self, run: RunDir, step: int = -1, groups: int = 4) -> None:
+        """`groups`: how many groups of rollouts a step learns from. Raises ValueError for a step that is not kept."""
+        batch = stored_batch(run, step)
+        self._model = load_pretrained(weights_of(run, batch.step)).requires_grad_()
+        self._optimizer = FlatAdamW(self._model, published=torch.bfloat16)
+        self._learner = Learner(self._model, self._optimizer, LossSettings())
+        everyone = raw_streams(batch.groups)
+        live = [group for group in everyone if any(np.any(stream.advantage) for stream in group)]
+        taken = [stream for group in (live or everyone)[:groups] for stream in group]
+        self.lesson = f"learns from {min(groups, len(live))} of its {len(everyone)} groups"
+        if not live:
+            self.lesson = "none of its groups teaches; instead it learns from advantages of +1 and −1 by turns"
+            taken = [
+                replace(each, advantage=np.where(each.acted, (-1.0) ** n, 0.0).astype(np.float32))
+                for n, each in enumerate(taken)
+            ]
+        self._streams, self._rl = taken, batch.settings.rl
+
+    def step(self, lr: float) -> Stepped:
+        """Takes one step at a learning rate."""
+        before, foretold = published(self._model), self._profile()
+        self._learner.learn(
+            self._streams,
+            Ranks(),
+            Random(0),
+            minibatches=1,
+            denominator=self._rl.denominator(LossSettings()),
+            lr=lr,
+            clip=self._rl.clip,
+            budget=self._rl.microbatch_tokens,
+        )
+        return Stepped(lr=lr, before=before, after=published(self._model), foretold=foretold)
+
+    def try_step(self, lr: float) -> Stepped:
+        """A step that is taken back."""
+        state = {name: tensor.clone() for name, tensor in self._optimizer.state().items()}
+        try:
+            return self.step(lr)
+        finally:
+            self._optimizer.load(state)
+
+    def _profile(self) -> Profile | None:
+        state = self._optimizer.state()
+        if "exp_avg" not in state:
+            return None
+        u = adamw_direction(state["exp_avg"], state["exp_avg_sq"], int(state["step"]), betas=_BETAS)
+        return profile(state["master"], u)
+
+
+def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
+    """Share of changed weights of tensors that `group` gives one name, in order of that name."""
+    names: dict[str, list[str]] = {}
+    for name in stepped.before:
+        names.setdefault(group(name), []).append(name)
+    return {
+        key: exact({n: stepped.before[n] for n in names[key]}, {n: stepped.after[n] for n in names[key]})
+        for key in sorted(names)
+    }
+
+
+def by_exponent(stepped: Stepped) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """By exponent: weights, how many of them changed, and how many were foretold to. Raises ValueError for the first step."""
+    if stepped.foretold is None:
+        raise ValueError("the first step of an optimiser can not be foretold: it has no direction yet")
+    weights = torch.cat([stepped.before[name].reshape(-1) for name in stepped.before])
+    moved = torch.cat([(stepped.before[n] != stepped.after[n]).reshape(-1) for n in stepped.before]).numpy()
+    places = exponents(weights)
+    counted = np.bincount(places[moved], minlength=256).astype(float)
+    told = np.zeros(256)
+    for exponent in np.flatnonzero(stepped.foretold.counts_EB.sum(1)):
+        alone = np.zeros_like(stepped.foretold.counts_EB)
+        alone[exponent] = stepped.foretold.counts_EB[exponent]
+        told[exponent] = predict(Profile(alone), stepped.lr).changed_fraction * alone.sum()
+    return np.bincount(places, minlength=256).astype(float), counted, told

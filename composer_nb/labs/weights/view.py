@@ -1,0 +1,99 @@
+"""Weight versions in pictures: where bits change, what was foretold, what codecs make of it.
+
+Each figure is drawn from plain numbers, so that it can be drawn again from what a run kept. None is a widget: each is its own
+static twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from composer_nb.views import style
+from composer_nb.views.style import Picture, as_share, key, title
+
+_COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION, style.SKY)
+
+Floats = NDArray[np.float64]
+
+
+def shares(found: Mapping[str, float], heading: str) -> Picture:
+    """A bar a group of tensors: the share of its weights that changed."""
+    picture = Picture(8.0, 0.9 + 0.26 * len(found))
+    [ax] = picture.panels(1, 1)
+    ax.barh(range(len(found)), list(found.values()), 0.7, color=style.SKY)
+    for place, value in enumerate(found.values()):
+        ax.text(value, place, f" {value:.2%}", va="center", fontsize=8.5, color=style.INK)
+    ax.set_yticks(range(len(found)), list(found))
+    ax.set_ylim(len(found) - 0.5, -0.5)
+    ax.set_xlim(0, 1.15 * max([*found.values(), 1e-9]))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
+    ax.grid(axis="y", visible=False)
+    title(ax, heading, "share of weights whose bits changed")
+    return picture
+
+
+def by_exponent(weights: Sequence[float], changed: Sequence[float], foretold: Sequence[float]) -> Picture:
+    """Left: how many weights each exponent has. Right: what share of them changed, and what was foretold. Exponents are those of
+    bfloat16, 0 to 255; empty ones are left out."""
+    counts, counted, told = (np.asarray(values, dtype=float) for values in (weights, changed, foretold))
+    there = np.flatnonzero(counts > 0)
+    picture = Picture(9.5, 3.1)
+    left, right = picture.panels(1, 2)
+    left.bar(there - 127, counts[there], 0.8, color=style.GREY)
+    left.set_yscale("log")
+    title(left, "weights by size", "2ⁿ ≤ |w| < 2ⁿ⁺¹, n =", "weights")
+    right.plot(there - 127, counted[there] / counts[there], "o", color=style.BLUE, markersize=4, label="counted")
+    right.plot(there - 127, told[there] / counts[there], color=style.ORANGE, label="foretold")
+    as_share(right, 1.05)
+    title(right, "share of them that changed", "n")
+    key(right)
+    return picture
+
+
+def foretold(rates: Sequence[float], counted: Sequence[float], predicted: Sequence[float]) -> Picture:
+    """Changed share against the learning rate: counted, and predicted with a band of ten per cent."""
+    picture = Picture(6.0, 3.3)
+    [ax] = picture.panels(1, 1)
+    told = np.asarray(predicted)
+    ax.fill_between(rates, 0.9 * told, 1.1 * told, color=style.PALE, label="predicted, ± 10 %")
+    ax.plot(rates, told, color=style.ORANGE)
+    ax.plot(rates, counted, "o", color=style.BLUE, markersize=5, label="counted")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
+    title(ax, "weights that one step changes", "learning rate", "share")
+    key(ax, loc="upper left")
+    return picture
+
+
+def warming(counted: Sequence[float], simulated: Floats, settled: float) -> Picture:
+    """Share of weights that changes against the step since masters were read from bfloat16."""
+    picture = Picture(7.0, 3.1)
+    [ax] = picture.panels(1, 1)
+    ax.plot(np.arange(1, len(simulated) + 1), simulated, color=style.ORANGE, label="simulated")
+    ax.plot(np.arange(1, len(counted) + 1), counted, "o", color=style.BLUE, markersize=3.5, label="counted")
+    ax.axhline(settled, color=style.GREY, linestyle=":", label="foretold, once settled")
+    as_share(ax)
+    title(ax, "the first deltas are too small to go by", "step since the checkpoint was loaded", "changed")
+    key(ax, loc="lower right")
+    return picture
+
+
+def sizes(found: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
+    """Bits a changed weight, by codec; a group of bars for each of `columns`."""
+    picture = Picture(8.5, 3.2)
+    [ax] = picture.panels(1, 1)
+    width = 0.8 / len(found)
+    for place, (name, values) in enumerate(found.items()):
+        at = np.arange(len(columns)) + (place - (len(found) - 1) / 2) * width
+        ax.bar(at, values, 0.92 * width, color=_COLORS[place % len(_COLORS)], label=name)
+        for x, value in zip(at, values, strict=True):
+            ax.text(x, value, f"{value:.1f}", ha="center", va="bottom", fontsize=7, color=style.INK)
+    ax.set_xticks(range(len(columns)), list(columns))
+    ax.set_yscale("log")
+    title(ax, "bits for each weight that changed", "", "bits")
+    key(ax, loc="upper right")
+    return picture

@@ -1,0 +1,105 @@
+"""The subcommands of `composer-nb`. Each is one function, declared with its arguments beside it.
+
+    @command("report", "summarize a run", RUN, JSON)
+    def report(given: argparse.Namespace) -> int:
+        found = build_report(open_run(given.path))
+        return emit(given, found, lambda: table(found))
+
+A command returns the exit status. It raises ValueError and the like for errors that the user can fix; `cli.main` prints them as
+one line. Heavy imports stand inside the functions, so that `composer-nb --help` starts quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Run = Callable[[argparse.Namespace], int]
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand, such as `report`, or one action of it, such as `tasks make`."""
+
+    run: Run
+    help: str
+    arguments: tuple[Argument, ...]
+    epilog: str
+    lines: bool
+    """Print what the package logs to standard output; without, and with --json, to standard error."""
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(name: str, help: str, *arguments: Argument, epilog: str = "", lines: bool = False) -> Callable[[Run], Run]:
+    """Register a function as a subcommand."""
+
+    def register(run: Run) -> Run:
+        COMMANDS[name] = Command(run=run, help=help, arguments=arguments, epilog=epilog, lines=lines)
+        return run
+
+    return register
+
+
+def arg(name: str, help: str = "", default: Any = None, **options: Any) -> Argument:
+    """Declare `--flag`, `--option METAVAR` or `positional METAVAR`. The value has the type of its default, which the help shows;
+    `options` are those of `ArgumentParser.add_argument`."""
+    first, _, metavar = name.partition(" ")
+    if default is not None:
+        options = {"default": default, "type": type(default), **options}
+        if isinstance(default, list):
+            del options["type"]
+        help = f"{help} ({default})".strip() if default not in ("", []) else help
+    elif first.startswith("-") and not metavar and "choices" not in options:
+        options["action"] = "store_true"
+    if metavar:
+        options["metavar"] = metavar
+    return (first,), {"help": help, **options}
+
+
+JSON = arg("--json", "print JSON, for programs")
+RUN = arg("path RUN", "a run directory, as runs/tour", type=Path)
+HTML = arg("--html FILE", "also write a page with figures", type=Path)
+STEP = arg("--step N", "RL step, from 1; -1: the last", -1)
+SET = arg(
+    "--set KEY=VALUE", "change a setting by its dotted name, as rl.steps=20; may be given again", [], action="append"
+)
+
+
+def overrides(pairs: Sequence[str]) -> dict[str, str]:
+    """Return `["rl.steps=20"]` as a dictionary. Raises ValueError for a pair without `=`."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ValueError(f"{pair!r}: write NAME=VALUE, as rl.steps=20")
+        values[name] = value
+    return values
+
+
+def console() -> Console:
+    """Return a console as wide as the terminal, or wide enough for our tables where output is a file."""
+    from rich.console import Console
+
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=130)
+
+
+def emit(given: argparse.Namespace, found: Any, shown: Callable[[], Any], status: int = 0) -> int:
+    """Print a result as JSON with --json, else as `shown` gives it (text as it is). Returns `status`."""
+    if given.json:
+        print(json.dumps(found, indent=2))
+    elif isinstance(text := shown(), str):
+        print(text)
+    else:
+        console().print(text)
+    return status

@@ -1,0 +1,157 @@
+"""Commands for policies at work: eval, agent, verdict, serve."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides
+
+KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if there is one."
+
+
+@command(
+    "eval",
+    "score a policy on tasks",
+    arg("--policy DIR|scripted:NAME|openai:URL[#MODEL]", "policy to score", required=True),
+    arg("--tasks PATH", "a .jsonl file or task directories", required=True, type=Path),
+    arg("--samples K", "rollouts per task at temperature 1", 4),
+    arg("--arms NAMES", "tools: all, bash, no-search, no-descriptions, every", "all"),
+    arg("--out DIR", "folder for rollouts; the same folder resumes (runs/eval-…)", type=Path),
+    arg("--backend NAME", "sandbox of tasks with the product's tools", "bwrap"),
+    arg("--workers N", "rollouts at a time", 2),
+    SET,
+    JSON,
+    epilog=f"{KEY} Tasks with the product's tools: --set temperature=0 and the like.",
+)
+def evaluate(given: argparse.Namespace) -> int:
+    from composer_nb.commands import evaluate_policy
+    from composer_nb.harness.tasks.task import load_tasks
+    from composer_nb.views.report import score_table
+
+    for name in ("samples", "workers"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} {getattr(given, name)}: at least 1 is needed")
+    tasks = load_tasks(given.tasks)
+    if any(task.grader != "functions" for task in tasks):
+        return _evaluate_arms(given, tasks)
+    found = evaluate_policy(given.policy, given.tasks, given.samples, overrides(given.set))
+    return emit(given, found, lambda: score_table({given.policy: found}))
+
+
+def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
+    from rich.console import Console, Group
+
+    from composer_nb.agents import BenchSettings, evaluate_arms, new_folder
+    from composer_nb.harness.product.show import bench_progress, bench_table
+    from composer_nb.settings import override
+
+    chosen = override(BenchSettings(), overrides(given.set))
+    out = given.out or new_folder(Path("runs"), "eval")
+    with bench_progress(len(tasks) * given.samples, Console(stderr=True)) as told:
+        found = evaluate_arms(
+            given.policy,
+            tasks,
+            out,
+            samples=given.samples,
+            arms=given.arms,
+            backend=given.backend,
+            workers=given.workers,
+            settings=chosen,
+            told=told,
+        )
+    return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
+
+
+@command(
+    "agent",
+    "let an agent work on a copy of your repository; you accept or reject the result",
+    arg("path PATH", "the repository", type=Path),
+    arg("instruction", 'as "fix the failing date parser"'),
+    arg("--policy DIR|openai:URL[#MODEL]|scripted:FILE.json", "the policy to use", required=True),
+    arg("--backend NAME", "sandbox to work in", "bwrap"),
+    arg("--image NAME", "Docker image with the repository's dependencies (--backend docker)", ""),
+    arg("--out DIR", "new folder for the result (runs/agent-…)", type=Path),
+    arg("--verdict", "later: see composer-nb verdict", "ask", choices=["ask", "accept", "reject", "later"]),
+    arg("--seconds S", "time limit", 1800.0),
+    arg("--temperature T", "sampling temperature", 1.0),
+    epilog=KEY,
+)
+def agent(given: argparse.Namespace) -> int:
+    from composer_nb.agents import new_folder, run_agent
+    from composer_nb.harness.agent.loop import LIMITS
+    from composer_nb.harness.product.show import decide, teller
+
+    screen = console()
+    inside = Path.cwd().resolve().is_relative_to(given.path.resolve())  # the result is no part of the repository
+    out = given.out or new_folder(given.path / ".composer_nb" if inside else Path("runs"), "agent")
+    if not 0 <= given.temperature < float("inf"):
+        raise ValueError(f"--temperature {given.temperature:g}: must be 0 or more")
+    work = run_agent(
+        given.path,
+        given.instruction,
+        given.policy,
+        out,
+        backend=given.backend,
+        image=given.image,
+        limits=replace(LIMITS, seconds=given.seconds),
+        told=teller(screen),
+        temperature=given.temperature,
+    )
+    return decide(work, given.verdict, screen)
+
+
+@command(
+    "verdict",
+    "accept or reject the result of an agent later",
+    arg("path FOLDER", "folder of the result, as runs/agent-…", type=Path),
+    arg("verdict", choices=["accept", "reject"]),
+)
+def verdict(given: argparse.Namespace) -> int:
+    from composer_nb.harness.product.work import give_verdict
+
+    root, count = give_verdict(given.path, "accepted" if given.verdict == "accept" else "rejected")
+    print(f"accepted: {count} files changed in {root}" if count else "rejected: nothing was changed")
+    return 0
+
+
+@command(
+    "serve",
+    "serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback",
+    arg("--model DIR", "checkpoint to serve", type=Path),
+    arg("--policy scripted:FILE.json", "script to serve"),
+    arg("--slots N", "conversations held at a time", 4),
+    arg("--tokens N", "maximum tokens of one conversation", 32_768),
+    arg("--queue N", "waiting requests; more get status 429", 64),
+    arg("--temperature T", "temperature of requests that give none", 1.0),
+    arg("--host NAME", "address to listen on", "127.0.0.1"),
+    arg("--port N", "port to listen on; 0: any free port", 8000),
+)
+def serve(given: argparse.Namespace) -> int:
+    from composer_nb.harness.agent.scripts import read_script
+    from composer_nb.harness.product.conversations import Conversations
+    from composer_nb.harness.product.serve import ChatServer, ScriptServer
+    from composer_nb.policies import open_engine
+
+    def run(server: ChatServer) -> int:
+        with server:
+            print(server.url, flush=True)
+            server.wait()
+        return 0
+
+    if (given.model is None) == (given.policy is None):
+        raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
+    if min(given.slots, given.tokens) < 1 or given.queue < 0:
+        raise ValueError("--slots and --tokens must be above 0, and --queue not below it")
+    address = {"host": given.host, "slots": given.slots, "queue": given.queue}
+    if given.model:
+        with open_engine(given.model, slots=given.slots, tokens=given.tokens, temperature=given.temperature) as engine:
+            answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+            return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
+    kind, _, name = given.policy.partition(":")
+    if kind != "scripted" or not name.endswith(".json"):
+        raise ValueError(f"--policy {given.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")
+    return run(ScriptServer(read_script(Path(name)), given.port, **address))

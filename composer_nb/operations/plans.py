@@ -1,0 +1,122 @@
+"""The command plan: what schedules, models, ranks of a mesh and weight deltas would cost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from composer_nb.operations import JSON, arg, command, emit
+
+SCHEDULES = (
+    ("fifo", 0, 0),
+    *(("fifo", 2, 2), ("fifo", 4, 4)),
+    *(("window", 2, 2), ("window", 2, 4), ("window", 4, 4), ("window", 4, 8)),
+    *(("discard", 2, 2), ("discard", 4, 4), ("discard", 4, 8)),
+)
+"""Order, batches ahead and staleness bound of the schedules that are compared; the first is synchronous."""
+HEAD = (
+    "| schedule | samples/s | against synchronous | of the optimum | staleness mean / max | tokens lost | lengths, KS |"
+)
+
+
+@command(
+    "plan",
+    "estimate costs: schedules by replayed durations, a model by its config.json, a weight delta by its checkpoint",
+    arg("--model PATH", "a checkpoint or a config.json: memory of its weights", type=Path),
+    arg("--weights DIR", "a checkpoint: size of a weight delta", type=Path),
+    arg("--lr LR", "learning rate of that delta", 1e-6),
+    arg("--mean-u U", "mean size of the optimizer's direction", 0.1),
+    arg("--mesh K=V,…", "with --model: memory and traffic of a rank, as shard=4,cp=2,ep=8"),
+    arg("--ranks N", "ranks of the mesh", 1),
+    arg("--tokens N", "tokens of a microbatch", 4096),
+    arg("--microbatches N", "microbatches per step", 1),
+    arg("--optimizer", "", "adamw", choices=["adamw", "muon"]),
+    arg("--recompute", "recompute layers in the backward pass"),
+    arg("--half", "compute in bfloat16 with fused attention, as on a GPU"),
+    arg("--memory GIB", "memory of a rank: refuse what does not fit", type=float),
+    arg("--durations CSV", "prompt,draw,seconds,tokens (data/durations.csv)", type=Path),
+    arg("--workers N", "environment workers", 4),
+    arg("--capacity N", "rollouts at a time per worker", 16),
+    arg("--train-s S", "seconds of a training step", 60.0),
+    arg("--publish-s S", "seconds until engines serve new weights", 0.0),
+    arg("--steps N", "training steps to simulate", 200),
+    JSON,
+)
+def plan(given: argparse.Namespace) -> int:
+    if given.weights is not None:
+        return _plan_delta(given)
+    if given.mesh is not None:
+        return _plan_mesh(given)
+    if given.model is not None:
+        from composer_nb.trainer.models.footprint import plan_path, table
+
+        found = plan_path(given.model)
+        return emit(given, asdict(found), lambda: table(found))
+    return _plan_schedules(given)
+
+
+def _plan_schedules(given: argparse.Namespace) -> int:
+    from composer_nb.labs.planning.simulate import Durations, Load, simulate
+    from composer_nb.trainer.schedule import Schedule
+
+    file = given.durations or Path(__file__).parents[2] / "data" / "durations.csv"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no durations here; give --durations")
+    load = Load(
+        durations=Durations.read(file),
+        workers=given.workers,
+        capacity=given.capacity,
+        train_s=given.train_s,
+        publish_s=given.publish_s,
+    )
+    found = []
+    for order, ahead, bound in SCHEDULES:
+        schedule = Schedule(order=order, ahead=ahead, bound=bound, steps=given.steps)  # type: ignore[arg-type]
+        found.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
+    lines = [HEAD, "|---|---|---|---|---|---|---|"]
+    for row in found:
+        name = f"{row['order']}, O = {row['ahead']}, bound {row['bound']}" if row["ahead"] else "synchronous"
+        lines.append(
+            f"| {name} | {row['samples_s']:.3f} | {row['samples_s'] / found[0]['samples_s']:.2f}× | {row['of_optimum']:.1%} "
+            f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
+            f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
+        )
+    return emit(given, found, lambda: "\n".join(lines))
+
+
+def _plan_delta(given: argparse.Namespace) -> int:
+    from composer_nb.labs.weights.prediction import plan_checkpoint
+
+    found = plan_checkpoint(given.weights, given.lr, given.mean_u)
+    line = (
+        f"{found['weights']:,} bfloat16 weights, lr {given.lr:g}, mean |u| {given.mean_u:g}: {found['changed_fraction']:.2%} "
+        f"change a step ({found['first_step_fraction']:.2%} in the first), {found['delta_bytes']:,} bytes at least, "
+        f"{found['of_full']:.2%} of the weights"
+    )
+    return emit(given, found, lambda: line)
+
+
+def _plan_mesh(given: argparse.Namespace) -> int:
+    from composer_nb.settings import override
+    from composer_nb.trainer.models.hf_config import read_config
+    from composer_nb.trainer.parallel.memory import Load, require_memory, table
+    from composer_nb.trainer.parallel.mesh import MeshSettings
+
+    if given.model is None:
+        raise ValueError("--mesh needs --model, a checkpoint or a config.json")
+    pairs = [part.partition("=") for part in given.mesh.split(",") if part]
+    settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
+    load = Load(
+        tokens=given.tokens,
+        microbatches=given.microbatches,
+        optimizer=given.optimizer,
+        recompute=given.recompute,
+        half=given.half,
+        fused=given.half,
+    )
+    file = given.model / "config.json" if given.model.is_dir() else given.model
+    limit = sys.maxsize if given.memory is None else int(given.memory * 2**30)
+    need = require_memory(read_config(file).model, settings, given.ranks, load, limit)
+    return emit(given, asdict(need), lambda: table(need))

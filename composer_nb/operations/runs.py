@@ -1,0 +1,239 @@
+"""Commands for runs: tour, report, watch, compare, follow, stop, set, replay, up, reap."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides
+
+NOTEBOOK = "00_tour.ipynb"
+TOUR = arg("path RUN", "a run directory", Path("runs/tour"), nargs="?")
+log = logging.getLogger(__name__)
+
+
+@command(
+    "tour",
+    "train a small coding agent from nothing, in a notebook that is run and kept",
+    SET,
+    arg("--resume", "resume the newest run"),
+    arg("--runs DIR", "folder of runs", Path("runs")),
+    arg("--plain", "run the recipe without the notebook"),
+    arg("--detach", "run the recipe in the background; see composer-nb follow and stop"),
+    lines=True,
+)
+def tour(given: argparse.Namespace) -> int:
+    from composer_nb.harness.sandbox.calls import SandboxExecutor
+    from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
+    from composer_nb.trainer.recipe.detached import start_detached
+    from composer_nb.trainer.recipe.launch import start_or_resume
+    from composer_nb.views.report import pictures, table, write_report
+
+    SandboxExecutor().close()  # fails now, not after minutes, where no sandbox can be made
+    run = _resumed(given) if given.resume else _started(given)
+    print(run.path, flush=True)
+    if given.detach:
+        start_detached(run.path)
+        print(f"the run goes on in the background; see composer-nb follow {run.path}")
+        return 0
+    try:
+        with terminate_as_interrupt():
+            if given.plain:
+                start_or_resume(run.path, say=log.info)
+            else:
+                run_notebook(_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
+    except KeyboardInterrupt:
+        where = f" --runs {given.runs}" if given.runs != Path("runs") else ""
+        print(f"interrupted; resume with: composer-nb tour --resume{where}", file=sys.stderr)
+        return 130
+    console().print(table(write_report(run, pictures(run))))
+    kept = [] if given.plain else [NOTEBOOK]
+    print("\nkept:", *(f"  {given.runs / 'tour' / name}" for name in (*kept, "report.html", "report.json")), sep="\n")
+    return 0
+
+
+def _started(given: argparse.Namespace) -> Any:
+    """Return a new run directory that already holds its settings, so that it can be resumed from any point."""
+    from composer_nb.harness.files import write_json
+    from composer_nb.settings import Settings, override, to_dict
+    from composer_nb.trainer.recipe.launch import new_run
+    from composer_nb.trainer.records.rundir import provenance
+
+    chosen = override(Settings(), overrides(given.set))
+    run = new_run(given.runs, "tour", chosen)
+    write_json(run.path / "settings.json", to_dict(chosen))
+    write_json(run.path / "provenance.json", provenance())
+    return run
+
+
+def _resumed(given: argparse.Namespace) -> Any:
+    from composer_nb.trainer.recipe.reader import open_run
+
+    if given.set:
+        raise ValueError("--resume keeps the settings of the run; leave out --set, or start a new run")
+    return open_run(given.runs / "tour")
+
+
+def _notebook() -> Path:
+    found = Path(__file__).parents[2] / "notebooks" / NOTEBOOK
+    if not found.is_file():
+        raise FileNotFoundError(f"{found}: notebooks come with a checkout; without one use composer-nb tour --plain")
+    return found
+
+
+@command("report", "summarize a run", RUN, JSON)
+def report(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.report import build_report
+    from composer_nb.views.report import table
+
+    found = build_report(open_run(given.path))
+    return emit(given, found, lambda: table(found))
+
+
+@command("watch", "show the state of a run, live or finished", RUN, HTML, JSON)
+def watch(given: argparse.Namespace) -> int:
+    from composer_nb.harness.files import write_atomic
+    from composer_nb.harness.untrusted import visible
+    from composer_nb.trainer.recipe.status import read_status
+    from composer_nb.views import dashboard
+    from composer_nb.views.page import document, text_table
+
+    seen = read_status(given.path)
+    if given.html:
+        write_atomic(given.html, document(seen.path.name, [dashboard.board(seen).text]))
+    if not given.json:
+        print(visible(dashboard.headline(seen)))
+    return emit(given, dashboard.plain(seen), lambda: text_table(list(dashboard.facts(seen)), ("", "")))
+
+
+@command(
+    "compare",
+    "compare two runs: settings, scores with intervals, times",
+    arg("paths RUN", "run directories; the second is compared with the first", nargs=2, type=Path),
+    HTML,
+    JSON,
+)
+def compare(given: argparse.Namespace) -> int:
+    from composer_nb.harness.files import write_atomic
+    from composer_nb.trainer.recipe.reader import ReadOnly
+    from composer_nb.trainer.recipe.report import compare
+    from composer_nb.views.compare import figures, page, table
+
+    first, second = (ReadOnly(each) for each in given.paths)
+    found = compare(first, second)
+    if given.html:
+        write_atomic(given.html, page(found, figures(found, first, second)))
+    return emit(given, found, lambda: table(found))
+
+
+@command("follow", "print what a run logs until it ends; Ctrl-C leaves the run alone", TOUR, lines=True)
+def follow(given: argparse.Namespace) -> int:
+    """Return 0 when the run is complete, 1 when it ended before that."""
+    from composer_nb.trainer.recipe.detached import follow
+
+    return int(follow(given.path.resolve(), log.info) != "complete")
+
+
+@command("stop", "end a live run, wherever it was started; it can be resumed", TOUR)
+def stop(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.recipe.detached import stop
+
+    print("stopped" if stop(given.path.resolve()) else "it is not live")
+    return 0
+
+
+@command(
+    "set",
+    "change a setting of a live run; the run records from which step on",
+    RUN,
+    arg("pairs NAME=VALUE", "as services.bound=4", nargs="+"),
+)
+def change(given: argparse.Namespace) -> int:
+    """Check names and types before the run sees them."""
+    from composer_nb.settings import from_dict
+    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.services.journal import change_live, request_change
+
+    run = open_run(given.path.resolve())
+    current, changes = from_dict(run.settings()), overrides(given.pairs)
+    for name, text in changes.items():
+        current = change_live(current, name, text)
+    if run.finished("rl") is not None:
+        raise ValueError(f"{run.path.name}: its RL is over; nothing is left to change")
+    for name, value in changes.items():
+        request_change(run, name, value)
+        print(f"asked: {name} = {value!r}")
+    return 0
+
+
+@command(
+    "replay",
+    "repeat the RL steps of a run from what it stored, and compare every weight version",
+    RUN,
+    arg("--step N", "last step to repeat (all)", type=int),
+    JSON,
+    lines=True,
+)
+def replay(given: argparse.Namespace) -> int:
+    """Return 0 when every version came out the same, else 1."""
+    from composer_nb.settings import from_dict
+    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.replay import replay
+
+    run = open_run(given.path.resolve())
+    last = given.step if given.step is not None else len(run.steps("rl"))
+    if last < 1:
+        raise ValueError(f"--step {last}: the first step is 1")
+    found = []
+    for one in replay(run, from_dict(run.settings()), last):
+        found.append({name: getattr(one, name) for name in ("step", "version", "was", "now", "same")})
+        same = "same" if one.same else "DIFFERS"
+        log.info(f"step {one.step:>5}  version {one.version:>6}  {one.now[:16]}  {same}")
+    different = sum(not row["same"] for row in found)
+    return emit(given, found, lambda: f"{len(found)} steps, {different} differ", int(different > 0))
+
+
+@command(
+    "up",
+    "start a Ray head that outlives notebooks and runs; --ray FOLDER and services.address=FOLDER use it",
+    arg("path FOLDER", "folder of the head", Path("runs/head"), nargs="?"),
+    arg("--lease S", "seconds until an unused head ends", 3600.0),
+    arg("--down", "end the head, even if it is in use"),
+    JSON,
+)
+def up(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.services import head
+
+    if given.down:
+        ended = head.down(given.path)
+        return emit(given, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {given.path}")
+    found = head.up(given.path, given.lease)
+    line = (
+        f"{found.address}, process {found.pid}, for {found.until - time.time():.0f} s and as long as it is used\n"
+        f"notebooks run on it with --ray {found.folder}, a run's services with --set services.address={found.folder}"
+    )
+    return emit(given, asdict(found), lambda: line)
+
+
+@command(
+    "reap",
+    "end what killed runs left on this machine",
+    arg("path RUNS", "folder of runs", Path("runs"), nargs="?"),
+    JSON,
+)
+def reap(given: argparse.Namespace) -> int:
+    """Return 0 when nothing is left, 1 when something could not be ended."""
+    from composer_nb.harness.sandbox.reap import reap
+
+    found = asdict(reap(given.path))
+    kinds = ("containers", "processes", "cgroups", "directories")
+    ended = ", ".join(f"{len(found[kind])} {kind}" for kind in kinds if found[kind])
+    lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {found['kept']}"]
+    lines += [f"failed: {line}" for line in found["failed"]]
+    return emit(given, found, lambda: "\n".join(lines), int(bool(found["failed"])))

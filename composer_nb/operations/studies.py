@@ -1,0 +1,131 @@
+"""Commands that measure and look into things: microscope, losses, weights, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
+
+log = logging.getLogger(__name__)
+
+
+@command(
+    "microscope",
+    "explain why an engine and the trainer give a run's tokens different log-probabilities",
+    RUN,
+    arg("--engine NAME", "recorded, or an engine that reads the tokens again: bf16, …", "recorded"),
+    STEP,
+    arg("--rollouts N", "rollouts of that step", 16),
+    JSON,
+)
+def microscope(given: argparse.Namespace) -> int:
+    from rich.console import Group
+
+    from composer_nb.labs.microscope import view
+    from composer_nb.labs.microscope.microscope import examine_run
+    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.views.page import text_table
+
+    report = examine_run(open_run(given.path), given.engine, step=given.step, rollouts=given.rollouts)
+    causes = text_table(list(view.findings(report)), ("cause", "", "first"))
+    return emit(
+        given,
+        report.to_dict(),
+        lambda: Group(view.headline(report), text_table(list(view.rows(report)), view.HEAD), causes),
+    )
+
+
+@command("losses", "compare policy-gradient losses on a stored batch of RL", RUN, STEP, JSON)
+def losses(given: argparse.Namespace) -> int:
+    """Compare a stored batch with its own weights, later weights and other engines; one table of losses each."""
+    from composer_nb.harness.plain import to_json
+    from composer_nb.labs.losses.stages import markdown, stages
+    from composer_nb.trainer.recipe.reader import open_run
+
+    found = {}
+    for stage in stages(open_run(given.path), given.step):
+        log.info(stage.name)
+        found[stage.name] = stage.bench()
+    plain = json.loads(to_json({name: [asdict(row) for row in bench.rows] for name, bench in found.items()}))
+    return emit(given, plain, lambda: "\n".join(markdown(name, bench) for name, bench in found.items()))
+
+
+@command(
+    "weights diff",
+    "show what changed between two checkpoints, and the size of the delta",
+    arg("base BASE", type=Path),
+    arg("target TARGET", type=Path),
+    arg("--out DIR", "write the delta as a version directory", type=Path),
+    JSON,
+)
+def diff(given: argparse.Namespace) -> int:
+    from composer_nb.trainer import weights
+
+    found: dict[str, Any] = weights.delta_sizes(given.base, given.target)
+    if given.out:
+        found["out"] = weights.encode_delta(given.base, given.target, given.out).hash
+    line = (
+        f"full {found['full_bytes']:,} bytes, delta {found['delta_bytes']:,} "
+        f"({found['delta_bytes'] / found['full_bytes']:.1%}); {found['changed_fraction']:.2%} of the weights changed"
+    )
+    return emit(given, found, lambda: line)
+
+
+@command(
+    "weights apply",
+    "make the version that a base and a delta describe",
+    *(arg("base BASE", type=Path), arg("delta DELTA", type=Path), arg("out OUT", type=Path)),
+    JSON,
+)
+def apply(given: argparse.Namespace) -> int:
+    from composer_nb.trainer import weights
+
+    return _version(given, weights.apply_delta(given.base, given.delta, given.out))
+
+
+@command("weights verify", "check every byte of a version directory", arg("path VERSION", type=Path), JSON)
+def verify(given: argparse.Namespace) -> int:
+    from composer_nb.trainer import weights
+
+    return _version(given, weights.verify(given.path))
+
+
+def _version(given: argparse.Namespace, manifest: Any) -> int:
+    found = {"version": manifest.version, "hash": manifest.hash, "bytes": manifest.size}
+    return emit(given, found, lambda: f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}")
+
+
+@command("weights log", "list the versions of a store or a run", arg("store STORE"), JSON)
+def history(given: argparse.Namespace) -> int:
+    from composer_nb.trainer.versions import store
+
+    inside = Path(given.store) / "weights" / "versions"
+    found = store.log(inside if inside.is_dir() else given.store)
+    if not found:
+        raise FileNotFoundError(f"{given.store}: no weight versions here")
+    return emit(given, found, lambda: "\n".join(map(_version_line, found)))
+
+
+def _version_line(row: dict[str, Any]) -> str:
+    if "fault" in row:
+        return f"v{row['version']:06d}  {row['fault']}: {row['detail']}"
+    kind = "full" if row["base"] is None else f"on v{row['base']:06d}"
+    line = f"v{row['version']:06d}  {kind:>12}  {row['bytes']:>12,} bytes  {row['hash'][:16]}"
+    more = [f"anchor of {row['anchor_bytes']:,} bytes"] if row["anchor_bytes"] else []
+    more += [f"run by {', '.join(row['acknowledged'])}"] if row["acknowledged"] else []
+    more += [] if row["there"] else ["pruned"]
+    return "  ".join([line, *more])
+
+
+@command("doctor", "show what this machine has and what it lacks", JSON)
+def doctor(given: argparse.Namespace) -> int:
+    from composer_nb import doctor
+
+    found = doctor.diagnose()
+    plain = [asdict(finding) for finding in found]
+    return emit(given, plain, lambda: doctor.as_table(found), int(not doctor.healthy(found)))

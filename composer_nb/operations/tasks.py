@@ -1,0 +1,152 @@
+"""Commands for tasks and their sandboxes: tasks make, tasks check, tasks from, sandbox check."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+from composer_nb.operations import JSON, arg, command, emit
+
+BACKEND = arg("--backend NAME", "sandbox in which tests run; tasks with an image need docker", "bwrap")
+REQUIRE = arg(
+    "--require",
+    "weakest guard that a task may have: recorded calls, strong twins, or nothing",
+    "none",
+    choices=["calls", "twins", "none"],
+)
+log = logging.getLogger(__name__)
+
+
+@command(
+    "tasks make",
+    "make tasks from a repository with tests",
+    arg("path PATH", "a folder, checkout or source archive", type=Path),
+    arg("--out DIR", "folder for tasks; the same folder resumes", required=True, type=Path),
+    arg("--limit N", "maximum number of tasks", 60),
+    arg("--seed SEED", "the same seed gives the same tasks", "0"),
+    arg("--pytest-args ARGS", "-m, -k, --deselect … of pytest, in one word", ""),
+    arg("--suite-seconds S", "time limit of a whole suite", 400.0),
+    arg("--test-seconds S", "time limit of a test; slower tests do not count", 1.0),
+    arg("--wheels FOLDER", "wheels of packages that the tests need", type=Path),
+    arg("--image NAME", "Docker image in which the tests run, with --backend docker", ""),
+    REQUIRE,
+    BACKEND,
+    JSON,
+)
+def make(given: argparse.Namespace) -> int:
+    if find_spec("libcst") is None:
+        raise ValueError("tasks make needs libcst: pip install 'composer_nb[tasks]'")
+    from rich.console import Console
+
+    from composer_nb.harness.sandbox import open_backend
+    from composer_nb.harness.tasks.making.make import make
+    from composer_nb.harness.tasks.making.options import Running
+    from composer_nb.harness.tasks.making.show import progress, table
+
+    running = Running(
+        pytest_args=given.pytest_args,
+        suite_s=given.suite_seconds,
+        test_s=given.test_seconds,
+        wheels=given.wheels,
+        image=given.image,
+    )
+    with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
+        made = make(
+            given.path,
+            given.out,
+            backend,
+            limit=given.limit,
+            seed=given.seed,
+            running=running,
+            require=given.require,
+            told=told,
+        )
+    if given.json:
+        print(made.to_json())
+        return int(not made.tasks)
+    return emit(given, None, lambda: table(made), int(not made.tasks))
+
+
+@command(
+    "tasks check",
+    "check that every solution scores 1, every start 0, and repeats agree",
+    arg("path PATH", "a .jsonl file or task directories", type=Path),
+    REQUIRE,
+    BACKEND,
+    JSON,
+)
+def check(given: argparse.Namespace) -> int:
+    from rich.console import Group
+
+    from composer_nb.harness.grading.check import check_tasks
+    from composer_nb.harness.grading.recorded import guards_line
+    from composer_nb.harness.tasks.task import read_tasks
+    from composer_nb.views.page import text_table
+
+    found = check_tasks(read_tasks(given.path), given.backend, given.require)
+    if not found:
+        raise ValueError(f"{given.path}: holds no task")
+    unfit = [(row["id"], row["problem"]) for row in found if not row["ok"]]
+    guards = Counter(row["guard"]["by"] for row in found)
+    fit = len(found) - len(unfit)
+    line = f"{fit} of {len(found)} tasks are fit; {guards_line(guards)}"
+    return emit(
+        given,
+        {"tasks": found, "fit": fit, "unfit": len(unfit), "guards": guards},
+        lambda: Group(*([text_table(unfit, ("task", "problem"))] if unfit else []), line),
+        int(bool(unfit)),
+    )
+
+
+@command(
+    "tasks from",
+    "convert rows of a benchmark to tasks",
+    arg("path PATH", "rows, as JSON Lines or a JSON list", type=Path),
+    arg("--out DIR", "folder for tasks", required=True, type=Path),
+    arg("--format", choices=["swebench", "swesmith"], required=True, help="format of the rows"),
+    arg("--repository PATH", "files of the repository, so that no image is needed", type=Path),
+    JSON,
+)
+def convert(given: argparse.Namespace) -> int:
+    from composer_nb.harness.tasks.making.repository import read_repository
+    from composer_nb.harness.tasks.swe import read_rows
+
+    files = read_repository(given.repository).files if given.repository else None
+    written, problems = 0, []
+    for place, task in read_rows(given.path, given.format, files):
+        try:
+            if isinstance(task, ValueError):
+                raise task
+            task.to_harbor(given.out / task.id.replace("/", "__"))
+            written += 1
+        except ValueError as error:
+            problems.append(str(error))
+        except FileExistsError as error:
+            problems.append(f"{place}: {error.filename} is there already")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    line = f"{written} tasks in {given.out}, {len(problems)} rows left out"
+    return emit(given, {"tasks": written, "problems": problems}, lambda: line, int(bool(problems)))
+
+
+@command("sandbox check", "run every attack against a sandbox backend", arg("--backend NAME", "backend", "bwrap"), JSON)
+def attack(given: argparse.Namespace) -> int:
+    from rich.console import Group
+
+    from composer_nb.labs.attacks.sandbox_check import run_checks
+    from composer_nb.views.page import text_table
+
+    found = run_checks(given.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
+    cases, kinds = found["cases"], found["kinds"]
+    table = [
+        ("ok" if case["blocked"] else "NOT BLOCKED", str(case["kind"] or ""), case["title"], case["detail"])
+        for case in cases
+    ]
+    blocked, right = (sum(one["blocked"] for one in each) for each in (kinds, cases))
+    line = f"{blocked} of {len(kinds)} kinds of attack blocked on {given.backend}; {right} of {len(cases)} cases in all"
+    status = int(blocked < len(kinds) or right < len(cases))
+    return emit(given, found, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)

@@ -1,0 +1,394 @@
+"""The tree of settings, with the same dotted names in notebooks, job files and on the command line.
+
+    settings = override(Settings(), {"rl.steps": 20})
+
+`override` checks names, types (pydantic) and ranges. The resolved tree is saved in the run directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from ast import literal_eval
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar, get_origin
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from composer_nb.harness.agent.tiny import Limits
+from composer_nb.harness.rewards import RewardSettings
+from composer_nb.kernels.moe.recipes import RECIPES
+from composer_nb.trainer.learning.data import CODE_ROW
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.muon import OptimizerSettings
+from composer_nb.trainer.learning.optimizer import trapezoid
+from composer_nb.trainer.learning.replay_settings import ReplaySettings
+from composer_nb.trainer.models.transformer import Kernels, ModelConfig
+from composer_nb.trainer.models.variants import ENGINES, EngineName
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.schedule import Schedule
+
+Count = Annotated[int, Field(ge=0)]
+Some = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Tasks, demonstrations and code."""
+
+    code: str = "stdlib"
+    """Python source to train on: `stdlib`, or a folder."""
+    demonstrations: Some = 1024
+    """Clean demonstrations for mid-training, one per task."""
+    mistaken_demonstrations: Some = 1024
+    """Demonstrations with mistakes for the policy that RL starts from."""
+    rl_tasks: Some = 2048
+    heldout_tasks: Some = 440
+    tune_tasks: Some = 96
+    """Held-out tasks for evaluation during RL; disjoint from those scored at the end."""
+    mistake_rate: Share = 0.5
+    """Probability of a mistake before the right edit, and of another after each mistake, up to three."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSettings:
+    vocab_size: Annotated[int, Field(ge=264)] = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MidtrainSettings:
+    """Continued training from random weights on code, then on demonstrations with code mixed in."""
+
+    steps: Some = 2000
+    tokens: Some = 768
+    """Tokens per step, over all ranks."""
+    lr: NotNegative = 3e-3
+    warmup: Share = 0.04
+    """Share of the steps in which the learning rate rises."""
+    constant: Share = 0.5
+    """The learning rate stays up to this share of the steps, then falls linearly to 3 %."""
+    weight_decay: NotNegative = 0.05
+    clip: NotNegative = 1.0
+    code_first: Share = 0.1
+    """Share of the steps that train on code alone, at the start."""
+    code_share: Share = 0.2
+    """Share of code tokens in the later steps."""
+    context_weight: NotNegative = 0.2
+    """Loss weight of the tokens that the agent reads; those that it writes weigh 1."""
+    code_weight: NotNegative = 0.5
+    balance: NotNegative = 1e-3
+    """Weight of the load-balancing loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendSettings:
+    """Long-context phase between mid-training and fine-tuning; YaRN stretches the positions, and rows use all of them."""
+
+    steps: Count = 0
+    """Steps of this phase; 0 leaves it out."""
+    factor: Annotated[float, Field(ge=1)] = 4.0
+    """Positions after this phase, as a multiple of `model.max_position_embeddings`."""
+    tokens: Some = 4096
+    """Tokens per step, over all ranks."""
+    code_share: Share = 0.8
+    """Share of tokens in long rows of code; the rest are demonstrations."""
+    lr: NotNegative = 5e-4
+    clip: NotNegative = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings:
+    """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
+
+    steps: Some = 200
+    tokens: Some = 2048
+    lr: NotNegative = 4e-4
+    clip: NotNegative = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlSettings:
+    """Reinforcement learning with groups of fixed size and one epoch."""
+
+    steps: Some = 200
+    prompts: Some = 8
+    """Tasks per step."""
+    group: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task, at least two: an advantage compares a rollout with the others of its group."""
+    minibatches: Some = 1
+    """Optimizer steps per batch."""
+    lr: NotNegative = 5e-4
+    """Peak learning rate. It rises over `warmup` steps and falls linearly to a twentieth at the last step, or over the second
+    half of `max_seconds` if that gives less."""
+    scale_rate: Annotated[float, Field(ge=0, le=1000)] = 40.0
+    """Learning rate of the logit scale (`logit_scale.py`) as a multiple of `lr`; 0: the model has no logit scale."""
+    warmup: Count = 6
+    clip: NotNegative = 1.0
+    checkpoint_every: Some = 20
+    evaluate_every: Count = 50
+    """Steps between evaluations on the tuning tasks; 0: none. The last step has none, because the held-out tasks follow."""
+    microbatch_tokens: Some = 4096
+    recompute: bool = False
+    """Recompute layers in the backward pass: less memory, about a third more time."""
+    tokens_per_rollout: Some = 64
+    """Constant of the loss denominator, prompts × group × this, so that the length of a batch does not enter its gradient."""
+    shuffle_rewards: bool = False
+    """Control: permute rewards at random within the batch, so that nothing can be learned."""
+    max_seconds: NotNegative = 310.0
+    """Time limit of RL in seconds; 0: none. No step begins later, and the report says so. The learning rate then falls with time,
+    because a policy that is cut off at a high rate scores lower; such a run is not reproducible."""
+
+    def rate(self, step: int, seconds: float = 0.0) -> float:
+        """Return the learning rate of a step that begins after `seconds` of RL."""
+        share = self.warmup / self.steps
+        factor = trapezoid(step, self.steps, share, share, 0.05)
+        if self.max_seconds:
+            factor = min(factor, trapezoid(min(seconds, self.max_seconds) - 1, self.max_seconds, 0.0, 0.5, 0.05))
+        return self.lr * factor
+
+    def denominator(self, loss: LossSettings) -> float:
+        """Return the number that divides the summed loss of a batch."""
+        return float(self.prompts * self.group * (1 if loss.length_norm else self.tokens_per_rollout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicesSettings:
+    """Asynchronous RL as services on Ray; with `on` false, one synchronous loop."""
+
+    on: bool = True
+    address: str = ""
+    """Address of a Ray cluster, or folder of a head (`composer-nb up`); empty: a cluster is started for the run and ends with
+    it."""
+    engines: Some = 1
+    """Number of inference engines; each has its own environment worker."""
+    ahead: Count = 1
+    """Batches that may be in flight beyond the one that is due (O); 0: on policy."""
+    bound: Count = 2
+    """Highest staleness of the oldest token of a rollout when it is trained, in batches."""
+    window: Share = 1.0
+    """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
+    order: Literal["window", "fifo", "discard"] = "window"
+    retries: Count = 3
+    """Times that one rollout is dispatched again after an infrastructure fault."""
+    deaths: Count = 20
+    """Times that one group may lose its worker, or one batch its trainer."""
+    hang_s: float = 120.0
+    """Seconds of silence after which a worker is ended as hung."""
+    lockstep: bool = False
+    """Step engines only while an environment worker waits for them. Bit-reproducible with ahead=0 and one engine."""
+    full_every: Some = 25
+    """Interval of full weight versions; those between are deltas."""
+    store: str = ""
+    """URL (fsspec) of the store of weight versions; each run has its own folder. Empty: the run directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    samples: Some = 4
+    """Rollouts per task at temperature 1, the k of best-of-k; one more is greedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    slots: Some = 128
+    numerics: EngineName = "float32"
+    """Arithmetic of the engine that samples for RL (`variants.py`). The trainer always computes in float32, so any other value
+    makes a mismatch on purpose."""
+    batch_invariant: bool = False
+    """Make sampled tokens independent, to the last bit, of the rest of the batch. The compiled float32 engine of small models
+    always is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings of a run."""
+
+    seed: Seed = 0
+    rl_seed: Seed = 0
+    """Additional seed of RL, so that several RL runs can share one mid-training."""
+    control_steps: Count = 0
+    """Control: steps of supervised training on all demonstrations, in place of RL."""
+    ranks: Some = 2
+    """Number of training processes; each has one thread."""
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    limits: Limits = field(default_factory=Limits)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    midtrain: MidtrainSettings = field(default_factory=MidtrainSettings)
+    extend: ExtendSettings = field(default_factory=ExtendSettings)
+    sft: SftSettings = field(default_factory=SftSettings)
+    rl: RlSettings = field(default_factory=RlSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    kernels: Kernels = field(default_factory=Kernels)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    services: ServicesSettings = field(default_factory=ServicesSettings)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where settings of two groups contradict each other."""
+        Mesh.of(self.mesh, self.ranks).require_experts(self.model.num_experts)
+        if self.services.on:
+            self.schedule()
+        elif self.meshed:
+            raise ValueError("mesh.* needs the trainer service: set services.on=true, or leave mesh.* at its defaults")
+        elif self.rl.prompts < self.ranks:
+            raise ValueError(
+                f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on=true"
+            )
+        if self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
+            raise ValueError(
+                f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts ({needed}): each task is "
+                "trained on once"
+            )
+        numerics, narrow = ENGINES[self.engine.numerics], (self.model.hidden_size, self.model.moe_intermediate_size)
+        for bits, group, widths in ((numerics.expert_bits, 32, narrow), (numerics.router_bits, 64, narrow[:1])):
+            if bits and any(width % min(group, width) for width in widths):
+                raise ValueError(
+                    f"engine.numerics={self.engine.numerics!r}: model.hidden_size and model.moe_intermediate_size must be "
+                    f"multiples of {group}, its quantization group"
+                )
+        multiple = RECIPES[self.kernels.recipe].multiple
+        if any(width % multiple for width in narrow):
+            raise ValueError(
+                f"kernels.recipe={self.kernels.recipe!r}: model.hidden_size and model.moe_intermediate_size must be multiples "
+                f"of {multiple}, its block size"
+            )
+        if self.model.max_position_embeddings < CODE_ROW:
+            raise ValueError(
+                f"model.max_position_embeddings={self.model.max_position_embeddings}: must be at least {CODE_ROW}, "
+                "the length of a row of code"
+            )
+        if self.limits.tokens > (most := self.agent_model.max_position_embeddings):
+            raise ValueError(
+                f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most}), times "
+                "extend.factor if extend.steps is above 0"
+            )
+        if self.extend.steps and self.extend.tokens * self.extend.code_share < most:
+            raise ValueError(
+                f"extend.tokens={self.extend.tokens}: times extend.code_share ({self.extend.code_share:g}) it must give at "
+                f"least one row of {most} tokens, the positions after stretching"
+            )
+
+    @property
+    def agent_model(self) -> ModelConfig:
+        """Model configuration of the agent, after the long-context phase if there is one."""
+        return self.model.stretched(self.extend.factor) if self.extend.steps else self.model
+
+    @property
+    def trainers(self) -> int:
+        """Number of processes of the trainer service: `ranks` with a mesh, else one."""
+        return self.ranks if self.meshed else 1
+
+    @property
+    def meshed(self) -> bool:
+        """Whether the trainer service consists of ranks of a mesh."""
+        return self.mesh != MeshSettings()
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of the orchestrator. Raises ValueError that names the setting that does not fit."""
+        v = self.services
+        return Schedule(
+            prompts=self.rl.prompts,
+            group=self.rl.group,
+            ahead=v.ahead,
+            bound=v.bound,
+            window=v.window,
+            order=v.order,
+            retries=v.retries,
+            deaths=v.deaths,
+            hang_s=v.hang_s,
+            steps=self.rl.steps,
+        )
+
+
+Tree = TypeVar("Tree")
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
+    """Return a copy of a tree of dataclasses with dotted names replaced; all values are set together.
+
+    An int may stand for a float. Text may stand for a number, a truth value or a dictionary, as it comes from a command line.
+    Raises ValueError for an unknown name, a wrong type or a value out of range; it names the setting.
+    """
+    known = _types(settings)
+    typed = {}
+    for name, value in values.items():
+        if name in known:
+            typed[name] = _typed(value, known[name], name)
+        elif inner := [each for each in known if each.startswith(f"{name}.")]:
+            raise ValueError(f"{name} is a group of settings; name one of {', '.join(inner)}")
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return _replaced(settings, typed)
+
+
+def names(settings: Any) -> list[str]:
+    """Return all dotted names of a tree."""
+    return list(_types(settings))
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """Return the tree as nested dictionaries, ready for JSON."""
+    return dataclasses.asdict(settings)
+
+
+def from_dict(saved: Mapping[str, Any]) -> Settings:
+    """Return the settings that `to_dict` saved. Raises ValueError as `override` does."""
+    return override(Settings(), _flat(saved, "", Settings()))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str, node: Any) -> dict[str, Any]:
+    """Return the leaves of a saved tree by dotted name; a dictionary of unknown settings is a leaf."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = getattr(node, key, None)
+        nested = isinstance(value, Mapping) and dataclasses.is_dataclass(inner)
+        found |= _flat(value, f"{prefix}{key}.", inner) if nested else {prefix + key: value}
+    return found
+
+
+def _types(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every setting of a tree by dotted name, with its range."""
+    found: dict[str, Any] = {}
+    for name, wanted in typing.get_type_hints(type(settings), include_extras=True).items():
+        value, full = getattr(settings, name), prefix + name
+        found |= _types(value, f"{full}.") if dataclasses.is_dataclass(value) else {full: wanted}
+    return found
+
+
+def _typed(value: Any, wanted: Any, name: str) -> Any:
+    """Return `value` as its annotation wants it; text is tried as it is, then as a literal."""
+    adapter: TypeAdapter[Any] = TypeAdapter(wanted, config=_STRICT)
+    if isinstance(value, str):
+        with suppress(ValidationError):
+            return adapter.validate_python(value)
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = literal_eval(value.capitalize() if value.lower() in ("true", "false") else value)
+    if get_origin(wanted) is tuple and isinstance(value, list):  # JSON has no tuples
+        value = tuple(value)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{part!r}]" for part in first["loc"])
+        raise ValueError(f"{name}{place}={value!r}: {first['msg'].replace('Input should', 'must')}") from None
+
+
+def _replaced(node: Any, values: Mapping[str, Any]) -> Any:
+    changes: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
+    for group in {name.partition(".")[0] for name in values} - changes.keys():
+        inner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{group}.")}
+        changes[group] = _replaced(getattr(node, group), inner)
+    return dataclasses.replace(node, **changes)

@@ -1,0 +1,1 @@
+"""Losses, optimizers, packing, router replay and supervised training."""

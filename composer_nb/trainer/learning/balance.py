@@ -1,0 +1,251 @@
+"""Global packing: the streams of a batch dealt over ranks and micro-batches so that no rank waits long for another.
+
+What a stream costs grows faster than its length, by attention. Ranks that hold a model's weights between them, or deal its
+experts, move through their micro-batches in lockstep: a step takes the sum, over micro-batches, of what the busiest rank has to
+do in each. `pack` keeps that sum small under a limit of tokens a micro-batch (memory). That is scheduling on identical machines,
+with a side condition: longest first (Graham, "Bounds on multiprocessing timing anomalies", 1969), then exchanges.
+
+Everything here is a pure function of its arguments: every rank computes the whole packing and takes its part.
+
+Dimensions: I items, M micro-batches, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from composer_nb.trainer.learning.packing import Run, Stream, runs
+from composer_nb.trainer.models.footprint import plan_memory
+from composer_nb.trainer.models.transformer import ModelConfig
+
+Floats = NDArray[np.float64]
+TRIES = 3
+"""Packings that are worth improving: the best ones."""
+SPARE = 0.01
+"""A packing with fewer micro-batches is preferred when it is at most this much slower: each has a price of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What training on a row costs: `linear` a token, and `quadratic` a pair of a token and one that it attends to."""
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of(cls, c: ModelConfig) -> Cost:
+        """In floating-point operations, forward and backward: six a weight that is multiplied with (arXiv 2001.08361, §2.1), and
+        six for each product of queries with keys and of probabilities with values."""
+        found = plan_memory(c)
+        per_pair = c.num_hidden_layers * c.num_attention_heads * (c.head_dim + c.value_width)
+        return cls(linear=6.0 * (found.active - found.embedding), quadratic=6.0 * per_pair)
+
+    @classmethod
+    def fit(cls, lengths: Sequence[int], seconds: Sequence[float]) -> Cost:
+        """Measured: least squares over rows of these lengths, relative to what each took. Raises ValueError for fewer than two
+        different lengths, and where time does not grow with length."""
+        if len(set(lengths)) < 2:
+            raise ValueError("a cost is fitted to rows of at least two different lengths")
+        tokens = np.array(lengths, float)
+        design = np.stack([tokens, tokens * (tokens + 1) / 2], 1) / np.array(seconds, float)[:, None]
+        linear, quadratic = np.linalg.lstsq(design, np.ones(len(tokens)), rcond=None)[0]
+        if quadratic < 0:  # attention too small to be seen
+            linear, quadratic = 1 / design[:, 0].mean(), 0.0
+        if linear <= 0:
+            raise ValueError("these times do not grow with the rows' lengths")
+        return cls(linear=float(linear), quadratic=float(quadratic))
+
+    def row(self, tokens: int) -> float:
+        """Of one row by itself."""
+        return self.run(Run([], tokens, tokens * (tokens + 1) // 2))
+
+    def run(self, run: Run) -> float:
+        """Of streams that share their beginnings."""
+        return self.linear * run.tokens + self.quadratic * run.pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Which items are where, and what that costs."""
+
+    items: list[list[list[int]]]
+    """[M][R]: numbers of the items."""
+    load_MR: Floats
+
+    @property
+    def step(self) -> float:
+        """What a step costs in lockstep: the busiest rank of each micro-batch."""
+        return float(self.load_MR.max(1).sum())
+
+    @property
+    def imbalance(self) -> float:
+        """Time that ranks wait in lockstep, as a share of the time they work; 0: they never do."""
+        return self.step * self.load_MR.shape[1] / float(self.load_MR.sum()) - 1
+
+    @property
+    def imbalance_free(self) -> float:
+        """The same of ranks that meet at the end of a step alone."""
+        return float(self.load_MR.sum(0).max()) * self.load_MR.shape[1] / float(self.load_MR.sum()) - 1
+
+
+def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:
+    """Items of so many tokens and such costs over `ranks`, the same number of micro-batches on each, of at most `limit` tokens;
+    an item that is longer has a micro-batch to itself. Never slower than `first_fit`; where one micro-batch holds all, at most
+    4/3 − 1/(3R) times as slow as the best there is (Graham). Raises ValueError for no items, or no limit."""
+    if not tokens or min(tokens) < 1 or limit < 1 or ranks < 1:
+        raise ValueError("packing needs items, each of a token at least, a limit of at least 1, and a rank")
+    size = np.minimum(np.array(tokens), limit)
+    costs = np.array(cost, float)
+    least = math.ceil(int(size.sum()) / (limit * ranks))
+    found = [first_fit(tokens, cost, ranks, limit)]
+    for count in range(least, 2 * least + 2):
+        bins = _long_beside_long(size, costs, ranks, count, limit)
+        found += [] if bins is None else [_packing(bins, costs, ranks)]
+    found = [_exchanged(packing, size, costs, limit) for packing in sorted(found, key=lambda each: each.step)[:TRIES]]
+    best = min(packing.step for packing in found)
+    return min(found, key=lambda packing: (packing.step > best * (1 + SPARE), len(packing.items), packing.step))
+
+
+def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:
+    """What packing is measured against: items in the order they come, each into the first micro-batch with room for it; the
+    micro-batches dealt round."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for number, size in enumerate(min(count, limit) for count in tokens):
+        place = next((place for place, free in enumerate(room) if free >= size), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(limit)
+        bins[place].append(number)
+        room[place] -= size
+    bins += [[] for _ in range(-len(bins) % ranks)]
+    return _packing(bins, np.array(cost, float), ranks)
+
+
+def _packing(bins: list[list[int]], cost_I: Floats, ranks: int) -> Packing:
+    load = np.array([cost_I[items].sum() for items in bins])
+    rows = [[sorted(part) for part in bins[at : at + ranks]] for at in range(0, len(bins), ranks)]
+    worked = [number for number, row in enumerate(rows) if any(row)]
+    return Packing([rows[number] for number in worked], load.reshape(-1, ranks)[worked])
+
+
+def _long_beside_long(
+    size_I: NDArray[np.int64], cost_I: Floats, ranks: int, count: int, limit: int
+) -> list[list[int]] | None:
+    """As long as one item is more than an even share of what is left, a micro-batch at its level: every rank is filled up to
+    it, with the dearest that fit. The rest longest first. None when that does not fit into `count` micro-batches."""
+    left = np.argsort(-cost_I, kind="stable").tolist()
+    bins: list[list[int]] = []
+    for number in range(count - 1):
+        if not left or cost_I[left[0]] * ranks * (count - number) <= cost_I[left].sum():
+            break
+        level = cost_I[left[0]] * (1 + 1e-9)
+        for _ in range(ranks):
+            taken, load, room = set(), 0.0, limit
+            for item in left:
+                if load + cost_I[item] <= level and size_I[item] <= room:
+                    taken.add(item)
+                    load, room = load + cost_I[item], room - size_I[item]
+            bins.append(sorted(taken))
+            left = [item for item in left if item not in taken]
+    rest = _longest_first(left, size_I, cost_I, ranks * count - len(bins), limit)
+    return None if rest is None else bins + rest
+
+
+def _longest_first(
+    order: Sequence[int], size_I: NDArray[np.int64], cost_I: Floats, count: int, limit: int
+) -> list[list[int]] | None:
+    """Items in this order, each into the one of `count` micro-batches that has least to do and room; those of like cost side by
+    side. None when they do not fit so."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    load, room = np.zeros(count), np.full(count, limit)
+    for item in order:
+        place = int(np.where(room >= size_I[item], load, np.inf).argmin())
+        if room[place] < size_I[item]:
+            return None
+        bins[place].append(item)
+        load[place] += cost_I[item]
+        room[place] -= size_I[item]
+    return [bins[place] for place in np.argsort(-load, kind="stable").tolist()]
+
+
+def _exchanged(packing: Packing, size_I: NDArray[np.int64], cost_I: Floats, limit: int) -> Packing:
+    """As long as it shortens the step: an item of a micro-batch's busiest rank goes elsewhere, or changes places with another
+    one. The best such change at a time, at most as many as there are items."""
+    count, ranks = packing.load_MR.shape
+    where_I = np.empty(len(cost_I), np.int64)
+    for place, items in enumerate(part for row in packing.items for part in row):
+        where_I[items] = place
+    for _ in range(len(cost_I)):
+        load = np.bincount(where_I, cost_I, count * ranks).astype(np.float64)
+        room = limit - np.bincount(where_I, size_I, count * ranks).astype(np.float64)
+        gain, item, place, other = max(_changes(where_I, size_I, cost_I, load, room, ranks))
+        if gain <= 1e-6 * packing.step:
+            break
+        if other >= 0:
+            where_I[other] = where_I[item]
+        where_I[item] = place
+    return _packing([np.flatnonzero(where_I == place).tolist() for place in range(count * ranks)], cost_I, ranks)
+
+
+def _changes(
+    where_I: NDArray[np.int64], size_I: NDArray[np.int64], cost_I: Floats, load: Floats, room: Floats, ranks: int
+) -> Iterator[tuple[float, int, int, int]]:
+    """Of each micro-batch with work, the best change: (what the step gains, item, where to, the item that comes back or −1)."""
+    load_MR = load.reshape(-1, ranks)
+    top_M = load_MR.max(1)
+    # To move alone is to change places with nothing: an item of no size and cost on each rank of each micro-batch.
+    there = np.concatenate([where_I, np.arange(len(load))])
+    nothing = np.zeros(len(load))
+    cost, size, slot = np.concatenate([cost_I, nothing]), np.concatenate([size_I, nothing]), there // ranks
+    for number, busiest in enumerate(load_MR.argmax(1).tolist()):
+        here = number * ranks + busiest
+        items = np.flatnonzero(where_I == here)
+        if not len(items):
+            continue
+        rest = np.delete(load_MR[number], busiest).max(initial=0.0)
+        moved, more = cost_I[items, None] - cost, size_I[items, None] - size
+        fits = (there != here) & (moved > 0) & (more <= room[there]) & (-more <= room[here])
+        new_here, new_there = np.maximum(rest, load[here] - moved), load[there] + moved
+        elsewhere = np.maximum(top_M[slot], new_there) - top_M[slot]
+        after = np.where(slot == number, np.maximum(new_here, new_there), new_here + elsewhere)
+        gain = np.where(fits, top_M[number] - after, -np.inf)
+        at, choice = divmod(int(gain.argmax()), len(there))
+        yield float(gain[at, choice]), int(items[at]), int(there[choice]), choice if choice < len(where_I) else -1
+
+
+def deal_out(
+    streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: int, limit: int, cost: Cost
+) -> tuple[list[list[list[Stream]]], Packing]:
+    """[R][M] micro-batches of streams, some of them maybe empty, and their packing. `families` are numbers of streams, as
+    `packing.families` finds them; `limit` is in tokens of the tree. Streams of a family stay together, where they share their
+    beginnings, unless ranks would wait for them: then they are cut into smaller runs, which share less."""
+    lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
+    even = sum(map(cost.row, lengths)) / ranks
+    found = []
+    for most in (math.inf, even / 2, even / 8, 0.0):
+        cut = _cut(streams, families, limit, cost, most)
+        packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
+        found.append((packing, cut))
+    packing, cut = min(found, key=lambda each: each[0].step)
+    parts = [
+        [[streams[number] for item in row[rank] for number in cut[item].numbers] for row in packing.items]
+        for rank in range(ranks)
+    ]
+    return parts, packing
+
+
+def _cut(
+    streams: Sequence[Stream], families: Sequence[Sequence[int]], limit: int, cost: Cost, most: float
+) -> list[Run]:
+    """Families in runs of at most `limit` tokens that cost at most `most`."""
+
+    def full(run: Run) -> bool:
+        return run.tokens > limit or cost.run(run) > most
+
+    return [run for family in families for run in runs(streams, family, full)]

@@ -1,0 +1,234 @@
+"""Training data: Python source, demonstrations, and the batches that both are dealt into.
+
+Every example is a row of token ids with a loss weight a token. Batches are decided before training starts, from the seed
+alone, so where training stands is one number, the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from composer_nb.harness.agent.expert import ScriptedPolicy, expert
+from composer_nb.harness.agent.tiny import Agent, drive
+from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.files import replacing
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.tasks.task import Task
+
+CODE_ROW = 256
+"""Tokens of a row of code."""
+_SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "__pycache__",
+    "turtledemo",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One example: token ids, and the loss weight of predicting each of them (the first is never predicted)."""
+
+    token_ids: NDArray[np.int32]
+    weight: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Python files split into training and validation by a hash of their path."""
+
+    train: list[str]
+    validation: list[str]
+    names: list[str]
+    digest: str
+    """SHA-256 over names and contents, so that a run can say what it was trained on."""
+
+
+def read_corpus(code: str) -> Corpus:
+    """Reads `stdlib` (the running interpreter's standard library) or a folder of Python files.
+
+    Raises ValueError when the folder holds fewer than 20 usable files. Files that are not UTF-8 are left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if code == "stdlib" else Path(code).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"data.code={code!r}: neither 'stdlib' nor a folder")
+    texts: dict[str, str] = {}
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if _SKIPPED & set(name.split("/")[:-1]):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        digest.update(f"{name}\0{text}\0".encode())
+        texts[name] = text
+    if len(texts) < 20:
+        raise ValueError(f"data.code={code!r}: only {len(texts)} usable Python files; at least 20 are needed")
+    place = {name: hashlib.md5(name.encode()).digest()[0] for name in texts}
+    bound = max(13, min(place.values()) + 1)  # 5 %; in a small folder the lowest there is
+    return Corpus(
+        train=[text for name, text in texts.items() if place[name] >= bound],
+        validation=[text for name, text in texts.items() if place[name] < bound],
+        names=list(texts),
+        digest=digest.hexdigest(),
+    )
+
+
+def code_rows(
+    texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: int | None = None, length: int = CODE_ROW
+) -> list[Row]:
+    """Texts one after another, cut into rows of `length` tokens that begin with `<|bos|>`; at most `limit` rows."""
+    bos = tokenizer.token_to_id("<|bos|>")
+    rows: list[Row] = []
+    stream: list[int] = []
+    for text in texts:
+        if limit is not None and len(rows) >= limit:
+            break
+        stream += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
+        while len(stream) >= length - 1:
+            ids = np.array([bos, *stream[: length - 1]], np.int32)
+            rows.append(Row(ids, np.full(length, weight, np.float32)))
+            del stream[: length - 1]
+    return rows[:limit]
+
+
+def demonstrate(
+    tasks: Sequence[Task], agent: Agent, sandboxes: Executor, seed: int, mistake_rate: float
+) -> Iterator[Attempt]:
+    """Attempts of the scripted expert at `tasks`, in the real harness, in order of ending."""
+
+    def script(position: int):  # type: ignore[no-untyped-def]
+        task = tasks[position]
+        return expert(task, Random(f"expert {seed} {task.id}"), mistake_rate)
+
+    policy = ScriptedPolicy(agent.renderer, script)
+    runs = (attempt(agent, task, position, policy.release) for position, task in enumerate(tasks))
+    return (done for _, done in drive(runs, policy, sandboxes))
+
+
+def demonstration_row(rollout: Rollout, context_weight: float) -> Row:
+    """A rollout as an example: what the agent wrote weighs 1, what it read `context_weight`."""
+    [segment] = rollout.segments
+    weight = np.where(segment.acted, 1.0, context_weight).astype(np.float32)
+    return Row(segment.token_ids, weight)
+
+
+def deal(rows: Sequence[Row], budget: int, rng: Random) -> Iterator[list[int]]:
+    """Endless batches of row numbers of about `budget` tokens, every row once before any a second time.
+
+    Raises ValueError when there are no rows."""
+    if not rows:
+        raise ValueError("there are no rows to train on; data.code or data.demonstrations gives too little")
+    batch: list[int] = []
+    room = budget
+    while True:
+        order = list(range(len(rows)))
+        rng.shuffle(order)
+        for number in order:
+            size = len(rows[number].token_ids)
+            if batch and size > room:
+                yield batch
+                batch, room = [], budget
+            batch.append(number)
+            room -= size
+
+
+def mixture(
+    code: Sequence[Row],
+    demonstrations: Sequence[Row],
+    *,
+    steps: int,
+    tokens: int,
+    code_first: float,
+    code_share: float,
+    seed: int,
+) -> Iterator[list[Row]]:
+    """The batches of mid-training, of about `tokens` each: the first `code_first` of the `steps` on code alone, the others on
+    demonstrations with `code_share` of code, whose rows are all of one length. Rows are dealt round, the code of the second part
+    is taken in order, from the place after as many rows as the first part took. Raises ValueError when there are no
+    rows of a kind that is needed."""
+    first = round(code_first * steps)
+    only_code = deal(code, tokens, Random(f"rows {seed}"))
+    mixed = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))
+    used, debt = 0, 0.0
+    for step in range(steps):
+        if step < first:
+            numbers = next(only_code)
+            used += len(numbers)
+            yield [code[number] for number in numbers]
+            continue
+        rows = [demonstrations[number] for number in next(mixed)]
+        debt += tokens * code_share
+        while debt >= (length := len(code[0].token_ids)):
+            rows.append(code[used % len(code)])
+            used, debt = used + 1, debt - length
+        yield rows
+
+
+def mixture_code(steps: int, tokens: int, code_first: float, code_share: float, length: int = CODE_ROW) -> int:
+    """How many rows of code `mixture` takes, and a few more."""
+    first = round(code_first * steps)
+    return int(tokens * (first + code_share * (steps - first)) / length) + 8
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows side by side: `inputs_N` predicts `targets_N` with loss weight `weight_N`."""
+
+    lengths: list[int]
+    inputs_N: Tensor
+    targets_N: Tensor
+    weight_N: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Batch:
+        join = partial(np.concatenate, axis=0)
+        return cls(
+            lengths=[len(row.token_ids) - 1 for row in rows],
+            inputs_N=torch.from_numpy(join([row.token_ids[:-1] for row in rows])).long(),
+            targets_N=torch.from_numpy(join([row.token_ids[1:] for row in rows])).long(),
+            weight_N=torch.from_numpy(join([row.weight[1:] for row in rows])),
+        )
+
+
+def save_rows(rows: Sequence[Row], path: Path) -> None:
+    """Writes rows as one NumPy archive, atomically."""
+    with replacing(path) as part, part.open("wb") as file:
+        np.savez(
+            file,
+            lengths=np.array([len(row.token_ids) for row in rows], np.int32),
+            token_ids=np.concatenate([row.token_ids for row in rows]),
+            weight=np.concatenate([row.weight for row in rows]),
+        )
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Reads what `save_rows` wrote. Raises ValueError that names the file when it is damaged."""
+    try:
+        with np.load(path) as archive:
+            cuts = np.cumsum(archive["lengths"])[:-1]
+            parts = (np.split(archive[name], cuts) for name in ("token_ids", "weight"))
+            return [Row(ids, weight) for ids, weight in zip(*parts, strict=True)]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path}: damaged ({error}); delete it and run again") from None

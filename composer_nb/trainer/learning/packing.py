@@ -1,0 +1,335 @@
+"""Streams as the trainer computes them: a tree of prefixes, in which tokens that rollouts have in common are forwarded once.
+
+The rollouts of a group begin alike: the same prompt, often the same first calls and what they showed. Causal attention makes
+everything computed at a token a function of that token and those before it, so equal beginnings need one forward and one
+backward pass. On the tour's tasks 45 % of the tokens are left.
+
+Dimensions: N tokens of the tree, S sampled tokens, U distinct places whose output predicts them, R rows, T positions,
+L layers, K experts a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from composer_nb.harness.policy import route_checks
+from composer_nb.kernels.attention.causal import causal_attention
+from composer_nb.kernels.logprob import logprob_entropy
+from composer_nb.kernels.moe.routing import Replay, Routing
+from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
+from composer_nb.trainer.models.transformer import Gather, Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """What the trainer sees of a rollout of T tokens."""
+
+    token_ids: NDArray[np.int32]
+    acted: NDArray[np.bool_]
+    logprob: NDArray[np.float32]
+    advantage: NDArray[np.float32]
+    routes: NDArray[np.unsignedinteger[Any]]
+    """[T, L, K] as sampled."""
+    gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    """[T, L, K] as sampled; needed to replay at level `weights`."""
+    route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """[T]: tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
+    checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """[T]: what ties each row of routes to its token (`route_checks`)."""
+
+    def route_fault(self, replay: ReplaySettings = FULL) -> str:
+        """What keeps these routes from being replayed so, as far as the stream alone can tell; empty when nothing does."""
+        tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid), len(self.checks)}
+        if rows != {tokens}:
+            return f"{tokens} tokens, but routes of {' and '.join(map(str, sorted(rows)))}"
+        valid = self.route_valid[:-1]
+        if tokens > 1 and (lacking := 1 - float(valid.mean())) > replay.missing:
+            more = f"; {lacking:.1%} have none, replay.missing is {replay.missing:.1%}" if replay.missing else ""
+            return f"token {int(valid.argmin())} of {tokens} was forwarded and has no routes{more}"
+        if self.route_valid[-1:].any():
+            return "routes of the last token, which is never forwarded"
+        known = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1] | ~valid
+        if not known.all():
+            return f"the routes at token {int(known.argmin())} of {tokens} were recorded at another token or place"
+        if replay.level == "weights" and (self.gates.shape != self.routes.shape or str(self.gates.dtype) != "float32"):
+            return (
+                f"gates of {self.gates.shape} and {self.gates.dtype} beside routes of {self.routes.shape}, and replay.level "
+                "is 'weights'"
+            )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows of about one length, for one call of attention."""
+
+    rows: int
+    token_M: Tensor
+    """[R · T]: tree token at each position of the padded rows."""
+    own_M: Tensor
+    """Where, in the padded rows, the tokens lie that these rows are to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """Streams as a tree of N tokens, with their S sampled tokens one after another, stream by stream."""
+
+    inputs_N: Tensor
+    position_N: Tensor
+    recorded: Replay | None
+    """The routes on record, where they are to be replayed."""
+    rows: int
+    """Forwarded tokens of all streams: each row of their routes belongs to one of the N."""
+    buckets: list[Bucket]
+    order_N: Tensor
+    """Where the buckets' results, one after another, hold each token."""
+    place_U: Tensor
+    """Tokens whose output predicts a sampled one."""
+    from_S: Tensor
+    """Which of the U predicts each sampled token."""
+    token_S: Tensor
+    sampled_S: Tensor
+    advantage_S: Tensor
+    rollout_S: Tensor
+    counts: bool
+    """Whether its tokens are counted here; of ranks that share a batch, one counts them."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention along each path of the tree."""
+        parts = []
+        for bucket in self.buckets:
+            rows = [len(bucket.token_M) // bucket.rows] * bucket.rows
+            q_M, k_M, v_M = (x.index_select(0, bucket.token_M) for x in (q, k, v))
+            out = causal_attention(q_M, k_M, v_M, rows, scale)
+            parts.append(out.index_select(0, bucket.own_M))
+        return torch.cat(parts).index_select(0, self.order_N) if parts else attend_none(q, k, v)
+
+    @property
+    def gather(self) -> Gather | None:
+        """Puts together what ranks that share the batch have each computed of it; None where all of it is here."""
+        return None
+
+    def collect(self, x_S: Tensor) -> Tensor:
+        """Numbers of the sampled tokens that are predicted here -> of all of them."""
+        return x_S
+
+
+def moved(x: Any, device: str) -> Any:
+    """A batch, or a part of one, with all of its tensors on `device`."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, list):
+        return [moved(part, device) for part in x]
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{name.name: moved(getattr(x, name.name), device) for name in fields(x)})
+    return x
+
+
+def attend_none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[0, Q, C']: attention without a query. All take part in it, so that ranks with no tokens have gradients to sum."""
+    return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
+
+
+def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> FlatBatch:
+    """The tree of `streams`; the last token of each is only predicted, never forwarded. Where routes on record are to be
+    replayed only beginnings of equal routes are shared, and routes that are not the streams' own raise ValueError."""
+    if not streams:
+        return _nothing()
+    for number, stream in enumerate(streams) if replay.recorded else ():
+        if fault := stream.route_fault(replay):
+            raise ValueError(f"stream {number} of {len(streams)} can not be replayed: {fault}")
+    tree = _Tree([_signature(stream, replay) for stream in streams])
+    acted = [stream.acted[1:] for stream in streams]
+    owner_N, at_N = tree.owner_N, tree.position_N
+    place_S = np.concatenate([nodes[a] for nodes, a in zip(tree.nodes, acted, strict=True)])
+    place_U, from_S = np.unique(place_S, return_inverse=True)
+    buckets, computed = _buckets(tree)
+    order_N = np.empty_like(computed)
+    order_N[computed] = np.arange(len(computed))
+
+    def of_tokens(values: Sequence[NDArray[np.generic]]) -> Tensor:
+        starts = np.cumsum([0, *(len(value) for value in values[:-1])])
+        return torch.from_numpy(np.concatenate(values)[starts[owner_N] + at_N])
+
+    def of_sampled(values: Sequence[NDArray[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.concatenate([x[1:][a] for x, a in zip(values, acted, strict=True)]))
+
+    return FlatBatch(
+        inputs_N=of_tokens([stream.token_ids for stream in streams]).long(),
+        position_N=torch.from_numpy(at_N),
+        recorded=_recorded(streams, replay, of_tokens) if replay.recorded else None,
+        rows=sum(map(len, tree.nodes)),
+        buckets=buckets,
+        order_N=torch.from_numpy(order_N),
+        place_U=torch.from_numpy(place_U),
+        from_S=torch.from_numpy(from_S),
+        token_S=of_sampled([stream.token_ids for stream in streams]).long(),
+        sampled_S=of_sampled([stream.logprob for stream in streams]),
+        advantage_S=of_sampled([stream.advantage for stream in streams]),
+        rollout_S=torch.from_numpy(np.concatenate([np.full(a.sum(), i) for i, a in enumerate(acted)])),
+        counts=True,
+    )
+
+
+def _nothing() -> FlatBatch:
+    """The batch of no streams, which ranks that have none left compute while others do theirs."""
+    ids, numbers = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    tokens = {name: ids for name in ("inputs_N", "position_N", "order_N", "place_U", "from_S", "token_S", "rollout_S")}
+    return FlatBatch(**tokens, recorded=None, rows=0, buckets=[], sampled_S=numbers, advantage_S=numbers, counts=True)
+
+
+def _recorded(
+    streams: Sequence[Stream], replay: ReplaySettings, of_tokens: Callable[[Sequence[NDArray[Any]]], Tensor]
+) -> Replay:
+    """The routes on record of the tree's tokens; those of level `none` never get here."""
+    assert replay.level != "none"
+    return Replay(
+        experts=of_tokens([stream.routes.astype(np.int64) for stream in streams]),
+        gates=of_tokens([stream.gates for stream in streams]) if replay.level == "weights" else None,
+        valid_N=of_tokens([stream.route_valid for stream in streams]) if replay.missing else None,
+        level=replay.level,
+        plausible=replay.plausible,
+    )
+
+
+def score(
+    model: Model, batch: FlatBatch, replay: Replay | None = None, *, seen: list[Routing] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability [S] and (detached) entropy [S] of each sampled token; with `replay` (as a rule `batch.recorded`) on those
+    routes instead of the model's own. Each layer's routing is added to `seen`."""
+    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay, batch.gather)
+    if seen is not None:
+        seen += routings
+    hidden_UD = hidden_ND.index_select(0, batch.place_U)
+    logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S, tile=model.tile)
+    return batch.collect(logprob_S), batch.collect(entropy_U[batch.from_S])
+
+
+def families(streams: Sequence[Stream]) -> list[list[int]]:
+    """Numbers of the streams that begin with the same prompt (all that stands before the first sampled token), in order of
+    first appearance: worth keeping together, because they share most of their forward pass."""
+    found: dict[bytes, list[int]] = {}
+    for number, stream in enumerate(streams):
+        prompt = stream.token_ids[: int(stream.acted.argmax())]
+        found.setdefault(prompt.tobytes(), []).append(number)
+    return list(found.values())
+
+
+def tree_tokens(streams: Sequence[Stream]) -> int:
+    """How many tokens of `streams` are distinct as paths from the start: what their forward pass costs."""
+    ordered = sorted((_signature(stream) for stream in streams), key=lambda signature: signature.tobytes())
+    return sum(len(s) for s in ordered) - sum(_shared(a, b) for a, b in pairwise(ordered))
+
+
+def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
+    """Streams in pieces of about `budget` tokens of the tree, equal beginnings side by side, similar lengths together."""
+    longest_first = sorted(families(streams), key=lambda family: -max(len(streams[n].token_ids) for n in family))
+    chunks: list[list[Stream]] = []
+    room, before = 0, np.zeros((0, 1), np.int32)
+    for number in (number for family in longest_first for number in _in_order(streams, family)):
+        stream = streams[number]
+        signature = _signature(stream)
+        cost = len(signature) - _shared(before, signature)
+        if cost > room:
+            chunks.append([])
+            room, cost = budget, len(signature)
+        chunks[-1].append(stream)
+        room, before = room - cost, signature
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Streams of one family, side by side in the tree."""
+
+    numbers: list[int]
+    tokens: int
+    """Of the tree."""
+    pairs: int
+    """Of a token and one that it attends to, over all rows that are computed: a row that owns a token is computed whole."""
+
+
+def runs(streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool]) -> list[Run]:
+    """A family cut, in the order of its tree, where one stream more would be too much; each holds one at least."""
+    found: list[Run] = []
+    run, before = Run([], 0, 0), np.zeros((0, 1), np.int32)
+    for number in _in_order(streams, family):
+        signature = _signature(streams[number])
+        length = len(signature)
+        own, pairs = length - _shared(before, signature), length * (length + 1) // 2
+        grown = Run([*run.numbers, number], run.tokens + own, run.pairs + (pairs if own else 0))
+        if run.numbers and full(grown):
+            found.append(run)
+            grown = Run([number], length, pairs)
+        run, before = grown, signature
+    return [*found, run]
+
+
+def _in_order(streams: Sequence[Stream], family: Sequence[int]) -> list[int]:
+    return sorted(family, key=lambda number: _signature(streams[number]).tobytes())
+
+
+def _signature(stream: Stream, replay: ReplaySettings = NO_REPLAY) -> NDArray[np.int32]:
+    """[T - 1, …]: what makes a forwarded token the same as another; bytes of signatures sort shared beginnings together."""
+    parts: list[NDArray[Any]] = [stream.token_ids[:-1, None]]
+    if replay.recorded:
+        parts += [stream.route_valid[:-1, None], stream.routes[:-1].reshape(len(parts[0]), -1)]
+    if replay.recorded and replay.level == "weights":
+        parts.append(stream.gates[:-1].reshape(len(parts[0]), -1).view(np.int32))
+    return np.ascontiguousarray(np.concatenate(parts, 1), np.int32)
+
+
+def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Length of the common beginning."""
+    length = min(len(a), len(b))
+    differs = (a[:length] != b[:length]).any(1)
+    return int(differs.argmax()) if differs.any() else length
+
+
+class _Tree:
+    """The prefix tree of rows: `nodes[r]` are the tree's tokens along row r, `owner_N` and `position_N` say which row and
+    position each token was taken from."""
+
+    def __init__(self, rows: Sequence[NDArray[np.int32]]) -> None:
+        empty = np.zeros(0, np.int64)
+        self.nodes: list[NDArray[np.int64]] = [empty] * len(rows)
+        owners, positions, count = [empty], [empty], 0
+        before, path = np.zeros((0, 1), np.int32), empty
+        for row in sorted(range(len(rows)), key=lambda row: rows[row].tobytes()):
+            shared = _shared(before, rows[row]) if len(path) else 0
+            new = len(rows[row]) - shared
+            path = np.concatenate([path[:shared], np.arange(count, count + new)])
+            owners.append(np.full(new, row))
+            positions.append(np.arange(shared, shared + new))
+            self.nodes[row], before, count = path, rows[row], count + new
+        self.owner_N, self.position_N = np.concatenate(owners), np.concatenate(positions)
+
+
+def _buckets(tree: _Tree) -> tuple[list[Bucket], NDArray[np.int64]]:
+    """Rows that own tokens, in buckets of which the shortest is at least three quarters of the longest, and the tokens in the
+    order in which the buckets compute them."""
+    own: dict[int, NDArray[np.int64]] = {
+        row: np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N).tolist()
+    }
+    rows = sorted(own, key=lambda row: (-len(tree.nodes[row]), row))
+    buckets, computed = [], []
+    while rows:
+        longest = len(tree.nodes[rows[0]])
+        part = [row for row in rows if 4 * len(tree.nodes[row]) >= 3 * longest]
+        rows = rows[len(part) :]
+        padded = np.zeros((len(part), longest), np.int64)
+        for place, row in enumerate(part):
+            padded[place, : len(tree.nodes[row])] = tree.nodes[row]
+        places = [place * longest + tree.position_N[own[row]] for place, row in enumerate(part)]
+        flat = torch.from_numpy(padded.reshape(-1))
+        buckets.append(Bucket(len(part), flat, torch.from_numpy(np.concatenate(places))))
+        computed += [own[row] for row in part]
+    return buckets, np.concatenate(computed)

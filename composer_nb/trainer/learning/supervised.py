@@ -1,0 +1,160 @@
+"""Supervised training: mid-training and fine-tuning are one loop over different rows and schedules.
+
+Leaves out: multi-token prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_nb.kernels.logprob import logprob_entropy
+from composer_nb.kernels.moe.routing import Routing
+from composer_nb.trainer.learning.data import Batch, Row
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.transformer import Model, PackedRows, balance_loss
+
+LOOKS = 10
+"""Looks at the watched rows in a stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What differs between mid-training and fine-tuning, but for the batches."""
+
+    stage: str
+    steps: int
+    lr: Callable[[int], float]
+    balance: float
+    clip: float
+    weight_decay: float
+    watch: Mapping[str, Sequence[Row]]
+    """Rows by the name of the loss that is reported of them."""
+
+
+def supervise(
+    model: Model,
+    optimizer: FlatOptimizer,
+    batches: Iterable[list[Row]],
+    plan: Plan,
+    ranks: Ranks,
+    begin: int = 0,
+    looks: int = LOOKS,
+) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """The supervised loop. Yields (steps done, point) at each of about `looks` looks and at the end: means since the look before
+    of `loss`, `grad_norm`, `tokens` (a step) and `agent_loss` (None where the agent wrote nothing), and the losses of
+    `plan.watch`.
+
+    `batches` are whole ones from the first step on, of which this rank takes its part; those before `begin` are passed over.
+    """
+    every = max(1, plan.steps // looks)
+    recent: list[dict[str, float]] = []
+    for step, rows in enumerate(batches):
+        if step == plan.steps:
+            break
+        if step < begin:
+            continue
+        mine = share(rows, range(len(rows)), ranks)
+        recent.append(train_step(model, mine, optimizer, ranks, lr=plan.lr(step), balance=plan.balance, clip=plan.clip))
+        if (step + 1) % every == 0 or step + 1 == plan.steps:
+            point = _means(recent)
+            point |= {name: cross_entropy(model, watched, ranks) for name, watched in plan.watch.items()}
+            yield step + 1, point
+            recent = []
+
+
+def _means(recent: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    point: dict[str, float | None] = {
+        name: float(np.nanmean([m[name] for m in recent])) for name in ("loss", "grad_norm", "tokens")
+    }
+    agent_losses = [m["agent_loss"] for m in recent if not math.isnan(m["agent_loss"])]
+    return point | {"agent_loss": float(np.mean(agent_losses)) if agent_losses else None}
+
+
+def train_step(
+    model: Model,
+    rows: Sequence[Row],
+    optimizer: FlatOptimizer,
+    ranks: Ranks,
+    *,
+    lr: float,
+    balance: float,
+    clip: float,
+) -> dict[str, float]:
+    """One optimiser step on this rank's `rows`: the weighted mean of cross-entropy over the tokens of all ranks, and the mean
+    of the ranks' balance losses. A small batch may leave a rank without rows; it takes part all the same."""
+    optimizer.zero_()
+    counts = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
+    if rows:
+        batch = Batch.of(rows)
+        loss_N, routings = _losses(model, batch)
+        weighted = (loss_N * batch.weight_N).sum()
+        acted_N = batch.weight_N == 1.0
+        counts = {
+            "loss": float(weighted.detach()),
+            "weight": float(batch.weight_N.sum()),
+            "agent_loss": float(loss_N.detach()[acted_N].sum()),
+            "agent_tokens": float(acted_N.sum()),
+            "tokens": float(len(loss_N)),
+        }
+    totals = ranks.sums(counts)
+    if rows:
+        (weighted / totals["weight"] + balance * balance_loss(routings) / ranks.world).backward()
+    ranks.sum_(optimizer.gradients)
+    norm = optimizer.step(lr, clip)
+    return {
+        "loss": totals["loss"] / totals["weight"],
+        "agent_loss": totals["agent_loss"] / totals["agent_tokens"] if totals["agent_tokens"] else math.nan,
+        "tokens": totals["tokens"],
+        "grad_norm": norm,
+    }
+
+
+def _losses(model: Model, batch: Batch) -> tuple[Tensor, list[Routing]]:
+    """Cross-entropy [N] of each target, and each layer's routing."""
+    packed = PackedRows.of_lengths(batch.lengths, model.config)
+    hidden_ND, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
+    every_N = torch.arange(len(hidden_ND))
+    logprob_N, _ = logprob_entropy(hidden_ND, model.output_weight, every_N, batch.targets_N, tile=model.tile)
+    return -logprob_N, routings
+
+
+def share(rows: Sequence[Row], numbers: Sequence[int], ranks: Ranks) -> list[Row]:
+    """This rank's part of a batch: rows dealt out longest first, so that the ranks' parts cost about the same."""
+    ordered = sorted(numbers, key=lambda number: (-len(rows[number].token_ids), number))
+    parts: list[list[int]] = [[] for _ in range(ranks.world)]
+    for number in ordered:
+        min(parts, key=lambda part: sum(len(rows[n].token_ids) for n in part)).append(number)
+    return [rows[number] for number in parts[ranks.rank]]
+
+
+@torch.no_grad()
+def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int = 4096) -> float:
+    """Mean cross-entropy in nats a token over the tokens that weigh 1."""
+    mine = rows[ranks.rank :: ranks.world]
+    total = {"loss": 0.0, "tokens": 0.0}
+    for part in _chunks(mine, budget):
+        batch = Batch.of(part)
+        loss_N, _ = _losses(model, batch)
+        counted_N = batch.weight_N == 1.0
+        total["loss"] += float(loss_N[counted_N].sum())
+        total["tokens"] += float(counted_N.sum())
+    total = ranks.sums(total)
+    return total["loss"] / total["tokens"]
+
+
+def _chunks(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
+    part: list[Row] = []
+    for row in rows:
+        if part and sum(len(r.token_ids) for r in part) + len(row.token_ids) > budget:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part

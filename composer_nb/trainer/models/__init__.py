@@ -1,0 +1,1 @@
+"""Models, tokenizers, and Hugging Face checkpoints in and out."""

@@ -1,0 +1,417 @@
+"""Load and save Hugging Face checkpoints of Qwen3-MoE and DeepSeek-V3, as `transformers` reads and writes them.
+
+Everything is checked before anything is copied. Shards are read through memory maps and written tensor by tensor, so there is at
+most one weight in memory beside the model. docs/models.md lists what is read, what is refused, and what `like` preserves.
+`hf_config` reads config.json, `shards` the safetensors files.
+
+In memory queries, keys and values share one matrix, and so do gates and ups; matrices of experts are stacked for the grouped GEMM
+and are [in, out]. On disk each is a tensor of its own, [out, in]. The mapping is a bijection: `hugging_face_views`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from composer_nb.trainer.models.hf_config import Format, Shape, config_json, read_config
+from composer_nb.trainer.models.shards import (
+    DTYPES,
+    INDEX,
+    SHARD_BYTES,
+    WHOLE,
+    Entry,
+    Form,
+    Reader,
+    Shard,
+    bytes_of,
+    header_of,
+    index_of,
+    raw,
+    read_shards,
+    size_of,
+    split,
+    write_shard,
+)
+from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
+
+FOREIGN = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
+"""Names of tensors that the model does not need: ignored when a checkpoint is read, copied when one is written like it."""
+FOREIGN_VISION = (r"vision_tower\..+", r"mm_projector\..+")
+"""The same for the checkpoint of a model with vision."""
+ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
+"""Always float32: it moves in steps of a thousandth (arXiv 2412.19437, §4.2)."""
+
+_FLOATS = "F64|F32|F16|BF16"
+_STALE = (".safetensors", ".gguf", ".pt", ".pth")
+"""File suffixes of weights, which must not be copied beside other weights."""
+
+
+# Names
+
+
+def hugging_face_views(model: Model) -> dict[str, Tensor]:
+    """Return every tensor of the checkpoint under Hugging Face's name, as a view of the model's weights, in layer order. Reading
+    and writing the views is reading and writing the model."""
+    c = model.config
+    views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed}
+    for index, layer in enumerate(model.layers):
+        views |= _layer_views(layer, c, f"model.layers.{index}.")
+    for depth, head in enumerate(model.aheads):
+        prefix = f"model.layers.{c.num_hidden_layers + depth}."
+        views |= {
+            prefix + "enorm.weight": head.embed_norm,
+            prefix + "hnorm.weight": head.hidden_norm,
+            prefix + "eh_proj.weight": head.join,
+            prefix + "shared_head.norm.weight": head.final_norm,
+        }
+        views |= _layer_views(head.layer, c, prefix)
+    views["model.norm.weight"] = model.final_norm
+    if not c.tie_word_embeddings:
+        views["lm_head.weight"] = model.head
+    return {name: view.detach() for name, view in views.items()}
+
+
+def _layer_views(layer: Layer, c: ModelConfig, prefix: str) -> dict[str, Tensor]:
+    views: dict[str, Tensor] = {
+        "input_layernorm.weight": layer.attention_norm,
+        "post_attention_layernorm.weight": layer.moe_norm,
+        "self_attn.o_proj.weight": layer.o,
+    }
+    if c.latent:
+        views |= {
+            "self_attn.kv_a_proj_with_mqa.weight": layer.kv_a,
+            "self_attn.kv_a_layernorm.weight": layer.kv_a_norm,
+            "self_attn.kv_b_proj.weight": layer.kv_b,
+        }
+        if c.q_lora_rank:
+            views |= {
+                "self_attn.q_a_proj.weight": layer.q_a,
+                "self_attn.q_a_layernorm.weight": layer.q_a_norm,
+                "self_attn.q_b_proj.weight": layer.q_b,
+            }
+        else:
+            views["self_attn.q_proj.weight"] = layer.q_b
+    else:
+        sizes = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
+        views |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
+        for name, part in zip("qkv", layer.qkv.split(sizes), strict=True):
+            views[f"self_attn.{name}_proj.weight"] = part
+    if layer.dense:
+        views |= swiglu_views(layer.dense_in, layer.dense_out, "mlp.")
+    else:
+        views["mlp.gate.weight"] = layer.router
+        if layer.router_bias is not None:
+            views[ROUTER_BIAS] = layer.router_bias
+        if c.n_shared_experts:
+            views |= swiglu_views(layer.shared_in, layer.shared_out, "mlp.shared_experts.")
+        for expert in range(c.num_experts):
+            views |= swiglu_views(layer.w_in[expert], layer.w_out[expert], f"mlp.experts.{expert}.")
+    return {prefix + name: view for name, view in views.items()}
+
+
+def swiglu_views(w_in: Tensor, w_out: Tensor, prefix: str) -> dict[str, Tensor]:
+    gate, up = w_in.chunk(2, dim=1)
+    return {prefix + "gate_proj.weight": gate.T, prefix + "up_proj.weight": up.T, prefix + "down_proj.weight": w_out.T}
+
+
+def _is_foreign(name: str, prefix: str) -> bool:
+    """Whether `name` matches `FOREIGN` after the language model's prefix, or `FOREIGN_VISION` if there is a prefix."""
+    own = name.removeprefix(prefix)
+    return any(re.fullmatch(pattern, own) for pattern in FOREIGN) or (
+        bool(prefix) and any(re.fullmatch(pattern, name) for pattern in FOREIGN_VISION)
+    )
+
+
+def _repeated(c: ModelConfig) -> dict[str, str]:
+    """Return the names of tensors that a checkpoint may repeat, and the names of the originals."""
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    names = {head: embed} if c.tie_word_embeddings else {}
+    for depth in range(c.num_nextn_predict_layers):
+        prefix = f"model.layers.{c.num_hidden_layers + depth}."
+        names[prefix + "embed_tokens.weight"] = embed
+        names[prefix + "shared_head.head.weight"] = embed if c.tie_word_embeddings else head
+    return names
+
+
+# Tensors of a model
+
+
+@torch.no_grad()
+def from_hugging_face(model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into the model. Raises ValueError that names a missing, unknown, misshapen or non-finite tensor; the model
+    is unchanged if names or shapes do not fit."""
+    views = hugging_face_views(model)
+    _check_names(views.keys() - tensors.keys(), tensors.keys() - views.keys())
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        _check_form(name, dtype, "bfloat16|float16|float32|float64", tensor.shape, tuple(views[name].shape))
+    for name, tensor in tensors.items():
+        _fill(views[name], tensor, name)
+
+
+def _fill(view: Tensor, tensor: Tensor, what: str) -> None:
+    """Copy `tensor` into `view`. Raises ValueError if the result would not be finite."""
+    low, high = (float(bound) for bound in tensor.aminmax())
+    most = torch.finfo(view.dtype).max
+    if not (-most <= low and high <= most):  # false for NaN
+        raise ValueError(f"{what} holds NaN, infinity, or a number beyond {view.dtype}")
+    view.copy_(tensor)
+
+
+def published(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Return a copy of the weights for publication: under Hugging Face's names, on the CPU, in `dtype`. Router biases stay
+    float32, as in `transformers`."""
+    views = hugging_face_views(model)
+    return {name: views[name].to("cpu", form[0], copy=True).contiguous() for name, form in _forms(views, dtype).items()}
+
+
+def _forms(views: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Form]:
+    return {
+        name: (torch.float32 if name.endswith(ROUTER_BIAS) else dtype, tuple(view.shape))
+        for name, view in views.items()
+    }
+
+
+def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Model:
+    """Return a model with uninitialised weights, without spending time on random numbers."""
+    model = Model.planned(config).to(dtype).to_empty(device="cpu")
+    for layer in (*model.layers, *(head.layer for head in model.aheads)):
+        if layer.router_bias is not None:  # not a parameter, so `to_empty` skipped it
+            layer.router_bias = torch.zeros(config.num_experts)
+    return model
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The tensors from which one weight is read."""
+
+    shape: Shape
+    parts: tuple[Entry, ...]
+    format: Format | None = None
+    """How several tensors encode the weight; None if it is one plain tensor."""
+
+    def read(self, reader: Reader) -> Tensor:
+        """Return the weight, in float32 if it is quantised. Raises ValueError that names the file and the tensor."""
+        if self.format is None:
+            return reader(self.parts[0])
+        try:
+            return self.format.decode(self.shape, *(reader(part) for part in self.parts))
+        except ValueError as error:
+            raise ValueError(f"{self.parts[0].file}: {self.parts[0].name}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint in a folder whose headers fit its config.json."""
+
+    path: Path
+    config: ModelConfig
+    shards: tuple[Shard, ...]
+    weights: Mapping[str, Stored]
+    """By the names of `hugging_face_views`, in file order, so that each file is read once."""
+    repeats: Mapping[Entry, str]
+    """Repeated tensors, and the weight that each repeats."""
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read config.json and headers, but no weights. Raises FileNotFoundError or ValueError that names the file, the key or
+        the tensor, and the fault."""
+        described, shards = read_config(path / "config.json"), read_shards(path)
+        entries = {entry.name: entry for shard in shards for entry in shard.entries}
+        prefix, config = described.prefix, described.model
+        if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
+            # `transformers` saves no MTP heads, and does not say so in config.json.
+            config = replace(config, num_nextn_predict_layers=0)
+        shapes = {name: tuple(view.shape) for name, view in hugging_face_views(Model.planned(config)).items()}
+        repeats = {prefix + again: name for again, name in _repeated(config).items() if prefix + again in entries}
+        forms = {name: _form(prefix + name, described.format, entries) for name in shapes}
+        wanted = {part for parts, _ in forms.values() for part in parts}
+        unknown = [name for name in entries.keys() - wanted - repeats.keys() if not _is_foreign(name, prefix)]
+        try:
+            _check_names(wanted - entries.keys(), unknown)
+            weights = {name: _stored(parts, format, shapes[name], entries) for name, (parts, format) in forms.items()}
+            for again, name in repeats.items():
+                _stored((again,), None, shapes[name], entries)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        return cls(
+            path=path,
+            config=config,
+            shards=tuple(shards),
+            weights=dict(sorted(weights.items(), key=lambda one: (one[1].parts[0].file, one[1].parts[0].start))),
+            repeats={entries[again]: name for again, name in repeats.items()},
+        )
+
+
+def _form(name: str, format: Format | None, entries: Collection[str]) -> tuple[tuple[str, ...], Format | None]:
+    """Return the names of the tensors that encode a weight, which is quantised if any tensor is that only this format has."""
+    if format is not None and any(part in entries for part in format.parts(name) if part != name):
+        return format.parts(name), format
+    return (name,), None
+
+
+def _stored(parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, Entry]) -> Stored:
+    found = tuple(entries[part] for part in parts)
+    if format is not None and len(shape) != 2:
+        raise ValueError(f"{found[0].name} is quantised, but is no matrix")
+    try:
+        forms = ((_FLOATS, shape),) if format is None else format.forms(shape)
+    except ValueError as error:
+        raise ValueError(f"{found[0].name}: {error}") from None
+    for entry, (dtypes, wanted) in zip(found, forms, strict=True):
+        _check_form(entry.name, entry.dtype, dtypes, entry.shape, wanted)
+    return Stored(shape=shape, parts=found, format=format)
+
+
+def _check_names(missing: Collection[str], unknown: Collection[str]) -> None:
+    """Raise ValueError that counts them and names the first."""
+    for names, what in ((missing, "missing"), (unknown, "unknown")):
+        if names:
+            count = "one tensor is" if len(names) == 1 else f"{len(names):,} tensors are"
+            raise ValueError(f"the checkpoint does not fit its config.json: {count} {what}, first {min(names)}")
+
+
+def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, wanted: Shape) -> None:
+    """Raise ValueError unless the dtype is among `dtypes` (separated by |) and the shape is the one wanted."""
+    if dtype not in dtypes.split("|"):
+        hint = "; a quantised weight needs its scale and config.json a quantization_config" if dtypes == _FLOATS else ""
+        raise ValueError(f"{name} is of dtype {dtype}, it must be {dtypes.replace('|', ' or ')}{hint}")
+    if tuple(shape) != wanted:
+        raise ValueError(f"{name} is {tuple(shape)}, config.json says {wanted}")
+
+
+@torch.no_grad()
+def load_pretrained(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Model:
+    """Load a checkpoint of either family with weights in `dtype`; quantised weights are dequantised. Raises FileNotFoundError or
+    ValueError that names the file, the key or the tensor, and the fault."""
+    source, reader = Source.open(Path(path)), Reader()
+    model = empty_model(source.config, dtype)
+    views = hugging_face_views(model)
+    for name, stored in source.weights.items():
+        _fill(views[name], stored.read(reader), f"{stored.parts[0].file}: {stored.parts[0].name}")
+    for entry, name in source.repeats.items():
+        if not torch.equal(reader(entry).to(views[name].dtype), views[name]):
+            raise ValueError(f"{entry.file}: {entry.name} must repeat {name}, but differs from it")
+    return model
+
+
+# Writing
+
+
+@torch.no_grad()
+def save_pretrained(
+    model: Model,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    like: Path | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint. The folder appears only when it is complete.
+
+    dtype: dtype of the weights (default: that of the model). tokenizer: a tokenizer.json to copy. shard_bytes: maximum size of a
+    file. like: a checkpoint of this model of which everything but the numbers is kept: files, headers, dtypes, and tensors that
+    the model does not hold. Raises ValueError if the model does not fit `like`, or a weight that is quantised there has changed.
+    """
+    path = Path(path)
+    if like is None:
+        with _replaced(path) as part:
+            _write(model, part, dtype or model.embed.dtype, shard_bytes)
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, part / "tokenizer.json")
+        return
+    if dtype is not None or tokenizer is not None or shard_bytes != SHARD_BYTES:
+        raise ValueError("dtype, tokenizer and shard_bytes are those of `like`: give either it or them")
+    target, folder = path.resolve(), like.resolve()
+    if target != folder and (target.is_relative_to(folder) or folder.is_relative_to(target)):
+        raise ValueError(f"{path} and {like} lie in each other; choose another place")
+    source = Source.open(like)
+    _check_like(model, source)
+    with _replaced(path) as part:
+        _write_like(model, source, part)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill. On success it replaces `path`; otherwise `path` is unchanged."""
+    part, before = (path.with_name(path.name + ending) for ending in (".part", ".old.part"))
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    if path.exists():
+        os.replace(path, before)
+    os.replace(part, path)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _write(model: Model, part: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    views = hugging_face_views(model)
+    forms = _forms(views, dtype)
+    groups = split(forms, shard_bytes)
+    files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    shards = {WHOLE: groups[0]} if len(groups) == 1 else dict(zip(files, groups, strict=True))
+    (part / "config.json").write_text(config_json(model.config, dtype), encoding="utf-8")
+    for file, names in shards.items():
+        header, order = header_of({name: forms[name] for name in names})
+        write_shard(part / file, header, (bytes_of(views[name].to(forms[name][0])) for name in order))
+    if len(shards) > 1:
+        parameters = sum(view.numel() for name, view in views.items() if not name.endswith(ROUTER_BIAS))
+        size = sum(size_of(form) for form in forms.values())
+        (part / INDEX).write_text(index_of(shards, parameters, size), encoding="utf-8")
+
+
+def _check_like(model: Model, source: Source) -> None:
+    """Raise ValueError if the model cannot be written like `source`."""
+    ours, theirs = model.config.to_dict(), source.config.to_dict()
+    for name in ours.keys() - {"qk_norm_gain"}:  # an initial value alone
+        if ours[name] != theirs[name]:
+            raise ValueError(f"{source.path}: {name} is {theirs[name]!r} there, the model's is {ours[name]!r}")
+    shards = {shard.file for shard in source.shards}
+    for file in sorted(source.path.rglob("*")):
+        if file not in shards and (file.suffix in _STALE or file.name.startswith("pytorch_model")):
+            raise ValueError(f"{file}: weights that would not be those of the model; remove it, or save without `like`")
+    views, reader = hugging_face_views(model), Reader()
+    for name, stored in source.weights.items():
+        if stored.format is not None and not torch.equal(stored.read(reader).to(views[name].dtype), views[name]):
+            raise ValueError(
+                f"{stored.parts[0].name} is quantised in {source.path} and has changed: save without `like`, in bfloat16"
+            )
+
+
+def _write_like(model: Model, source: Source, part: Path) -> None:
+    views = hugging_face_views(model)
+    ours = {stored.parts[0]: views[name] for name, stored in source.weights.items() if stored.format is None}
+    ours |= {entry: views[name] for entry, name in source.repeats.items()}
+    shards = {shard.file for shard in source.shards}
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(folder, name) in shards]
+
+    def tensors(shard: Shard) -> Iterator[Any]:
+        for entry in shard.entries:
+            if entry in ours:
+                yield bytes_of(ours[entry].to(DTYPES[entry.dtype]))
+            else:
+                yield from raw(entry)
+
+    shutil.copytree(source.path, part, ignore=left_out, dirs_exist_ok=True)
+    for shard in source.shards:
+        write_shard(part / shard.file.name, shard.header, tensors(shard))

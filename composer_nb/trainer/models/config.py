@@ -1,0 +1,225 @@
+"""Settings of a model: sizes, positions, and how its experts are computed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+from composer_nb.kernels.moe.recipes import RecipeName
+from composer_nb.kernels.moe.routing import Rule
+
+Family = Literal["qwen3_moe", "deepseek_v3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071) extends the positions of pretraining. Slowly rotating frequencies are stretched the most."""
+
+    factor: float = 1.0
+    """Stretch of the positions; 1 means none."""
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor < math.inf or self.original_max_position_embeddings < 1:
+            raise ValueError("model.yarn.factor and original_max_position_embeddings must be numbers of at least 1")
+        if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 sets both to 1: a step instead of a blend
+            raise ValueError("model.yarn.beta_slow must be above 0 and at most model.yarn.beta_fast")
+
+    def temper(self, mscale: float) -> float:
+        """Return 0.1 · mscale · ln(factor) + 1: the paper's temperature, to the power of -1/2."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Number format and back end of the routed experts, in the trainer and every engine alike, so that both compute with the
+    same numbers. Attention, router, dense layers and shared experts are unaffected."""
+
+    recipe: RecipeName = "bf16"
+    """bf16 computes in the dtype of the model; the others quantise the operands (`kernels/moe/recipes.py`)."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """auto: Triton on a supported GPU, otherwise torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes, under the names of `transformers`' Qwen3MoeConfig and DeepseekV3Config. Fields of the other family must keep their
+    defaults."""
+
+    family: Family = "qwen3_moe"
+    vocab_size: int = 1024
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    """DeepSeek-V3: equal to `num_attention_heads`."""
+    head_dim: int = 32
+    """DeepSeek-V3: qk_nope_head_dim + qk_rope_head_dim."""
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    norm_topk_prob: bool = True
+    """Qwen3-MoE: whether the gates of a token's experts are divided by their sum. (DeepSeek-V3's always are.)"""
+    moe_intermediate_size: int = 128
+    mlp_only_layers: tuple[int, ...] = ()
+    """Qwen3-MoE: indices of dense layers."""
+    decoder_sparse_step: int = 1
+    """Qwen3-MoE: every so many layers one has experts; the others are dense."""
+    max_position_embeddings: int = 512
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    qk_norm_gain: float = 1.6
+    """Initial value of the QK norms' weights (sharper attention learns to copy sooner)."""
+
+    q_lora_rank: int = 0
+    """0: queries are projected directly."""
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    intermediate_size: int = 0
+    """Either family: width of the dense layers, if any."""
+    first_k_dense_replace: int = 0
+    """Number of dense layers at the start."""
+    n_shared_experts: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+    """Number of multi-token prediction heads."""
+    yarn: Yarn = field(default_factory=Yarn)
+
+    def stretched(self, factor: float) -> ModelConfig:
+        """Return the configuration with `factor` times as many positions, by YaRN."""
+        plain = self.yarn.factor == 1
+        original = self.max_position_embeddings if plain else self.yarn.original_max_position_embeddings
+        yarn = replace(self.yarn, factor=factor * self.yarn.factor, original_max_position_embeddings=original)
+        if plain and not self.latent:  # Qwen3-MoE rotates whole heads, so one temperature is enough
+            yarn = replace(yarn, mscale=1.0, mscale_all_dim=0.0)
+        return replace(self, yarn=yarn, max_position_embeddings=round(factor * self.max_position_embeddings))
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the sizes that do not fit together."""
+        for name in (
+            "vocab_size",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "decoder_sparse_step",
+        ):
+            self._require_at_least(1, name)
+        dense = ["intermediate_size"] if self.moe_layers < self.num_hidden_layers else []
+        for name in (
+            "hidden_size",
+            "moe_intermediate_size",
+            *dense,
+        ):  # grouped GEMM needs rows of whole 16 bytes, in bf16 too
+            if getattr(self, name) < 8 or getattr(self, name) % 8:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be a multiple of 8")
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        if queries < 1 or queries % keys:
+            raise ValueError(
+                f"model.num_attention_heads={queries} must be a multiple of model.num_key_value_heads={keys}"
+            )
+        k, experts = self.num_experts_per_tok, self.num_experts
+        if not 1 <= k <= experts:
+            raise ValueError(f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"model.rope_theta={self.rope_theta} must be above 0")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ValueError(f"model.rms_norm_eps={self.rms_norm_eps} must be at least 0")
+        if self.rope_width < 2 or self.rope_width % 2:
+            name = "qk_rope_head_dim" if self.latent else "head_dim"
+            raise ValueError(f"model.{name}={self.rope_width} must be even")
+        foreign = [name for name in (QWEN if self.latent else DEEPSEEK) if getattr(self, name) != _DEFAULTS[name]]
+        if foreign:
+            other = "DeepSeek-V3" if self.latent else "Qwen3-MoE"
+            raise ValueError(f"model.{foreign[0]} does not apply to {other}: change model.family, or leave it")
+        if not self.moe_layers:
+            raise ValueError("model: at least one layer must have experts")
+        if self.latent:
+            self._check_deepseek()
+        elif self.yarn.factor != 1 and (self.yarn.mscale, self.yarn.mscale_all_dim) != (1.0, 0.0):
+            raise ValueError("model.yarn: Qwen3-MoE has mscale=1 and mscale_all_dim=0")
+
+    def _require_at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least {least}")
+
+    def _check_deepseek(self) -> None:
+        self._require_at_least(1, "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        self._require_at_least(0, "q_lora_rank", "n_shared_experts", "num_nextn_predict_layers")
+        if not 0 < self.routed_scaling_factor < math.inf:
+            raise ValueError(f"model.routed_scaling_factor={self.routed_scaling_factor} must be above 0")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError("model.num_key_value_heads must be model.num_attention_heads (model.family=deepseek_v3)")
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.head_dim != width:
+            raise ValueError(
+                f"model.head_dim={self.head_dim} must be model.qk_nope_head_dim + model.qk_rope_head_dim = {width}"
+            )
+        if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
+            raise ValueError("model.first_k_dense_replace must lie in 0..model.num_hidden_layers")
+        if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(
+                f"model.n_group={self.n_group} must divide model.num_experts={self.num_experts}, and "
+                f"model.topk_group={self.topk_group} lie in 1..model.n_group"
+            )
+        if self.num_experts_per_tok > self.topk_group * (self.num_experts // self.n_group):
+            raise ValueError("model.num_experts_per_tok is more than the experts of model.topk_group groups")
+
+    @property
+    def latent(self) -> bool:
+        return self.family == "deepseek_v3"
+
+    @property
+    def rope_width(self) -> int:
+        """Number of dimensions of a query or key that are rotated."""
+        return self.qk_rope_head_dim if self.latent else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.v_head_dim if self.latent else self.head_dim
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts, ascending."""
+        return tuple(
+            index
+            for index in range(self.first_k_dense_replace, self.num_hidden_layers)
+            if (index + 1) % self.decoder_sparse_step == 0 and index not in self.mlp_only_layers
+        )
+
+    @property
+    def moe_layers(self) -> int:
+        """L: number of layers with routes."""
+        return len(self.sparse_layers)
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(
+            chosen=self.num_experts_per_tok,
+            sigmoid=self.latent,
+            groups=self.n_group,
+            kept_groups=self.topk_group,
+            scale=self.routed_scaling_factor,
+            normalised=self.norm_topk_prob,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+_DEFAULTS = {name: entry.default for name, entry in ModelConfig.__dataclass_fields__.items()}
+QWEN = ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
+DEEPSEEK = (
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace "
+    "n_shared_experts n_group topk_group routed_scaling_factor num_nextn_predict_layers"
+).split()
+"""Fields that only the other family has."""

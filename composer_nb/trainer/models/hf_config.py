@@ -1,0 +1,360 @@
+"""Read and write config.json of both families, without guessing: each known key is applied or refused.
+
+Kimi K2.5, a model with vision, describes its language model in `text_config` and prefixes its weights with `language_model.`.
+There every size must be stated, because `transformers` would fall back to the defaults of DeepSeek-V3.
+
+Two quantised formats are read: DeepSeek-V3's float8 blocks, and the int4 or int8 groups that compressed-tensors packs (the routed
+experts of Kimi K2 Thinking and K2.5). Decoding gives the numbers that an engine multiplies with, in float32. Activations, which
+some engines round too, are not touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_nb.kernels.formats.blockwise import dequantize_blocks
+from composer_nb.kernels.formats.groupwise import dequantize, unpack
+from composer_nb.trainer.models.config import DEEPSEEK, QWEN, Family, ModelConfig, Yarn
+
+Shape = tuple[int, ...]
+
+# Quantised weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatBlocks:
+    """`X.weight` in float8 and `X.weight_scale_inv`, one factor per block (arXiv 2412.19437, §3.3.2)."""
+
+    rows: int
+    columns: int
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors that encode the weight `name`."""
+        return name, name + "_scale_inv"
+
+    def forms(self, shape: Shape) -> tuple[tuple[str, Shape], ...]:
+        """Return dtypes (alternatives separated by |) and shapes of these tensors."""
+        blocks = (-(-shape[0] // self.rows), -(-shape[1] // self.columns))
+        return ("F8_E4M3", shape), ("F32", blocks)
+
+    def decode(self, shape: Shape, code: Tensor, scale: Tensor) -> Tensor:
+        return dequantize_blocks(code, scale, rows=self.rows, columns=self.columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedIntegers:
+    """`X.weight_packed`, `X.weight_scale` per group along the input, and `X.weight_shape` (compressed-tensors)."""
+
+    bits: int
+    group: int
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors that encode the weight `name`."""
+        return name + "_packed", name + "_scale", name + "_shape"
+
+    def forms(self, shape: Shape) -> tuple[tuple[str, Shape], ...]:
+        """Return dtypes (alternatives separated by |) and shapes of these tensors. Raises ValueError if the group does not
+        divide the input width."""
+        if shape[1] % self.group:
+            raise ValueError(f"an input width of {shape[1]} is no multiple of group_size={self.group}")
+        words, groups = -(-shape[1] * self.bits // 32), shape[1] // self.group
+        return ("I32", (shape[0], words)), ("BF16|F16|F32", (shape[0], groups)), ("I32|I64", (2,))
+
+    def decode(self, shape: Shape, word: Tensor, scale: Tensor, written: Tensor) -> Tensor:
+        """Raises ValueError if the checkpoint states another shape."""
+        if tuple(written.tolist()) != shape:
+            raise ValueError(f"weight_shape says {tuple(written.tolist())}, config.json says {shape}")
+        return dequantize(unpack(word, shape[1], bits=self.bits), scale)
+
+
+Format = FloatBlocks | PackedIntegers
+
+_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (4, 8),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("group",),
+    "actorder": (None, "weight", "static", False),
+    "dynamic": (False, None),
+}
+"""Supported values of compressed-tensors' description of weights."""
+
+
+def _read_format(quantization: Mapping[str, Any]) -> Format:
+    """Return the format that a `quantization_config` describes. Raises ValueError that names the key if it is unsupported."""
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        _require(quantization, "fmt", ("e4m3", None))
+        block = quantization.get("weight_block_size")
+        if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+            raise ValueError(f"weight_block_size={block!r} is not supported, only two sizes, as [128, 128]")
+        return FloatBlocks(rows=block[0], columns=block[1])
+    if method != "compressed-tensors":
+        raise ValueError(f"quant_method={method!r} is not supported, only 'fp8' and 'compressed-tensors'")
+    _require(quantization, "format", ("pack-quantized",))
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(one := next(iter(groups.values())), dict):
+        raise ValueError("config_groups of more or less than one group is not supported")
+    _require(one, "input_activations", (None,))
+    weights = one.get("weights")
+    if not isinstance(weights, dict):
+        raise ValueError("config_groups without weights is not supported")
+    for name, values in _WEIGHTS.items():
+        _require(weights, name, values)
+    if type(group := weights.get("group_size")) is not int or group < 1:
+        raise ValueError(f"group_size={group!r} is not supported, only a number of weights")
+    return PackedIntegers(bits=weights["num_bits"], group=group)
+
+
+def _require(config: Mapping[str, Any], name: str, values: Sequence[Any]) -> None:
+    if config.get(name) not in values:
+        raise ValueError(f"{name}={config.get(name)!r} is not supported, only {values[0]!r}")
+
+
+# config.json
+
+_FIXED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "deepseek_v3": {
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
+"""Settings that `Model` computes with. A config.json that states another value is refused."""
+_ABSENT: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": False, "intermediate_size": 6144},
+    "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+}
+"""Defaults of the family's configuration class that differ from `_FIXED` and `ModelConfig`."""
+_FAMILIES: dict[str, Family] = {"qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}
+_WRAPPER, _PREFIX = "kimi_k25", "language_model."
+_ARCHITECTURES = {
+    "Qwen3MoeForCausalLM": ("qwen3_moe",),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
+    "KimiK2ForCausalLM": ("kimi_k2",),
+    "KimiK25ForConditionalGeneration": (_WRAPPER,),
+    "Kimi_K25ForConditionalGeneration": (_WRAPPER,),
+}
+"""Class names, and the model types allowed with each."""
+_STATED = (
+    *(name for name in DEEPSEEK if name != "num_nextn_predict_layers"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    ),
+    *(
+        "moe_intermediate_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "norm_topk_prob",
+        "hidden_act",
+    ),
+)
+"""Keys that a text_config must state, if only as null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """Contents of a config.json."""
+
+    model: ModelConfig
+    prefix: str = ""
+    """Prefix of the names of the language model's tensors."""
+    format: Format | None = None
+    """Format of quantised weights; None if there are none."""
+
+
+def read_config(file: Path) -> Described:
+    """Read a config.json as written by any `transformers` release. Unknown keys are ignored. Raises FileNotFoundError or
+    ValueError that names the file and the key."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file.parent}: not a checkpoint, config.json is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    try:
+        return _described(raw)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _described(raw: object) -> Described:
+    if not isinstance(raw, dict):
+        raise ValueError("holds no JSON object, so it is not the configuration of a model")
+    _check_architecture(raw)
+    inner: Any = raw
+    prefix, quantization = "", raw.get("quantization_config")
+    if raw.get("model_type") == _WRAPPER:
+        inner, prefix = raw.get("text_config"), _PREFIX
+        if not isinstance(inner, dict):
+            raise ValueError("lacks text_config, which describes the language model")
+        if missing := [name for name in _STATED if name not in inner]:
+            raise ValueError(f"lacks {', '.join(f'text_config.{name}' for name in missing)}")
+        if inner.keys().isdisjoint({"rope_parameters", "rope_scaling"}):
+            raise ValueError("lacks text_config.rope_scaling")
+        _check_architecture(inner)
+        quantization = inner.get("quantization_config") or quantization
+    format = None
+    if quantization is not None:
+        if not isinstance(quantization, dict):
+            raise ValueError("quantization_config is no JSON object")
+        try:
+            format = _read_format(quantization)
+        except ValueError as error:
+            raise ValueError(f"quantization_config: {error}") from None
+    return Described(model=_model_config(inner, strict=bool(prefix)), prefix=prefix, format=format)
+
+
+def _check_architecture(raw: Mapping[str, Any]) -> None:
+    kind = raw.get("model_type")
+    if kind not in (*_FAMILIES, _WRAPPER):
+        raise ValueError(f"model_type={kind!r} is not supported, only {', '.join(map(repr, (*_FAMILIES, _WRAPPER)))}")
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures={names!r} is no list of names")
+    for name in names:
+        if kind not in _ARCHITECTURES.get(name, ()):
+            raise ValueError(f"architectures={name!r} is not supported with model_type={kind!r}")
+
+
+def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
+    """Return the configuration of one language model. `strict`: take no defaults of the family's configuration class."""
+    raw = {name: value for name, value in stated.items() if value is not None}
+    family = _FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
+        raise ValueError(f"text_config.model_type={raw.get('model_type')!r} is not supported")
+    config: dict[str, Any] = {**_FIXED[family], **({} if strict else _ABSENT[family]), **raw}
+    for name, value in _FIXED[family].items():
+        given = None if value is True and stated.get(name, value) is None else config[name]  # null is not true
+        if given != value:
+            raise ValueError(f"{name}={given!r} is not supported, only {value!r}")
+    rope = _rope(raw)
+    defaults = {name: field.default for name, field in ModelConfig.__dataclass_fields__.items()}
+    absent = {
+        "family": family,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope.get("rope_theta", None if strict else 10_000.0),
+        "qk_norm_gain": 1.0,
+        "yarn": _yarn(rope, family),
+        "num_experts": raw.get("n_routed_experts", raw.get("num_local_experts")),
+        **{name: defaults[name] for name in (QWEN if family == "deepseek_v3" else (*QWEN, *DEEPSEEK))},
+    }
+    if family == "deepseek_v3":
+        absent |= {
+            "q_lora_rank": 0,
+            "num_nextn_predict_layers": 0,
+            "num_key_value_heads": raw.get("num_attention_heads"),
+        }
+        config = {name: value for name, value in config.items() if name not in QWEN}
+        config["head_dim"] = _number(config, "qk_nope_head_dim", 0) + _number(config, "qk_rope_head_dim", 0)
+    else:
+        config = {name: value for name, value in config.items() if name not in DEEPSEEK}
+        absent["head_dim"] = _number(raw, "hidden_size", 0) // max(_number(raw, "num_attention_heads", 1), 1)
+        layers = config.get("mlp_only_layers", [])
+        if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+            raise ValueError(f"mlp_only_layers={layers!r} is not supported, only a list of layers")
+        config["mlp_only_layers"] = tuple(layers)
+        if not layers and config.get("decoder_sparse_step", 1) == 1:  # stated in every file, and unused
+            config["intermediate_size"] = 0
+    config = {name: value for name, value in absent.items() if value is not None} | config
+    if missing := [name for name in defaults if name not in config]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    for name, field in ModelConfig.__dataclass_fields__.items():
+        _check_type(name, config[name], str(field.type))
+    return ModelConfig(**{name: config[name] for name in defaults})
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of positions, checked for contradictions."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters or rope_scaling is {rope!r}, no JSON object")
+    thetas = [given["rope_theta"] for given in (raw, rope) if given.get("rope_theta") is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:  # releases of `transformers` differ in which one they use
+        raise ValueError(
+            f"rope_theta={thetas[0]}, and rope_theta={thetas[1]} in rope_parameters or rope_scaling: which of them?"
+        )
+    for given in (raw, rope):
+        if (part := given.get("partial_rotary_factor", 1)) not in (1, None):
+            raise ValueError(f"partial_rotary_factor={part!r} is not supported, only 1")
+    return rope
+
+
+def _number(config: Mapping[str, Any], name: str, absent: int) -> int:
+    value = config.get(name, absent)
+    _check_type(name, value, "int")
+    return int(value)
+
+
+def _check_type(name: str, value: object, kind: str) -> None:
+    allowed = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kind)
+    if allowed is not None and (not isinstance(value, allowed) or (kind != "bool" and isinstance(value, bool))):
+        raise ValueError(f"{name}={value!r} is not supported, only a value of type {kind}")
+
+
+def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
+    """Return the extension of positions. `transformers` balances two temperatures if a configuration states both, and otherwise
+    applies one to the rotated part alone, which Yarn expresses as mscale_all_dim = 0."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return Yarn()
+    if kind != "yarn":
+        raise ValueError(
+            f"rope_parameters or rope_scaling of type {kind!r} is not supported, only 'default' and 'yarn'"
+        )
+    both = bool(rope.get("mscale")) and bool(rope.get("mscale_all_dim"))
+    if (
+        rope.get("attention_factor") is not None
+        or not rope.get("truncate", True)
+        or bool(rope.get("mscale_all_dim")) != both
+        or (both and family == "qwen3_moe")
+    ):
+        raise ValueError(f"rope_parameters or rope_scaling: this form of YaRN is not supported: {dict(rope)}")
+    if missing := [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]:
+        raise ValueError(f"rope_parameters or rope_scaling of type 'yarn' lacks {', '.join(missing)}")
+    known = {name: rope[name] for name in Yarn.__dataclass_fields__ if rope.get(name) is not None}
+    for name, value in known.items():
+        _check_type(name, value, str(Yarn.__dataclass_fields__[name].type))
+    return Yarn(**known if both else {**known, "mscale": 1.0, "mscale_all_dim": 0.0})
+
+
+def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
+    """Return the text of a config.json."""
+    sizes = c.to_dict()
+    family, yarn = sizes.pop("family"), asdict(c.yarn)
+    for name in ("yarn", *((*QWEN, "head_dim", "qk_norm_gain") if c.latent else DEEPSEEK)):
+        del sizes[name]
+    if not c.latent:  # Qwen3-MoE has one temperature, the paper's
+        del yarn["mscale"], yarn["mscale_all_dim"]
+    stretched = {"rope_type": "yarn", **yarn, "rope_theta": c.rope_theta}
+    config = {**sizes, **_FIXED[c.family], "model_type": family, "torch_dtype": str(dtype).removeprefix("torch.")}
+    if c.latent:
+        config["n_routed_experts"] = config.pop("num_experts")
+        config["q_lora_rank"] = c.q_lora_rank or None
+        config["architectures"] = ["DeepseekV3ForCausalLM"]
+        plain = {"rope_type": "default", "rope_theta": c.rope_theta}
+        config["rope_parameters"] = plain if c.yarn.factor == 1 else stretched
+    else:
+        config["intermediate_size"] = c.intermediate_size or c.moe_intermediate_size
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "router_aux_loss_coef": 0.001}
+        config |= {} if c.yarn.factor == 1 else {"rope_parameters": stretched}
+    return json.dumps(config, indent=2) + "\n"

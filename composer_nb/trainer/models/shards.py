@@ -1,0 +1,270 @@
+"""Safetensors files: one, or the shards of an index. Read a tensor at a time through a memory map, written a tensor at a time.
+
+A file is 8 bytes (length of the header), the header (JSON: dtype, shape and place of each tensor), and the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from composer_nb.harness.untrusted import json_of, single
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 50 * 10**9
+"""What `transformers` puts into a file at most."""
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""By the format's own names: what weights are kept as."""
+FORMATS: dict[str, torch.dtype] = {
+    **DTYPES,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""All that a file of ours may hold: also scales, and weights that are packed into integers."""
+_NAMES = {dtype: name for name, dtype in FORMATS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where a tensor lies, and what it is."""
+
+    name: str
+    file: Path
+    dtype: str
+    """The format's own name of it, as in `DTYPES`; also of those that are not there."""
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte in the file."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One file."""
+
+    file: Path
+    header: bytes
+    """As it is, with its length before it."""
+    entries: tuple[Entry, ...]
+    """In the order of their bytes, without a gap."""
+
+
+def read_shards(path: Path) -> list[Shard]:
+    """The shards of the checkpoint in a folder, by name. Raises FileNotFoundError or ValueError that names the file, and the
+    tensor where it is one that is there twice, or not where the index says."""
+    index = path / INDEX
+    if not index.is_file():
+        return [read_shard(path / WHOLE)]
+    if (path / WHOLE).exists():
+        raise ValueError(f"{path}: holds both {WHOLE} and {INDEX}; remove the one that is not meant")
+    promised = _read_index(index)
+    shards = [read_shard(path / single(name)) for name in sorted(set(promised.values()))]
+    found: dict[str, str] = {}
+    for shard in shards:
+        for entry in shard.entries:
+            if entry.name in found:
+                raise ValueError(f"{path}: {entry.name} is in both {found[entry.name]} and {shard.file.name}")
+            found[entry.name] = shard.file.name
+    for name in sorted(promised.keys() | found.keys()):
+        if promised.get(name) != found.get(name):
+            where = [places.get(name, "nowhere") for places in (promised, found)]
+            raise ValueError(f"{index}: says that {name} is in {where[0]}, but it is in {where[1]}")
+    return shards
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        places = dict(json_of(index.read_text(encoding="utf-8"))["weight_map"].items())
+        if not places:
+            raise ValueError("it names no tensor")
+        for name in places.values():
+            single(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: this index is damaged ({error!r}); fetch or write it again") from None
+    return places
+
+
+def read_shard(file: Path) -> Shard:
+    """What a file holds. Raises FileNotFoundError or ValueError that names it."""
+    _opened(file)  # checks that the tensors lie within the file, one after another
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        header = stream.read(*struct.unpack("<Q", length))
+    try:
+        table = json.loads(header, object_pairs_hook=_no_key_twice)
+    except ValueError as error:
+        raise ValueError(f"{file}: this shard is damaged ({error}); fetch or write it again") from None
+    table.pop("__metadata__", None)
+    begin = len(length) + len(header)
+    entries = [
+        Entry(
+            name=name,
+            file=file,
+            dtype=form["dtype"],
+            shape=tuple(form["shape"]),
+            start=begin + form["data_offsets"][0],
+            size=form["data_offsets"][1] - form["data_offsets"][0],
+        )
+        for name, form in table.items()
+    ]
+    ordered = sorted(entries, key=lambda entry: (entry.start, entry.size))
+    return Shard(file=file, header=length + header, entries=tuple(ordered))
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
+
+
+def _opened(file: Path) -> Any:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: this shard of the checkpoint is missing")
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file}: this shard is damaged ({error}); fetch or write it again") from None
+
+
+class Reader:
+    """`reader(entry)` is a tensor on the file's memory map: its pages are the system's, to be dropped and read again.
+
+    Two files are kept open, so that a weight and its scale may lie in neighbours."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def __call__(self, entry: Entry) -> Tensor:
+        if entry.file not in self._open:
+            for oldest in list(self._open)[:-1]:
+                del self._open[oldest]
+            self._open[entry.file] = _opened(entry.file)
+        tensor: Tensor = self._open[entry.file].get_tensor(entry.name)
+        return tensor
+
+
+class Mapped(Mapping[str, Tensor]):
+    """The tensors of shards by name, each mapped when it is asked for and let go of with the last who holds it, so that a walk
+    over all of them has one in memory at a time. What is written into one reaches no file."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        """Raises ValueError that names a tensor of a dtype which is not known."""
+        self._entries = {entry.name: entry for shard in shards for entry in shard.entries}
+        for entry in self._entries.values():
+            if entry.dtype not in FORMATS:
+                raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; known are {', '.join(FORMATS)}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        dtype = FORMATS[entry.dtype]
+        if entry.size == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        pages: np.ndarray = np.memmap(entry.file, np.uint8, "c", entry.start, (entry.size,))
+        if entry.start % dtype.itemsize:
+            pages = pages.copy()
+        return torch.from_numpy(pages).view(dtype).reshape(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+# Writing
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+
+
+def split(forms: Mapping[str, Form], most: int) -> list[list[str]]:
+    """Which tensors go into one file, in their order: as many as are at most `most` bytes together, as `transformers` does it;
+    one that is larger by itself gets a file of its own. Raises ValueError where `most` is not positive."""
+    if most < 1:
+        raise ValueError(f"shard_bytes={most} must be at least 1")
+    shards: list[list[str]] = []
+    filling: list[str] = []
+    held = 0
+    for name, form in forms.items():
+        size = size_of(form)
+        if size > most:
+            shards.append([name])
+            continue
+        if held + size > most:
+            shards.append(filling)
+            filling, held = [], 0
+        filling.append(name)
+        held += size
+    return [*shards, filling] if filling else shards
+
+
+def size_of(form: Form) -> int:
+    """Bytes."""
+    return form[0].itemsize * torch.Size(form[1]).numel()
+
+
+def header_of(forms: Mapping[str, Form]) -> tuple[bytes, list[str]]:
+    """A file's header, with its length before it, and the order of its tensors: wide dtypes first, so that all are aligned, and
+    then by name, to the byte as the safetensors library writes them."""
+    order = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        dtype, shape = forms[name]
+        end = offset + size_of(forms[name])
+        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, order
+
+
+def index_of(shards: Mapping[str, Iterable[str]], parameters: int, size: int) -> str:
+    """The text of the index of `shards`: file -> names of its tensors."""
+    places = {name: file for file, names in shards.items() for name in names}
+    about = {"total_parameters": parameters, "total_size": size}
+    return json.dumps({"metadata": about, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+
+
+def write_shard(file: Path, header: bytes, parts: Iterable[Any]) -> None:
+    """Writes a file of a header and the tensors' bytes, each as it comes."""
+    with file.open("wb") as stream:
+        stream.write(header)
+        for part in parts:
+            stream.write(part)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def raw(entry: Entry, chunk: int = 1 << 24) -> Iterator[bytes]:
+    """A tensor's bytes as they lie in its file."""
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.start)
+        for done in range(0, entry.size, chunk):
+            yield stream.read(min(chunk, entry.size - done))
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """A tensor's bytes, as a buffer; no copy where it lies on the CPU without gaps."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,54 @@
+"""A byte-level BPE tokenizer, trained here on the corpus of the run, stored as a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from composer_nb.harness.agent.compact import SPECIALS
+
+# A newline with its indentation, a word with the space before it, one digit, one sign with the space before it, spaces.
+_WORDS = r"\n *| ?[A-Za-z_]+|[0-9]| ?[^\sA-Za-z_0-9]|\s"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains on `texts`. Every byte is in the alphabet, so any text round-trips; digits are tokens of their own.
+
+    Raises ValueError when `vocab_size` can not hold the special tokens and the bytes.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(SPECIALS) + len(alphabet):
+        raise ValueError(f"tokenizer.vocab_size={vocab_size}: at least {len(SPECIALS) + len(alphabet)} are needed")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path, needed: Sequence[str] = SPECIALS) -> Tokenizer:
+    """Reads `tokenizer.json` in the folder `path`. Raises ValueError when it is damaged or lacks a token that is needed: those of
+    the compact format, if nothing else is said."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: a checkpoint needs its tokenizer beside it")
+    text = file.read_text(encoding="utf-8")
+    try:
+        json.loads(text)  # the library would raise a bare Exception
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
+    tokenizer = Tokenizer.from_str(text)
+    if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
+        raise ValueError(f"{file}: lacks the tokens {missing}")
+    return tokenizer

@@ -1,0 +1,97 @@
+"""Engines beside trainers: pairs that compute differently from the same published weights, as real ones do.
+
+By default both sides here run the same arithmetic on the same numbers, and there is nothing to mend. Real ones differ:
+
+bf16                       the engine in bf16 throughout, the trainer in float32. What bf16 rounds (most of all the logits of the
+                           output layer) stays when routes are replayed.
+int4-experts               experts in int4 on both sides: the trainer's forward is quantisation-aware, as Kimi K2's is, or
+                           Composer's, which runs NVFP4 in the trainer "to match inference" (Composer 2 technical report, §6.1).
+                           With numbers and kernels matched, what is left is the router: the engine's product in bf16, as vLLM
+                           has it for the DeepSeek family, to which Kimi K2 belongs, the trainer's in float32 (Megatron's
+                           --moe-router-dtype fp32); prime-rl's pull request 2952 documents this very pair. The difference
+                           is small and smooth but for the experts that it flips, which is what replay is for.
+int4-experts-int8-router   the same with the engine's router stored in int8, groups of 64, as MLX quantises Qwen3-MoE (its
+                           `quant_predicate`), and multiplied in float32.
+
+What replay can not mend is an engine whose experts are int4 beside a trainer whose are not: those are other weights.
+`Numerics` can say that, too: `Pair(Numerics(expert_bits=4), Numerics())`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from composer_nb.kernels.formats.groupwise import rounded
+from composer_nb.kernels.linear import TILE
+from composer_nb.trainer.models.transformer import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """How one side computes."""
+
+    dtype: torch.dtype = torch.float32
+    """Of weights and activations."""
+    expert_bits: int = 0
+    """Experts go through integers of so many bits, groups of 32; 0: as published."""
+    router_bits: int = 0
+    """Routers likewise, groups of 64."""
+    router_dtype: torch.dtype | None = None
+    """Of the router's product; None: as the model's family has it."""
+
+
+class Pair(NamedTuple):
+    engine: Numerics
+    trainer: Numerics
+
+
+PAIRS: dict[str, Pair] = {
+    "bf16": Pair(Numerics(dtype=torch.bfloat16), Numerics()),
+    "int4-experts": Pair(Numerics(expert_bits=4, router_dtype=torch.bfloat16), Numerics(expert_bits=4)),
+    "int4-experts-int8-router": Pair(Numerics(expert_bits=4, router_bits=8), Numerics(expert_bits=4)),
+}
+
+EngineName = Literal["float32", "bf16", "int8-experts", "int4-experts", "int4-experts-int8-router"]
+ENGINES: dict[EngineName, Numerics] = {
+    "float32": Numerics(),
+    "bf16": PAIRS["bf16"].engine,
+    "int8-experts": Numerics(expert_bits=8),
+    "int4-experts": PAIRS["int4-experts"].engine,
+    "int4-experts-int8-router": PAIRS["int4-experts-int8-router"].engine,
+}
+"""What `engine.numerics` names: engines that RL can sample from."""
+
+TOUR = "int4-experts"
+"""The pair that the tour's report shows: the one closest to what serves and trains Composer."""
+
+
+@torch.no_grad()
+def variant(model: Model, numerics: Numerics) -> Model:
+    """A copy of a float32 model that computes as `numerics` say; it is for looking, not for training."""
+    made = copy.deepcopy(model).requires_grad_(False)
+    for layer in made.layers:
+        if numerics.expert_bits and not layer.dense:
+            for weight in (layer.w_in, layer.w_out):  # [E, in, out]
+                weight.copy_(rounded(weight, bits=numerics.expert_bits, group=32, dim=1))
+        if numerics.router_bits and not layer.dense:
+            layer.router.copy_(rounded(layer.router, bits=numerics.router_bits, group=64))
+    made.router_dtype = numerics.router_dtype or made.router_dtype
+    return made.to(numerics.dtype)
+
+
+def as_engine(model: Model, name: EngineName, invariant: bool = False) -> Model:
+    """What an engine of that name makes of the published weights; float32 takes the model as it is."""
+    made = model if name == "float32" else variant(model, ENGINES[name])
+    return batch_invariant(made) if invariant else made
+
+
+def batch_invariant(model: Model) -> Model:
+    """The same weights (not a copy) with products in tiles of a fixed height: no row depends on the rows beside it. Attention
+    over a whole sequence still sums by how long that is; the engine's, over its cache, does not."""
+    made = copy.copy(model)
+    made.tile = TILE
+    return made

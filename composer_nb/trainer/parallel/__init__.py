@@ -1,0 +1,1 @@
+"""One model on many ranks: meshes, FSDP, expert and context parallelism."""

@@ -1,0 +1,293 @@
+"""What a rank needs: bytes at the peak of a training step, and bytes that it exchanges, from shapes alone.
+
+    kept          weights, gradients, optimiser: this rank's share of them, float32
+    activations   what the forward pass keeps for the backward pass, of one micro-batch
+    output        probabilities of the vocabulary and their gradient
+    passing       what lives for a moment: gathered weights, gradients before they are summed, tokens on their way to experts
+    peak          kept + the most of the rest at one moment: at the output layer, in the last layer's backward pass, or in the
+                  optimiser
+
+The count follows `model.py` and the kernels line by line, so it is of this trainer and of no other. It is of tensors: what an
+allocator rounds up or a library keeps for itself is not in it (docs/scaling.md measures it).
+
+Dimensions of counts a token are as in `model.py`: D width, Q query heads, G key heads, C head width, H width of
+experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from composer_nb.trainer.learning.muon import OptimizerName, matrices
+from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+
+MOST_RANKS = 1 << 14
+"""That are tried for a model that does not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a rank does with its share of the weights."""
+
+    tokens: int = 4096
+    """Of a micro-batch, those of all ranks of a `cp` group together."""
+    longest: int = 0
+    """Tokens of its longest row; needed where attention keeps its probabilities. 0: the micro-batch is one row."""
+    microbatches: int = 1
+    """A step."""
+    optimizer: OptimizerName = "adamw"
+    published: bool = True
+    """Rounded weights beside the masters, as RL has."""
+    recompute: bool = False
+    half: bool = False
+    """Computed in bfloat16 where this is true, in float32 otherwise; masters, gradients and moments are float32."""
+    fused: bool = False
+    """Attention keeps no probabilities whatever the widths of keys and values. torch's on a CPU does when they differ."""
+    skew: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
+    mx_dispatch: bool = False
+    """Tokens go to experts as MXFP8 (8.25 bits); they come back as they are computed."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that is computed with."""
+        return 2 if self.half else 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes of one rank, the busiest one."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    output: int
+    passing: int
+    peak: int
+    traffic: dict[str, int] = field(default_factory=dict)
+    """That a rank sends in a step, by collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """Numbers of weights."""
+
+    experts: int
+    others: int
+    muon: int
+    """Of all, those that Muon moves."""
+    muon_stack: int
+    """The largest stack of matrices that it moves at once."""
+    layer_experts: int
+    layer_others: int
+    """Of the largest layer."""
+    tables: int
+    largest_expert: int
+    largest_other: int
+    """Single tensors: a gradient lives beside the one that it is added to."""
+
+    def largest_of(self, mesh: Mesh) -> int:
+        return max(self.largest_expert // mesh.ep, self.largest_other)
+
+    @classmethod
+    @lru_cache(maxsize=8)
+    def of(cls, c: ModelConfig) -> _Shapes:
+        model = Model.planned(c)
+        named = dict(model.named_parameters())
+        stacks = [stack for name, weight in named.items() for stack in matrices(name, weight, c)]
+        per_layer = [_split(layer) for layer in model.layers]
+        experts, total = sum(e for e, _ in map(_split, _all_layers(model))), sum(w.numel() for w in named.values())
+        return cls(
+            experts=experts,
+            others=total - experts,
+            muon=sum(stack.numel() for stack in stacks),
+            muon_stack=max(stack.numel() for stack in stacks),
+            layer_experts=max(e for e, _ in per_layer),
+            layer_others=max(o for _, o in per_layer),
+            tables=sum(named[name].numel() for name in ("embed", "head") if name in named),
+            largest_expert=max(w.numel() for n, w in named.items() if n.endswith(("w_in", "w_out"))),
+            largest_other=max(w.numel() for n, w in named.items() if "_layers" in n and "w_" not in n),
+        )
+
+
+def _all_layers(model: Model) -> list[Layer]:
+    return [*model.layers, *(ahead.layer for ahead in model.aheads)]
+
+
+def _split(layer: Layer) -> tuple[int, int]:
+    """Weights of a layer's experts, and its others."""
+    experts = sum(weight.numel() for name, weight in layer.named_parameters() if name in ("w_in", "w_out"))
+    return experts, sum(weight.numel() for weight in layer.parameters()) - experts
+
+
+def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
+    """What the busiest rank of `mesh` needs. Raises ValueError where the mesh does not fit the model's experts."""
+    mesh.require_experts(c.num_experts)
+    s, b = _Shapes.of(c), load.width
+    others, experts = math.ceil(s.others / mesh.fsdp), math.ceil(s.experts / (mesh.ep * mesh.expert_shard))
+    mine = others + experts
+    muon = s.muon * mine // (s.others + s.experts) if load.optimizer == "muon" else 0
+    kept = {"weights": 4 * mine, "gradients": 4 * mine, "optimizer": 8 * mine - 4 * muon + 4 * mine * load.published}
+    n = math.ceil(load.tokens / mesh.cp)
+    rows = math.ceil(n * c.num_experts_per_tok * (load.skew if mesh.ep > 1 else 1.0))
+    dense, sparse = (_layer(c, mesh, load, n, rows, dense=kind) for kind in (True, False))
+    first = c.num_hidden_layers - c.moe_layers
+    if load.recompute:
+        layers, again = (
+            n * (c.num_hidden_layers * c.hidden_size * b + c.moe_layers * _routing(c)),
+            max(dense * (first > 0), sparse),
+        )
+    else:
+        layers, again = first * dense + c.moe_layers * sparse, 0
+    activations = layers + n * 2 * c.hidden_size * b
+    output = 2 * 4 * n * c.vocab_size
+    gathered = _gathered(s, mesh, b)
+    table = s.tables // (1 if c.tie_word_embeddings else 2)
+    moments = {
+        "output": activations + output + (n * c.hidden_size + table) * b + gathered,
+        "layer": activations
+        + again
+        + b * (n * c.hidden_size + _experts_passing(c, mesh, rows))
+        + s.largest_of(mesh) * b
+        + gathered,
+        "optimizer": max(8 * mine, 5 * 4 * s.muon_stack // (mesh.ep * mesh.expert_shard) if muon else 0),
+    }
+    peak = max(moments.values())
+    return Need(
+        **kept,
+        activations=activations,
+        output=output,
+        passing=max(0, peak - activations - output),
+        peak=sum(kept.values()) + peak,
+        traffic=_traffic(c, s, mesh, load, n, rows),
+    )
+
+
+def _layer(c: ModelConfig, mesh: Mesh, load: Load, n: int, rows: int, *, dense: bool) -> int:
+    """Bytes that one layer keeps of `n` tokens, `rows` of them with an expert each."""
+    D, H, b = c.hidden_size, c.moe_intermediate_size, load.width
+    numbers = 4 * n * D + _attention(c, mesh, load, n)  # what both norms read and write
+    if dense:
+        return b * (numbers + 3 * n * c.intermediate_size)
+    numbers += rows * (D + 3 * H) + 3 * n * H * c.n_shared_experts
+    return b * numbers + n * _routing(c) + rows * (4 * 8 + b)
+
+
+def _routing(c: ModelConfig) -> int:
+    """Bytes a token of what a router decides: scores, their shares, experts, the best of all, gates."""
+    k = c.num_experts_per_tok
+    return 4 * 2 * c.num_experts + 8 * (2 * k + 1) + 4 * 2 * k
+
+
+def _attention(c: ModelConfig, mesh: Mesh, load: Load, n: int) -> int:
+    """Numbers that attention keeps; keys and values are of all ranks of a `cp` group."""
+    Q, G, C = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    keys = n * mesh.cp
+    if not c.latent:  # what the norms read, queries and keys, the product in which values lie, the result
+        return n * (2 * (Q + G) * C + (Q + 2 * G) * C + Q * C + 2 * Q) + (keys * 2 * G * C if mesh.cp > 1 else 0)
+    fused = load.fused or c.head_dim == c.v_head_dim
+    values = c.qk_nope_head_dim + c.v_head_dim if fused else c.v_head_dim
+    numbers = n * (2 * c.q_lora_rank + Q * C + Q * c.v_head_dim) + keys * (2 * c.kv_lora_rank + Q * (C + values))
+    return numbers + (0 if fused else n * Q * (load.longest or load.tokens))
+
+
+def _experts_passing(c: ModelConfig, mesh: Mesh, rows: int) -> int:
+    """Numbers that live while gradients go through the first product of the experts, less what has been let go by then."""
+    on_their_way = 2 * rows * c.hidden_size if mesh.ep > 1 else 0
+    return rows * (c.hidden_size - c.moe_intermediate_size) + on_their_way
+
+
+def _gathered(s: _Shapes, mesh: Mesh, b: int) -> int:
+    """Weights put together for a layer and the next one, the gradients of one before they are summed, and the tables."""
+    found = 0
+    if mesh.fsdp > 1:
+        found += b * (3 * s.layer_others + s.tables)
+    if mesh.expert_shard > 1:
+        found += b * 3 * s.layer_experts // mesh.ep
+    return found
+
+
+def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step. A ring of R ranks sends (R − 1) / R of the whole in an all-gather or a reduce-scatter,
+    twice that in an all-reduce."""
+    m, b = load.microbatches, load.width
+    again = 1 if load.recompute else 0
+
+    def ring(size: int) -> float:
+        return (size - 1) / size
+
+    local = s.experts / mesh.ep
+    gather = s.others * ring(mesh.fsdp) + local * ring(mesh.expert_shard)
+    copies = s.others / mesh.fsdp * ring(mesh.replicate) + local / mesh.expert_shard * ring(mesh.expert_replicate)
+    away = rows * c.hidden_size * ring(mesh.ep) * c.moe_layers * m
+    there = 33 / 32 if load.mx_dispatch else b
+    latent = c.kv_lora_rank + c.qk_rope_head_dim if c.latent else 2 * c.num_key_value_heads * c.head_dim
+    context = n * latent * b * (mesh.cp - 1) * c.num_hidden_layers * m
+    found = {
+        "all-gather of weights": 2 * gather * b * m,
+        "reduce-scatter of gradients": gather * 4 * m,
+        "all-reduce of gradients": 2 * copies * 4,
+        "all-to-all of tokens": away * ((1 + again) * (there + b) + 2 * b),
+        "all-gather of keys and values": context * (1 + again),
+        "reduce-scatter of their gradients": context,
+    }
+    return {name: round(size) for name, size in found.items()}
+
+
+def require_memory(
+    c: ModelConfig, settings: MeshSettings, ranks: int, load: Load, limit: int, *, more_ranks: bool = True
+) -> Need:
+    """What a rank needs, if that is at most `limit` bytes. Raises ValueError that says how much is missing and names settings
+    that fit, the first of: recomputation, smaller micro-batches, and with `more_ranks` weights cut more finely, more ranks."""
+    need = estimate(c, Mesh.of(settings, ranks), load)
+    if need.peak <= limit:
+        return need
+    lacking = f"a rank needs {need.peak / 2**30:,.2f} GiB at its peak and has {limit / 2**30:,.2f} GiB; "
+    for name, mesh, world, changed in _smaller(c, settings, ranks, load):
+        if not more_ranks and (mesh, world) != (settings, ranks):
+            raise ValueError(
+                f"{lacking}no micro-batch is small enough; a smaller model.*, fewer ranks or more memory would do"
+            )
+        smaller = estimate(c, Mesh.of(mesh, world), changed)
+        if smaller.peak <= limit:
+            raise ValueError(f"{lacking}{name} would ({smaller.peak / 2**30:,.2f} GiB)")
+    raise ValueError(f"{lacking}no setting that was tried fits, not even {MOST_RANKS} ranks")
+
+
+def _smaller(
+    c: ModelConfig, settings: MeshSettings, ranks: int, load: Load
+) -> Iterator[tuple[str, MeshSettings, int, Load]]:
+    """(What is set, the mesh, its ranks, the load), in the order in which one would try them."""
+    least = replace(load, recompute=True)
+    if not load.recompute:
+        yield "rl.recompute=true", settings, ranks, least
+    tokens = load.tokens // 2
+    while tokens >= max(load.longest, 256):
+        least = replace(least, tokens=tokens)
+        yield f"rl.recompute=true rl.microbatch_tokens={tokens}", settings, ranks, least
+        tokens //= 2
+    for world in (ranks * 2**power for power in range(MOST_RANKS.bit_length())):
+        if world > MOST_RANKS:
+            return
+        deals = [ep for ep in range(settings.ep, world + 1) if world % ep == 0 and c.num_experts % ep == 0]
+        for ep in deals[:1] + deals[-1:]:
+            mesh = replace(settings, shard=world // settings.cp, ep=ep, expert_shard=world // ep)
+            named = f"ranks={world} mesh.shard={mesh.shard} mesh.ep={ep} mesh.expert_shard={mesh.expert_shard}"
+            for tried in (replace(load, recompute=True), least):
+                yield f"rl.recompute=true rl.microbatch_tokens={tried.tokens} {named}", mesh, world, tried
+
+
+def table(need: Need) -> str:
+    """As Markdown, for people."""
+    sizes = [("peak of a rank", need.peak), ("weights", need.weights), ("gradients", need.gradients)]
+    sizes += [("optimiser", need.optimizer), ("activations", need.activations), ("output layer", need.output)]
+    sizes += [
+        ("passing at the peak", need.passing),
+        *((f"{name}, a step", size) for name, size in need.traffic.items()),
+    ]
+    return "\n".join(["| | GiB |", "|---|---|", *(f"| {name} | {size / 2**30:,.3f} |" for name, size in sizes)])

@@ -1,0 +1,182 @@
+"""AdamW and Muon over what a rank holds of each weight: the same updates as `FlatAdamW` and `FlatMuon` make of all of them.
+
+Masters and moments are cut as the weights are. AdamW goes element by element. Muon needs whole matrices: experts are whole where
+they are; of other weights the matrices are put together from the ranks' parts, every rank makes them orthogonal and keeps its
+part (arithmetic that all ranks repeat, on the few weights that are no experts').
+
+The gradient's norm: the squares of what each rank holds are added up, with what several ranks hold counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from composer_nb.trainer.learning.logit_scale import LogScale
+from composer_nb.trainer.learning.muon import OptimizerSettings, matrices, newton_schulz
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.parallel.team import Team
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""What a state holds of each weight that AdamW moves."""
+
+
+class ShardedOptimizer:
+    """What `make_optimizer` makes, for a model that `sharding.shard` has cut."""
+
+    def __init__(
+        self,
+        model: Model,
+        team: Team,
+        settings: OptimizerSettings,
+        *,
+        weight_decay: float = 0.0,
+        published: torch.dtype | None = None,
+        scale_rate: float = 0.0,
+    ) -> None:
+        self._scale = LogScale(scale_rate) if scale_rate else None
+        self._model, self._team, self.published = model, team, published
+        self._settings, self._decay = settings, weight_decay
+        self.weights: dict[str, DTensor] = {name: _cut(weight) for name, weight in model.named_parameters()}
+        locals_ = {name: weight.to_local().detach() for name, weight in self.weights.items()}
+        self.masters = {name: nn.Parameter(x.clone() if published else x) for name, x in locals_.items()}
+        muon = settings.name == "muon"
+        self._momentum = {
+            name: torch.zeros_like(master)
+            for name, master in self.masters.items()
+            if muon and matrices(name, torch.empty(self.weights[name].shape, device="meta"), model.config)
+        }
+        rest = [master for name, master in self.masters.items() if name not in self._momentum]
+        self._adam = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+        self._publish()
+
+    def zero_(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = None
+
+    def sum_(self, ranks: Ranks) -> None:
+        """FSDP2 has summed the gradients as it cut them."""
+
+    def norm(self) -> float:
+        """Of the whole gradient."""
+        total = torch.zeros((), dtype=torch.float64, device=self._team.device)
+        for weight in self.weights.values():
+            if (gradient := weight.grad) is not None:
+                assert isinstance(gradient, DTensor)
+                own = torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64)
+                total += own.square() / _copies(weight)
+        return math.sqrt(float(self._team.sum_(total)))
+
+    @torch.no_grad()
+    def step(self, lr: float, clip: float) -> float:
+        """As `FlatAdamW.step`."""
+        norm = self.norm()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
+        for name, weight in self.weights.items():
+            gradient = weight.grad
+            assert gradient is None or isinstance(gradient, DTensor)
+            own = torch.zeros_like(self.masters[name]) if gradient is None else gradient.to_local()
+            self.masters[name].grad = own.mul_(clip / norm) if norm > clip else own
+        if self._scale is not None:
+            self.masters["final_norm"].mul_(self._scale.factor(self._slope("final_norm"), lr))
+        for name, momentum in self._momentum.items():
+            self.masters[name].mul_(1 - lr * self._decay).sub_(self._orthogonal(name, momentum), alpha=lr)
+        self._adam.param_groups[0]["lr"] = lr
+        self._adam.step()
+        self._publish()
+        return norm
+
+    def _slope(self, name: str) -> float:
+        """Of the loss along a weight as a whole."""
+        own, weight = self.masters[name].grad, self.weights[name]
+        assert own is not None
+        return float(self._team.sum_((own.double() * weight.to_local().double()).sum() / _copies(weight)))
+
+    def _orthogonal(self, name: str, momentum: Tensor) -> Tensor:
+        """This rank's part of `muon_update`."""
+        s, c, weight = self._settings, self._model.config, self.weights[name]
+        gradient = self.masters[name].grad
+        assert gradient is not None
+        momentum.lerp_(gradient, 1 - s.momentum)
+        ahead = gradient.lerp(momentum, s.momentum)
+        whole = ahead if ".experts." in name else _like(weight, ahead).full_tensor()
+        update = torch.empty_like(whole)
+        for into, matrix in zip(matrices(name, update, c), matrices(name, whole, c), strict=True):
+            into.copy_(newton_schulz(matrix, s.newton_schulz) * (0.2 * math.sqrt(max(matrix.shape[-2:]))))
+        if ".experts." in name:
+            return update
+        return distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+
+    @property
+    def logit_scale(self) -> float:
+        """See `Optimizer`."""
+        return 1.0 if self._scale is None else self._scale.scale
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs: what this rank holds, as DTensors that share memory with it. Names are those of
+        the model in one piece."""
+        found: dict[str, Any] = {"step": torch.zeros(())}
+        found |= {"scale": self._scale.moments} if self._scale is not None else {}
+        for name, weight in self.weights.items():
+            parts = self._parts(name)
+            found["step"] = parts.pop("step", found["step"])
+            found |= {f"{kind}.{_plain(name)}": _like(weight, part) for kind, part in parts.items()}
+        return found
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes up where `state`, of the same mesh or another, was taken: `distributed_checkpoint` reads it."""
+        if self._scale is not None:
+            self._scale.moments.copy_(state["scale"])
+        for name in self.weights:
+            for kind, part in self._parts(name).items():
+                part.copy_(state["step"] if kind == "step" else state[f"{kind}.{_plain(name)}"].to_local())
+        self._publish()
+
+    def _parts(self, name: str) -> dict[str, Tensor]:
+        """What there is of a weight; AdamW makes its moments, and counts its steps, at the first step only."""
+        master = self.masters[name]
+        if name in self._momentum:
+            return {"master": master.detach(), "momentum": self._momentum[name]}
+        moments = self._adam.state[master]
+        if not moments:
+            moments |= {"step": torch.zeros((), device=master.device)} | {
+                kind: torch.zeros_like(master) for kind in KINDS[1:]
+            }
+        return {"master": master.detach(), **moments}
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        assert isinstance(self._model, FSDPModule)
+        self._model.reshard()  # after a pass without gradients the root's weights are still put together, of what was
+        if self.published is not None:
+            for name, master in self.masters.items():
+                self.weights[name].to_local().copy_(master.to(self.published))
+
+
+def _plain(name: str) -> str:
+    return name.replace(".experts.", ".")
+
+
+def _cut(weight: nn.Parameter) -> DTensor:
+    assert isinstance(weight, DTensor), "the model is cut over ranks first"
+    return weight
+
+
+def _copies(weight: DTensor) -> int:
+    """How many ranks hold the same part."""
+    sizes = weight.device_mesh.shape
+    return math.prod(size for size, way in zip(sizes, weight.placements, strict=True) if isinstance(way, Replicate))
+
+
+def _like(weight: DTensor, own: Tensor) -> DTensor:
+    return DTensor.from_local(
+        own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )

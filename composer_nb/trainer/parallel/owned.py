@@ -1,0 +1,73 @@
+"""The tensors that each rank of a sharded model publishes: whole tensors, under Hugging Face's names.
+
+Experts are published by the rank that computes them: FSDP2 splits their stack between experts, so nothing moves. Every other
+weight is gathered and published by one rank, about as many bytes per rank; in a large model these are few beside the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, swiglu_views
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.parallel.experts import DealtExperts
+from composer_nb.trainer.parallel.team import Team
+
+
+@torch.no_grad()
+def held(model: Model, team: Team, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Return this rank's share of `checkpoint.published`, as copies on the CPU. Each tensor belongs to one rank. Collective."""
+    assert isinstance(model, FSDPModule)
+    model.reshard()
+    cut = {name: weight for name, weight in model.named_parameters() if ".experts." not in name}
+    mine = set(deal({name: weight.numel() for name, weight in cut.items()}, team.world)[team.rank])
+    part = Model.planned(model.config)
+    for name, weight in cut.items():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if name in mine:
+            _put(part, name, whole)
+    for index, layer in enumerate(model.layers):
+        if f"_layers.{index}.router" in mine and layer.router_bias is not None:
+            part.layers[index].router_bias = layer.router_bias
+    views = {name: view for name, view in hugging_face_views(part).items() if not view.is_meta}
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer.experts, DealtExperts) and team.place["expert_replicate"] == 0:
+            views |= _own_experts(layer.experts, team, f"model.layers.{index}.mlp.experts.")
+    return {
+        name: view.detach().to("cpu", torch.float32 if name.endswith(ROUTER_BIAS) else dtype, copy=True).contiguous()
+        for name, view in views.items()
+    }
+
+
+def _put(model: Model, name: str, weight: Tensor) -> None:
+    where, _, last = name.rpartition(".")
+    setattr(model.get_submodule(where), last, nn.Parameter(weight, requires_grad=False))
+
+
+def _own_experts(experts: DealtExperts, team: Team, prefix: str) -> dict[str, Tensor]:
+    w_in, w_out = (w.to_local() if isinstance(w, DTensor) else w for w in (experts.w_in, experts.w_out))
+    each = -(-experts.dealt // team.mesh.expert_shard)  # as `torch.chunk` cuts
+    first = team.place["ep"] * experts.dealt + team.place["expert_shard"] * each
+    views: dict[str, Tensor] = {}
+    for number in range(len(w_in)):
+        views |= swiglu_views(w_in[number], w_out[number], f"{prefix}{first + number}.")
+    return views
+
+
+def deal(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Assign tensors to `ranks` writers evenly: the largest first, each to the writer with the least. `sizes` are bytes by name;
+    their order does not matter. Raises ValueError for less than one rank."""
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += sizes[name]
+    return shares

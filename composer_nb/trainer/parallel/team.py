@@ -1,0 +1,78 @@
+"""Ranks that hold one model between them: process groups over a `Mesh`, and what a learner asks of them.
+
+gloo on CPUs, nccl on GPUs (by `device`); the program is the same. Every communication sums, none divides: a loss is a sum over
+a denominator of the whole batch, so ragged shares of tokens need no care.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composer_nb.trainer.learning.packing import FlatBatch, moved
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.parallel.context import split
+from composer_nb.trainer.parallel.mesh import Mesh
+
+PATIENCE = timedelta(minutes=10)
+"""A rank waits for another one so long in one communication. One that dies is noticed at once, by its closed connections."""
+
+
+def meeting_place(host: str) -> dist.TCPStore:
+    """Where ranks find each other, at a free port of this machine: for the first of them."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+
+
+def join(rank: int, world: int, place: dist.Store, device: str = "cpu") -> None:
+    """Makes this process rank `rank` of `world`, which meet at `place`."""
+    backend = "gloo" if device == "cpu" else "cuda:nccl,cpu:gloo"
+    dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=PATIENCE)
+
+
+class Team(Ranks):
+    """This process among ranks that have joined, in the places that `mesh` gives them. Raises ValueError when the mesh is of
+    another number of ranks."""
+
+    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
+        self.rank, self.world, self.mesh, self.device = dist.get_rank(), dist.get_world_size(), mesh, device
+        if mesh.world != self.world:
+            raise ValueError(f"a mesh of {mesh.world} ranks, and {self.world} have joined")
+        self.place = mesh.place(self.rank)
+        self._dense = init_device_mesh(device, (mesh.replicate, mesh.fsdp), mesh_dim_names=("replicate", "fsdp"))
+        self.experts = init_device_mesh(
+            device, mesh.expert_shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep")
+        )
+        """For weights of experts; dealt over the last dimension, cut over the one before."""
+        rows = init_device_mesh(device, (mesh.data, mesh.cp), mesh_dim_names=("data", "cp"))
+        self.context = rows["cp"].get_group()
+
+    @property
+    def dense(self) -> DeviceMesh:
+        """For all other weights: (replicate, fsdp), or fsdp alone where nothing is replicated."""
+        return self._dense if self.mesh.replicate > 1 else self._dense["fsdp"]
+
+    @property
+    def cut_experts(self) -> DeviceMesh:
+        """The part of `experts` that cuts one expert's weights."""
+        dims = ("expert_replicate", "expert_shard") if self.mesh.expert_replicate > 1 else ("expert_shard",)
+        return self.experts[dims]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self.place["data"], self.mesh.data
+
+    @property
+    def lockstep(self) -> bool:
+        return True
+
+    def split(self, batch: FlatBatch) -> FlatBatch:
+        """This rank's part of a batch, on its device."""
+        mine: FlatBatch = split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
+        return mine if self.device == "cpu" else moved(mine, self.device)
+
+    def sums(self, values: dict[str, float]) -> dict[str, float]:
+        total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))
+        return dict(zip(values, total.tolist(), strict=True))

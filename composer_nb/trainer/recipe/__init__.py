@@ -1,0 +1,1 @@
+"""The recipe: stages from an empty directory to a trained policy and its report."""

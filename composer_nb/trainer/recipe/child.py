@@ -1,0 +1,28 @@
+"""How a process of a run begins: `python -m composer_nb.trainer.recipe.child PARENT MODULE ARGUMENT …`.
+
+Binds its life to its parent's and only then imports MODULE, which may take seconds: a launcher that is killed in the
+meantime leaves nobody behind. Imports nothing that is slow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+
+def die_with(parent: int) -> None:
+    """Ends this process when `parent`, which must be its parent, ends: a killed notebook leaves no ranks behind."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _, parent, module, *arguments = sys.argv
+    die_with(int(parent))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,112 @@
+"""A run that no notebook kernel carries: started, left alone, come back to.
+
+    run = start_detached(settings=settings)     its launcher is a process of its own session
+    follow(run.path)                            what it says, until it has ended; Ctrl-C leaves, the run goes on
+    stop(run.path)                              ends it, ready to resume
+
+Whatever launched a run, it can be followed: what it says is in its `said.log`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.settings import Settings
+from composer_nb.trainer.recipe.launch import (
+    COMPLETE,
+    LOCK,
+    SAID,
+    RunFailed,
+    existing,
+    new_run,
+    settle,
+    start_or_resume,
+)
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.head import detach, holder
+
+START_S = 120.0
+POLL_S = 0.5
+END_S = 60.0
+
+
+def start_detached(
+    run_dir: Path | None = None, settings: Settings | None = None, *, runs: Path = Path("runs"), name: str = "tour"
+) -> RunDir:
+    """`start_or_resume` in a process that outlives this one; returns once it runs. A run that is live already is left alone.
+
+    Raises ValueError when `settings` are not those that the run was started with, RunFailed when the launcher does not start.
+    """
+    run = new_run(runs, name, settings or Settings()) if run_dir is None else existing(run_dir)
+    settle(run, settings)
+    lock, log = run.path / LOCK, run.path / "launcher.log"
+    if holder(lock) is not None:
+        return run
+    begin = log.stat().st_size if log.is_file() else 0
+    process = detach(("composer_nb.trainer.recipe.detached", str(run.path)), log)
+    deadline = time.monotonic() + patience(START_S)
+    while holder(lock) is None and process.poll() != 0:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            said = log.read_bytes()[begin:].decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
+            raise RunFailed(f"the launcher of {run.path.name} did not start: {said[-1]} ({log})")
+        time.sleep(0.05)
+    return run
+
+
+def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20) -> Literal["complete", "dead"]:
+    """Says what a run says, from its last `lines` lines on, until it has ended, and how: a run that is dead can be resumed.
+
+    Leaving (Ctrl-C) does nothing to the run.
+    """
+    run = existing(run_dir)
+    said, last = run.path / SAID, ""
+    at, first = 0, True
+    while True:
+        live = holder(run.path / LOCK) is not None
+        text = said.read_bytes()[at:] if said.is_file() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        at += len(whole)
+        new = whole.decode("utf-8", "replace").splitlines()
+        for line in new[max(0, len(new) - lines) :] if first else new:
+            say(line)
+        last, first = (new or [last])[-1], False
+        if not live:
+            return "complete" if last.startswith(COMPLETE) else "dead"
+        time.sleep(POLL_S)
+
+
+def stop(run_dir: Path) -> bool:
+    """Ends a live run, as Ctrl-C does, or outright if that takes longer than END_S; False when it is not live. It can be
+    resumed."""
+    lock = existing(run_dir).path / LOCK
+    if not (pid := holder(lock)):
+        return False
+    os.kill(pid, signal.SIGINT)
+    deadline = time.monotonic() + patience(END_S)
+    while holder(lock) == pid:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return True
+
+
+def main(arguments: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    try:
+        start_or_resume(Path(arguments[0]), say=lambda line: None)
+    except (RunFailed, ValueError, OSError) as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("it was stopped")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""Evaluation stages: published weights on the held-out tasks, and the numerics of the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.bench import run_eval, summarise
+from composer_nb.harness.policy import Trace
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.variants import PAIRS, TOUR, variant
+from composer_nb.trainer.recipe.mismatch import measure_mismatch
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.weights import delta_sizes
+
+
+def evaluate(s: Stages, name: str) -> None:
+    """Scores published weights on the held-out tasks; the untrained base on a hundred of them, once."""
+    with s.stage(f"eval_{name}") as info:
+        if info is None:
+            return
+        tasks = load_tasks(s.run.path / "data" / "heldout.jsonl")
+        samples = s.settings.eval.samples
+        if name == "base":
+            tasks, samples = tasks[:100], 1
+        sampled = evaluate_model(s, s.policy(name), tasks, samples, 1.0)
+        greedy = evaluate_model(s, s.policy(name), tasks, 1, 0.0)
+        if s.ranks.first:
+            save_attempts(s.run.path / "rollouts" / f"eval_{name}.parquet", [*sampled, *greedy])
+            info |= summarise(sampled, greedy)
+            s.say(
+                f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
+                f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"
+            )
+
+
+def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int, temperature: float) -> list[Attempt]:
+    """Attempts of a model at tasks, the work dealt over the ranks; the same list on every rank, in order of task."""
+    engine = s.engine(model, seed=s.settings.seed + 17, temperature=temperature)
+    slots = range(len(tasks))[s.ranks.rank :: s.ranks.world]
+    mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.executor, samples, slots)
+    parts = s.ranks.gather([_light(done) for done in mine])
+    order = {task.id: place for place, task in enumerate(tasks)}
+    return sorted((done for part in parts for done in part), key=lambda done: order[done.task.id])
+
+
+def _light(done: Attempt) -> Attempt:
+    segments = tuple(replace(segment, trace=Trace()) for segment in done.rollout.segments)
+    return replace(done, rollout=replace(done.rollout, segments=segments))
+
+
+def compare_numerics(s: Stages) -> None:
+    """Measures, on the final weights, what engines in other numerics than the trainer's do to log-probabilities and what
+    replaying their routes mends (the pairs of `variants`, dealt over the ranks; the tour's own first in the report), and how
+    large a lossless delta between two published versions is."""
+    with s.stage("numerics") as info:
+        if info is None:
+            return
+        mine = {name: compare_pair(s, name) for name in list(PAIRS)[s.ranks.rank :: s.ranks.world]}
+        found = {name: result for part in s.ranks.gather(mine) for name, result in part.items()}
+        if s.ranks.first:
+            tour = found.pop(TOUR)
+            info["replay"] = {**tour, "pair": TOUR, "others": found}
+            info["weights"] = delta_sizes(s.run.path / "weights" / "before_final", s.run.path / "weights" / "final")
+
+
+def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, samples: int = 2) -> dict[str, Any]:
+    """The mismatch of one pair on published weights, over `samples` rollouts of each of the first `tasks` tuning tasks."""
+    pair, model = PAIRS[name], s.load(weights)
+    engine = s.engine(variant(model, pair.engine), seed=s.settings.seed + 29)
+    chosen = load_tasks(s.run.path / "data" / "tune.jsonl")[:tasks]
+    attempts = list(run_eval(engine, s.agent(), chosen, s.executor, samples))
+    return measure_mismatch(variant(model, pair.trainer), attempts)

@@ -1,0 +1,347 @@
+"""Starts the ranks of a run as processes, shows what they say, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from composer_nb.harness.files import write_json
+from composer_nb.harness.sandbox.journal import FOLDER, Journal
+from composer_nb.harness.sandbox.reap import reap
+from composer_nb.settings import Settings, from_dict, to_dict
+from composer_nb.trainer.learning.data import read_corpus
+from composer_nb.trainer.records.rundir import RunDir, create, provenance
+from composer_nb.trainer.services import LOST
+from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
+from composer_nb.trainer.services.head import held
+
+LOCK, SAID = "launch.lock", "said.log"
+"""In a run directory: what its launcher holds, and what it said."""
+COMPLETE, SILENT = "the run is complete", "it said nothing"
+LOCK_TRIES = 5
+
+
+class RunFailed(RuntimeError):
+    """A process of the run ended with an error; the message is its last line, `code` its exit status."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RunBusy(ValueError):
+    """Another launcher works on the run."""
+
+
+def start_or_resume(
+    run_dir: Path | None = None,
+    settings: Settings | None = None,
+    *,
+    runs: Path = Path("runs"),
+    name: str = "tour",
+    resume: bool = False,
+    say: Callable[[str], None] = print,
+) -> RunDir:
+    """Runs the recipe to its end: in a new directory under `runs`, or on from where `run_dir` stands.
+
+    One idempotent call: a run that is complete returns at once; one that was interrupted continues from its last checkpoint
+    to the same numbers. With `resume` the newest run under `runs` is gone on with instead of beginning a new one, if this very
+    package began it with these settings: a batch job that is cut off and called again loses nothing. An excerpt of a complete
+    run is returned as it is. Raises ValueError when `settings` are not those that the run was started with, or when this
+    machine has no room for them; RunBusy when somebody else runs it; RunFailed when a rank ends with an error. Ctrl-C ends the
+    ranks and leaves the run ready to resume.
+    """
+    begun = _begun(runs / name, settings or Settings(), say) if resume and run_dir is None else None
+    run = begun or (new_run(runs, name, settings or Settings()) if run_dir is None else existing(run_dir))
+    if run.excerpt is not None:
+        settle(run, settings)
+        say(f"{run.path} is an excerpt of a complete run: it is shown, not resumed")
+        return run
+    with _only_launcher(run), _noted(run, say) as say:
+        _launch(run, settle(run, settings), say)
+    return run
+
+
+def new_run(runs: Path, name: str, settings: Settings) -> RunDir:
+    """Makes the directory of a run with these settings. Raises ValueError, and makes none, where `data.code` is no code to
+    train on."""
+    if settings.data.code != "stdlib":
+        read_corpus(settings.data.code)
+    return create(runs, name)
+
+
+def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunDir | None:
+    """The run that `newest` links to, where this package began it with these settings."""
+    path = newest.resolve()
+    if not (path / "settings.json").is_file():
+        return None  # there is none, or it was cut off before anything was made
+    run = RunDir(path)
+    package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
+    if package == provenance()["package_digest"] and from_dict(run.settings()) == settings:
+        return run
+    say(f"{path.name} was begun with other settings or another version of this package; this is a new run")
+    return None
+
+
+@contextmanager
+def _noted(run: RunDir, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """What is said is also written down, with how it ended, so that a run can be followed from elsewhere."""
+    with (run.path / SAID).open("a", encoding="utf-8", buffering=1) as file:
+
+        def both(line: str) -> None:
+            file.write(line + "\n")
+            say(line)
+
+        try:
+            yield both
+        except BaseException as error:
+            file.write(f"{str(error) or type(error).__name__}\n")
+            raise
+
+
+@contextmanager
+def _only_launcher(run: RunDir) -> Iterator[None]:
+    """Holds the run's lock, which ends with this process at the latest. Raises RunBusy when another launcher holds it."""
+    fd = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        for tries in range(LOCK_TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if tries + 1 < LOCK_TRIES:
+                    time.sleep(0.02)  # it may be somebody who only looks
+                    continue
+                pid = os.read(fd, 20).decode().strip() or "(it does not say which)"
+                raise RunBusy(
+                    f"{run.path.name} is being run by process {pid} ({run.path}); wait for it, or end it first"
+                ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(fd)
+
+
+def settle(run: RunDir, settings: Settings | None) -> Settings:
+    """The settings of a run: those that it was started with, else these, which are noted. Raises ValueError when both are
+    given and differ."""
+    saved = run.path / "settings.json"
+    if saved.is_file():
+        known = from_dict(run.settings())
+        if settings is not None and settings != known:
+            raise ValueError(
+                f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
+            )
+        return known
+    settings = settings or Settings()
+    write_json(run.path / "provenance.json", provenance())
+    write_json(saved, to_dict(settings))
+    return settings
+
+
+def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None:
+    start = time.perf_counter()
+    _reap(run, say)
+    run.clean()
+    _require_room(run, settings)
+    if run.finished("eval_control" if settings.control_steps else "numerics") is None:
+        _run_ranks(run, settings.ranks, say)
+    if settings.services.on and not settings.control_steps and run.finished("rl") is None:
+        with held(settings.services.address):
+            _run_services(run, say)
+        _run_ranks(run, settings.ranks, say)
+    seconds = time.perf_counter() - start
+    say(f"{COMPLETE} after {seconds:.0f} s: {run.path}")
+
+
+def _require_room(run: RunDir, settings: Settings) -> None:
+    """For the stages that are still to come. The nodes of a cluster are asked when this run is attached to it, before RL."""
+    if run.finished("sft") is None:
+        require_room(settings, this_machine())
+    if run.finished("rl") is None and not settings.services.address:
+        require_room_for_rl(settings, [this_machine()])
+
+
+def _reap(run: RunDir, say: Callable[[str], None]) -> None:
+    """Ends what processes of this run left that are dead."""
+    for line in reap(run.path).failed:
+        say(f"could not be ended: {line}")
+
+
+BEFORE_RL = {
+    "tokenizer": ("data/tokenizer.json", "data/corpus.json"),
+    "data": ("data/*",),
+    "midtrain": ("weights/base", "weights/midtrained"),
+    "extend": ("weights/extended",),
+    "sft": ("weights/start",),
+    "eval_base": ("rollouts/eval_base.*",),
+    "eval_midtrained": ("rollouts/eval_midtrained.*",),
+    "eval_start": ("rollouts/eval_start.*",),
+}
+"""The stages before RL, `extend` only where it was asked for, and the files and folders that each makes."""
+
+
+def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
+    """A new run that takes over everything that `source` did before RL, with other settings from there on.
+
+    Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
+    """
+    if source.excerpt is not None:
+        raise ValueError(f"{source.path} is an excerpt of a run and cannot be forked; start a new run instead")
+    known = from_dict(source.settings())
+    used = ("seed", "data", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
+    if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
+        raise ValueError(f"a fork can not change {', '.join(changed)}: the stages before RL depend on it")
+    finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}
+    if missing := [stage for stage, info in finished.items() if info is None]:
+        raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
+    run = create(runs, name)
+    for item in {item for patterns in BEFORE_RL.values() for pattern in patterns for item in source.path.glob(pattern)}:
+        copy = shutil.copytree if item.is_dir() else shutil.copyfile
+        copy(item, run.path / item.relative_to(source.path))
+    for stage, info in finished.items():
+        assert info is not None
+        run.finish(stage, info.pop("seconds"), info)
+    write_json(run.path / "settings.json", to_dict(settings))
+    write_json(run.path / "provenance.json", provenance() | {"forked_from": source.path.name})
+    return run
+
+
+def existing(path: Path) -> RunDir:
+    """Raises FileNotFoundError where there is no run."""
+    if not (path / "run.db").is_file():
+        raise FileNotFoundError(f"{path}: no run here (run.db is missing)")
+    return RunDir(path)
+
+
+def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
+    if world < 1:
+        raise ValueError(f"ranks={world}: at least 1 is needed")
+    with _temporary_folder(Journal(run.path / FOLDER, run.path.name)) as folder:
+        common = (str(run.path), str(world), str(folder / "rendezvous"))
+        programs = {f"rank{rank}": ("composer_nb.trainer.recipe.worker", *common, str(rank)) for rank in range(world)}
+        _run_processes(run, programs, say)
+
+
+RESTARTS = 3
+"""Times in a row that the services are started anew, without a step in between, when what carries them is lost."""
+
+
+def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
+    """RL as services. A cluster that dies under it is no reason to end: everything is in the run directory."""
+    left = RESTARTS
+    while True:
+        before = len(run.steps("rl"))
+        try:
+            _run_processes(run, {"services": ("composer_nb.trainer.services.coordinator", str(run.path))}, say)
+            return
+        except RunFailed as error:
+            left = RESTARTS if len(run.steps("rl")) > before else left - 1
+            # Where its raylet is gone before we notice, Ray ends our process with 1 and not a word; we never do.
+            lost = error.code in (LOST, -signal.SIGKILL, -signal.SIGABRT) or (error.code == 1 and SILENT in str(error))
+            if not lost or left < 0:
+                raise
+            say(f"{error}; started again")
+        finally:
+            _reap(run, say)
+
+
+def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Callable[[str], None]) -> None:
+    """Runs modules side by side, by name, until all have ended; the first one is heard. Raises RunFailed when one fails, and
+    ends the others."""
+    journal = Journal(run.path / FOLDER, run.path.name)
+    with ExitStack() as stack:
+        logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
+        begins = [log.tell() for log in logs]
+        processes = [
+            _start(words, log, heard=place == 0)
+            for place, (words, log) in enumerate(zip(programs.values(), logs, strict=True))
+        ]
+        noted = [journal.made("process", process.pid) for process in processes]
+        listener = threading.Thread(target=_relay, args=(processes[0], say), daemon=True)
+        try:
+            listener.start()
+            failed = _wait(processes)
+        finally:
+            _end(processes)
+            for resource in noted:
+                journal.gone(resource)
+            listener.join(timeout=10)
+    if failed is not None:
+        name, code = list(programs)[failed], processes[failed].returncode
+        last = _last_line(run.path / f"{name}.log", begins[failed])
+        raise RunFailed(f"{_spoken(name)} ended with {code}: {last}", code)
+
+
+def _spoken(name: str) -> str:
+    return f"rank {name[4:]}" if name.startswith("rank") else name
+
+
+@contextmanager
+def _temporary_folder(journal: Journal) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
+        noted = journal.made("directory", folder)
+        yield Path(folder)
+    journal.gone(noted)
+
+
+def _start(words: Sequence[str], log: IO[bytes], *, heard: bool) -> subprocess.Popen[str]:
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), *words],
+        stdout=subprocess.PIPE if heard else log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | settings,
+        text=True,
+    )
+
+
+def _relay(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        say(line.rstrip())
+
+
+def _wait(ranks: list[subprocess.Popen[str]]) -> int | None:
+    """The first rank seen to end badly, or None when all have ended well. The others then end of its absence, or of us."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        if bad := [rank for rank, code in enumerate(codes) if code]:
+            return bad[0]
+        if None not in codes:
+            return None
+        time.sleep(0.02)
+
+
+def _end(ranks: list[subprocess.Popen[str]]) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    for process in ranks:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _last_line(log: Path, begin: int) -> str:
+    """The last line that was written to `log` from byte `begin` on."""
+    text = log.read_bytes()[begin:].decode("utf-8", "replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    return f"{lines[-1]} ({log})" if lines else f"{SILENT} ({log})"

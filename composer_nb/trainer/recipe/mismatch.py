@@ -1,0 +1,95 @@
+"""Mismatch: how far the engine's log-probability of a token is from the trainer's, and what replaying routes mends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.rewards import Reward
+from composer_nb.kernels.moe.routing import Routing
+from composer_nb.trainer.learning.packing import flatten, microbatches, score
+from composer_nb.trainer.learning.replay_settings import FULL, ReplaySettings
+from composer_nb.trainer.learning.routes import require_routes, routes_differ
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.rl import Scored, to_stream
+
+Gap = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Engine and trainer on the same S sampled tokens, and their routers on the N tokens that were forwarded for them, of which
+    those of a shared beginning are counted once."""
+
+    off_S: Gap
+    """log p of the trainer − log p of the engine, the trainer on its own routes."""
+    on_S: Gap
+    """The same with the engine's routes replayed."""
+    flipped_S: NDArray[np.bool_]
+    """Sampled tokens that were predicted where some layer's set of experts differs."""
+    flips_NL: NDArray[np.bool_]
+    """Where the trainer's own set of experts is not the engine's."""
+    margins_NL: NDArray[np.float32]
+    """The trainer's router: probability of the last expert chosen minus that of the next."""
+
+
+@torch.no_grad()
+def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL) -> Comparison:
+    """Scores attempts twice, with the trainer's own routes and with the engine's, replayed as `replay` says. Raises ValueError
+    for routes that can not be."""
+    streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0)) for done in attempts]
+    require_routes(streams, model.config, replay)
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in Comparison.__dataclass_fields__}
+    for chunk in microbatches(streams, budget):
+        batch = flatten(chunk, replay)
+        assert batch.recorded is not None, "`replay` is of routes on record"
+        seen: list[Routing] = []
+        off_S, _ = score(model, batch, seen=seen)
+        on_S, _ = score(model, batch, batch.recorded)
+        differ_NL = routes_differ(seen, batch.recorded.experts)
+        parts["off_S"].append((off_S - batch.sampled_S).double().numpy())
+        parts["on_S"].append((on_S - batch.sampled_S).double().numpy())
+        parts["flipped_S"].append(differ_NL.any(1)[batch.place_U][batch.from_S].numpy())
+        parts["flips_NL"].append(differ_NL.numpy())
+        parts["margins_NL"].append(torch.stack([routing.margin_N for routing in seen], 1).float().numpy())
+    return Comparison(**{name: np.concatenate(pieces) for name, pieces in parts.items()})
+
+
+def measure_mismatch(
+    model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL
+) -> dict[str, Any]:
+    """Compares sampled log-probabilities with the trainer's, its own routes (`off`) against the engine's (`on`).
+
+    Per sampled token: p50 and p99 of |Δ log p|, and k3 = mean(r − 1 − log r) with r = trainer / engine. `floor` is `on` of the
+    tokens that were predicted where no route differs (None when there is none): what rounding alone leaves. `routes_differ` is
+    the share of (token, layer) pairs whose set of experts differs, tokens of a shared beginning counted once; `tokens_differ`
+    that of sampled tokens that were predicted where one does. Raises ValueError for routes that can not be replayed.
+    """
+    return figures(compare(model, attempts, budget, replay))
+
+
+def figures(found: Comparison) -> dict[str, Any]:
+    """What `measure_mismatch` says, of a comparison that is there already."""
+    return {
+        "off": gap_figures(found.off_S),
+        "on": gap_figures(found.on_S),
+        "floor": None if found.flipped_S.all() else gap_figures(found.on_S[~found.flipped_S]),
+        "tokens": len(found.off_S),
+        "routes_differ": float(found.flips_NL.mean()),
+        "tokens_differ": float(found.flipped_S.mean()),
+    }
+
+
+def gap_figures(gap_S: Gap) -> dict[str, float]:
+    """p50 and p99 of |Δ log p|, and k3."""
+    return {
+        "logprob_gap_p50": float(np.quantile(np.abs(gap_S), 0.5)),
+        "logprob_gap_p99": float(np.quantile(np.abs(gap_S), 0.99)),
+        "k3": float(np.mean(np.expm1(gap_S) - gap_S)),
+    }

@@ -1,0 +1,186 @@
+"""The recipe, from nothing to a policy that repairs code, as a sequence of stages that each resume.
+
+    tokenizer → data → midtrain (→ extend) → sft → evaluate (base, midtrained, start) → rl → evaluate (final) → mismatch
+
+Every rank runs this same program. A finished stage is noted in `run.db` and skipped the next time; mid-training, fine-tuning
+and RL also resume from their last checkpoint, to the same numbers as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_nb.settings import MidtrainSettings
+from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
+from composer_nb.trainer.learning.muon import make_optimizer
+from composer_nb.trainer.learning.optimizer import trapezoid
+from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate
+from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
+from composer_nb.trainer.recipe.reinforce import reinforce
+from composer_nb.trainer.recipe.stages import Stages
+
+
+def run_recipe(s: Stages) -> None:
+    """All stages, in order."""
+    make_tokenizer(s)
+    make_data(s)
+    midtrain(s)
+    if s.settings.extend.steps:
+        extend(s)
+    fine_tune(s)
+    for name in ("base", "midtrained", "start"):
+        evaluate(s, name)
+    if s.settings.control_steps:
+        control(s)
+        evaluate(s, "control")
+        return
+    if s.settings.services.on and s.run.finished("rl") is None:
+        return  # the services take over, and the ranks come back for the rest
+    reinforce(s)
+    evaluate(s, "final")
+    compare_numerics(s)
+
+
+def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], info: dict[str, Any]) -> None:
+    """A supervised stage: a checkpoint at every look, from the last of which it goes on."""
+    optimizer = make_optimizer(model, s.settings.optimizer, weight_decay=plan.weight_decay)
+    begin = 0
+    start, before = time.perf_counter(), 0.0
+    if found := s.run.checkpoint(plan.stage):
+        begin, state, before = found
+        optimizer.load(state)
+    for step, point in supervise(model, optimizer, batches, plan, s.ranks, begin):
+        if s.ranks.first:
+            s.run.log(plan.stage, step, point)
+            shown = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
+            s.say(f"{plan.stage} {step}/{plan.steps}: {shown}")
+            seconds = before + time.perf_counter() - start
+            s.run.commit(plan.stage, step, optimizer.state(), [(step, point)], seconds=seconds)
+    info["seconds_before"] = before
+
+
+def midtrain(s: Stages) -> None:
+    """Continued training from random weights: code first, then clean demonstrations with code mixed in."""
+    with s.stage("midtrain") as info:
+        if info is None:
+            return
+        m = s.settings.midtrain
+        torch.manual_seed(s.settings.seed)
+        model = Model(replace(s.settings.model, vocab_size=s.tokenizer().get_vocab_size()))
+        model.kernels = s.settings.kernels
+        s.publish(model, "base")
+        _train(s, model, midtrain_plan(m, _watched(s)), _midtrain_batches(s), info)
+        s.publish(model, "midtrained")
+
+
+def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[Row]]) -> Plan:
+    """The schedule of mid-training; `watch` holds rows by the name of the loss that is reported of them."""
+    return Plan(
+        stage="midtrain",
+        steps=m.steps,
+        lr=lambda step: m.lr * trapezoid(step, m.steps, m.warmup, m.constant),
+        balance=m.balance,
+        clip=m.clip,
+        weight_decay=m.weight_decay,
+        watch=watch,
+    )
+
+
+def _watched(s: Stages) -> dict[str, list[Row]]:
+    corpus = read_corpus(s.settings.data.code)
+    code = code_rows(corpus.validation, s.tokenizer(), 1.0, limit=48)
+    return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
+
+
+def _midtrain_batches(s: Stages) -> Iterator[list[Row]]:
+    m = s.settings.midtrain
+    return _mixture(s, s.settings.seed, m.steps, m.tokens, m.code_first, m.code_share, CODE_ROW)
+
+
+def _mixture(
+    s: Stages, seed: int, steps: int, tokens: int, code_first: float, code_share: float, length: int
+) -> Iterator[list[Row]]:
+    texts = list(read_corpus(s.settings.data.code).train)
+    Random(f"code {seed}").shuffle(texts)
+    wanted = mixture_code(steps, tokens, code_first, code_share, length)
+    code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=wanted, length=length)
+    Random(f"code rows {seed}").shuffle(code)  # neighbours are of one file; a long table would fill many batches
+    return mixture(
+        code, s.rows("clean"), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed
+    )
+
+
+def extend(s: Stages) -> None:
+    """The long-context phase (Composer 2, arXiv 2603.24477 §3.1; YaRN, arXiv 2309.00071 §3.4): the mid-trained weights on
+    stretched positions, trained on rows of code that fill them. Notes the loss on held-out rows of that length before it, in
+    nats a token: `plain`, with the positions simply continued, and `stretched`."""
+    with s.stage("extend") as info:
+        if info is None:
+            return
+        e, trained = s.settings.extend, s.load("midtrained")
+        config = trained.config.stretched(e.factor)
+        length = config.max_position_embeddings
+        heldout = code_rows(read_corpus(s.settings.data.code).validation, s.tokenizer(), 1.0, limit=12, length=length)
+        if len(heldout) < s.ranks.world:
+            raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
+        continued = trained.on_positions(replace(trained.config, max_position_embeddings=length))
+        info["plain"] = cross_entropy(continued, heldout, s.ranks)
+        model = trained.on_positions(config)
+        info["stretched"] = cross_entropy(model, heldout, s.ranks)
+        plan = Plan(
+            stage="extend",
+            steps=e.steps,
+            lr=lambda step: e.lr * trapezoid(step, e.steps, 0.05, 0.5, 0.1),
+            balance=s.settings.midtrain.balance,
+            clip=e.clip,
+            weight_decay=0.0,
+            watch={**_watched(s), "heldout_long_loss": heldout},
+        )
+        _train(s, model, plan, _mixture(s, s.settings.seed + 1, e.steps, e.tokens, 0.0, e.code_share, length), info)
+        s.publish(model, "extended")
+
+
+def fine_tune(s: Stages) -> None:
+    """Fine-tuning on demonstrations of an expert that makes mistakes: what RL starts from."""
+    with s.stage("sft") as info:
+        if info is not None:
+            _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info)
+            s.publish(info.pop("model"), "start")
+
+
+def control(s: Stages) -> None:
+    """What RL is compared with: the same start as mid-training's end, more of the demonstrations instead of RL."""
+    with s.stage("control") as info:
+        if info is not None:
+            rows = [*s.rows("clean"), *s.rows("mistaken")]
+            _supervise_agent(s, "control", rows, s.settings.control_steps, info)
+            s.publish(info.pop("model"), "control")
+
+
+def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: dict[str, Any]) -> None:
+    """Trains the mid-trained policy, or what the long-context phase made of it, on what the agent wrote in `rows`; the model is
+    left in `info`."""
+    t = s.settings.sft
+    model = s.load("extended" if s.settings.extend.steps else "midtrained")
+    written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
+    dealt = deal(written, t.tokens, Random(f"{stage} {s.settings.seed}"))
+    plan = Plan(
+        stage=stage,
+        steps=steps,
+        lr=lambda step: t.lr * trapezoid(step, steps, 0.05, 0.05, 0.1),
+        balance=0.0,
+        clip=t.clip,
+        weight_decay=0.0,
+        watch={"heldout_agent_loss": s.rows("tune")[:64]},
+    )
+    _train(s, model, plan, ([written[number] for number in numbers] for numbers in dealt), info)
+    info["model"] = model

@@ -1,0 +1,68 @@
+"""Replay: the steps of a run done again from what it kept, and compared bit for bit with what they made then.
+
+The log of batches says which rollouts were trained in which order, the step's file holds them with their rewards, and the
+version's hash says what came of it. The trainer rolls forward from the start; nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+
+from composer_nb.settings import Settings
+from composer_nb.trainer.records.batches import batch_file, load_batch
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import to_stream, trains
+from composer_nb.trainer.services.environments import prompt_order
+from composer_nb.trainer.services.journal import Journal
+from composer_nb.trainer.services.services import TrainerService
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """One step, done again."""
+
+    step: int
+    version: int
+    was: str
+    """Hash of the version as it was published."""
+    now: str
+
+    @property
+    def same(self) -> bool:
+        return self.was == self.now
+
+
+def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
+    """Steps 1 … `until` of the RL stage, one by one. The run is only read.
+
+    Raises ValueError for a run that has not come so far, or whose RL was the plain loop, which logs no versions.
+    """
+    journal = Journal(run)
+    try:
+        batches = journal.batches(0, until)
+        rates = [journal.rate(train.step) for train in batches]
+        made = {version: journal.hash_of(version) for version, *_ in run.query("SELECT version FROM version")}
+    finally:
+        journal.close()
+    if not made:
+        raise ValueError(
+            f"{run.path}: its RL was the plain loop (services.on=false), which logs no versions to compare"
+        )
+    if len(batches) < until or not batch_file(run.path, until - 1).is_file():
+        raise ValueError(f"{run.path} has come to step {len(batches)}; --step {until} is not there yet")
+    tasks = prompt_order(run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")
+    by_id = {task.id: task for task in tasks}
+    with ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
+        # From the start: the checkpoint that is kept is of the last steps, and the store is the run's own.
+        elsewhere = replace(settings, services=replace(settings.services, store=store))
+        trainer = stack.enter_context(closing(TrainerService(run.path, elsewhere, from_start=True)))
+        for train, lr in zip(batches, rates, strict=True):
+            groups = load_batch(batch_file(run.path, train.step), by_id)
+            streams = [to_stream(s) for group in groups for s in group if trains(s, settings.loss)]
+            found = trainer.learn(train.step, lr, streams, [])
+            version = found["version"]
+            yield Replayed(step=train.step + 1, version=version, was=made.get(version) or "", now=found["hash"])

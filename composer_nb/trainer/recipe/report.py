@@ -1,0 +1,386 @@
+"""The numbers of a run, and how two runs differ, as dictionaries.
+
+    report = build_report(open_run(path))       # a live run gives what it has so far, and `complete: false`
+    found = compare(first, second)              # differences of `second` from `first`
+
+Every number is read from the run directory. `views.report` and `views.compare` show them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.untrusted import beneath, json_of
+from composer_nb.settings import from_dict, to_dict
+from composer_nb.trainer.recipe.reader import rl_tables, solved_by_task
+from composer_nb.trainer.records.rundir import RunDir
+
+POLICIES = ("base", "midtrained", "start", "final")
+STAGES = (
+    *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
+    *("rl", "eval_final", "numerics"),
+)
+"""Stages of a complete run, in the order of the recipe."""
+
+
+def build_report(run: RunDir) -> dict[str, Any]:
+    """Return the results of a run. What has not happened yet is absent, and `complete` is then false. An excerpt returns the
+    stored report of its full run, with `excerpt` for what the excerpt holds.
+
+    `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
+    `gain`             final − midtrained, with a paired bootstrap over tasks; and final − the better of that and the start
+    `midtrain`, `sft`  first and last point of the loss curves
+    `extend`           the same of the long-context phase, with the losses on long rows before it
+    `train`            see `training`
+    `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors and flagged rollouts
+    `replay`           mismatch of an engine and the trainer (`pair`), with the trainer's routes (off) and the engine's (on)
+    `weights`          versions published in RL; bytes of the last one, in full and as a delta
+    `ledger`           RL's sampled tokens by what became of them
+    `wall_s`           seconds of stages. `total` sums all stages, also those not named here, without the start of processes
+                       and without steps that a killed process lost
+    """
+    if run.excerpt is not None:
+        stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
+        return stored
+    begun = (run.path / "settings.json").is_file()
+    settings = run.settings() if begun else {}
+    made = _read(run, "provenance.json")
+    stages = {name: found for name in _stage_names(run) if (found := run.finished(name)) is not None}
+    report: dict[str, Any] = {
+        "run": run.path.name,
+        "complete": all(name in stages for name in STAGES),
+        "seed": settings.get("seed"),
+        "versions": made.get("versions"),
+        "settings": settings,
+        "provenance": made,
+        "stages": {name: found["seconds"] for name, found in stages.items()},
+        "wall_s": wall_seconds(run, stages),
+    }
+    for stage in ("tokenizer", "data"):
+        if stage in stages:
+            report[stage] = _without_seconds(stages[stage])
+    report |= {stage: curve for stage in ("midtrain", "extend", "sft") if (curve := supervised(run, stage))}
+    if "extend" in stages:
+        report["extend"]["before"] = {name: stages["extend"][name] for name in ("plain", "stretched")}
+    scores = {name[5:]: _without_seconds(found) for name, found in stages.items() if name.startswith("eval_")}
+    if scores:
+        report["eval"] = {name: scores[name] for name in sorted(scores, key=_policy_order)}
+    if gain := gained(run, scores):
+        report["gain"] = gain
+    if run.steps("rl"):
+        report |= {"train": training(run, stages), "rewards": rewards(run), "ledger": run.ledger()}
+    if "numerics" in stages:
+        report["replay"] = stages["numerics"]["replay"]
+        report["weights"] = {**_published(stages), **stages["numerics"]["weights"]}
+    return report
+
+
+def wall_seconds(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of each part of the recipe; an unfinished stage counts up to its last checkpoint."""
+    seconds = {name: float(spent) for name, spent in run.query("SELECT stage, seconds FROM checkpoint")}
+    seconds |= {name: found["seconds"] for name, found in stages.items()}
+    parts = {name: seconds[name] for name in ("midtrain", "extend", "sft", "rl") if name in seconds}
+    if scored := [spent for name, spent in seconds.items() if name.startswith("eval_")]:
+        parts["eval"] = sum(scored)
+    return {**parts, "total": sum(seconds.values())}
+
+
+def supervised(run: RunDir, stage: str) -> dict[str, Any]:
+    """Return steps and first and last logged losses of a supervised stage, in nats per token; {} before its first checkpoint."""
+    steps = run.steps(stage)
+    if not steps:
+        return {}
+    losses = ("loss", "agent_loss", "heldout_agent_loss", "heldout_code_loss", "heldout_long_loss")
+
+    def at(point: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: point[name] for name in losses if point.get(name) is not None}
+
+    return {"steps": steps[-1]["step"], "first": at(steps[0]), "last": at(steps[-1])}
+
+
+def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of RL; a figure without data is None.
+
+    `samples` rollouts, `tokens` read and written, `sampled` tokens written. `tokens_accounted` is the sum of the ledger over
+    `sampled`: 1 when every sampled token was trained on or has a reason why not. `trainer_idle` is the share of RL's wall-clock
+    time in which an average trainer rank was in no optimizer step: it waited for a batch or for processes to start; in the
+    synchronous loop it also sampled, evaluated or saved. Waiting for another rank's gradients counts as training. `staleness`
+    is counted in batches, for the oldest token of each rollout when it was trained. The synchronous loop samples every batch
+    from the newest weights, so its bound is 0. A batch takes `optimizer_steps_per_batch` steps; the last of them is that many −
+    1 steps further from the weights that sampled. `mixed_versions` is the share of rollouts sampled from more than one version.
+    `in_flight` and `in_queue` split the staleness of trained rollouts by where it arose. `trend` says whether reward and solved
+    rose (`reward_trend`); `last_live` is the last step that changed weights.
+    """
+    steps = run.steps("rl")
+    settings = run.settings()
+    done = stages.get("rl", {})
+    sampled = done.get("sampled") or sum(step["sampled"] for step in steps)
+    seconds = wall_seconds(run, stages)["rl"]
+    busy = sum(step["time"]["train_s"] for step in steps)
+    tail = steps[-min(10, len(steps)) :]
+    services = settings.get("services", {"on": False})  # runs of before there were any
+    return {
+        "steps": len(steps),
+        "samples": int(sum(step["samples"] for step in steps)),
+        "tokens": int(sum(step["tokens"] for step in steps)),
+        "sampled": int(sampled),
+        "tokens_accounted": sum(run.ledger().values()) / sampled if sampled else None,
+        "staleness_bound": services["bound"] if services["on"] else 0,
+        "staleness_max": max(known(steps, "staleness_max") or known(steps, "staleness"), default=None),
+        "staleness_mean": mean(known(steps, "staleness")),
+        **_asynchronous(steps, done),
+        "optimizer_steps_per_batch": settings["rl"]["minibatches"],
+        "trainer_idle": 1.0 - busy / seconds if seconds else None,
+        "solved_first": mean(known(steps[: len(tail)], "solved")),
+        "solved_last": mean(known(tail, "solved")),
+        "averaged_steps": len(tail),
+        "trend": reward_trend(steps),
+        "last_live": last_live(steps),
+        "seconds_per_step": float(np.mean([step["time"]["wall_s"] for step in steps])),
+        **({"stopped_early": done["stopped_early"]} if "stopped_early" in done else {}),
+        **({"shuffled_rewards": True} if settings["rl"]["shuffle_rewards"] else {}),
+    }
+
+
+def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures that only services record."""
+    found: dict[str, Any] = {}
+    if "mixed_versions" in steps[-1]:
+        found["mixed_versions"] = mean(known(steps, "mixed_versions"))
+    for name in ("in_flight", "in_queue"):
+        if counts := done.get("staleness", {}).get(name):
+            found[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
+    if "lengths" in done:
+        found["lengths"] = {what: done["lengths"].get(what, {}) for what in ("finished", "trained", "stale")}
+    return found
+
+
+def rewards(run: RunDir) -> dict[str, Any]:
+    """Return the mean of each reward term and of the total over the stored RL rollouts, with counts of errors and flags."""
+    steps = run.steps("rl")
+    sums: dict[str, float] = {}
+    total = count = 0.0
+    for _, table_ in rl_tables(run, ("terms", "reward")):
+        for text, value in zip(table_["terms"].to_pylist(), table_["reward"].to_pylist(), strict=True):
+            total, count = total + value, count + 1
+            for name, part in json.loads(text).items():
+                sums[name] = sums.get(name, 0.0) + part
+    return {
+        "terms": {name: value / count for name, value in sums.items()},
+        "mean": total / count if count else None,
+        "rollouts": int(count),
+        "infra_errors": int(sum(step["infra_errors"] for step in steps)),
+        "flagged": int(sum(step["flagged"] for step in steps)),
+    }
+
+
+def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "midtrained") -> dict[str, Any]:
+    """Return the gain of the final policy over `before` on the same held-out tasks; {} until both are scored.
+
+    `ci95` is a paired bootstrap over tasks. `over_stronger` is the gain over the better of `before` and the start of RL,
+    figure by figure, because a start trained on mistakes may be better at greedy and best of k.
+    """
+    if not {before, "final"} <= set(scores):
+        return {}
+    old, new = (solved_by_task(run, name) for name in (before, "final"))
+    both = sorted(old.keys() & new.keys())
+    difference = np.array([new[task] - old[task] for task in both])
+    return {
+        "from": before,
+        "pass_at_1": scores["final"]["pass_at_1"] - scores[before]["pass_at_1"],
+        "ci95": bootstrap(difference, 0),
+        "pass_greedy": scores["final"]["pass_greedy"] - scores[before]["pass_greedy"],
+        "best_of_k": scores["final"]["best_of_k"] - scores[before]["best_of_k"],
+        "over_stronger": {
+            name: scores["final"][name] - max(scores[policy][name] for policy in (before, "start") if policy in scores)
+            for name in ("pass_at_1", "pass_greedy", "best_of_k")
+        },
+    }
+
+
+def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return one figure of all steps that have it."""
+    return [step[name] for step in steps if step.get(name) is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None without values."""
+    return float(np.mean(values)) if values else None
+
+
+TREND_STEPS = 8
+"""Fewest steps from which a trend can be told from noise."""
+
+
+def reward_trend(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence that says whether reward rose over RL, and whether solved rollouts rose with it. A rise is a difference
+    between the first and the last quarter of the steps above twice its standard error. Reward that rises alone is reward
+    hacking."""
+    values = [known(steps, name) for name in ("reward", "solved")]
+    if min(map(len, values)) < TREND_STEPS:
+        return f"{len(steps)} steps are too few to tell a trend"
+    (was, now, rose), (before, after, more) = map(_rise, values)
+    reward, solved = f"from {was:.2f} to {now:.2f}", f"from {before:.0%} to {after:.0%}"
+    if rose and more:
+        return f"reward rose {reward}, and solved rollouts with it, {solved}"
+    if rose:
+        return (
+            f"reward rose {reward}, solved rollouts did not ({solved}): this is reward hacking. The policy learnt to collect the "
+            "other terms of the reward, not to do the task"
+        )
+    if more:
+        return f"solved rollouts rose {solved}; reward did not, {reward}"
+    return f"neither reward ({reward}) nor solved rollouts ({solved}) rose beyond the noise of batches"
+
+
+def _rise(values: Sequence[float]) -> tuple[float, float, bool]:
+    """Return the means of the first and the last quarter, and whether the second is significantly larger."""
+    count = max(2, len(values) // 4)
+    first, last = np.array(values[:count], float), np.array(values[-count:], float)
+    error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / count)
+    rise = float(last.mean() - first.mean())
+    return float(first.mean()), float(last.mean()), rise > max(2 * error, 1e-9)
+
+
+def last_live(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the last RL step, from 1, that changed weights (with a group whose rewards differ); None without one."""
+    return max((step["step"] for step in steps if step.get("live_groups")), default=None)
+
+
+def _published(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    rl = stages.get("rl", {})
+    return {name: rl[name] for name in ("versions", "store") if name in rl}
+
+
+def _stage_names(run: RunDir) -> list[str]:
+    """Return finished stages in the order of the recipe, then all others."""
+    found = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
+    return sorted(found, key=lambda name: STAGES.index(name) if name in STAGES else len(STAGES))
+
+
+def _policy_order(name: str) -> tuple[int, str]:
+    return (POLICIES.index(name) if name in POLICIES else len(POLICIES), name)
+
+
+def _without_seconds(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "seconds"}
+
+
+def _read(run: RunDir, name: str) -> dict[str, Any]:
+    path = beneath(run.path, name)
+    return json_of(path.read_text()) if path.is_file() else {}
+
+
+# Two runs
+
+DRAWS = 2000
+"""Resamples of the bootstrap."""
+SCORES = ("pass_at_1", "ci95", "pass_greedy", "ci95_greedy", "best_of_k", "k", "n_tasks", "tool_calls_per_task")
+TRAINING = (
+    *("steps", "samples", "sampled", "tokens_accounted", "staleness_bound", "staleness_mean", "staleness_max"),
+    *("trainer_idle", "seconds_per_step", "solved_first", "solved_last"),
+)
+
+
+def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
+    """Return what differs between two runs; every pair is [first, second], with None where one run has no value.
+
+    `runs`        name, path and completeness of each
+    `settings`    settings with other values, by dotted name
+    `provenance`  commit, package digest, machine, versions that differ, by dotted name
+    `eval`        for each policy that either run scored: `scores`, and `difference` if both did
+    `train`       RL in figures; `wall_s` seconds by part of the recipe
+    """
+    reports = build_report(first), build_report(second)
+    scored = [report.get("eval", {}) for report in reports]
+    both = set(scored[0]) & set(scored[1])
+    same = shared_tasks(first, second) if both else set[str]()
+    return {
+        "runs": [
+            {"run": report["run"], "path": str(run.path), "complete": report["complete"]}
+            for report, run in zip(reports, (first, second), strict=True)
+        ],
+        "settings": differing(*(_as_now(report["settings"]) for report in reports)),
+        "provenance": differing(*(report["provenance"] for report in reports)),
+        "eval": {
+            name: {
+                "scores": [{key: s[name].get(key) for key in SCORES} if name in s else None for s in scored],
+                **({"difference": difference(first, second, name, same)} if name in both else {}),
+            }
+            for name in [*scored[0], *(name for name in scored[1] if name not in scored[0])]
+        },
+        "train": {name: pair for name in TRAINING if (pair := _pair(reports, "train", name)) != [None, None]},
+        "wall_s": {name: _pair(reports, "wall_s", name) for name in {**reports[0]["wall_s"], **reports[1]["wall_s"]}},
+    }
+
+
+def _pair(reports: Sequence[Mapping[str, Any]], part: str, name: str) -> list[Any]:
+    return [report.get(part, {}).get(name) for report in reports]
+
+
+def _as_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a run's settings with today's names, so that a setting which an old run lacks has the value it used. Settings that
+    this package cannot read stay as they are."""
+    try:
+        return to_dict(from_dict(saved))
+    except ValueError:
+        return saved
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return [first, second] by dotted name for every leaf that differs between two trees; None where one has none."""
+    leaves = _leaves(first), _leaves(second)
+    names = [*leaves[0], *(name for name in leaves[1] if name not in leaves[0])]
+    pairs = {name: [leaf.get(name) for leaf in leaves] for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
+    """Return the held-out tasks of both runs, if those of one run are a subset of the other's; else none. Tasks are compared as a
+    whole, not by name."""
+    tasks: list[dict[str, Task]] = [
+        {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")} for run in (first, second)
+    ]
+    fewer, more = sorted(tasks, key=len)
+    same = {name for name, task in fewer.items() if more.get(name) == task}
+    return same if len(same) == len(fewer) else set()
+
+
+def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> dict[str, Any]:
+    """Return pass@1 of `second` − `first` with a 95 % bootstrap interval over tasks.
+
+    With `shared` tasks the difference is paired by task, so that the difficulty of tasks drops out. Without, the tasks of each
+    run are resampled independently.
+    """
+    old, new = (solved_by_task(run, policy) for run in (first, second))
+    both = sorted(old.keys() & new.keys() & shared)
+    if both:
+        values = np.array([new[task] - old[task] for task in both])
+        means = _resampled(values, 0)
+    else:
+        values_old, values_new = (np.array([solved[task] for task in sorted(solved)]) for solved in (old, new))
+        means = _resampled(values_new, 0) - _resampled(values_old, 1)
+        values = np.array([values_new.mean() - values_old.mean()])
+    low, high = (float(x) for x in np.quantile(means, [0.025, 0.975]))
+    counts = [len(both)] * 2 if both else [len(old), len(new)]
+    return {"pass_at_1": float(values.mean()), "ci95": [low, high], "paired": bool(both), "n_tasks": counts}
+
+
+def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Return the means of DRAWS resamples."""
+    return np.asarray(np.random.default_rng(seed).choice(values, (DRAWS, len(values))).mean(1))

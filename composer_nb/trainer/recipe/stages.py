@@ -1,0 +1,104 @@
+"""What every stage of a run shares: where to write, what was asked, who else works on it, where code runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.tiny import Agent
+from composer_nb.harness.sandbox.calls import CachedExecutor
+from composer_nb.settings import Settings
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import Row, load_rows
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.records.rundir import RunDir
+
+
+@dataclass(slots=True)
+class Stages:
+    """What every stage needs: where to write, what was asked, who else works on it, where code runs."""
+
+    run: RunDir
+    settings: Settings
+    ranks: Ranks
+    executor: CachedExecutor
+    say: Callable[[str], None]
+
+    def rows(self, kind: str) -> list[Row]:
+        """All demonstrations of a kind, in order of chunk."""
+        return [row for path in sorted((self.run.path / "data").glob(f"{kind}-*.npz")) for row in load_rows(path)]
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.run.path / "data" / "tokenizer.json"
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_file.parent)
+
+    def agent(self) -> Agent:
+        return Agent(CompactRenderer(self.tokenizer()), limits=self.settings.limits)
+
+    def engine(self, model: Model, *, seed: int, temperature: float = 1.0, version: int = 0) -> Engine:
+        return Engine(
+            model,
+            stop=CompactRenderer(self.tokenizer()).stop,
+            slots=self.settings.engine.slots,
+            max_length=self.settings.limits.tokens,
+            temperature=temperature,
+            seed=seed,
+            version=version,
+        )
+
+    @property
+    def rl_sampling_seed(self) -> int:
+        """Seed of everything that RL samples; the rollouts' numbers tell them apart."""
+        return self.settings.seed * 10_007 + self.settings.rl_seed
+
+    def load(self, name: str) -> Model:
+        model = load_pretrained(self.run.path / "weights" / name)
+        model.kernels = self.settings.kernels
+        return model
+
+    def policy(self, name: str) -> Model:
+        """Published weights on as many positions as an agent may need: those from before a long-context phase are stretched."""
+        model = self.load(name)
+        if self.settings.limits.tokens <= model.config.max_position_embeddings:
+            return model
+        return model.on_positions(model.config.stretched(self.settings.extend.factor))
+
+    def publish(self, model: Model, name: str) -> None:
+        if self.ranks.first:
+            save_pretrained(
+                model, self.run.path / "weights" / name, dtype=torch.bfloat16, tokenizer=self.tokenizer_file
+            )
+        self.ranks.barrier()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[dict[str, Any] | None]:
+        """`with stages.stage(name) as info:` gives None when the stage is complete; else what is put into `info` is noted
+        at the end."""
+        known = self.ranks.gather(self.run.finished(name))[0]
+        if known is not None:
+            yield None
+            return
+        if self.ranks.first:
+            self.say(f"{name} …")
+        start = time.perf_counter()
+        info: dict[str, Any] = {}
+        yield info
+        self.ranks.barrier()
+        if self.ranks.first:
+            seconds = time.perf_counter() - start + info.pop("seconds_before", 0.0)
+            self.run.finish(name, seconds, info)
+            self.say(f"{name}: done in {seconds:.0f} s")

@@ -1,0 +1,200 @@
+"""The state of a run, read without touching it: its stage, its process, the work in flight.
+
+status = read_status(path)                               one moment of the run, wherever it was started
+status.state                                             live, complete or dead; a dead run can be resumed
+wait_until(path, lambda status: len(status.steps) >= 5, 300)
+prompts(path)                                            was any prompt skipped, or trained on twice?
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from composer_nb.trainer.recipe import reader
+from composer_nb.trainer.recipe.launch import COMPLETE, LOCK
+from composer_nb.trainer.recipe.reader import Change, Engine, ReadOnly, Slot
+from composer_nb.trainer.recipe.report import STAGES
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.head import holder
+from composer_nb.trainer.services.journal import REFUSED
+
+State = Literal["live", "complete", "dead"]
+RECENT = 8
+"""Steps whose median duration estimates the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The state of a run at one moment."""
+
+    path: Path
+    state: State
+    pid: int | None
+    """Process that runs it; 0 if unknown."""
+    last_line: str
+    """Last line of its log; empty for none."""
+    quiet_s: float | None
+    """Seconds since it last wrote."""
+    settings: Mapping[str, Any]
+    stages: Mapping[str, float]
+    """Seconds of each complete stage."""
+    stage: str
+    """First stage that is not complete; empty when all are."""
+    done: int
+    total: int
+    """Optimizer or RL steps of that stage (0 of 0 for one without steps); the RL steps of a complete run."""
+    left_s: float | None
+    """Estimated seconds until that stage is complete; None without an estimate."""
+    steps: tuple[Mapping[str, Any], ...]
+    """Metrics of RL steps; of a live run also those that its next checkpoint will make durable."""
+    ledger: Mapping[str, int]
+    """Sampled tokens of RL by what became of them; `held` tokens belong to rollouts that wait to be trained on."""
+    sampled: int | None
+    """Tokens that RL sampled and reported, the sum of the ledger; None if they are only counted at the end."""
+    trained: int
+    """Batches trained."""
+    served: int | None
+    """Batches trained by the oldest weights that any engine serves; None for the synchronous loop, for which the next four fields
+    are empty."""
+    slots: tuple[Slot, ...]
+    versions: int
+    """Weight versions made."""
+    engines: tuple[Engine, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def bound(self) -> int:
+        """Highest bound on staleness that was in force, in batches; 0 for the synchronous loop."""
+        services = self.settings.get("services", {"on": False})
+        asked = [int(c.value) for c in self.changes if c.name == "services.bound" and c.step not in (None, REFUSED)]
+        return max([services["bound"], *asked]) if services["on"] else 0
+
+
+def read_status(path: Path) -> Status:
+    """Return the state of the run in `path` at this moment. Raises FileNotFoundError where there is none."""
+    run = ReadOnly(path)
+    pid = holder(run.path / LOCK)  # first: what is read after a run has ended is its end
+    found, logged, last_line = reader.database(run), reader.logged_steps(run), reader.last_line(run)
+    stages: dict[str, float] = found["stages"]
+    complete = last_line.startswith(COMPLETE) or all(name in stages for name in STAGES)
+    state: State = "live" if pid is not None else "complete" if complete else "dead"
+    settings = run.settings() if (run.path / "settings.json").is_file() else {}
+    steps = list(found["steps"])
+    if state == "live":
+        steps += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(steps)]
+    stage = "" if state == "complete" else next((name for name in STAGES if name not in stages), "")
+    done, total, left_s = _progress(stage or "rl", settings, steps, found["checkpoints"], logged)
+    return Status(
+        path=run.path,
+        state=state,
+        pid=pid,
+        last_line=last_line,
+        quiet_s=reader.quiet_seconds(run),
+        settings=settings,
+        stages=stages,
+        stage=stage,
+        done=done,
+        total=total,
+        left_s=left_s if state == "live" and stage else None,
+        steps=tuple(steps),
+        trained=len(steps),
+        **found["services"],
+    )
+
+
+def wait_until(path: Path, done: Callable[[Status], bool], seconds: float, poll_s: float = 0.5) -> Status:
+    """Poll the run until `done` returns true or the run has ended. Raises TimeoutError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not done(status := read_status(path)) and status.state == "live":
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path.name}: not within {seconds:g} s; its last line: {status.last_line!r}")
+        time.sleep(poll_s)
+    return status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """The prompts of RL by what became of them, as places in their order, in the surviving lineage."""
+
+    trained: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    """Dispatched and not trained yet, or left over at the end."""
+    skipped: tuple[int, ...]
+    """Neither, although a later prompt is; must be empty."""
+    twice: tuple[int, ...]
+    """Trained on more than once; must be empty."""
+
+
+def prompts(path: Path) -> Prompts | None:
+    """Return what RL did with its prompts, from the log of batches, or for the synchronous loop from the stored rollouts of all
+    steps. None if neither is stored, as in an excerpt. Raises ValueError for rollouts of tasks that are not the run's."""
+    run = ReadOnly(path)
+    if (found := reader.groups_of_batches(run)) is not None:
+        in_flight, counts = found
+    elif (stored := _prompts_of_files(run)) is not None:
+        in_flight, counts = set(), stored
+    else:
+        return None
+    known = counts.keys() | in_flight
+    return Prompts(
+        trained=tuple(sorted(counts)),
+        in_flight=tuple(sorted(in_flight)),
+        skipped=tuple(slot for slot in range(max(known, default=-1) + 1) if slot not in known),
+        twice=tuple(sorted(slot for slot, count in counts.items() if count > 1)),
+    )
+
+
+def _prompts_of_files(run: RunDir) -> Counter[int] | None:
+    """Return how many groups of each prompt were trained on (a group is one task's rollouts in one file); None if rollouts of a
+    step are not stored."""
+    from composer_nb.trainer.services.environments import prompt_order
+
+    settings = run.settings()
+    tables = list(reader.rl_tables(run, ("group", "task_id")))
+    files = 1 if settings["services"]["on"] else settings["ranks"]  # of a step
+    if Counter(step for step, _ in tables) != dict.fromkeys(range(len(run.steps("rl"))), files):
+        return None
+    order = prompt_order(run.path / "data" / "rl.jsonl", f"{settings['seed']} {settings['rl_seed']}")
+    place = {task.id: slot for slot, task in enumerate(order)}
+    counts: Counter[int] = Counter()
+    for _, table in tables:
+        groups = dict(zip(table["group"].to_pylist(), table["task_id"].to_pylist(), strict=True))
+        if strange := set(groups.values()) - place.keys():
+            raise ValueError(f"{run.path}: rollouts of tasks that are not the run's: {sorted(strange)[:3]}")
+        counts.update(place[task] for task in groups.values())
+    return counts
+
+
+def _progress(
+    stage: str,
+    settings: Mapping[str, Any],
+    steps: list[dict[str, Any]],
+    checkpoints: Mapping[str, tuple[int, float]],
+    logged: Mapping[str, Mapping[int, Any]],
+) -> tuple[int, int, float | None]:
+    """Return (steps done, steps in all, seconds left) of a stage."""
+    if stage == "rl":
+        total = settings.get("rl", {}).get("steps", 0)
+        return len(steps), total, _rl_left(steps, total, settings.get("rl", {}).get("max_seconds", 0.0))
+    if stage not in ("midtrain", "extend", "sft"):
+        return 0, 0, None
+    total = settings.get(stage, {}).get("steps", 0)
+    saved, seconds = checkpoints.get(stage, (0, 0.0))
+    done = max([saved, *logged.get(stage, ())])
+    return done, total, seconds / saved * (total - done) if saved else None
+
+
+def _rl_left(steps: list[dict[str, Any]], total: int, limit: float) -> float | None:
+    """Return the median of the last steps' seconds times the steps left, within RL's time limit."""
+    walls = [point["time"]["wall_s"] for point in steps]
+    if not walls:
+        return None
+    left = float(np.median(walls[-RECENT:])) * max(0, total - len(steps))
+    return min(left, max(0.0, limit - sum(walls))) if limit else left

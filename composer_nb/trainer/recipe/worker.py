@@ -1,0 +1,40 @@
+"""One rank of a run: `python -m composer_nb.trainer.recipe.worker RUN WORLD RENDEZVOUS RANK`. Started by `launch.py`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.sandbox.journal import FOLDER
+from composer_nb.settings import from_dict
+from composer_nb.trainer.learning.ranks import Ranks, set_up_process
+from composer_nb.trainer.recipe.recipe import run_recipe
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.rundir import RunDir, full_disk
+
+
+def main(arguments: list[str]) -> None:
+    path, world, rendezvous, rank = arguments
+    run = RunDir(Path(path))
+    settings = from_dict(run.settings())
+    set_up_process(settings.seed)
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
+
+    try:
+        with SandboxExecutor(run_id=run.path.name, journal=run.path / FOLDER) as sandboxes:
+            ranks = Ranks(int(rank), int(world), Path(rendezvous))
+            run_recipe(Stages(run, settings, ranks, CachedExecutor(sandboxes), say))
+            ranks.close()
+    except Exception as error:
+        if not (message := full_disk(error, run.path)):
+            raise
+        sys.exit(message)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Batches on disk: `rollouts/rl_<step>_<rank>.parquet`, rollouts with rewards and advantages, in the order they train in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from composer_nb.harness.rewards import Reward
+from composer_nb.harness.store import load_attempts, save_attempts
+from composer_nb.harness.tasks.task import Task
+from composer_nb.trainer.rl import Scored
+
+
+def batch_file(run: Path, step: int, rank: int = 0) -> Path:
+    return run / "rollouts" / f"rl_{step:05d}_{rank}.parquet"
+
+
+def save_batch(
+    file: Path, groups: Sequence[Sequence[Scored]], columns: Mapping[str, Sequence[Any]] | None = None
+) -> None:
+    """Writes groups, and the tensors of their traces beside them. `columns` adds further ones, a value a rollout."""
+    everyone = [scored for group in groups for scored in group]
+    save_attempts(
+        file,
+        [scored.attempt for scored in everyone],
+        {
+            "group": [place for place, group in enumerate(groups) for _ in group],
+            "reward": [scored.reward.total for scored in everyone],
+            "terms": [json.dumps(scored.reward.terms) for scored in everyone],
+            "advantage": [scored.advantage for scored in everyone],
+            **(columns or {}),
+        },
+    )
+
+
+def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
+    """What `save_batch` wrote; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
+    attempts = load_attempts(file, tasks)
+    groups: dict[int, list[Scored]] = {}
+    columns = pq.read_table(file, columns=["group", "reward", "terms", "advantage"]).to_pylist()
+    for done, c in zip(attempts, columns, strict=True):
+        reward = Reward(total=c["reward"], terms=json.loads(c["terms"]))
+        groups.setdefault(c["group"], []).append(Scored(attempt=done, reward=reward, advantage=c["advantage"]))
+    return list(groups.values())

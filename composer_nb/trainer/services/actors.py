@@ -1,0 +1,204 @@
+"""Where services run: Ray actors, or threads of this process. Either way a call gives a future.
+
+`Threads` is for tests and for reading the code with a debugger; a run uses `RayActors`. Nothing else imports Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol
+
+from composer_nb.harness.sandbox.journal import Journal
+from composer_nb.trainer.services.cluster import Cluster
+
+RANK_CPU = 0.1
+"""What a rank takes of a node's CPUs, by Ray's account."""
+PLACE_S = 60.0
+
+
+class ActorDied(RuntimeError):
+    """The process of a service is gone. What it was asked may or may not have happened."""
+
+
+class Remote(Protocol):
+    """A service somewhere else."""
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        """Starts a call. The future raises what the method raised, or ActorDied."""
+
+    def wait(self, method: str, *values: Any) -> Any:
+        """A call and its result."""
+
+    def kill(self) -> None:
+        """Ends the service at once."""
+
+
+class Actors(Protocol):
+    """What makes services."""
+
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> Remote:
+        """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
+
+    def make_ranks(
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
+    ) -> Sequence[Remote]:
+        """`count` services that work as one, `kind(rank, *values)` each, `gpus` each, placed together or not at all."""
+
+    def close(self) -> None:
+        """Ends everything that was made."""
+
+
+class ThreadRemote:
+    """An object of this process with a thread of its own a call at a time."""
+
+    def __init__(self, kind: Callable[..., Any], values: tuple[Any, ...], threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._made = self._pool.submit(kind, *values)
+        self.dead = False
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        return self._pool.submit(self._invoke, method, values)
+
+    def wait(self, method: str, *values: Any) -> Any:
+        return self._invoke(method, values)
+
+    def _invoke(self, method: str, values: tuple[Any, ...]) -> Any:
+        if self.dead:
+            raise ActorDied("the service was ended")
+        result = getattr(self._made.result(), method)(*values)
+        if self.dead:
+            raise ActorDied("the service was ended")
+        return result
+
+    def kill(self) -> None:
+        self.dead = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        wait([self._made])  # a thread can not be ended while it is born: it would go on to write, as no process does
+        if not self._made.cancelled() and not self._made.exception() and hasattr(self._made.result(), "stop"):
+            self._made.result().stop()
+
+
+class Threads:
+    """Services as objects of this process."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, ThreadRemote] = {}
+
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> ThreadRemote:
+        self.made[name] = ThreadRemote(kind, values, threads)
+        return self.made[name]
+
+    def make_ranks(
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
+    ) -> list[Remote]:
+        raise ValueError("ranks of a mesh are processes; threads can not be")
+
+    def close(self) -> None:
+        for remote in self.made.values():
+            remote.kill()
+
+
+class RayRemote:
+    """A Ray actor."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        outer: Future[Any] = Future()
+        inner: Future[Any] = getattr(self._handle, method).remote(*values).future()
+        inner.add_done_callback(lambda done: _settle(outer, done, self._name))
+        return outer
+
+    def wait(self, method: str, *values: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(getattr(self._handle, method).remote(*values))
+        except ray.exceptions.RayError as error:
+            raise _meaning(error, self._name) from None
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._handle)
+
+
+def _settle(outer: Future[Any], done: Future[Any], name: str) -> None:
+    if (error := done.exception()) is None:
+        outer.set_result(done.result())
+    else:
+        outer.set_exception(_meaning(error, name))
+
+
+def _meaning(error: BaseException, name: str) -> BaseException:
+    """What a method raised, as it raised it; ActorDied where the process is gone."""
+    from ray.exceptions import RayError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, Exception) else error
+    if not isinstance(error, RayError):
+        return error
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ActorDied(f"{name} died ({' … '.join([first, *rest[-1:]])})")
+
+
+class RayActors:
+    """Actors of a Ray cluster: the one at `address`, or one of this process's own."""
+
+    def __init__(self, address: str, namespace: str, journal: Journal | None = None) -> None:
+        """Raises ConnectionError when nothing answers at `address`, or no cluster can be started."""
+        self._cluster = Cluster(address, namespace, journal)
+        self._made: list[RayRemote] = []
+        self._places: dict[str, Any] = {}
+
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
+        import ray
+
+        actor = ray.remote(kind).options(num_cpus=0.1, max_concurrency=threads, max_restarts=0)
+        remote = RayRemote(actor.remote(*values), name)
+        self._made.append(remote)
+        return remote
+
+    def make_ranks(
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
+    ) -> list[RayRemote]:
+        """Raises RuntimeError when the cluster has no room for all of them."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._release(name)
+        place = self._places[name] = placement_group([{"CPU": RANK_CPU, "GPU": gpus}] * count, strategy="PACK")
+        if not place.wait(PLACE_S):
+            self._release(name)
+            each = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}"
+            raise RuntimeError(f"the cluster has no room for {count} trainer ranks of {each} each: lower ranks")
+        made = []
+        for rank in range(count):
+            where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
+            actor = ray.remote(kind).options(
+                num_cpus=RANK_CPU, num_gpus=gpus, max_concurrency=threads, max_restarts=0, scheduling_strategy=where
+            )
+            made.append(RayRemote(actor.remote(rank, *values), f"{name}-{rank}"))
+        self._made += made
+        return made
+
+    def _release(self, name: str) -> None:
+        """Gives back the place of ranks that came before."""
+        from ray.util.placement_group import remove_placement_group
+
+        if (place := self._places.pop(name, None)) is not None:
+            remove_placement_group(place)
+
+    def lost(self) -> str | None:
+        """Which part of the cluster does not answer any more; None while all do."""
+        return self._cluster.lost()
+
+    def close(self) -> None:
+        for remote in self._made:
+            remote.kill()
+        for name in list(self._places):
+            self._release(name)
+        self._cluster.close()

@@ -1,0 +1,108 @@
+"""Whether the machines that are to carry a run can: asked before anything starts, and answered with the setting to change."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from composer_nb.kernels.linear import HALF_IS_SLOW
+from composer_nb.machine import available_memory
+from composer_nb.settings import Settings
+from composer_nb.trainer.parallel.memory import Load, estimate, require_memory
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.records.rundir import provenance
+
+ANSWER_S = 120.0
+"""A node that has to start a worker and import torch first answers within so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    name: str
+    memory: int
+    """Bytes that it has to spare."""
+    gpus: int = 0
+    code: dict[str, str] = field(default_factory=dict)
+    """What has to be the same on all: Python, libraries, this package."""
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    told, gpus = provenance(), torch.cuda.device_count()
+    code = told["versions"] | {"composer_nb": told["package_digest"][:12]}
+    return Machine(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
+
+
+def machines_of_cluster() -> list[Machine]:
+    """Each node of the Ray cluster that this process is attached to, by its own account. Raises ValueError for one that does not
+    answer, as nodes without this package do."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    asked = [ray.remote(this_machine).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
+    found = []
+    for node, machine in zip(nodes, asked, strict=True):
+        try:
+            told = ray.get(machine, timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise ValueError(
+                f"services.address: node {node['NodeManagerAddress']} can not run this package; install the same on all nodes "
+                f"({' '.join(str(error).split())[-300:]})"
+            ) from None
+        found.append(replace(told, gpus=int(node["Resources"].get("GPU", 0))))  # a task sees what it asked for
+    return found
+
+
+def require_room(settings: Settings, machine: Machine) -> None:
+    """Raises ValueError unless `machine` has memory for the stages before RL, and for RL without services: `ranks` copies of the
+    model on its CPUs."""
+    s = settings
+    tokens = max(s.midtrain.tokens, s.sft.tokens, s.extend.tokens if s.extend.steps else 0)
+    need = estimate(
+        s.agent_model, Mesh.of(MeshSettings(), s.ranks), Load(tokens=tokens, optimizer=s.optimizer.name)
+    ).peak
+    if s.ranks * need > machine.memory:
+        fits = machine.memory // need
+        would = f"ranks={fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
+        lacking = f"each needs {need / 2**30:,.2f} GiB before RL, and there are {machine.memory / 2**30:,.2f} GiB"
+        raise ValueError(f"ranks={s.ranks}: {lacking}; {would}")
+
+
+def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None:
+    """Raises ValueError unless `machines` run the same code, and have a GPU for each rank where ranks compute on GPUs, or else
+    memory for those that compute on CPUs, which Ray may all place on one. What engines and environments need is not
+    counted."""
+    _require_same_code(machines)
+    s = settings
+    if s.mesh.device == "cuda":
+        if not any(machine.gpus for machine in machines):
+            raise ValueError("mesh.device='cuda': no machine has a GPU; 'cpu' would run")
+        Mesh.of(s.mesh, s.ranks).require_devices([machine.gpus for machine in machines])
+        return
+    rl = Load(
+        tokens=s.rl.microbatch_tokens,
+        longest=s.limits.tokens,
+        optimizer=s.optimizer.name,
+        recompute=s.rl.recompute,
+        half=s.mesh.compute == "bfloat16" and not HALF_IS_SLOW,
+        mx_dispatch=s.mesh.dispatch == "mxfp8",
+    )
+    ranks = s.trainers if s.services.on else s.ranks
+    each = min(machine.memory for machine in machines) // ranks  # more ranks would have less each
+    require_memory(s.agent_model, s.mesh, ranks, rl, each, more_ranks=False)
+
+
+def _require_same_code(machines: Sequence[Machine]) -> None:
+    first = machines[0]
+    for other in machines[1:]:
+        if differ := [name for name in first.code if first.code[name] != other.code.get(name)]:
+            name = differ[0]
+            raise ValueError(
+                f"services.address: {first.name} has {name} {first.code[name]}, {other.name} has {other.code.get(name)}; "
+                "install the same on all nodes, or attach to a cluster where it is"
+            )

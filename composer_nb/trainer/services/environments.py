@@ -1,0 +1,219 @@
+"""The environment service: agents and their sandboxes in a process of their own, against a policy that runs elsewhere.
+
+An environment worker is told what to attempt and answers with attempts, graded and packed. It drives its agents exactly as
+the plain loop does; only the policy is a proxy. It imports no torch: many fit on a machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.tiny import Agent, Driver, Limits
+from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
+from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
+from composer_nb.harness.sandbox.journal import FOLDER
+from composer_nb.harness.store import pack_attempt
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.services.actors import Remote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Rollouts `places` of a group: a prompt's position in the run's order, and the dispatch's number."""
+
+    slot: int
+    attempt: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rollout of an assignment. `packed` is None where the infrastructure failed it, or it was cancelled."""
+
+    slot: int
+    attempt: int
+    place: int
+    packed: bytes | None
+    oldest_version: int = 0
+    tokens: int = 0
+    sampled: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What an environment worker tells an engine in one message."""
+
+    requests: tuple[Request, ...]
+    released: tuple[int, ...]
+
+
+Answers = Sequence[tuple[Completion, Trace]]
+"""Turns that ended, each with what was recorded of the tokens that were forwarded for it."""
+
+
+class Line(Protocol):
+    """The way to an engine: sends a message and waits for turns that have ended (at least one while any is under way)."""
+
+    def __call__(self, message: Exchange, /) -> Answers: ...
+
+
+class RemotePolicy:
+    """A policy behind a line. Requests and releases travel with the next step; traces come back turn by turn."""
+
+    def __init__(self, line: Line, capacity: int) -> None:
+        self._line, self.capacity = line, capacity
+        self._requests: dict[int, Request] = {}
+        self._released: list[int] = []
+        self._traces: dict[int, list[Trace]] = {}
+        self._written: dict[int, int] = {}
+        self._under_way: set[int] = set()
+
+    def submit(self, request: Request) -> None:
+        self._requests[request.rollout] = request
+        self._written[request.rollout] = self._written.get(request.rollout, 0) + len(request.token_ids)
+        self._under_way.add(request.rollout)
+
+    def step(self) -> list[Completion]:
+        if not self._under_way and not self._released:
+            return []
+        message = Exchange(requests=tuple(self._requests.values()), released=tuple(self._released))
+        self._requests.clear()
+        self._released.clear()
+        done = []
+        for completion, trace in self._line(message):
+            rollout = completion.rollout
+            if rollout not in self._under_way:  # released while the answer was on its way
+                continue
+            self._under_way.discard(rollout)
+            self._traces.setdefault(rollout, []).append(trace)
+            self._written[rollout] += len(completion.token_ids)
+            done.append(completion)
+        return sorted(done, key=lambda completion: completion.rollout)
+
+    def release(self, rollout: int) -> Trace:
+        sent = self._requests.pop(rollout, None) is None
+        self._under_way.discard(rollout)
+        if rollout not in self._written:  # its first request was never made
+            return Trace()
+        parts, total = self._traces.pop(rollout, []), self._written.pop(rollout)
+        if sent or parts:
+            self._released.append(rollout)
+        return _join(parts, total)
+
+
+def _join(parts: Sequence[Trace], total: int) -> Trace:
+    """The trace of a rollout of `total` tokens, the last of which were never forwarded."""
+    if not parts:
+        return Trace()
+
+    def joined(name: str) -> np.ndarray:
+        values = np.concatenate([getattr(part, name) for part in parts])
+        return np.concatenate([values, np.zeros((total - len(values), *values.shape[1:]), values.dtype)])
+
+    return Trace(**{name: joined(name) for name in ("routes", "gates", "margins", "route_valid", "checks")})
+
+
+def prompt_order(file: Path, seed: str) -> list[Task]:
+    """The run's RL tasks in the order in which they are trained on."""
+    tasks = load_tasks(file)
+    Random(f"rl tasks {seed}").shuffle(tasks)
+    return tasks
+
+
+class EnvironmentWorker:
+    """Agents under way, told what to start and asked for what has ended."""
+
+    def __init__(
+        self, policy: RemotePolicy, agent: Agent, tasks: Sequence[Task], group: int, sandboxes: Executor
+    ) -> None:
+        self._policy, self._agent, self._tasks, self._group = policy, agent, tasks, group
+        self._driver: Driver[Attempt] = Driver(policy, CachedExecutor(sandboxes))
+        self._doing: dict[int, tuple[int, int, int]] = {}
+        self._waiting: list[tuple[int, tuple[int, int, int]]] = []
+
+    def work(
+        self,
+        start: Iterable[Assignment],
+        cancel: Iterable[tuple[int, int]],
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> list[Outcome]:
+        """Starts assignments, gives up cancelled ones (slot, attempt), and works for about `seconds`. Nothing to do is answered
+        at once."""
+        until = clock() + seconds
+        for a in start:
+            base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
+            self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
+        outcomes = self._give_up(set(cancel))
+        while (self._doing or self._waiting) and (clock() < until or not self._doing):
+            while self._waiting and self._driver.room:
+                rollout, names = self._waiting.pop(0)
+                self._doing[rollout] = names
+                task = self._tasks[names[0]]
+                self._driver.add(rollout, attempt(self._agent, task, rollout, self._policy.release))
+            outcomes += [_outcome(self._doing.pop(rollout), done) for rollout, done in self._driver.round()]
+        return outcomes
+
+    def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Outcome]:
+        if not cancelled:
+            return []
+        gone = [names for _, names in self._waiting if names[:2] in cancelled]
+        self._waiting = [(rollout, names) for rollout, names in self._waiting if names[:2] not in cancelled]
+        for rollout, names in list(self._doing.items()):
+            if names[:2] in cancelled:
+                self._driver.drop(rollout)
+                gone.append(self._doing.pop(rollout))
+        return [Outcome(slot=s, attempt=a, place=p, packed=None, reason="cancelled") for s, a, p in gone]
+
+
+class EnvironmentService:
+    """An environment worker with its sandboxes, at the end of a line to one engine."""
+
+    def __init__(
+        self, run: Path, limits: Limits, prompt_seed: str, group: int, slots: int, engine: Remote, name: str
+    ) -> None:
+        def line(message: Exchange) -> Answers:
+            answers: Answers = engine.wait("exchange", name, message)
+            return answers
+
+        agent = Agent(CompactRenderer(load_tokenizer(run / "data")), limits=limits)
+        tasks = prompt_order(run / "data" / "rl.jsonl", prompt_seed)
+        self._sandboxes = SandboxExecutor(run_id=run.name, journal=run / FOLDER)
+        self._sandboxes.__enter__()
+        self._worker = EnvironmentWorker(RemotePolicy(line, slots), agent, tasks, group, self._sandboxes)
+
+    def work(self, start: Sequence[Assignment], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
+        """See `EnvironmentWorker.work`."""
+        return self._worker.work(start, cancel, seconds)
+
+    def close(self) -> None:
+        """Ends the sandboxes."""
+        self._sandboxes.__exit__(None, None, None)
+
+
+def _outcome(names: tuple[int, int, int], done: Attempt) -> Outcome:
+    slot, number, place = names
+    rollout = done.rollout
+    written = np.concatenate([segment.policy_version[segment.acted] for segment in rollout.segments])
+    graded = done.grade.status == "graded"
+    return Outcome(
+        slot=slot,
+        attempt=number,
+        place=place,
+        packed=pack_attempt(done) if graded else None,
+        oldest_version=int(written.min()) if len(written) else 0,
+        tokens=rollout.tokens,
+        sampled=rollout.sampled,
+        reason="" if graded else done.grade.status,
+    )

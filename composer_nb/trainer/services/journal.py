@@ -1,0 +1,180 @@
+"""What asynchronous RL keeps in `run.db`: finished rollouts, the orchestrator's state, the log of batches and of versions.
+
+Three levels of checkpoint come of it. A rollout that is finished is not sampled again; a group that is complete stays
+complete; a batch that was trained since the last checkpoint of the weights is trained again, on the same rollouts in the
+same order.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from composer_nb.harness.plain import to_json
+from composer_nb.harness.untrusted import json_of
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.schedule import Train
+from composer_nb.trainer.services.environments import Outcome
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS rollout
+  (slot INTEGER, attempt INTEGER, place INTEGER, packed BLOB NOT NULL, PRIMARY KEY (slot, attempt, place));
+CREATE TABLE IF NOT EXISTS batch (step INTEGER PRIMARY KEY, train TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS version (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, hash TEXT NOT NULL, at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS served
+  (version INTEGER, engine TEXT, hash TEXT NOT NULL, bytes INTEGER, seconds REAL, paused REAL);
+CREATE TABLE IF NOT EXISTS orchestrator (id INTEGER PRIMARY KEY CHECK (id = 0), snapshot TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS change
+  (number INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, step INTEGER);
+"""
+
+LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
+"""Settings that can be changed while a run is live; and all of `reward`. The loss's denominator stays that of the start."""
+REFUSED = -1
+"""In place of the step of a change that could not be taken up."""
+Name = tuple[int, int, int]
+"""(slot, attempt, place) of a rollout."""
+
+
+class Journal:
+    """One connection for the one process that writes."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._db = run.connect()
+        self._db.isolation_level = None
+        self._db.execute(
+            "PRAGMA synchronous=NORMAL"
+        )  # a transaction survives any process; power loss may cost the last ones
+        self._db.executescript(_SCHEMA)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The orchestrator's state as last saved."""
+        found = self._db.execute("SELECT snapshot FROM orchestrator").fetchone()
+        return json_of(found[0]) if found else None
+
+    def save(self, snapshot: Mapping[str, Any]) -> None:
+        self._db.execute("INSERT OR REPLACE INTO orchestrator VALUES (0, ?)", (json.dumps(snapshot),))
+
+    # Rollouts that are not trained yet
+
+    def keep(self, outcome: Outcome) -> None:
+        name = (outcome.slot, outcome.attempt, outcome.place)
+        self._db.execute("INSERT OR IGNORE INTO rollout VALUES (?, ?, ?, ?)", (*name, outcome.packed))
+
+    def stored(self) -> set[Name]:
+        return set(self._db.execute("SELECT slot, attempt, place FROM rollout"))
+
+    def packed(self, names: Iterable[Name]) -> list[bytes]:
+        """Raises KeyError for a rollout that is not here."""
+        found = []
+        for name in names:
+            row = self._db.execute("SELECT packed FROM rollout WHERE slot=? AND attempt=? AND place=?", name).fetchone()
+            if row is None:
+                raise KeyError(f"rollout {name} is not in run.db")
+            found.append(row[0])
+        return found
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Removes the rollouts of groups that are trained: the step's file has them."""
+        self._db.executemany("DELETE FROM rollout WHERE slot = ?", [(slot,) for slot in slots])
+
+    # The log
+
+    def log_batch(self, train: Train, lr: float) -> None:
+        """A batch and its learning rate. What is logged already keeps its rate: it is trained again as it was."""
+        if train not in self.batches(train.step, train.step + 1):
+            text = json.dumps(asdict(train) | {"lr": lr})
+            self._db.execute("INSERT OR REPLACE INTO batch VALUES (?, ?)", (train.step, text))
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a logged batch."""
+        [(text,)] = self._db.execute("SELECT train FROM batch WHERE step = ?", (step,))
+        return float(json_of(text)["lr"])
+
+    def batches(self, since: int, until: int) -> tuple[Train, ...]:
+        """The logged batches of steps since … until − 1."""
+        rows = self._db.execute("SELECT train FROM batch WHERE step >= ? AND step < ? ORDER BY step", (since, until))
+        trains = (json_of(text) for (text,) in rows)
+        return tuple(
+            Train(step=t["step"], slots=tuple(t["slots"]), rollouts=tuple((s, a, p) for s, a, p in t["rollouts"]))
+            for t in trains
+        )
+
+    def log_step(self, step: int, metrics: Mapping[str, Any], ledger: Mapping[str, int]) -> None:
+        self._db.execute("INSERT OR REPLACE INTO step VALUES ('rl', ?, ?)", (step, to_json(metrics)))
+        self.log_ledger(step, ledger)
+
+    def log_ledger(self, step: int, ledger: Mapping[str, int]) -> None:
+        self._db.execute("DELETE FROM ledger WHERE stage = 'rl' AND step = ?", (step,))
+        self._db.executemany("INSERT INTO ledger VALUES ('rl', ?, ?, ?)", [(step, why, n) for why, n in ledger.items()])
+
+    def log_version(self, version: int, step: int, hash: str) -> None:
+        """Raises ValueError when the version was other weights: what a resumed run does again must come out the same."""
+        known = self._db.execute("SELECT hash FROM version WHERE version = ?", (version,)).fetchone()
+        if known and known[0] != hash:
+            raise ValueError(
+                f"version {version} came out as {hash[:12]}, and was {known[0][:12]} before: not reproducible"
+            )
+        self._db.execute("INSERT OR IGNORE INTO version VALUES (?, ?, ?, ?)", (version, step, hash, time.time()))
+
+    def hash_of(self, version: int) -> str | None:
+        found = self._db.execute("SELECT hash FROM version WHERE version = ?", (version,)).fetchone()
+        return found[0] if found else None
+
+    def log_served(self, engine: str, report: Any) -> None:
+        values = (report.version, engine, report.hash, report.read_bytes, report.seconds, report.paused)
+        self._db.execute("INSERT INTO served VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    # Live settings
+
+    def asked(self) -> list[tuple[int, str, Any]]:
+        """Changes of settings that nobody has judged yet: number, name and value."""
+        rows = self._db.execute("SELECT number, name, value FROM change WHERE step IS NULL ORDER BY number")
+        return [(number, name, json_of(value)) for number, name, value in rows]
+
+    def judge(self, number: int, step: int | None) -> None:
+        """Notes that a change is in force from `step` on; None: that it is refused."""
+        self._db.execute("UPDATE change SET step = ? WHERE number = ?", (REFUSED if step is None else step, number))
+
+    def taken_up(self) -> list[tuple[str, Any]]:
+        """Every change that is in force, in order."""
+        rows = self._db.execute("SELECT name, value FROM change WHERE step >= 0 ORDER BY number")
+        return [(name, json_of(value)) for name, value in rows]
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def change_live(settings: Settings, name: str, value: Any) -> Settings:
+    """`settings` with one of them changed. Raises ValueError for one that a live run can not change, or that does not fit."""
+    if name not in LIVE and not name.startswith("reward."):
+        raise ValueError(f"{name} can not be changed while a run is live; {', '.join(LIVE)}, reward.* can")
+    return override(settings, {name: value})
+
+
+def request_change(run: RunDir, name: str, value: Any) -> None:
+    """Asks a live run to change a setting; it takes it up within a second, and notes from which step on."""
+    journal = Journal(run)
+    try:
+        with journal.transaction():
+            journal._db.execute(
+                "INSERT INTO change (at, name, value, step) VALUES (?, ?, ?, NULL)",
+                (time.time(), name, json.dumps(value)),
+            )
+    finally:
+        journal.close()

@@ -1,0 +1,400 @@
+"""Who works on what: the asynchronous schedule of RL as a pure state machine. No clock, no threads, no files.
+
+    slot = one group = one prompt position:   waiting → running → ready → training → trained
+                                                 ↑_________|________|   faulted, hung, left, stale: dispatched again
+    version = batches trained; step v trains from version v and makes version v + 1
+
+`handle(event)` returns the commands to carry out, in order; the same events always give the same commands. The caller
+1. stamps events with its own clock, and sends `Finished` only for a rollout that is graded and stored;
+2. saves `snapshot()` (and each `Train`, which is the log of batches) before it carries the commands out;
+3. sends `Trained(v)` before any engine serves version v + 1, and `Served` whenever the slowest engine has moved up; without
+   any `Served`, a version counts as served when it is trained.
+
+Admission: (served + O + 1)·B − (accepted + running) ≥ G, where accepted = trained, in training or ready. Staleness of a
+rollout = the step that trains it − the version of its oldest token. It never passes `bound`, because a batch is only taken
+if what stays behind can still be trained in time: the trainer rather waits for a long rollout than loses it. What is
+dropped all the same is counted by reason and length and dispatched again: no prompt is ever skipped.
+
+After a crash `restore` dispatches again what was running, and gives the batch that was in training out once more (after the
+steps since the trainer's checkpoint, if any): the same rollouts in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+from composer_nb.trainer.schedule import (
+    Alive,
+    Cancel,
+    Changed,
+    Command,
+    Dispatch,
+    Drain,
+    Drained,
+    Event,
+    Faulted,
+    Finished,
+    Joined,
+    Left,
+    Schedule,
+    Served,
+    Stop,
+    Tick,
+    Train,
+    Trained,
+    TrainerLost,
+    whole,
+)
+from composer_nb.trainer.services.slots import Books, Done, Group, Lease, Worker, choose, pick
+
+ATTEMPTS_A_LIFE = 1_000_000
+"""Attempts of different lives never meet: attempt = life · this + number in the slot."""
+
+
+class Orchestrator:
+    """The state of a run and the one function that changes it, `handle`."""
+
+    def __init__(self, schedule: Schedule, life: int = 0) -> None:
+        self.schedule, self.life = schedule, life
+        self.version, self.next_slot, self.now = 0, 0, -math.inf
+        self.slowest: int | None = None
+        self.groups: dict[int, Group] = {}
+        self.workers: dict[str, Worker] = {}
+        self.training: Train | None = None
+        self.redo: list[Train] = []
+        self.issued = self.draining = self.ended = False
+        self.trainer_deaths = 0
+        self.books = Books()
+        self._commands: list[Command] = []
+
+    def handle(self, event: Event) -> list[Command]:
+        """Takes note of an event and returns what to do now, in order. Whatever does not fit is ignored and counted."""
+        if self.ended or not isinstance(event.at, int | float) or not math.isfinite(event.at):
+            self.books.counts["ignored_ended" if self.ended else "ignored_impossible"] += 1
+            return []
+        self.now = max(self.now, event.at)
+        self._commands = []
+        if why := self._note(event):
+            self.books.counts[f"ignored_{why}"] += 1
+        self._give_up_hung()
+        if not self.ended:
+            self._train()
+            self._dispatch()
+            self._end()
+        return self._commands
+
+    @property
+    def served(self) -> int:
+        """The version that every engine serves at least."""
+        return self.version if self.slowest is None else self.slowest
+
+    def room(self) -> int:
+        """Rollouts that may be admitted: (served + O + 1)·B − (accepted + running), in what is not trained yet."""
+        ahead = self.schedule.ahead + 1 - (self.version - self.served)
+        return ahead * self.schedule.batch - sum(group.size for group in self.groups.values())
+
+    def held(self) -> int:
+        """Sampled tokens of finished rollouts that are not trained or dropped yet: received = held + ledger."""
+        return sum(done.sampled for group in self.groups.values() for done in group.done.values())
+
+    # What happens
+
+    def _note(self, event: Event) -> str | None:
+        """Applies an event, or says why it is ignored."""
+        match event:
+            case Finished() | Faulted() | Alive():
+                return self._rollout(event)
+            case Joined():
+                if event.worker in self.workers or not whole(event.capacity, 1):
+                    return "duplicate" if event.worker in self.workers else "impossible"
+                self.workers[event.worker] = Worker(event.capacity)
+            case Left():
+                return self._left(event.worker)
+            case Trained():
+                return self._trained(event.step)
+            case TrainerLost():
+                self._trainer_lost(event.redo)
+            case Served():
+                if not whole(event.version) or not (self.slowest or 0) <= event.version <= self.version:
+                    return "impossible"
+                self.slowest = event.version
+            case Changed():
+                self.schedule = event.schedule
+                self._sweep()
+            case Drain():
+                self.draining = True
+            case Tick():
+                pass
+            case _:
+                return "unknown"
+        return None
+
+    def _rollout(self, event: Finished | Faulted | Alive) -> str | None:
+        if not event.sound(self.version):
+            return "impossible"
+        group = self.groups.get(event.slot)
+        if group is None:
+            return "late" if event.slot < self.next_slot else "unknown"
+        lease = group.leases.get(event.attempt)
+        if isinstance(event, Alive):
+            if lease:
+                self._heard(lease)
+            return None if lease else "late" if event.attempt <= self._attempt(group) else "unknown"
+        key = (event.attempt, event.place)
+        if lease is None or event.place not in lease.places:
+            if key in group.gone:
+                why, worker = group.gone.pop(key)
+                self.books.receive(event.sampled, why)
+                if worker in self.workers:
+                    self.workers[worker].suspect = False
+                return "late"
+            done = group.done.get(event.place)
+            return "duplicate" if done and done.attempt == event.attempt else "unknown"
+        self._heard(lease)
+        self._close(group, event.attempt, event.place)
+        if isinstance(event, Faulted):
+            self.books.receive(event.sampled, "faulted")
+            self.books.count("faulted", event.sampled)
+            self._fault(group, event.place, event.reason)
+        else:
+            self._finished(group, event)
+        return None
+
+    def _finished(self, group: Group, event: Finished) -> None:
+        self.books.receive(event.sampled)
+        self.books.counts["finished"] += 1
+        self.books.count("finished", event.tokens)
+        group.done[event.place] = Done(event.attempt, event.oldest_version, self.version, event.tokens, event.sampled)
+        group.ready = self.books.counts["finished"]
+        if self.version - event.oldest_version > self.schedule.bound:
+            self._drop(group)
+
+    def _heard(self, lease: Lease) -> None:
+        lease.heard = self.now
+        self.workers[lease.worker].suspect = False
+
+    def _left(self, name: str) -> str | None:
+        if name not in self.workers:
+            return "unknown"
+        del self.workers[name]
+        for group in self.groups.values():
+            mine = [attempt for attempt, lease in group.leases.items() if lease.worker == name]
+            group.deaths += bool(mine)
+            for attempt in mine:
+                self._give_up(group, attempt, "left")
+            if group.deaths > self.schedule.deaths:
+                self._stop(
+                    f"slot {group.slot} lost its worker {group.deaths} times; look at what its task does to a worker, or "
+                    f"raise services.deaths ({self.schedule.deaths})"
+                )
+        return None
+
+    def _trained(self, step: int) -> str | None:
+        todo = self.redo[0] if self.redo else self.training
+        if todo is None or not self.issued or step != todo.step:
+            return "duplicate" if whole(step) and step < self.version else "unknown"
+        self.issued, self.trainer_deaths = False, 0
+        if self.redo:
+            del self.redo[0]
+            return None
+        for slot in todo.slots:
+            for done in self.groups.pop(slot).done.values():
+                self.books.trained(done, step)
+        self.version, self.training = self.version + 1, None
+        self._sweep()
+        return None
+
+    def _trainer_lost(self, redo: Sequence[Train]) -> None:
+        self.trainer_deaths += 1
+        self.redo, self.issued = self._checked(redo), False
+        if self.trainer_deaths > self.schedule.deaths:
+            self._stop(
+                f"step {self.version} lost its trainer {self.trainer_deaths} times; look at the trainer's log, or raise "
+                f"services.deaths ({self.schedule.deaths})"
+            )
+
+    # What is given up
+
+    def _close(self, group: Group, attempt: int, place: int) -> None:
+        lease = group.leases[attempt]
+        lease.places.remove(place)
+        if lease.worker in self.workers:
+            self.workers[lease.worker].busy -= 1
+        if not lease.places:
+            del group.leases[attempt]
+
+    def _give_up(self, group: Group, attempt: int, why: str) -> list[int]:
+        """Ends a dispatch; returns the rollouts that it leaves missing."""
+        lease = group.leases[attempt]
+        places = list(lease.places)
+        if lease.worker in self.workers:
+            self._commands.append(Cancel(worker=lease.worker, slot=group.slot, attempt=attempt))
+        for place in places:
+            group.gone[attempt, place] = (why, lease.worker)
+            self.books.count(why, None)
+            self._close(group, attempt, place)
+        return places
+
+    def _give_up_hung(self) -> None:
+        for group in self.groups.values():
+            for attempt, lease in list(group.leases.items()):
+                if self.now - lease.heard >= self.schedule.hang_s:
+                    self.workers[lease.worker].suspect = True
+                    group.avoid.add(lease.worker)
+                    for place in self._give_up(group, attempt, "hung"):
+                        self._fault(group, place, f"no event for {self.schedule.hang_s:g} s")
+
+    def _drop(self, group: Group) -> None:
+        """A group that is too old to train on starts anew, whole: its long rollouts alone would be a choice by length."""
+        for attempt in list(group.leases):
+            self._give_up(group, attempt, "stale")
+        for done in group.done.values():
+            self.books.settle(done, "stale")
+        group.done.clear()
+
+    def _sweep(self) -> None:
+        for group in self._open():
+            if group.oldest(self.version) + self.schedule.bound < self.version:
+                self._drop(group)
+
+    def _fault(self, group: Group, place: int, reason: str) -> None:
+        group.faults[place] += 1
+        if group.faults[place] > self.schedule.retries:
+            self._stop(
+                f"slot {group.slot}, rollout {place}: {group.faults[place]} infrastructure faults, the last one "
+                f"{reason!r}; run `composer-nb doctor`, or raise services.retries ({self.schedule.retries})"
+            )
+
+    # What to do
+
+    def _open(self) -> Iterator[Group]:
+        """Groups that are not in training, oldest first."""
+        taken = self.training.slots if self.training else ()
+        return (group for slot, group in list(self.groups.items()) if slot not in taken)
+
+    def _train(self) -> None:
+        if not self.redo and self.training is None and not (0 < self.schedule.steps <= self.version):
+            picked = pick(list(self._open()), self.schedule, self.version, self.served)
+            self.training = self._batch(picked) if picked else None
+        todo = self.redo[0] if self.redo else self.training
+        if todo and not self.issued:
+            self._commands.append(todo)
+            self.issued = True
+
+    def _dispatch(self) -> None:
+        """Work for every free place: the oldest missing rollouts first, then new groups."""
+        if self.ended or self.version - self.served > self.schedule.bound:
+            return
+        for group in self._open():
+            if not self._free():
+                return
+            self._place(group)
+        while not self._closed() and self._free() and self.room() >= self.schedule.group:
+            group = Group(self.next_slot, self.schedule.group)
+            if not self._place(group):
+                return
+            self.groups[group.slot] = group
+            self.next_slot += 1
+
+    def _place(self, group: Group) -> bool:
+        """Dispatches what the workers have room for of a group's missing rollouts; whether that was anything."""
+        missing = group.missing()
+        first = group.attempts
+        while missing and (name := choose(self.workers, group.avoid)) is not None:
+            worker = self.workers[name]
+            places, missing = missing[: worker.free], missing[worker.free :]
+            group.attempts += 1
+            command = Dispatch(worker=name, slot=group.slot, attempt=self._attempt(group), places=tuple(places))
+            group.leases[command.attempt] = Lease(name, places, self.served, self.now)
+            worker.busy += len(places)
+            self.books.counts["dispatched"] += len(places)
+            self._commands.append(command)
+        return group.attempts > first
+
+    def _free(self) -> bool:
+        return any(worker.free for worker in self.workers.values())
+
+    def _closed(self) -> bool:
+        """Whether no group is admitted any more."""
+        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= self.next_slot
+
+    def _attempt(self, group: Group) -> int:
+        return self.life * ATTEMPTS_A_LIFE + group.attempts
+
+    def _end(self) -> None:
+        if self.ended or not self._closed() or self.training or self.redo:
+            return
+        live = list(self._open())
+        reached = 0 < self.schedule.steps <= self.version
+        if reached or (all(group.complete for group in live) and len(live) < self.schedule.prompts):
+            self._commands.append(Drained(left=tuple(group.slot for group in live if group.complete)))
+            self.ended = True
+
+    def _stop(self, error: str) -> None:
+        if not self.ended:
+            self._commands.append(Stop(error=error))
+            self.ended = True
+
+    # What is kept
+
+    def report(self) -> dict[str, Any]:
+        """Counters since the start of the surviving lineage, for metrics; JSON-able."""
+        return {"version": self.version, "served": self.served, "held_tokens": self.held(), **self.books.pack()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state as JSON, without workers: after a restart they join again."""
+        return {
+            **self.report(),
+            "life": self.life,
+            "slowest": self.slowest,
+            "next_slot": self.next_slot,
+            "training": list(self.training.slots) if self.training else [],
+            "groups": [group.pack() for group in self.groups.values()],
+        }
+
+    @classmethod
+    def restore(
+        cls,
+        schedule: Schedule,
+        snapshot: dict[str, Any],
+        *,
+        life: int | None = None,
+        redo: Sequence[Train] = (),
+        stored: Container[tuple[int, int, int]] | None = None,
+    ) -> Orchestrator:
+        """Goes on from a snapshot, which is not changed; the first `handle` gives the batch in training out again.
+
+        `life` must be new (by default one more than the snapshot's: then save a snapshot before anything else). `redo` are
+        the logged batches since the trainer's checkpoint. With `stored`, rollouts (slot, attempt, place) that are not in it
+        are sampled again.
+        """
+        life = snapshot["life"] + 1 if life is None else life
+        if life <= snapshot["life"]:
+            raise ValueError(f"life {life} is not new: the snapshot is of life {snapshot['life']}")
+        self = cls(schedule, life)
+        self.version, self.next_slot, self.slowest = snapshot["version"], snapshot["next_slot"], snapshot["slowest"]
+        self.books = Books.unpack(snapshot)
+        self.groups = {packed["slot"]: Group.unpack(packed) for packed in snapshot["groups"]}
+        for group in self.groups.values() if stored is not None else ():
+            for done in group.forget(stored or ()):
+                self.books.settle(done, "lost")
+        picked = [self.groups[slot] for slot in snapshot["training"]]
+        if picked and all(group.complete for group in picked):
+            self.training = self._batch(picked)
+        self.redo = self._checked(redo)
+        self._sweep()
+        return self
+
+    def _checked(self, redo: Sequence[Train]) -> list[Train]:
+        steps = [train.step for train in redo]
+        if steps != list(range(self.version - len(steps), self.version)):
+            raise ValueError(
+                f"redo has steps {steps}: it must be every logged batch from the checkpoint to {self.version}"
+            )
+        return list(redo)
+
+    def _batch(self, picked: Sequence[Group]) -> Train:
+        rollouts = [(group.slot, group.done[place].attempt, place) for group in picked for place in range(group.size)]
+        return Train(step=self.version, slots=tuple(group.slot for group in picked), rollouts=tuple(rollouts))

@@ -1,0 +1,414 @@
+"""The services of asynchronous RL that hold a model: inference, training, evaluation. Plain classes; Ray makes actors of them.
+
+They share nothing but the version store: the trainer publishes every optimiser step there, in the background; an engine
+fetches a version while it decodes, and swaps it in between two steps. What an engine then runs is hashed and reported back.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.tiny import Agent
+from composer_nb.harness.bench import run_eval
+from composer_nb.harness.policy import Completion, Trace
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.sandbox.journal import FOLDER
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.settings import Settings
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.muon import make_optimizer
+from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.ranks import Ranks, set_up_process
+from composer_nb.trainer.models.checkpoint import (
+    config_json,
+    empty_model,
+    from_hugging_face,
+    load_pretrained,
+    published,
+    save_pretrained,
+)
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.variants import as_engine
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import Learner
+from composer_nb.trainer.services.environments import Answers, Exchange
+from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
+from composer_nb.trainer.versions.receiver import Receiver
+
+APPEARS_S = 120.0
+"""A version that was announced is in the store within so long, or the publisher is in trouble."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What an engine runs, by its own account."""
+
+    version: int
+    hash: str
+    read_bytes: int
+    seconds: float
+    """From the order to the swap."""
+    paused: float
+    """Of these, seconds in which nothing was decoded."""
+
+
+class EngineService:
+    """An engine, decoding on a thread of its own for any number of environment workers.
+
+    In lockstep it steps only while a worker waits for it, and so sees the same rollouts side by side on every run.
+    """
+
+    def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
+        set_up_process(settings.seed)
+        self._receiver = Receiver(store_url(run, settings), name=name)
+        config = load_pretrained(run / "weights" / "start").config
+        self._config = config
+        self._computes = settings.engine.numerics, settings.engine.batch_invariant
+        self._kernels = settings.kernels
+        fetched = self._fetch(version)  # which may still be on its way, where this takes the place of one that died
+        self._engine = Engine(
+            as_engine(self._model(fetched.tensors), *self._computes),
+            stop=CompactRenderer(load_tokenizer(run / "data")).stop,
+            slots=settings.engine.slots,
+            max_length=settings.limits.tokens,
+            seed=seed,
+            version=version,
+        )
+        self._receiver.install(fetched)
+        self._lockstep = settings.services.lockstep
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._inbox: SimpleQueue[tuple[str, Exchange]] = SimpleQueue()
+        self._answers: dict[str, SimpleQueue[tuple[Completion, Trace]]] = {}
+        self._client: dict[int, str] = {}
+        self._waiting: dict[str, set[int]] = {}
+        """Rollouts whose turn a client waits for; only its own calls touch it."""
+        self._recorded: dict[int, int] = {}
+        self._failure: BaseException | None = None
+        self._swap: tuple[Model, int, threading.Event] | None = None
+        self.decoding_s = 0.0
+        self._stopped = False
+        if not self._lockstep:
+            threading.Thread(target=self._decode, daemon=True, name="decode").start()
+
+    def _model(self, tensors: Mapping[str, Tensor]) -> Model:
+        model = empty_model(self._config)
+        model.kernels = self._kernels
+        from_hugging_face(model, tensors)
+        return model
+
+    # Environment workers
+
+    def exchange(self, client: str, message: Exchange) -> Answers:
+        """Takes requests, and waits until at least one turn of this client has ended, if any is under way.
+
+        Raises what ended the decoding thread.
+        """
+        if self._lockstep:
+            with self._lock:
+                return self._in_step(client, message)
+        mine = self._answers.setdefault(client, SimpleQueue())
+        waiting = self._waiting.setdefault(client, set())
+        waiting -= set(message.released)
+        waiting |= {request.rollout for request in message.requests}
+        self._inbox.put((client, message))
+        self._wake.set()
+        found: list[tuple[Completion, Trace]] = []
+        while waiting and not (found and mine.empty()):
+            try:
+                answer = mine.get(timeout=0.2)
+            except Empty:
+                if self._failure is not None:
+                    raise RuntimeError("the engine has failed") from self._failure
+                continue
+            if answer[0].rollout in waiting:  # otherwise it was released while it was answered
+                waiting.discard(answer[0].rollout)
+                found.append(answer)
+        return found
+
+    def _in_step(self, client: str, message: Exchange) -> Answers:
+        self._take(client, message)
+        self._swap_in()
+        found: list[tuple[Completion, Trace]] = []
+        while not found and self._engine.busy:
+            found = [(done, self._trace(done)) for done in self._step()]
+        return found
+
+    def _take(self, client: str, message: Exchange) -> None:
+        for rollout in message.released:
+            if self._client.pop(rollout, None) is not None:
+                self._recorded.pop(rollout, None)
+                self._engine.release(rollout)
+        for request in message.requests:
+            self._client[request.rollout] = client
+            self._engine.submit(request)
+
+    def _step(self) -> list[Completion]:
+        start = time.perf_counter()
+        done = self._engine.step()
+        self.decoding_s += time.perf_counter() - start
+        return done
+
+    def _trace(self, done: Completion) -> Trace:
+        trace = self._engine.recorded(done.rollout, self._recorded.get(done.rollout, 0))
+        self._recorded[done.rollout] = self._recorded.get(done.rollout, 0) + len(trace.route_valid)
+        return trace
+
+    def _decode(self) -> None:
+        """The decoding thread, the only one that touches the engine."""
+        torch.set_num_threads(1)
+        try:
+            while not self._stopped:
+                if not self._engine.busy and self._inbox.empty() and self._swap is None:
+                    self._wake.wait(0.5)
+                self._wake.clear()
+                while not self._inbox.empty():
+                    self._take(*self._inbox.get())
+                self._swap_in()
+                for done in self._step():
+                    self._answers[self._client[done.rollout]].put((done, self._trace(done)))
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    # Weights
+
+    def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
+        """Fetches a version, swaps it in between two steps, and says what runs now. `full` are the version's tensors, for
+        when the store's copy can not be used.
+
+        Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears.
+        """
+        start = time.perf_counter()
+        read = 0
+        if full is None:
+            fetched = self._fetch(version)
+            tensors, read = fetched.tensors, fetched.read_bytes
+        else:
+            fetched, tensors = None, full
+        plain, applied = self._model(tensors), threading.Event()
+        model = as_engine(plain, *self._computes)
+        pause = time.perf_counter()
+        if self._lockstep:
+            with self._lock:
+                self._engine.swap(model, version)
+        else:
+            self._swap = (model, version, applied)
+            self._wake.set()
+            while not applied.wait(0.2):
+                if self._failure is not None:
+                    raise RuntimeError("the engine has failed") from self._failure
+        now = time.perf_counter()
+        if fetched is not None:
+            self._receiver.install(fetched)
+        runs = state_hash(published(plain))
+        return Running(version=version, hash=runs, read_bytes=read, seconds=now - start, paused=now - pause)
+
+    def _fetch(self, version: int) -> Any:
+        until = time.monotonic() + APPEARS_S
+        while (newest := self._receiver.newest()) is None or newest < version:
+            if time.monotonic() > until:
+                raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
+            time.sleep(0.01)
+        return self._receiver.fetch(version)
+
+    def _swap_in(self) -> None:
+        if self._swap is not None:
+            model, version, applied = self._swap
+            self._swap = None
+            self._engine.swap(model, version)
+            applied.set()
+
+    def stop(self) -> None:
+        """Ends decoding, and who waits for it. A process of its own needs no such thing: it is ended."""
+        self._stopped = True
+        self._failure = self._failure or RuntimeError("it was stopped")
+
+    def status(self) -> dict[str, Any]:
+        """What it did so far."""
+        return {
+            "version": self._engine.version,
+            "decoding_s": self.decoding_s,
+            "forwarded": self._engine.forwarded,
+            "sampled": self._engine.sampled,
+        }
+
+
+class TrainerService:
+    """The learner: turns batches of streams into versions. Blind to tasks, rewards and groups. Made for one call at a time: what
+    is asked for while a batch is learnt waits for its end."""
+
+    def __init__(self, run: Path, settings: Settings, from_start: bool = False) -> None:
+        """Stands where the newest checkpoint of `run` does, or at its start; publishes what it stands at."""
+        set_up_process(settings.seed)
+        self._run, self._settings = RunDir(run), settings
+        model = load_pretrained(run / "weights" / "start")
+        model.recompute, model.kernels = settings.rl.recompute, settings.kernels
+        reference = copy.deepcopy(model) if settings.loss.beta else None
+        optimizer = make_optimizer(
+            model, settings.optimizer, published=torch.bfloat16, scale_rate=settings.rl.scale_rate
+        )
+        self._learner = Learner(model, optimizer, settings.loss, reference)
+        self._learner.replay = settings.replay
+        self.step = 0
+        if not from_start and (found := self._run.checkpoint("rl")):
+            self.step, state, _ = found
+            self._learner.optimizer.load(state)
+        self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
+        self.version = self.step * settings.rl.minibatches
+        self._newest = published(model)
+        self._before = (self.version, self._newest)
+        """The version before the last batch with a signal, and its weights."""
+        self._ranks = Ranks()
+        publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
+        self._publisher, self._background = publisher, BackgroundPublisher(publisher)
+        publisher.publish(self.version, self._newest, self._files)
+
+    def at(self) -> int:
+        """Batches that it has learnt from."""
+        return self.step
+
+    def learn(
+        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[Running], saved: int = 0
+    ) -> dict[str, Any]:
+        """Learns from a batch in optimiser steps that are published one by one, and returns metrics with the version reached
+        and its hash. `running` are the engines' reports since the last call. Versions since step `saved` stay in the store: a
+        trainer that dies goes back there.
+
+        Raises ValueError for a batch out of order, and what went wrong with publishing an earlier version.
+        """
+        if step != self.step:
+            raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
+        for report in running:
+            self._publisher.acknowledge(report.version, report.hash)
+        if step % self._settings.services.full_every == 0:
+            keep, since = 2 * self._settings.services.full_every, saved * self._settings.rl.minibatches
+            self._prune(keep, since)
+        start = time.perf_counter()
+        if streams:
+            self._before = (self.version, self._newest)
+        s, rl = self._settings, self._settings.rl
+        metrics = self._learner.learn(
+            streams,
+            self._ranks,
+            Random(f"minibatches {s.rl_seed} {step}"),
+            minibatches=rl.minibatches,
+            denominator=rl.denominator(s.loss),
+            lr=lr,
+            clip=rl.clip,
+            budget=rl.microbatch_tokens,
+            after=self._publish,
+        )
+        self.step += 1
+        self._catch_up()
+        return {
+            **metrics,
+            "version": self.version,
+            "hash": self._hash(),
+            "train_s": time.perf_counter() - start,
+        }
+
+    def _publish(self) -> None:
+        self.version += 1
+        self._newest = published(self._learner.model)
+        self._background.publish(self.version, self._newest, self._files)
+
+    def _hash(self) -> str:
+        return state_hash(self._newest)
+
+    def _prune(self, keep: int, since: int) -> None:
+        self._background.prune(keep, since)
+
+    def _catch_up(self) -> None:
+        """A batch always makes the same number of versions, also one that had nothing to learn from."""
+        while self.version < self.step * self._settings.rl.minibatches:
+            self._publish()
+
+    def tensors(self) -> tuple[int, dict[str, Tensor]]:
+        """The newest version itself, for an engine that can not use the store's."""
+        return self.version, self._newest
+
+    def state(self) -> tuple[int, dict[str, Any] | str]:
+        """Steps done and a copy of everything that a resumed trainer needs, or the name of the folder where ranks have written
+        it."""
+        return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
+
+    def close(self) -> None:
+        """Ends publishing when all is published, and gives the store back."""
+        self._background.close()
+        self._publisher.close()
+
+    def finish(self, versions: Mapping[str, int]) -> None:
+        """Ends publishing, and saves each of these versions under its name."""
+        self.close()
+        if not self._ranks.first:
+            return
+        for name, version in versions.items():
+            model = empty_model(self._learner.model.config)
+            from_hugging_face(model, self._weights(version))
+            tokenizer = self._run.path / "data" / "tokenizer.json"
+            save_pretrained(model, self._run.path / "weights" / name, dtype=torch.bfloat16, tokenizer=tokenizer)
+
+    def _weights(self, version: int) -> Mapping[str, Tensor]:
+        """Return the weights of a version: from memory, or from the store where another process made them."""
+        known = dict([self._before, (self.version, self._newest)])
+        return known[version] if version in known else self._stored(version)
+
+    def _stored(self, version: int) -> Mapping[str, Tensor]:
+        return Receiver(store_url(self._run.path, self._settings), name="trainer").fetch(version).tensors
+
+
+class EvaluationService:
+    """Scores a published version on the run's tuning tasks, with an engine and sandboxes of its own."""
+
+    def __init__(self, run: Path, settings: Settings) -> None:
+        set_up_process(settings.seed)
+        self._run, self._settings = run, settings
+
+    def look(self, version: int) -> dict[str, float]:
+        """pass@1 and greedy on the tuning tasks."""
+        s = self._settings
+        receiver = Receiver(store_url(self._run, s), name="evaluation")
+        config = load_pretrained(self._run / "weights" / "start").config
+        model = empty_model(config)
+        model.kernels = s.kernels
+        from_hugging_face(model, receiver.fetch(version).tensors)
+        tokenizer = load_tokenizer(self._run / "data")
+        agent = Agent(CompactRenderer(tokenizer), limits=s.limits)
+        tasks = load_tasks(self._run / "data" / "tune.jsonl")
+        scores = {}
+        with SandboxExecutor(run_id=self._run.name, journal=self._run / FOLDER) as sandboxes:
+            executor = CachedExecutor(sandboxes)
+            for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
+                engine = Engine(
+                    model,
+                    stop=agent.renderer.stop,
+                    slots=s.engine.slots,
+                    max_length=s.limits.tokens,
+                    temperature=temperature,
+                    seed=s.seed + 17,
+                    version=version,
+                )
+                done = list(run_eval(engine, agent, tasks, executor, 1))
+                scores[name] = float(np.mean([one.grade.passed for one in done]))
+        return scores
+
+
+def store_url(run: Path, settings: Settings) -> str:
+    """Where a run's weight versions are: under its name in `services.store`, by default in the run directory."""
+    store = settings.services.store.rstrip("/")
+    return f"{store}/{run.name}" if store else str(run / "weights" / "versions")

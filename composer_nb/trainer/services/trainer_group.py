@@ -1,0 +1,123 @@
+"""The ranks of the trainer as one service: a call is one of all of them, and they live and die together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from composer_nb.settings import Settings
+from composer_nb.trainer.services.actors import ActorDied, Actors
+from composer_nb.trainer.services.trainer_rank import TrainerRank
+
+TOLD_S = 20.0
+"""Where one rank dies the others fail too, and may be heard of first: so long its death is waited for."""
+
+
+class TrainerGroup:
+    """A `Remote` whose calls are carried out by all ranks, in the order in which they were made."""
+
+    def __init__(self, actors: Actors, run: Path, settings: Settings) -> None:
+        ranks = settings.trainers
+        gpus = int(settings.mesh.device == "cuda")
+        self._members = actors.make_ranks(TrainerRank, ranks, run, settings, name="trainer", threads=8, gpus=gpus)
+        self._numbers = count(1)  # "begin" is the first, whenever it comes
+        self._begun: Future[Any] = Future()
+        self._members[0].call("meet").add_done_callback(self._met)
+
+    def _met(self, done: Future[str]) -> None:
+        if (error := done.exception()) is not None:
+            self._begun.set_exception(error)
+        else:
+            begun = together([member.call("turn", 0, "begin", done.result()) for member in self._members])
+            _chain(begun, self._begun.set_result, self._begun)
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        """What the first rank returns, when all have. Raises ActorDied when one of them is gone. `state` is done when the
+        checkpoint is written, `tensors` are those of all ranks."""
+        if self._begun.done():
+            self._begun.result()
+        outer: Future[Any] = Future()
+        inner = self._turn(method, *values)
+        if method == "state":
+            _chain(inner, lambda begun: self._when_saved(begun[0], outer), outer)
+        elif method == "tensors":
+            _chain(inner, lambda found: outer.set_result(_joined(found)), outer)
+        else:
+            _chain(inner, lambda found: outer.set_result(found[0]), outer)
+        return outer
+
+    def wait(self, method: str, *values: Any) -> Any:
+        """A call and its result."""
+        self._begun.result()
+        return self.call(method, *values).result()
+
+    def kill(self) -> None:
+        """Ends all ranks at once."""
+        for member in self._members:
+            member.kill()
+
+    def _turn(self, method: str, *values: Any) -> Future[list[Any]]:
+        number = next(self._numbers)
+        return together([member.call("turn", number, method, *values) for member in self._members])
+
+    def _when_saved(self, begun: Any, outer: Future[Any]) -> None:
+        saved = together([member.call("saved") for member in self._members])
+        _chain(saved, lambda _: outer.set_result(begun), outer)
+
+
+def together(futures: Sequence[Future[Any]], patience_s: float = TOLD_S) -> Future[list[Any]]:
+    """All results. Raises as soon as one rank is known to be dead; another failure, which may be the first sign of that, when all
+    have ended or `patience_s` later."""
+    outer: Future[list[Any]] = Future()
+    lock, left, failed = threading.Lock(), len(futures), list[BaseException]()
+
+    def settle(error: BaseException | None) -> None:
+        with lock:
+            if outer.done():
+                return
+            if error is None:
+                outer.set_result([future.result() for future in futures])
+            else:
+                outer.set_exception(error)
+
+    def ended(future: Future[Any]) -> None:
+        nonlocal left
+        error = future.exception()
+        with lock:
+            left -= 1
+            last, first = left == 0, error is not None and not failed
+            if error is not None:
+                failed.append(error)
+        if isinstance(error, ActorDied) or (last and failed):
+            settle(error if isinstance(error, ActorDied) else failed[0])
+        elif last:
+            settle(None)
+        elif first:
+            timer = threading.Timer(patience_s, settle, (error,))
+            timer.daemon = True
+            timer.start()
+
+    for future in futures:
+        future.add_done_callback(ended)
+    return outer
+
+
+def _chain(inner: Future[Any], then: Callable[[Any], None], outer: Future[Any]) -> None:
+    """`then` with the result of `inner`; what it raised goes to `outer`."""
+
+    def done(future: Future[Any]) -> None:
+        if (error := future.exception()) is not None:
+            outer.set_exception(error)
+        else:
+            then(future.result())
+
+    inner.add_done_callback(done)
+
+
+def _joined(found: list[tuple[int, dict[str, Any]]]) -> tuple[int, dict[str, Any]]:
+    """The version that all ranks stand at, and what each holds of it."""
+    return found[0][0], {name: tensor for _, tensors in found for name, tensor in tensors.items()}

@@ -1,0 +1,146 @@
+"""One rank of the trainer service, where that is many processes: the same service on a model that is cut over ranks.
+
+Ranks must do the same in the same order, while calls to their actors may overtake each other: what they do together carries a
+number, and each rank goes by it (`turn`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composer_nb.settings import Settings
+from composer_nb.trainer.learning.ranks import set_up_process
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.models.hf_config import config_json
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.parallel.checkpoint import restore, save
+from composer_nb.trainer.parallel.fsdp import shard
+from composer_nb.trainer.parallel.mesh import Mesh
+from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+from composer_nb.trainer.parallel.owned import held
+from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import Learner
+from composer_nb.trainer.services.services import TrainerService, store_url
+from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
+
+LOOPBACK = "127.0.0.1"
+
+
+class TrainerRank(TrainerService):
+    """A rank of the trainer. It knows nothing until `meet`, of the first rank, and `begin` are called."""
+
+    def __init__(self, rank: int, run: Path, settings: Settings) -> None:
+        self._rank, self._run, self._settings = rank, RunDir(run), settings
+        self._order, self._next = threading.Condition(), 0
+        self._place: dist.Store | None = None
+
+    def meet(self) -> str:
+        """The "host:port" at which the other ranks find this one."""
+        local = self._settings.services.address.startswith(LOOPBACK) or not self._settings.services.address
+        host = LOOPBACK if local else _own_address()
+        self._place = place = meeting_place(host)
+        return f"{host}:{place.port}"
+
+    def turn(self, number: int, method: str, *values: Any) -> Any:
+        """Carries out a call of all ranks: the one with this number, from 0, once all before it have been."""
+        with self._order:
+            self._order.wait_for(lambda: self._next == number)
+        try:
+            return getattr(self, method)(*values)
+        finally:
+            with self._order:
+                self._next += 1
+                self._order.notify_all()
+
+    def begin(self, address: str) -> None:
+        """Joins the others, and stands where the newest checkpoint does, or at the start; publishes that."""
+        s, run = self._settings, self._run.path
+        set_up_process(s.seed)
+        host, _, port = address.rpartition(":")
+        if host == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        place = self._place or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
+        if s.mesh.device == "cuda":
+            torch.cuda.set_device(0)  # the one that Ray shows this process
+        join(self._rank, s.trainers, place, s.mesh.device)
+        self._ranks = team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
+        model = self._load(team)
+        self._optimizer = ShardedOptimizer(
+            model, team, s.optimizer, published=torch.bfloat16, scale_rate=s.rl.scale_rate
+        )
+        self._learner = Learner(model, self._optimizer, s.loss, self._load(team) if s.loss.beta else None, s.replay)
+        self._aside = [dist.new_group(backend="gloo") for _ in range(2)]
+        self.step, self._kept = 0, -1
+        if (found := self._run.pointer("rl")) is not None:
+            self.step, folder, _ = found
+            restore(self._optimizer, folder, self._aside[0])
+            self._kept = self.step
+        self._saving: Future[Any] | None = None
+        self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
+        self.version = self.step * s.rl.minibatches
+        url, group = store_url(run, s), self._aside[1]
+        self._publisher = Publisher(url, owner="trainer", full_every=s.services.full_every, group=group)
+        self._background = BackgroundPublisher(self._publisher)
+        self._hand_over()
+
+    def _load(self, team: Team) -> Model:
+        model = load_pretrained(self._run.path / "weights" / "start").to(team.device)
+        model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
+        mesh = self._settings.mesh
+        compute = torch.bfloat16 if mesh.compute == "bfloat16" else None
+        return shard(model, team, compute, quantised=mesh.dispatch == "mxfp8")
+
+    def _publish(self) -> None:
+        self.version += 1
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._newest = held(self._learner.model, self._team)
+        self._hashed = self._background.publish(self.version, self._newest, self._files)
+
+    @property
+    def _team(self) -> Team:
+        assert isinstance(self._ranks, Team)
+        return self._ranks
+
+    def _hash(self) -> str:
+        return self._hashed.result()
+
+    def state(self) -> tuple[int, str]:
+        """Begins a checkpoint. Returns the steps done and its folder, which is complete when `saved` returns."""
+        self.saved()
+        name = f"rl-{self.step:06d}.ranks"
+        if self._kept != self.step:  # else it is there, and may be what a resumed run goes on from
+            self._kept = self.step
+            self._saving = save(self._optimizer, self._run.path / "checkpoints" / name, self._aside[0])
+        return self.step, name
+
+    def saved(self) -> None:
+        """Waits until the checkpoint that was begun is written. Not in turn: the next batch is learnt meanwhile."""
+        if self._saving is not None:
+            self._saving.result()
+
+    def _weights(self, version: int) -> Mapping[str, Tensor]:
+        return self._stored(version)  # a rank holds only its part
+
+    def close(self) -> None:
+        """Ends publishing when all is published."""
+        self._background.close()
+        self._publisher.close()
+
+
+def _own_address() -> str:
+    """This node's, as the other nodes of the cluster know it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,1 @@
+"""Weight versions: manifests, files, publishers, receivers."""

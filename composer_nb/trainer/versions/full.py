@@ -1,0 +1,104 @@
+"""Full versions: checkpoints read as versions, and the version at the end of a chain of deltas."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, read_shards, size_of, split
+from composer_nb.trainer.versions.manifest import (
+    MANIFEST,
+    Entry,
+    File,
+    ForeignBase,
+    Manifest,
+    MissingVersion,
+    State,
+)
+from composer_nb.trainer.versions.payload import SHARD_BYTES, Link, check_chain, decoded, map_link, write_side
+from composer_nb.trainer.versions.store import Store
+
+
+def apply_chain(
+    base: State | None, links: Sequence[Link], out: Path, groups: Sequence[Sequence[str]] | None = None
+) -> Manifest:
+    """Writes the version at the end of a chain as a full one, a tensor at a time; `groups` are the tensors of its files. Raises
+    as `apply_delta`."""
+    check_chain(base, links)
+    last = links[-1].manifest
+    forms = {name: entry.torch_form for name, entry in last.tensors.items()}
+    groups = groups or split(forms, SHARD_BYTES)
+    with new_version(out, sum(map(size_of, forms.values()))) as (store, part):
+        files, entries = dict[str, File](), dict[str, Entry]()
+        for number, names in enumerate(groups, 1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+            header, order = header_of({name: forms[name] for name in names})
+            tensors = decoded(base, links, order)
+            files[file] = store.put(f"{part}/{file}", _pieces(header, tensors))
+            raw = {"encoding": "raw", "file": file}
+            entries |= {name: last.tensors[name].model_copy(update=raw) for name in names}
+        made = Manifest(version=last.version, base=None, hash=last.hash, tensors=entries, files=files)
+        side = {name: data for name, data in links[-1].files.items() if name != INDEX}
+        manifest = made.model_copy(update={"files": {**files, **write_side(store, part, [made], side)}})
+        store.write(f"{part}/{MANIFEST}", manifest.dump())
+    return manifest
+
+
+def _pieces(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Any]:
+    yield header
+    for _, tensor in tensors:
+        yield bytes_of(tensor)
+
+
+def open_link(path: Path) -> Link:
+    """A version directory with its files checked and mapped. Raises WeightFault."""
+    if not (path / MANIFEST).is_file():
+        raise MissingVersion(f"{path}: not a weight version, {MANIFEST} is missing")
+    return map_link(path, Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST)))
+
+
+def read_full(path: Path, number: int) -> tuple[State, dict[str, bytes]]:
+    """A checkpoint's weights, mapped and hashed, and its side files. A plain one counts as version `number`. Raises WeightFault,
+    FileNotFoundError or ValueError."""
+    if not (path / MANIFEST).exists():
+        return State.of(number, Mapped(read_shards(path))), side_files(path)
+    link = open_link(path)
+    m = link.manifest
+    if m.base is not None:
+        raise ForeignBase(f"{path} is a delta against version {m.base.version}; apply it to that one first")
+    for _ in decoded(None, [link]):
+        pass
+    return State(version=m.version, tensors=link.payload, entries=m.tensors, hash=m.hash), side_files(path)
+
+
+def layout(path: Path) -> list[list[str]]:
+    """Which tensors lie together in the files of a checkpoint."""
+    return [sorted(entry.name for entry in shard.entries) for shard in read_shards(path)]
+
+
+def side_files(path: Path) -> dict[str, bytes]:
+    """What lies in a checkpoint beside its weights: config.json, the tokenizer."""
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != MANIFEST]
+    return {file.name: file.read_bytes() for file in files if ".safetensors" not in file.name}
+
+
+@contextmanager
+def new_version(path: Path, need: int = 0) -> Iterator[tuple[Store, str]]:
+    """A store and a folder in it to fill, which becomes `path` when it is complete and vanishes when it is not."""
+    if path.exists():
+        raise ValueError(f"{path} is there already; choose another place")
+    store, part = Store(path.parent), path.with_name(path.name + ".part")
+    store.check_room(need)
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        yield store, part.name
+        os.replace(part, path)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

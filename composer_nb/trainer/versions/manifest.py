@@ -1,0 +1,206 @@
+"""What says which weights a version holds: a sealed manifest, hashes, and the faults that a version can have.
+
+The manifest names the version, its base, every tensor's dtype, shape, encoding and hash, the hash of the whole resulting
+state, size and hash of every file, and carries a seal over itself. Whatever is read is checked against it before it is used.
+Nothing here reads or writes a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from torch import Tensor
+
+from composer_nb.harness.untrusted import json_of, single
+from composer_nb.kernels.delta.codec import bits
+from composer_nb.trainer.models.shards import FORMATS, Form
+
+MANIFEST = "manifest.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS.values()}
+
+
+class WeightFault(ValueError):
+    """A version that must not be used, or one that must not be published. The message names what is wrong with what."""
+
+    at: int | None = None
+    """Another version that must not be used either."""
+
+
+class DamagedVersion(WeightFault):
+    """Bytes that are not those which were published."""
+
+
+class MissingVersion(WeightFault):
+    """A version, or a file of one, that is not there: never finished, lost, or removed."""
+
+
+class MisplacedVersion(WeightFault):
+    """A version that stands where another one should: renamed, copied, or out of order."""
+
+
+class ForeignBase(WeightFault):
+    """A delta against other weights than the ones at hand."""
+
+
+def digest(data: Any) -> str:
+    """BLAKE2b, 160 bits, in hex, of bytes or a contiguous array."""
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+class Record(BaseModel):
+    """A line of canonical JSON that carries its own hash, so that not one bit of it can change unnoticed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def dump(self) -> bytes:
+        record = self.model_dump()
+        record["seal"] = digest(json.dumps(record, sort_keys=True).encode())
+        return json.dumps(record, sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def load(cls, data: bytes, what: str) -> Self:
+        """What was dumped. Raises DamagedVersion, naming `what`, when `data` is anything else."""
+        try:
+            record = json_of(data)
+            del record["seal"]
+            loaded = cls.model_validate(record)
+        except (ValueError, TypeError, KeyError) as error:
+            first = str(error).splitlines()[0]
+            raise DamagedVersion(f"{what} is not what was written: {first}") from None
+        if loaded.dump() != data:
+            raise DamagedVersion(f"{what} is not what was written: its seal is broken")
+        return loaded
+
+
+class Entry(Record):
+    """A tensor in a manifest: torch's name of its dtype, its shape, the hash of its bytes, the codec's name, the file with its
+    payload if it has one."""
+
+    dtype: str
+    shape: list[int]
+    hash: str
+    encoding: str = "raw"
+    file: str = ""
+
+    @property
+    def form(self) -> tuple[str, list[int]]:
+        return self.dtype, self.shape
+
+    @property
+    def torch_form(self) -> Form:
+        """Raises KeyError for a dtype that this release does not know."""
+        return _DTYPES[self.dtype], tuple(self.shape)
+
+
+class Base(Record):
+    version: int
+    hash: str
+
+
+class File(Record):
+    bytes: int
+    hash: str
+
+
+class Part(Record):
+    """What one writer put into a version: some of its tensors, and the files that hold them."""
+
+    tensors: dict[str, Entry]
+    files: dict[str, File]
+
+
+class Manifest(Part):
+    """What a version directory holds and what comes of it."""
+
+    format: Literal["composer-nb-weights-1"] = "composer-nb-weights-1"
+    version: int
+    base: Base | None
+    hash: str
+    """`state_hash` of the resulting tensors."""
+    writer: str = ""
+    """Token of the publisher; empty for a directory made by hand."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.bytes for file in self.files.values())
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name in {*self.files, *(entry.file for entry in self.tensors.values() if entry.file)}:
+            if single(name).casefold() == MANIFEST:
+                raise ValueError(f"{name!r} can not be a file of a version: it is what names them")
+        if hash_of(self.tensors) != self.hash:
+            raise ValueError("the hash of all does not fit those of the tensors")
+        return self
+
+
+def seal(
+    version: int, base: Base | None, parts: Iterable[Part], files: Mapping[str, File], writer: str = ""
+) -> Manifest:
+    """The manifest of what several writers wrote, with its side files. Raises ValueError that names a tensor or file of two."""
+    tensors, every = dict[str, Entry](), dict(files)
+    for part in parts:
+        for kind, twice in (
+            ("tensor", tensors.keys() & part.tensors.keys()),
+            ("file", every.keys() & part.files.keys()),
+        ):
+            if twice:
+                raise ValueError(f"version {version}: {kind} {min(twice)} was written by two writers")
+        tensors |= part.tensors
+        every |= part.files
+    return Manifest(version=version, base=base, hash=hash_of(tensors), tensors=tensors, files=every, writer=writer)
+
+
+# Weights
+
+
+def state_hash(tensors: Mapping[str, Tensor]) -> str:
+    """One hash over names, dtypes, shapes and bytes of all tensors, in whatever order they come."""
+    return hash_of(entries_of(tensors))
+
+
+def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """What a manifest says of `tensors`, each of them looked at once. Raises ValueError for one that can not be published."""
+    entries = {}
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES or tensor.device.type != "cpu":
+            raise ValueError(f"{name}: a {dtype} tensor on {tensor.device} can not be published")
+        entries[name] = Entry(dtype=dtype, shape=list(tensor.shape), hash=digest(bits(tensor)))
+    return entries
+
+
+def hash_of(entries: Mapping[str, Entry]) -> str:
+    """`state_hash`, from what manifests say."""
+    return digest(json.dumps(sorted((name, e.dtype, e.shape, e.hash) for name, e in entries.items())).encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Weights of one version, on the CPU, under Hugging Face's names: in memory, or mapped from files as they are asked for.
+    They must not change any more."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    entries: Mapping[str, Entry]
+    hash: str
+
+    @classmethod
+    def of(cls, version: int, tensors: Mapping[str, Tensor]) -> State:
+        """Hashes `tensors`. Raises ValueError for one that can not be published."""
+        entries = entries_of(tensors)
+        return cls(version=version, tensors=tensors, entries=entries, hash=hash_of(entries))
+
+
+def check_same_form(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> None:
+    """Raises ValueError that names the first tensor by which two sets of weights are not versions of one model."""
+    for name in sorted(old.keys() | new.keys()):
+        forms = [entries[name].form if name in entries else "missing" for entries in (old, new)]
+        if forms[0] != forms[1]:
+            raise ValueError(f"they are not versions of one model: {name} is {forms[1]}, was {forms[0]}")

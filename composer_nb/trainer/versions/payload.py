@@ -1,0 +1,255 @@
+"""The files of a weight version: written shard by shard, read back and decoded tensor by tensor, checked before they are used.
+
+v000012/
+  model.safetensors    a full version: with config.json beside it, a Hugging Face checkpoint like any other
+  delta.safetensors    or a delta: one uint8 payload for each tensor that changed
+  config.json, ...     side files, byte for byte
+  manifest.json        written last: a directory without it is no version
+
+Where there is more than `shard_bytes` of weights, or more than one writer, the payload is several files
+(`delta-00001-of-00003.safetensors`, `delta-rank00002-…`), and a full version has an index beside them.
+
+While a version is written there is one tensor of a full version in memory, or the payloads of one shard of a delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from composer_nb.harness.untrusted import beneath, is_plain
+from composer_nb.kernels.delta.codec import CODECS, Bits, bits, encode
+from composer_nb.trainer.models.shards import (
+    INDEX,
+    Form,
+    Mapped,
+    bytes_of,
+    header_of,
+    index_of,
+    read_shard,
+    size_of,
+    split,
+)
+from composer_nb.trainer.versions.manifest import (
+    MANIFEST,
+    Base,
+    DamagedVersion,
+    Entry,
+    File,
+    ForeignBase,
+    Manifest,
+    Part,
+    State,
+    check_same_form,
+    digest,
+)
+from composer_nb.trainer.versions.store import Store, check_file
+
+SHARD_BYTES = 1 << 28
+"""Weights in a file of a version, at most, unless one tensor is larger: 256 MiB."""
+FULL, DELTA, _SUFFIX = "model", "delta", ".safetensors"
+
+
+# Writing
+
+
+def write_part(
+    store: Store, where: str, target: State, base: State | None, *, shard_bytes: int = SHARD_BYTES, rank: str = ""
+) -> Part:
+    """Writes tensors into a version's folder: in full, or as a delta against `base`. `rank` tells the files of several writers
+    apart. Raises StoreError; ValueError when the two are not of one model, before anything is written."""
+    if base is not None:
+        check_same_form(base.entries, target.entries)
+    forms = {name: entry.torch_form for name, entry in target.entries.items()}
+    groups = split(forms, shard_bytes)
+    entries, files = dict[str, Entry](), dict[str, File]()
+    for number, names in enumerate(groups, 1):
+        file = _file_name(FULL if base is None else DELTA, rank, number, len(groups))
+        if base is None:
+            header, order = header_of({name: forms[name] for name in names})
+            pieces: Iterator[Any] = (bytes_of(target.tensors[name]) for name in order)
+            entries |= {name: _as(target.entries[name], "raw", file) for name in names}
+        else:
+            coded = {name: _encoded(base, target, name) for name in names}
+            entries |= {name: _as(target.entries[name], codec, file) for name, (codec, _) in coded.items()}
+            payload = {name: data for name, (_, data) in coded.items() if data}
+            if not payload:
+                continue
+            header, order = header_of({name: (torch.uint8, (len(data),)) for name, data in payload.items()})
+            pieces = (payload[name] for name in order)
+        files[file] = store.put(f"{where}/{file}", _after(header, pieces))
+    return Part(tensors=entries, files=files)
+
+
+def _encoded(base: State, target: State, name: str) -> tuple[str, bytes]:
+    entry = target.entries[name]
+    if base.entries[name].hash == entry.hash:
+        return "same", b""
+    return encode(bits(base.tensors[name]), bits(target.tensors[name]), entry.dtype)
+
+
+def _as(entry: Entry, encoding: str, file: str) -> Entry:
+    return entry.model_copy(update={"encoding": encoding, "file": "" if encoding == "same" else file})
+
+
+def _file_name(kind: str, rank: str, number: int, of: int) -> str:
+    return f"{kind}{f'-{rank}' if rank else ''}{f'-{number:05d}-of-{of:05d}' if rank or of > 1 else ''}{_SUFFIX}"
+
+
+def _after(header: bytes, pieces: Iterator[Any]) -> Iterator[Any]:
+    yield header
+    yield from pieces
+
+
+def side_names(files: Mapping[str, bytes]) -> None:
+    """Raises ValueError for a name that no file beside weights can have."""
+    for name in files:
+        if not is_plain(name) or "/" in name or name.casefold() == MANIFEST or _SUFFIX in name:
+            raise ValueError(f"{name!r} can not be a side file of a version")
+
+
+def write_side(store: Store, where: str, parts: Sequence[Part], files: Mapping[str, bytes]) -> dict[str, File]:
+    """Writes side files, and the index that a full version in several files needs. Raises StoreError."""
+    tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
+    side, places = dict(files), dict[str, list[str]]()
+    for name, entry in tensors.items():
+        places.setdefault(entry.file, []).append(name)
+    if len(places) > 1 and all(file.startswith(FULL) for file in places):
+        forms = [entry.torch_form for entry in tensors.values()]
+        side[INDEX] = index_of(places, sum(torch.Size(f[1]).numel() for f in forms), sum(map(size_of, forms))).encode()
+    return {name: store.put(f"{where}/{name}", [data]) for name, data in side.items()}
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A version with its payload, every file of which was checked: one step on the way to the weights of another."""
+
+    manifest: Manifest
+    payload: Mapping[str, Tensor]
+    files: Mapping[str, bytes]
+    """Side files."""
+    what: str
+
+
+def read_link(store: Store, where: str, manifest: Manifest) -> Link:
+    """A version in memory. Raises MissingVersion, DamagedVersion or StoreError, naming the file."""
+    payload: dict[str, Tensor] = {}
+    side = {}
+    for name, file in manifest.files.items():
+        data = store.read(f"{where}/{name}")
+        if (len(data), digest(data)) != (file.bytes, file.hash):
+            raise DamagedVersion(
+                f"{store.url}/{where}/{name} ({len(data)} bytes of {file.bytes}) is not what was published"
+            )
+        if not name.endswith(_SUFFIX):
+            side[name] = data
+            continue
+        try:
+            payload |= safetensors.torch.load(data)
+        except SafetensorError as error:
+            raise DamagedVersion(f"{store.url}/{where}/{name} is not in safetensors format ({error})") from None
+    return _linked(manifest, payload, side, f"{store.url}/{where}")
+
+
+def map_link(path: Path, manifest: Manifest) -> Link:
+    """A version in a directory: checked a piece at a time, its tensors mapped as they are asked for. Raises like `read_link`."""
+    store = Store(path.parent)
+    shards, side = [], {}
+    for name, file in manifest.files.items():
+        check_file(store, f"{path.name}/{name}", file)
+        held = beneath(path, name)
+        if not name.endswith(_SUFFIX):
+            side[name] = held.read_bytes()
+            continue
+        try:
+            shards.append(read_shard(held))
+        except ValueError as error:
+            raise DamagedVersion(str(error)) from None
+    return _linked(manifest, Mapped(shards), side, str(path))
+
+
+def _linked(manifest: Manifest, payload: Mapping[str, Tensor], side: Mapping[str, bytes], what: str) -> Link:
+    if payload.keys() != {tensor for tensor, entry in manifest.tensors.items() if entry.encoding != "same"}:
+        raise DamagedVersion(f"{what}: its files hold other tensors than the manifest")
+    return Link(manifest=manifest, payload=payload, files=side, what=what)
+
+
+def check_chain(base: State | None, links: Sequence[Link]) -> None:
+    """Raises ForeignBase when a delta is not against what comes before it, DamagedVersion when forms differ on the way."""
+    having = None if base is None else Base(version=base.version, hash=base.hash)
+    entries = None if base is None else base.entries
+    for link in links:
+        needs, m = link.manifest.base, link.manifest
+        if needs is not None:
+            if having != needs:
+                at_hand = "nothing" if having is None else f"version {having.version} ({having.hash[:8]})"
+                raise ForeignBase(
+                    f"{link.what}: a delta against version {needs.version} ({needs.hash[:8]}), applied to {at_hand}"
+                )
+            try:
+                check_same_form(entries or {}, m.tensors)
+            except ValueError as error:
+                raise DamagedVersion(f"{link.what}: {error}") from None
+        having, entries = Base(version=m.version, hash=m.hash), m.tensors
+
+
+def decoded(
+    base: State | None, links: Sequence[Link], names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the last of `links`, which `check_chain` let pass: all or those named, one by one, each checked against its
+    manifest. Raises DamagedVersion, naming the tensor; a tensor that came before is right."""
+    last = links[-1]
+    for name in last.manifest.tensors if names is None else names:
+        entry = last.manifest.tensors[name]
+        try:
+            form = entry.torch_form
+        except KeyError:
+            raise DamagedVersion(f"{last.what}: {name} is {entry.dtype}, which this release can not read") from None
+        tensor = _resolved(name, form, base, links)
+        untouched = base is not None and all(link.manifest.tensors[name].encoding == "same" for link in links)
+        known = base.entries[name].hash if base is not None and untouched else digest(bits(tensor))
+        if known != entry.hash:
+            raise DamagedVersion(f"{last.what}: {name} is not what was published")
+        yield name, tensor
+
+
+def _resolved(name: str, form: Form, base: State | None, links: Sequence[Link]) -> Tensor:
+    tensor = None if base is None else base.tensors[name]
+    now: Bits | None = None if tensor is None else bits(tensor)
+    for link in links:
+        entry = link.manifest.tensors[name]
+        if entry.encoding == "same":
+            continue
+        payload = link.payload[name]
+        if link.manifest.base is None:
+            if (payload.dtype, tuple(payload.shape)) != form:
+                raise DamagedVersion(
+                    f"{link.what}: {name} is {payload.dtype} {tuple(payload.shape)}, the manifest has {entry.form}"
+                )
+            tensor, now = payload, bits(payload)
+            continue
+        if entry.encoding not in CODECS:
+            raise DamagedVersion(
+                f"{link.what}: {name} is encoded as {entry.encoding!r}, which this release can not read"
+            )
+        if now is None or payload.dtype != torch.uint8:
+            raise DamagedVersion(f"{link.what}: {name} has no weights to begin with, or a payload that is none")
+        try:
+            now = CODECS[entry.encoding].decode(now, payload.numpy().tobytes(), entry.dtype)
+        except ValueError as error:
+            raise DamagedVersion(f"{link.what}: {name} is not what was published ({error})") from None
+        tensor = torch.from_numpy(now.view(np.uint8)).view(form[0]).reshape(form[1])
+    if tensor is None:
+        raise DamagedVersion(f"{links[-1].what}: {name} is unchanged, but there is nothing before it")
+    return tensor

@@ -1,0 +1,210 @@
+"""Receivers of weight versions: the way with the fewest bytes to a version, checked before anything of it is used.
+
+A version can be reached from weights at hand by deltas, or from an anchor or a full version and the deltas after it. Where the
+first way turns out to be broken the next one is tried. A version that can not be used at all leaves a note that asks the
+publisher for a full one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from composer_nb.trainer.versions.manifest import (
+    DamagedVersion,
+    ForeignBase,
+    Manifest,
+    MisplacedVersion,
+    Record,
+    State,
+    WeightFault,
+)
+from composer_nb.trainer.versions.payload import check_chain, decoded, read_link
+from composer_nb.trainer.versions.store import Note, Report, Store, StoreError, anchor, folder
+
+HELD = 4
+"""States that are kept as bases while acknowledgements are on their way."""
+
+
+class SecondWriter(WeightFault):
+    """Someone else publishes into this store, or did so after losing it."""
+
+
+class Step(Record):
+    """A version's folder on the way, and what its manifest says."""
+
+    where: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Steps to a version, and the version of the weights at hand that they begin with; None: with a full one."""
+
+    steps: tuple[Step, ...]
+    base: int | None
+
+    @property
+    def size(self) -> int:
+        """Bytes to be read."""
+        return sum(step.manifest.size for step in self.steps)
+
+
+def routes(store: Store, version: int, have: Callable[[int, str], bool]) -> list[Route]:
+    """Ways to a version, those with fewer bytes first. `have(version, hash)` says what is at hand. Raises what is wrong with the
+    version where there is no way: MissingVersion, DamagedVersion, MisplacedVersion, ForeignBase, SecondWriter; StoreError."""
+    lease, anchors = store.lease(), set(store.anchors())
+    found, deltas, wanted = list[Route](), tuple[Step, ...](), ""
+
+    def manifest(number: int, where: str = "") -> Manifest:
+        read = store.manifest(number, where)
+        if number >= lease.since and read.writer != lease.token:
+            raise SecondWriter(f"{store.url}: version {number} is by a writer that had lost the store")
+        if wanted not in ("", read.hash):
+            builds = where or f"version {deltas[0].manifest.version}"
+            fault = ForeignBase(f"{store.url}: {builds} builds on other weights than version {number} has")
+            fault.at = number  # one of the two is not ours: neither is believed
+            raise fault
+        return read
+
+    try:
+        while True:
+            here = manifest(version)
+            wanted = wanted or here.hash
+            if version in anchors:
+                try:
+                    step = Step(where=anchor(version), manifest=manifest(version, anchor(version)))
+                    found.append(Route((step, *deltas), None))
+                except WeightFault:  # not finished yet, or not to be used: there are other ways
+                    pass
+            deltas = (Step(where=folder(version), manifest=here), *deltas)
+            if here.base is None:
+                found.append(Route(deltas, None))
+                break
+            if have(here.base.version, here.base.hash):
+                found.append(Route(deltas, here.base.version))
+                break
+            if found and sum(step.manifest.size for step in deltas) >= min(route.size for route in found):
+                break
+            version, wanted = here.base.version, here.base.hash
+    except WeightFault:
+        if not found:
+            raise
+    return sorted(found, key=lambda route: route.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A version in memory, decoded and checked; nothing runs it yet. `read_bytes`: what was read to get it."""
+
+    manifest: Manifest
+    state: State
+    base: State | None
+    files: Mapping[str, bytes]
+    read_bytes: int
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.state.tensors
+
+
+class Receiver:
+    """Follows a store. `fetch` in any thread while an engine runs; `install` when the engine has loaded it."""
+
+    def __init__(self, url: str | Path, *, name: str = "receiver") -> None:
+        """`name` tells receivers of one store apart in their notes and reports."""
+        self._store, self._name = Store(url), name
+        self._held: dict[int, State] = {}
+        self._refused: set[int] = set()
+        self.version = -1
+
+    def newest(self) -> int | None:
+        """The newest version that was not refused here; None when there is none."""
+        every = (v for v in reversed(self._store.folders()) if v not in self._refused)
+        return next((v for v in every if self._store.exists(v)), None)
+
+    def fetch(self, version: int) -> Fetched:
+        """Reads a version and what it builds on, back to a state at hand or to a full version, and checks all of it. What
+        runs is not touched. Raises WeightFault after leaving a note that asks for a full version; StoreError."""
+        try:
+            ways = routes(self._store, version, self._has)
+            for way in ways[:-1]:
+                try:
+                    return self._fetch(way)
+                except WeightFault:
+                    continue
+            return self._fetch(ways[-1])
+        except WeightFault as fault:
+            self._refused |= {version} if fault.at is None else {version, fault.at}
+            note = Note(receiver=self._name, version=version, fault=type(fault).__name__, detail=str(fault))
+            try:
+                self._store.write(f"refused/{self._name}.json", note.dump())
+            except StoreError as error:
+                fault.add_note(f"and no full version could be asked for: {error}")
+            raise
+
+    def _has(self, version: int, hash: str) -> bool:
+        return version in self._held and self._held[version].hash == hash
+
+    def _fetch(self, way: Route) -> Fetched:
+        base = None if way.base is None else self._held[way.base]
+        links = [read_link(self._store, step.where, step.manifest) for step in way.steps]
+        check_chain(base, links)
+        last = links[-1]
+        state = State(
+            version=last.manifest.version,
+            tensors=dict(decoded(base, links)),
+            entries=last.manifest.tensors,
+            hash=last.manifest.hash,
+        )
+        return Fetched(manifest=last.manifest, state=state, base=base, files=last.files, read_bytes=way.size)
+
+    def install(self, fetched: Fetched) -> str:
+        """Notes that the engine now runs `fetched`. Returns the hash to acknowledge. Raises MisplacedVersion for a version
+        older than the one that runs."""
+        new, base = fetched.state, fetched.base
+        if new.version < self.version:
+            raise MisplacedVersion(f"version {new.version} can not follow version {self.version}, which runs already")
+        states = self._held | {state.version: state for state in (base, new) if state is not None}
+        keep = {*sorted(states)[-HELD:], base.version if base else new.version}
+        self._held, self.version = {v: states[v] for v in keep}, new.version
+        return new.hash
+
+    def report(self, wants: int | None = None) -> None:
+        """Writes into the store what runs here, which the publisher takes for an acknowledgement, and what is wanted next, which
+        it will not prune. For receivers without another line to it. Raises StoreError."""
+        hash = self._held[self.version].hash if self.version in self._held else ""
+        wanted = self.version if wants is None else wants
+        report = Report(receiver=self._name, version=self.version, hash=hash, wants=wanted)
+        self._store.write(f"receivers/{self._name}.json", report.dump())
+
+
+def check_version(store: Store, version: int) -> None:
+    """Decodes a version without keeping it, by the shortest way. Raises WeightFault or StoreError."""
+    [way, *_] = routes(store, version, lambda *_: False)
+    links = [read_link(store, step.where, step.manifest) for step in way.steps]
+    check_chain(None, links)
+    for _ in decoded(None, links):
+        pass
+
+
+def copy_files(origin: Store, near: Store, step: Step, where: str) -> int:
+    """Copies the files of a version, without its manifest, into the folder `where`, and checks each; one that arrives damaged is
+    fetched once more. Returns the bytes that were read. Raises WeightFault that names the file; StoreError."""
+    read = 0
+    for name, file in step.manifest.files.items():
+        path, there = f"{step.where}/{name}", f"{where}/{name}"
+        for _ in range(2):
+            arrived = near.put(there, origin.chunks(path))
+            read += arrived.bytes
+            if arrived == file:
+                break
+        else:
+            near.remove(there)
+            raise DamagedVersion(
+                f"{origin.url}/{path} ({arrived.bytes} bytes of {file.bytes}) is not what was published"
+            )
+    return read

@@ -1,0 +1,322 @@
+"""A place for weight versions on any fsspec store: whole files, version folders, the lease, the ledger.
+
+<store>/writer.json            the lease: whose versions count, and since which number
+<store>/v000012/               versions (`payload`); what has a manifest exists, what has none never did
+<store>/anchors/v000012/       the same weights in full, beside a delta, for whoever joins
+<store>/ledger/v000012.json    what was published, and who ran it; stays when the version is pruned
+<store>/receivers/<name>.json  what a receiver runs, and what it is about to fetch
+<store>/refused/<name>.json    a receiver that could not use a version: the next one is full
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from composer_nb.harness.untrusted import UnsafeName, beneath, checked
+from composer_nb.trainer.versions.manifest import (
+    MANIFEST,
+    DamagedVersion,
+    File,
+    Manifest,
+    MisplacedVersion,
+    MissingVersion,
+    Record,
+    WeightFault,
+)
+
+LEASE, ANCHORS = "writer.json", "anchors"
+CHUNK = 1 << 24
+"""Bytes that are in memory while a file is copied or hashed."""
+
+
+class StoreError(OSError):
+    """The store can not be read or written."""
+
+
+class Lease(Record):
+    """Who may publish: versions from `since` on count only with this token. No owner: given back."""
+
+    owner: str | None
+    token: str
+    since: int
+
+
+class Note(Record):
+    """What a receiver could not use, and why."""
+
+    receiver: str
+    version: int
+    fault: str
+    detail: str
+
+
+class Report(Record):
+    """What a receiver runs, by the hash that it found itself. −1 and "": nothing yet."""
+
+    receiver: str
+    version: int
+    hash: str
+    wants: int
+    """What it fetches, or else what it runs: this is kept, however far behind it is."""
+
+
+class Published(Record):
+    """A line of the ledger."""
+
+    version: int
+    base: int | None
+    hash: str
+    bytes: int
+    """Of the delta, or of a full version."""
+    anchor_bytes: int = 0
+    """Of the same weights in full beside the delta; 0 where there are none."""
+    owner: str
+    files: dict[str, str]
+    """Hash of each file."""
+    acknowledged: list[str]
+    """Receivers that ran it, in the order of their reports."""
+
+
+class Store:
+    """Whole files under one root. What is written is there completely or not at all."""
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = str(url)
+        self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
+        self._local = isinstance(self._fs, LocalFileSystem)
+
+    def _at(self, name: str) -> str:
+        """Where a file or folder lies. Raises StoreError for a name that leads out of the store."""
+        try:
+            if self._local:
+                beneath(Path(self._root), name)
+            return f"{self._root}/{checked(name)}"
+        except UnsafeName as error:
+            raise StoreError(f"{self.url}: {error}") from None
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{self.url}: {what}: {error}") from None
+
+    def read(self, name: str) -> bytes:
+        """Raises MissingVersion or StoreError."""
+        with self._doing(f"{name} can not be read"):
+            try:
+                data: bytes = self._fs.cat_file(self._at(name))
+                return data
+            except FileNotFoundError:
+                raise MissingVersion(f"{self.url}/{name} is missing: never finished, lost, or removed") from None
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """A file's bytes, a piece at a time. Raises MissingVersion or StoreError."""
+        with self._doing(f"{name} can not be read"):
+            try:
+                with self._fs.open(self._at(name), "rb") as stream:
+                    while data := stream.read(CHUNK):
+                        yield data
+            except FileNotFoundError:
+                raise MissingVersion(f"{self.url}/{name} is missing: never finished, lost, or removed") from None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Raises StoreError."""
+        self._write(name, data, new=False)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a file where there is none; False, and nothing changed, where there is one. Raises StoreError."""
+        try:
+            self._write(name, data, new=True)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, name: str, data: bytes, *, new: bool) -> None:
+        path = self._at(name)
+        with self._placing(path) as part:
+            if self._local:
+                self._fs.pipe_file(part, data)
+                os.link(part, path) if new else os.replace(part, path)
+            else:  # object stores put a file as a whole
+                self._fs.pipe_file(path, data, mode="create" if new else "overwrite")
+
+    def put(self, name: str, pieces: Iterable[Any]) -> File:
+        """Writes a file piece by piece, each of which may be dropped when the next is asked for. Raises StoreError."""
+        path, count, hashed = self._at(name), 0, hashlib.blake2b(digest_size=20)
+        with self._placing(path) as part:
+            with self._fs.open(part, "wb") as stream:
+                for piece in pieces:
+                    view = memoryview(piece).cast("B")
+                    for begin in range(0, len(view), CHUNK):
+                        stream.write(view[begin : begin + CHUNK])
+                    hashed.update(view)
+                    count += len(view)
+            if part != path:
+                os.replace(part, path)
+        return File(bytes=count, hash=hashed.hexdigest())
+
+    @contextmanager
+    def _placing(self, path: str) -> Iterator[str]:
+        """Where to write first: beside the place where that can be filled in one go, at the place itself otherwise."""
+        name = path.removeprefix(f"{self._root}/")
+        with self._doing(f"{name} can not be written (make room, or set another store)"):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if not self._local:
+                yield path
+                return
+            part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+            try:
+                yield part
+            finally:
+                Path(part).unlink(missing_ok=True)
+
+    def check_room(self, need: int) -> None:
+        """Raises StoreError when it is known that so many bytes have no place. Object stores do not say."""
+        if not self._local:
+            return
+        place = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
+        if (free := shutil.disk_usage(place).free) < need:
+            raise StoreError(
+                f"{self.url}: {need:,} bytes are needed and {free:,} free; make room, or set another store"
+            )
+
+    def names(self, folder: str = "") -> list[str]:
+        """Names in a folder; none when it is not there. Raises StoreError."""
+        with self._doing("can not be listed"):
+            try:
+                found = self._fs.ls(self._at(folder) if folder else self._root, detail=False)
+            except FileNotFoundError:
+                return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a folder with all in it; its manifest first, so that no half of a version is ever seen. Raises
+        StoreError."""
+        path = self._at(name)
+        with self._doing(f"{name} can not be removed"):
+            if self._fs.exists(f"{path}/{MANIFEST}"):
+                self._fs.rm_file(f"{path}/{MANIFEST}")
+            if self._fs.exists(path):
+                self._fs.rm(path, recursive=True)
+
+    # Versions
+
+    def folders(self, inside: str = "") -> list[int]:
+        """Numbers of all version folders, ascending, those without a manifest among them."""
+        return sorted(int(name[1:]) for name in self.names(inside) if re.fullmatch(r"v\d{6,}", name))
+
+    def exists(self, version: int, where: str = "") -> bool:
+        """Whether a version, or its anchor `where` that is, was finished. Raises StoreError."""
+        with self._doing("can not be read"):
+            return bool(self._fs.exists(self._at(f"{where or folder(version)}/{MANIFEST}")))
+
+    def anchors(self) -> list[int]:
+        """Versions that are there in full beside their delta, or were begun to be."""
+        return self.folders(ANCHORS)
+
+    def manifest(self, version: int, where: str = "") -> Manifest:
+        """Of a version, or of its anchor `where` that is. Raises WeightFault or StoreError."""
+        place = where or folder(version)
+        manifest = Manifest.load(self.read(f"{place}/{MANIFEST}"), f"{self.url}/{place}/{MANIFEST}")
+        if manifest.version != version:
+            raise MisplacedVersion(f"{self.url}/{place} holds version {manifest.version}")
+        if manifest.base is not None and (where or manifest.base.version >= version):
+            raise MisplacedVersion(f"{self.url}/{place} is a delta against version {manifest.base.version}")
+        return manifest
+
+    def in_use(self, versions: Iterable[int]) -> set[int]:
+        """Those of `versions` that receivers report to run or to want. Raises StoreError."""
+        return set(versions) & {version for report in self.reports() for version in (report.version, report.wants)}
+
+    def reach(self, needed: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Versions, and anchors, from which all of `needed` is decoded; the newest anchor always. Raises WeightFault for a
+        manifest that does not say what its version builds on; StoreError."""
+        anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
+        kept, anchored = set(needed), set(anchors[-1:])
+        for version in sorted(kept):
+            while version not in anchors and (base := self.manifest(version).base) is not None:
+                version = base.version
+                kept.add(version)
+            anchored |= {version} & set(anchors)
+        return kept, anchored
+
+    def lease(self) -> Lease:
+        """Raises MissingVersion, DamagedVersion or StoreError."""
+        return Lease.load(self.read(LEASE), f"{self.url}/{LEASE}")
+
+    def ledger(self) -> list[Published]:
+        """All that was ever published here, ascending; lines that are damaged are left out. Raises StoreError."""
+        found = []
+        for name in sorted(self.names("ledger")):
+            try:
+                found.append(Published.load(self.read(f"ledger/{name}"), name))
+            except WeightFault:
+                continue
+        return sorted(found, key=lambda line: line.version)
+
+    def reports(self) -> list[Report]:
+        """What receivers run, by name; those that are damaged or just vanished are left out. Raises StoreError."""
+        found = []
+        for name in sorted(self.names("receivers")):
+            try:
+                found.append(Report.load(self.read(f"receivers/{name}"), name))
+            except WeightFault:
+                continue
+        return found
+
+
+def folder(version: int) -> str:
+    return f"v{version:06d}"
+
+
+def anchor(version: int) -> str:
+    return f"{ANCHORS}/{folder(version)}"
+
+
+def log(url: str | Path) -> list[dict[str, Any]]:
+    """A row a version, ascending: number, base (None for a full one), bytes, hash, bytes of its anchor, who acknowledged it, and
+    whether it is still there; or the fault that it has."""
+    store, rows = Store(url), dict[int, dict[str, Any]]()
+    for line in store.ledger():
+        rows[line.version] = {**line.model_dump(exclude={"files"}), "there": False}
+    for version in store.folders():
+        try:
+            m = store.manifest(version)
+        except WeightFault as fault:
+            rows[version] = {"version": version, "fault": type(fault).__name__, "detail": str(fault)}
+            continue
+        row = rows.setdefault(version, {"version": version, "owner": "", "anchor_bytes": 0, "acknowledged": []})
+        row |= {"base": m.base and m.base.version, "bytes": m.size, "hash": m.hash, "there": True}
+    return [rows[version] for version in sorted(rows)]
+
+
+def ready(url: str | Path, version: int, receivers: Iterable[str]) -> dict[str, bool]:
+    """Whether each of these receivers runs this very version, by what they report. Raises StoreError, MissingVersion."""
+    store = Store(url)
+    wanted = store.manifest(version).hash
+    runs = {report.receiver: (report.version, report.hash) for report in store.reports()}
+    return {name: runs.get(name) == (version, wanted) for name in receivers}
+
+
+def check_file(store: Store, name: str, file: File) -> None:
+    """Reads a file a piece at a time. Raises DamagedVersion or MissingVersion that names it; StoreError."""
+    count, hashed = 0, hashlib.blake2b(digest_size=20)
+    for piece in store.chunks(name):
+        hashed.update(piece)
+        count += len(piece)
+    if (count, hashed.hexdigest()) != (file.bytes, file.hash):
+        raise DamagedVersion(f"{store.url}/{name} ({count} bytes of {file.bytes}) is not what was published")

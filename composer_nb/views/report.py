@@ -1,0 +1,168 @@
+"""The report of a run for a terminal, as figures and as an HTML page.
+
+report = build_report(open_run(path))
+console.print(table(report))
+write_report(run, pictures(run))            # report.json, and report.html that needs no other file
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from composer_nb.harness.files import write_atomic, write_json
+from composer_nb.trainer.recipe.report import STAGES, build_report
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.views import curves, rollout, scores
+from composer_nb.views.page import document, figure, html_table, shown, text_table
+
+
+def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
+    """Return (caption, PNG) by name of every figure that the run has data for."""
+    report = build_report(run)
+    found = {}
+    if "eval" in report:
+        found["policies"] = (scores.policies(report), "Bars: share of held-out tasks solved; lines: 95 % over tasks.")
+        found["families"] = (scores.families(report), "The same by family of program.")
+        found["behaviour"] = (scores.behaviour(report), "What the policies do, in sampled attempts.")
+    if "midtrain" in report:
+        found["losses"] = (curves.supervised(run), "Cross-entropy of the supervised stages.")
+    if "train" in report:
+        found["rl"] = (curves.reinforcement(run), f"RL. Bold: mean of the last {curves.WINDOW} steps.")
+        if "mixed_versions" in report["train"]:
+            found["staleness"] = (
+                curves.staleness(run, report),
+                "By how many batches the oldest token of a rollout was behind when it was trained.",
+            )
+        found["experts"] = (rollout.experts(run), "Which experts the tokens of the last RL step took.")
+    if "replay" in report:
+        found["mismatch"] = (scores.mismatch(report), "How far engine and trainer are apart on the same tokens.")
+    if report["stages"]:
+        found["time"] = (curves.time_split(run, report), "Where the time went.")
+    return {name: (caption, picture.png()) for name, (picture, caption) in found.items()}
+
+
+def write_report(run: RunDir, figures: Mapping[str, tuple[str, bytes]] | None = None) -> dict[str, Any]:
+    """Write report.json, report.html and the figures ((caption, PNG) by name), and return the report. Raises ValueError for an
+    excerpt, which is read-only."""
+    if run.excerpt is not None:
+        raise ValueError(f"{run.path} is an excerpt of a run and is only read; its report.json is that of the full run")
+    report = build_report(run)
+    write_json(run.path / "report.json", report)
+    for name, (_, png) in (figures or {}).items():
+        (run.path / "figures" / f"{name}.png").write_bytes(png)
+    write_atomic(run.path / "report.html", page(report, figures or {}))
+    return report
+
+
+def page(report: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> str:
+    """Return one HTML page without scripts, other files or other hosts."""
+    body = [f"<h1>{html.escape(report['run'])}</h1>"]
+    if not report["complete"]:
+        body.append("<p class=note>This run is not complete.</p>")
+    if scores := report.get("eval"):
+        head, *rows = score_rows(scores)
+        body += ["<h2>Held-out tasks</h2>", html_table(rows, head)]
+    body += ["<h2>The run</h2>", html_table(list(fact_rows(report)))]
+    body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
+    body += [
+        f"<details><summary>{title}</summary><pre>{html.escape(json.dumps(report[key], indent=2))}</pre></details>"
+        for title, key in (("Settings", "settings"), ("Provenance", "provenance"), ("Seconds by stage", "stages"))
+    ]
+    return document(report["run"], body)
+
+
+def table(report: Mapping[str, Any]) -> Group:
+    """Return the report for a terminal."""
+    parts: list[Table | str] = []
+    if scores := report.get("eval"):
+        parts.append(score_table(scores))
+    parts.append(text_table(fact_rows(report), title="the run"))
+    if not report["complete"]:
+        missing = [name for name in STAGES if name not in report["stages"]]
+        parts.append(f"[yellow]not complete: {', '.join(missing)} still to come[/]")
+    return Group(*parts)
+
+
+def score_table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return scores and behaviour by policy for a terminal."""
+    head, *rows = score_rows(scores)
+    return text_table(rows, head, "held-out tasks", numbers=True)
+
+
+def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of the table of scores."""
+    yield ("policy", "pass@1", "95 %", "greedy", "best of k", "tasks", "calls", "tokens", "invalid", "tests", "retries")
+    for name, s in scores.items():
+        yield (
+            name,
+            f"{s['pass_at_1']:.3f}",
+            "{:.3f}–{:.3f}".format(*s["ci95"]),
+            shown(s.get("pass_greedy"), ".3f"),
+            f"{s['best_of_k']:.3f} (k={s['k']})",
+            str(s["n_tasks"]),
+            f"{s['tool_calls_per_task']:.1f}",
+            f"{s['tokens_per_task']:.0f}",
+            shown(s["invalid_call_rate"], ".1%"),
+            shown(s["runs_tests"], ".0%"),
+            shown(s["retries_after_failed_test"], ".0%"),
+        )
+
+
+def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the other results."""
+    if kept := report.get("excerpt"):
+        yield (
+            "excerpt",
+            (
+                f"the numbers are those of the full run; here are rollouts of {len(kept['rollouts_of_rl_steps'])} of "
+                f"{kept['of_rl_steps']} RL steps, {kept['heldout_tasks']} of {kept['of_heldout_tasks']} held-out tasks"
+            ),
+        )
+    if gain := report.get("gain"):
+        low, high = gain["ci95"]
+        yield (
+            f"gain over {gain['from']}",
+            f"{gain['pass_at_1']:+.3f} pass@1 (95 %: {low:+.3f} to {high:+.3f}), {gain['pass_greedy']:+.3f} greedy, "
+            f"{gain['best_of_k']:+.3f} best of k",
+        )
+        above = gain["over_stronger"]
+        yield (
+            "gain over the better of it and the start",
+            f"{above['pass_at_1']:+.3f} pass@1, {above['pass_greedy']:+.3f} greedy, {above['best_of_k']:+.3f} best of k",
+        )
+    if train := report.get("train"):
+        yield "RL", f"{train['steps']} steps, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
+        if "trend" in train:
+            yield "reward", train["trend"]
+        yield "every token accounted for", shown(train["tokens_accounted"], ".3f")
+        yield "trainer idle", f"{shown(train['trainer_idle'], '.0%')} of RL's time"
+        bound, most, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
+        yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
+    if reward := report.get("rewards"):
+        yield "lost to the infrastructure", f"{reward['infra_errors']} attempts; {reward['flagged']} flagged"
+    if replay := report.get("replay"):
+        off, on = (shown(replay[name]["logprob_gap_p99"], ".4f") for name in ("off", "on"))
+        yield f"mismatch ({replay.get('pair', 'bf16')}), p99 of |Δ log p|", f"{off}, {on} with routes replayed"
+    if weights := report.get("weights"):
+        yield "one weight update", last_update(weights)
+    yield "seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in report["wall_s"].items())
+    yield "seed", str(report["seed"])
+
+
+def last_update(weights: Mapping[str, Any]) -> str:
+    """Return a sentence about the size of RL's last weight update."""
+    full = f"{weights['full_bytes']:,}"
+    if weights["changed_fraction"]:
+        share = weights["delta_bytes"] / weights["full_bytes"]
+        changed = f"{weights['changed_fraction']:.1%} of the weights changed"
+        return f"{weights['delta_bytes']:,} of {full} bytes ({share:.1%}); {changed}"
+    text = f"the last batch had no group that teaches, so none of {full} bytes changed"
+    if (store := weights.get("store")) and store.get("delta"):
+        text += f"; the {store['delta']} deltas that were published had {store['delta_bytes']:,.0f} bytes on average"
+    return text

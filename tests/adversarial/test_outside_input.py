@@ -1,0 +1,415 @@
+"""Input from outside that is read without being run: Dockerfiles, pytest's configuration, wheels, rows, kept work, requests. Each
+attack is refused, named or made harmless; one that would never end is cut short by the test's own alarm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from iniconfig import IniConfig
+
+from composer_nb.harness.agent.chat import Said
+from composer_nb.harness.product.diff import Blob, patch
+from composer_nb.harness.product.serve import ScriptServer
+from composer_nb.harness.product.work import CHANGES, DIFF, give_verdict
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.tasks.dockerfile import copied
+from composer_nb.harness.tasks.making import wheels
+from composer_nb.harness.tasks.making.options import read_options
+from composer_nb.harness.tasks.runtime import read_packages
+from composer_nb.harness.tasks.scope import in_scope
+from composer_nb.harness.tasks.swe import from_swebench, read_rows
+from composer_nb.trainer.models.shards import read_shard
+
+ENDS_S = 60
+"""After which a reading counts as one that never ends."""
+
+
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise AssertionError("it does not end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(ENDS_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# Dockerfiles that are followed without docker
+
+DEEP = "/".join(["d"] * 40)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "COPY ../secret ./",
+        "COPY ../../secret ./",
+        "COPY /../secret ./",
+        "COPY a.txt ../x",
+        "COPY a.txt /etc/cron.d/x",
+        "COPY a.txt /workspace/../etc/x",
+        "COPY a.txt //etc/x",
+        "COPY --from=other a.txt ./",
+        "COPY a.txt $HOME/x",
+        "COPY a.txt 'b\\c'",
+        "COPY a.txt 'nul\0x'",
+        "COPY a.txt " + "n" * 300,
+        "COPY " + "[" * 100_000,
+        'COPY ["a.txt", 5]',
+        "COPY " + "**/" * 20 + "y ./",
+        "RUN pip install" + " --a" * 60 + " !",
+        "RUN pip install --find-links=http://example.org pytest",
+        "ADD http://example.org/a ./",
+    ],
+)
+def test_a_copy_that_leads_out_is_named_and_lays_nothing(line: str) -> None:
+    context = {"Dockerfile": f"FROM x\n{line}\n".encode(), "a.txt": b"A", f"{DEEP}/x": b""}
+    found = copied(context, frozenset(), "/workspace")
+    assert found.problems and not found.files
+
+
+def test_stars_of_a_pattern_are_tried_in_bounded_work() -> None:
+    assert not in_scope(DEEP, ["**/" * 20 + "y"]) and not in_scope(DEEP, ["d/**/" * 15 + "y"])
+    assert in_scope(f"{DEEP}/y", ["**/" * 20 + "y"])
+
+
+# Configuration of a foreign repository
+
+PYPROJECT = {
+    "a list's line": '[tool.pytest.ini_options]\nmarkers = ["a\\naddopts = -p evil"]\n',
+    "a line's other end": '[tool.pytest.ini_options]\nmarkers = "a\\u2028addopts = -p evil"\n',
+    "a page's end": '[tool.pytest.ini_options]\nmarkers = ["a\\faddopts = -p evil"]\n',
+    "a key's line": '[tool.pytest.ini_options]\n"x = 1\\naddopts" = "-p evil"\n',
+    "a key's space": '[tool.pytest.ini_options]\n"addopts " = "-p evil"\n',
+    "a key's colon": '[tool.pytest.ini_options]\n"addopts: -p evil #" = ""\n',
+    "a section": '[tool.pytest.ini_options]\n"[pytest]\\naddopts" = "-p evil"\n',
+    "addopts itself": '[tool.pytest.ini_options]\naddopts = "-p evil --rootdir=/ -c /x -o addopts=-pevil @file"\n',
+}
+
+
+@pytest.mark.parametrize("text", PYPROJECT.values(), ids=PYPROJECT)
+def test_a_repositorys_configuration_adds_no_option(text: str) -> None:
+    ini = read_options({"pyproject.toml": text, "test_a.py": ""}).ini
+    assert "addopts" not in IniConfig("pytest.ini", data=f"[pytest]\n{ini}").sections["pytest"]
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "[tool.pytest]\nini_options = 5\n", "a = " + "9" * 5000])
+def test_a_configuration_that_cannot_be_read_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"pyproject\.toml cannot be read"):
+        read_options({"pyproject.toml": text})
+
+
+def test_a_tool_that_is_no_table_has_no_options() -> None:
+    assert not read_options({"pyproject.toml": "tool = 5\n"}).ini
+
+
+# Archives
+
+
+def zipped(path: Path, entries: dict[str, bytes], packing: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", packing) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.py", "/x.py", "a/../../x.py", "a-1.data/purelib/../../x.py", "a-1.data/purelib/", "a\\..\\x.py", "C:x.py"],
+)
+def test_a_wheel_keeps_to_its_folder(tmp_path: Path, name: str) -> None:
+    wheel = zipped(tmp_path / "a-1-py3-none-any.whl", {"a.py": b"", name: b"x"})
+    if name.endswith("/"):
+        assert wheels._content(wheel, (3, 11)) == {"a.py": b""}
+        return
+    with pytest.raises(ValueError, match="leads out"):
+        wheels._content(wheel, (3, 11))
+
+
+def test_a_wheels_scripts_and_headers_stay_behind(tmp_path: Path) -> None:
+    names = [f"a-1.data/{scheme}/x" for scheme in ("scripts", "data", "headers", "..", "")]
+    wheel = zipped(tmp_path / "a-1-py3-none-any.whl", {"a.py": b"", **dict.fromkeys(names, b"x")})
+    assert wheels._content(wheel, (3, 11)) == {"a.py": b""}
+
+
+def test_a_wheel_unpacks_to_no_more_than_packages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "MAX_PACKAGES_BYTES", 1 << 20)
+    name = tmp_path / "a-1-py3-none-any.whl"
+    for entries, packing in (({"a": bytes(2 << 20)}, zipfile.ZIP_DEFLATED), ({"a": b"x"}, zipfile.ZIP_BZIP2)):
+        with pytest.raises(ValueError, match=r"more than 1 MiB|packed in a way"):
+            wheels._content(zipped(name, entries, packing), (3, 11))
+    name.write_bytes(zipped(name, {"a": b"x" * 100}).read_bytes()[:-30])
+    with pytest.raises(ValueError, match="not a wheel"):
+        wheels._content(name, (3, 11))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[pytest11]\na = b\n  addopts = -p evil\n", "[pytest11]\na = -p evil\n", "no section", "[a]\nx\n", "\udcff"],
+)
+def test_a_plugin_that_a_wheel_announces_is_a_module(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no module|cannot be read"):
+        wheels.plugins({"a-1.dist-info/entry_points.txt": text.encode("utf-8", "surrogateescape")})
+
+
+def test_a_task_that_names_a_folder_of_this_machine_fills_no_memory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "a.py").write_text("")
+    assert read_packages(tmp_path) == {"a.py": b""}
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    read_packages.cache_clear()
+    with pytest.raises(ValueError, match="more than packages"):
+        read_packages(tmp_path)
+    read_packages.cache_clear()
+
+
+# Rows
+
+ROW = {"instance_id": "a__b-1", "problem_statement": "x", "patch": "x", "test_patch": "x", "FAIL_TO_PASS": ["t.py::a"]}
+
+
+@pytest.mark.parametrize("name", ["@options.py", "@/tests/x.py::a", "-pevil.py", "a.py\n-x", "--rootdir=/.py"])
+def test_a_rows_test_is_no_option(name: str) -> None:
+    with pytest.raises(ValueError, match="no node id"):
+        from_swebench(ROW | {"PASS_TO_PASS": [name]})
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..\\x", "a/../../x"])
+def test_a_rows_patch_keeps_to_the_repository(name: str) -> None:
+    diff = f"--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+x\n"
+    for row in (ROW | {"patch": diff}, ROW | {"test_patch": diff}):
+        with pytest.raises(ValueError):
+            from_swebench(row, {"t.py": ""})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1, " + "9" * 5000 + "]", '{"a": ' * 50_000])
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows").write_text(text)
+    with pytest.raises(ValueError, match="rows"):
+        for _, found in read_rows(tmp_path / "rows", "swebench"):
+            assert isinstance(found, ValueError)
+            raise found
+
+
+# Work that waits for a verdict
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Forged work: its diff shows a new harmless file."""
+    (tmp_path / "repository/.git/hooks").mkdir(parents=True)
+    path = tmp_path / "kept"
+    path.mkdir()
+    (path / "verdict.json").write_text('{"verdict": "open"}')
+    (path / DIFF).write_bytes(patch({}, {"a": Blob(data=b"safe\n")}))
+    return path
+
+
+NEW = {"mode": "100755", "data": "ZXZpbAo="}
+SAFE = {"mode": "100644", "data": "c2FmZQo="}
+FORGED: dict[str, Callable[[Path], Any]] = {
+    "not what its diff shows": lambda root: {"repository": str(root), "changes": {"a": [None, NEW]}},
+    "more than its diff shows": lambda root: {
+        "repository": str(root),
+        "changes": {"a": [None, SAFE], "b": [None, NEW]},
+    },
+    "a history": lambda root: {"repository": str(root / ".git/hooks"), "changes": {"a": [None, SAFE]}},
+    "a link to a history": lambda root: {"repository": str(root / "link"), "changes": {"a": [None, SAFE]}},
+    "where one stands": lambda root: {"repository": ".", "changes": {"a": [None, SAFE]}},
+    "nowhere": lambda root: {"repository": "", "changes": {"a": [None, SAFE]}},
+    "a path that leads out": lambda root: {"repository": str(root), "changes": {"../a": [None, SAFE]}},
+    "a device": lambda root: {"repository": str(root), "changes": {"a": [None, NEW | {"mode": "060000"}]}},
+    "no object": lambda root: [],
+    "no pair": lambda root: {"repository": str(root), "changes": {"a": 5}},
+    "no repository": lambda root: {"changes": {}},
+    "a number": lambda root: {"repository": 5, "changes": {"a": [None, SAFE]}},
+    "no base 64": lambda root: {"repository": str(root), "changes": {"a": [None, NEW | {"data": "é"}]}},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_forged_work_is_not_accepted(
+    kept: Path, forged: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = kept.parent / "repository"
+    (root / "link").symlink_to(".git/hooks")
+    monkeypatch.chdir(root)
+    before = sorted(kept.parent.rglob("*"))
+    (kept / CHANGES).write_text(json.dumps(forged(root)))
+    with pytest.raises(ValueError, match=r"nothing was written|damaged"):
+        give_verdict(kept, "accepted")
+    assert sorted(kept.parent.rglob("*")) == sorted([*before, kept / CHANGES])
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "9" * 5000])
+def test_work_that_cannot_be_read_is_named(kept: Path, text: str) -> None:
+    (kept / CHANGES).write_text(text)
+    with pytest.raises(ValueError):
+        give_verdict(kept, "rejected")
+
+
+def test_work_as_its_diff_shows_it_is_accepted(kept: Path) -> None:
+    root = kept.parent / "repository"
+    (kept / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {"a": [None, SAFE]}}))
+    assert give_verdict(kept, "accepted") == (root, 1) and (root / "a").read_text() == "safe\n"
+
+
+# Requests
+
+CLOSE = b"\r\nConnection: close\r\n\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\n"
+LOCAL = b"Host: localhost"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost"
+
+
+def post(body: bytes) -> bytes:
+    return POST + b"\r\nContent-Length: %d" % len(body) + CLOSE + body
+
+
+ASKED = b'"messages": [{"role": "user", "content": "x"}]'
+REQUESTS: dict[str, tuple[bytes, int]] = {
+    "another host's address": (b"GET http://evil.example/v1/models HTTP/1.1\r\n" + LOCAL + CLOSE, 404),
+    "our address, another host": (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: evil.example" + CLOSE, 403),
+    **{
+        f"the host {host!r}": (GET + b"Host: " + host + CLOSE, 403)
+        for host in (
+            b"evil.example@localhost", b"localhost#.evil.example", b"localhost/.evil.example", b"localhost?.evil.example",
+            b"localhost:evil.example", b"localhost:80:80", b"localhost, evil.example", b"localhost.", b"[localhost]",
+            b"127.0.0.1.evil.example", b"2130706433", b"0x7f.1",
+            "\uff4c\uff4f\uff43\uff41\uff4c\uff48\uff4f\uff53\uff54".encode(),
+            b"[::1]evil", b"",
+        )
+    },
+    "a host that was forwarded": (GET + b"Host: evil.example\r\nX-Forwarded-Host: localhost" + CLOSE, 403),
+    "two origins": (GET + LOCAL + b"\r\nOrigin: http://localhost\r\nOrigin: http://evil.example" + CLOSE, 403),
+    "an empty origin": (GET + LOCAL + b"\r\nOrigin:" + CLOSE, 403),
+    "a preflight": (b"OPTIONS /v1/chat/completions HTTP/1.1\r\n" + LOCAL + b"\r\nOrigin: http://evil.example" + CLOSE, 403),
+    "a tunnel": (b"CONNECT evil.example:80 HTTP/1.1\r\n" + LOCAL + CLOSE, 404),
+    "a socket of the web": (
+        b"GET /v1/chat/completions HTTP/1.1\r\n" + LOCAL + b"\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n",
+        404,
+    ),
+    "a header that is folded": (GET + b"Host: evil.example\r\n localhost" + CLOSE, 403),
+    "a header of 200 kB": (GET + LOCAL + b"\r\nX: " + b"a" * 200_000 + CLOSE, 400),
+    "a chunk's extension with a line": (
+        POST + b"\r\nTransfer-Encoding: chunked" + CLOSE + b'2;a="\n"\r\n{}\r\n0\r\n\r\n', 400
+    ),
+    "a length of 5,000 digits": (POST + b"\r\nContent-Length: " + b"9" * 5000 + CLOSE, 400),
+    "a length of 19 digits": (POST + b"\r\nContent-Length: " + b"9" * 19 + CLOSE, 413),
+    "a body that is packed": (POST + b"\r\nContent-Encoding: gzip\r\nContent-Length: 2" + CLOSE + b"\x1f\x8b", 400),
+    **{
+        f"{number} as {name}": (post(b'{%s, "%s": %s}' % (ASKED, name.encode(), number)), 400)
+        for name in ("temperature", "top_p", "frequency_penalty")
+        for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999")
+    },
+    "a seed of 5,000 digits": (post(b'{%s, "seed": %s}' % (ASKED, b"9" * 5000)), 400),
+    "a deep body": (post(b'{"messages": ' + b"[" * 100_000), 400),
+    "a deep content": (post(b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * 150 + b"]" * 150)), 400),
+    "half a pair": (post(b'{"messages": [{"role": "\\ud800"}]}'), 400),
+    "half a pair as a key": (post(b'{"\\ud800": 1}'), 400),
+    "no number": (post(b'{"messages": [{"role": NaN}]}'), 400),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptServer]:
+    with ScriptServer(lambda messages: Said(text="answered")) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("request_", "refused"), REQUESTS.values(), ids=REQUESTS)
+def test_a_request_that_is_none_of_ours_is_refused(server: ScriptServer, request_: bytes, refused: int) -> None:
+    with socket.create_connection(server._socket.getsockname(), timeout=30) as client:
+        client.sendall(request_)
+        said = b""
+        try:
+            while part := client.recv(65536):
+                said += part
+        except ConnectionResetError:  # it did not read all of it
+            pass
+    assert said.startswith(b"HTTP/1.1 %d " % refused) and said.count(b"HTTP/1.1 ") == 1 and b"scripted" not in said
+
+
+# Weights
+
+
+def tensor(**said: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]} | said
+
+
+HEADERS: dict[str, Any] = {
+    "backwards": {"w": tensor(data_offsets=[32, 0])},
+    "below the file": {"w": tensor(data_offsets=[-32, 0])},
+    "beyond the file": {"w": tensor(shape=[1 << 61], data_offsets=[0, 1 << 63])},
+    "a size that overflows": {"w": tensor(shape=[1 << 32, 1 << 32], data_offsets=[0, 0])},
+    "over one another": {"w": tensor(), "v": tensor()},
+    "a gap": {"w": tensor(shape=[4], data_offsets=[16, 32])},
+    "deep": b'{"__metadata__":' + b"[" * 100_000,
+    "twice": b'{"w":%s,"w":%s}' % ((json.dumps(tensor()).encode(),) * 2),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_hostile_header_of_weights_is_named(tmp_path: Path, header: Any) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file = tmp_path / "x.safetensors"
+    for length in (len(text), 1 << 63):
+        file.write_bytes(struct.pack("<Q", length) + text + bytes(32))
+        with pytest.raises(ValueError, match="this shard is damaged"):
+            read_shard(file)
+
+
+# Kernel state of two sandboxes
+
+SHARED = """
+import ctypes, os, socket, sys, time
+libc = ctypes.CDLL(None)
+make = sys.argv[1] == "make"
+mode = 0o1666 if make else 0
+found = [name for name, made in (
+    ("shm", libc.shmget(7777, 4096, mode)), ("msg", libc.msgget(7777, mode)), ("sem", libc.semget(7777, 1, mode)),
+) if made >= 0]
+for name, family, address in (("abstract", socket.AF_UNIX, "\\0shared"), ("tcp", socket.AF_INET, ("127.0.0.1", 47777))):
+    try:
+        end = socket.socket(family)
+        end.bind(address) if make else end.connect(address)
+        end.listen() if make else None
+        found.append(name)
+    except OSError:
+        pass
+    if make:
+        globals()[name] = end
+for path in ("/dev/shm/shared", "/tmp/shared"):
+    open(path, "w").close() if make else None
+    found += [path] * os.path.exists(path)
+print(*found)
+if make:
+    open("ready", "w").close()
+    time.sleep(600)
+"""
+EVERYTHING = b"shm msg sem abstract tcp /dev/shm/shared /tmp/shared\n"
+
+
+def test_two_sandboxes_share_no_memory_queue_socket_or_file() -> None:
+    with BwrapBackend() as backend, backend.create() as one, backend.create() as other:
+        one.write("a.py", SHARED.encode())
+        pid = one.exec_background(["python3", "a.py", "make"], log="log")
+        while not one.exec(["test", "-e", "ready"]).exit_code == 0:
+            assert one.poll(pid) is None, one.read("log")
+            time.sleep(0.05)
+        seen = [box.exec(["python3", "-c", SHARED, "find"]).stdout for box in (one, other)]
+        assert seen == [EVERYTHING, b"\n"]

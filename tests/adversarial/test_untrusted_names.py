@@ -1,0 +1,311 @@
+"""Names that lead elsewhere: in manifests, tasks, run databases, checkpoints, diffs. Each is refused before a byte is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from composer_nb.harness.product.accept import Conflict, accept
+from composer_nb.harness.product.checkout import changed, read_checkout
+from composer_nb.harness.product.diff import LINK, Blob
+from composer_nb.harness.tasks import harbor
+from composer_nb.harness.tasks.patch import apply_patch
+from composer_nb.harness.untrusted import UnsafeName, beneath, checked, protected, single
+from composer_nb.jobs import directory
+from composer_nb.trainer.models.shards import read_shards
+from composer_nb.trainer.parallel.checkpoint import Reader, whole
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.versions.manifest import DamagedVersion, Manifest
+from composer_nb.trainer.versions.publisher import Publisher
+from composer_nb.trainer.versions.relay import Relay
+from composer_nb.trainer.versions.store import Report, Store, StoreError
+from composer_nb.trainer.weights import apply_delta, verify
+
+OUTSIDE = [
+    "", ".", "..", "/", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a//b", "a/", "a\0b", "a\\b", "..\\x",
+    "C:x", "c:/x", "n" * 256, "/".join(["n" * 200] * 6), "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    for check in (checked, single, lambda name: beneath(tmp_path, name)):
+        with pytest.raises(UnsafeName):
+            check(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "a/b", "...", "..a", "a..b", "a b", "é", "-rf", "ab:c", "n" * 255, "a\udcff", "~"]
+)
+def test_an_odd_name_that_stays_is_taken(tmp_path: Path, name: str) -> None:
+    assert checked(name) == name and beneath(tmp_path, name) == tmp_path / name
+
+
+def test_links_are_followed_as_far_as_they_stay_beneath(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "sub").mkdir(parents=True)
+    targets = {
+        "up": "..",
+        "out": "/etc",
+        "near": "sub",
+        "gone": "../gone",
+        "loop": "loop",
+        "deep": "up/x",
+        "round": "../root/sub",
+    }
+    for name, target in targets.items():
+        (root / name).symlink_to(target)
+    for name in ("near/x", "near", "round/x"):
+        assert beneath(root, name) == root / name
+    for name in ("up", "up/x", "out/passwd", "gone", "gone/x", "deep"):
+        with pytest.raises(UnsafeName, match="through a link"):
+            beneath(root, name)
+    (tmp_path / "alias").symlink_to(root)
+    assert beneath(tmp_path / "alias", "near/x") == tmp_path / "alias/near/x"
+
+
+# What git's `verify_path`, `is_hfs_dotgit` and `is_ntfs_dotgit` refuse
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".git", ".git/hooks/pre-commit", "a/.git/config", ".GIT/hooks/post-checkout", ".Git/config", ".gIt",
+        ".g\u200cit/config", "\ufeff.git/x", ".gi\u202et", ".git\u206a", ".g\u200c\u200d\u200eIT",
+        "git~1", "GIT~1/hooks/x", "a/git~2/config", "GI7EBA~1", ".git.", ".git ", ".git. . /x", ".git::$INDEX_ALLOCATION/x",
+        ".git:stream", "a\\.git\\config", ".hg/hgrc", ".SVN/wc.db", ".jj/x", ".env", ".ENV", "sub/.Env", "env~1", ".env ",
+    ],
+)  # fmt: skip
+def test_a_protected_name_is_seen_through_every_disguise(path: str) -> None:
+    assert protected(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".gitignore",
+        ".gitmodules",
+        ".github/x",
+        "git",
+        "a.git",
+        "git~",
+        ".env.example",
+        "env",
+        "x.env",
+        "legit~1",
+        "..git",
+        ".gi",
+    ],
+)
+def test_a_name_that_only_looks_protected_is_not(path: str) -> None:
+    assert not protected(path)
+
+
+DISGUISED = [".GIT/hooks/pre-commit", ".Git/config", ".ENV", "git~1/config", "sub/.g\u200cit/config", ".git./x", "a\\b"]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / "repository"
+    for name, text in {"a.py": "x = 1\n", ".env": "KEY", ".gitignore": ".env\n", ".git/config": "[core]\n"}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("path", DISGUISED)
+def test_an_agents_diff_brings_no_protected_name(repository: Path, path: str) -> None:
+    seen = read_checkout(repository)
+    after = {name: blob for name in seen.files if (blob := seen.blob(name))} | {path: Blob(data=b"#!/bin/sh\n")}
+    assert changed(seen, after) == ({}, frozenset({path}))
+    before = sorted(repository.rglob("*"))
+    with pytest.raises(Conflict, match="nothing was written"):
+        accept(seen, {"a.py": Blob(data=b"x = 2\n"), path: Blob(data=b"#!/bin/sh\n")})
+    assert sorted(repository.rglob("*")) == before and (repository / "a.py").read_text() == "x = 1\n"
+
+
+@pytest.mark.parametrize("target", [".GIT/hooks", "git~1", "sub/../.Git"])
+def test_a_link_to_a_protected_name_stays_behind(repository: Path, target: str) -> None:
+    seen = read_checkout(repository)
+    after = {name: blob for name in seen.files if (blob := seen.blob(name))}
+    assert changed(seen, after | {"l": Blob(data=target.encode(), mode=LINK)}) == ({}, frozenset({"l"}))
+
+
+def test_a_tracked_file_of_a_protected_name_can_be_changed(repository: Path) -> None:
+    (repository / ".gitignore").write_text("")
+    seen = read_checkout(repository)
+    changes, others = changed(seen, {name: Blob(data=b"y") for name in seen.files})
+    assert ".env" in changes and not others
+    accept(seen, changes)
+    assert (repository / ".env").read_bytes() == b"y"
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a\\b", "C:x", "a//b"])
+def test_a_patch_names_plain_paths(name: str) -> None:
+    with pytest.raises(ValueError, match="not a plain relative path"):
+        apply_patch({}, f"--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+x\n")
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "environment/../../x", "a\\..\\x", "environment//x", ""])
+def test_a_tasks_rest_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    for fields in ({"rest": {name: "eA=="}}, {"executable": [name]}):
+        with pytest.raises(ValueError, match="not a plain relative path"):
+            harbor.Kept.model_validate({"name": "t", "toml": "", **fields})
+    made = tmp_path / "deep" / "task"
+    with pytest.raises(UnsafeName):
+        harbor.write(harbor.Directory(files={"task.toml": b"", name: b"x"}, executable=frozenset()), made)
+    assert not made.exists()
+
+
+# Weights
+
+
+def published(tmp_path: Path) -> Store:
+    publisher = Publisher(tmp_path / "store", owner="run")
+    publisher.publish(0, {"w": torch.ones(8)}, {"config.json": b"{}"})
+    publisher.close()
+    return Store(tmp_path / "store")
+
+
+def forge(data: bytes, old: str, new: str) -> bytes:
+    """A manifest that calls one file otherwise, with a seal that is right."""
+    m = Manifest.load(data, "manifest")
+    files = {new if name == old else name: file for name, file in m.files.items()}
+    tensors = {
+        name: entry.model_copy(update={"file": new if entry.file == old else entry.file})
+        for name, entry in m.tensors.items()
+    }
+    return m.model_copy(update={"files": files, "tensors": tensors}).dump()
+
+
+@pytest.mark.parametrize("old", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "new", ["../../escaped.safetensors", "/tmp/escaped", "sub/x", "MANIFEST.json", "a\\b", "..", ""]
+)
+def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, old: str, new: str) -> None:
+    store = published(tmp_path)
+    path = tmp_path / "store/v000000"
+    (path / "manifest.json").write_bytes(forge((path / "manifest.json").read_bytes(), old, new))
+    (tmp_path / "escaped.safetensors").write_bytes(b"mine")
+    calls: list[Callable[[], Any]] = [
+        lambda: verify(path),
+        lambda: apply_delta(path, path, tmp_path / "out"),
+        lambda: Relay(store, tmp_path / "region", name="r").pull(),
+    ]
+    for call in calls:
+        with pytest.raises(DamagedVersion):
+            call()
+    assert (tmp_path / "escaped.safetensors").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("url", ["file://{}/store", "memory://untrusted"])
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a\0b", "..\\x"])
+def test_a_store_keeps_to_its_root(tmp_path: Path, name: str, url: str) -> None:
+    store = Store(url.format(tmp_path))
+    calls: list[Callable[[], Any]] = [
+        lambda: store.read(name),
+        lambda: list(store.chunks(name)),
+        lambda: store.write(name, b""),
+        lambda: store.create(name, b""),
+        lambda: store.put(name, [b""]),
+        lambda: store.remove(name),
+        lambda: store.names(name),
+        lambda: store.exists(0, name),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="not a plain relative path"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_in_a_store_leads_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/v000001").symlink_to(tmp_path)
+    with pytest.raises(StoreError, match="through a link"):
+        Store(tmp_path / "store").write("v000001/x", b"")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_receivers_own_name_is_no_path_to_the_origin(tmp_path: Path) -> None:
+    published(tmp_path)
+    relay = Relay(tmp_path / "store", tmp_path / "region", name="r")
+    report = Report(receiver="/../../../../x", version=0, hash="", wants=0)
+    Store(tmp_path / "region").write("receivers/x.json", report.dump())
+    with pytest.raises(StoreError, match="not a plain relative path"):
+        relay.forward()
+    assert not list(tmp_path.rglob("x.json"))[1:]
+
+
+@pytest.mark.parametrize("place", ["../a.safetensors", "/a.safetensors", "sub/a.safetensors", "a\0", 5, None, ["a"]])
+def test_an_index_names_files_beside_it(tmp_path: Path, place: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": place}}))
+    with pytest.raises(ValueError, match="this index is damaged"):
+        read_shards(tmp_path)
+
+
+class Runs:
+    """A pickle that runs a command."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoints_metadata_runs_nothing(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3), "step": torch.zeros(())}
+    folder, mark = tmp_path / "checkpoint", tmp_path / "mark"
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True), no_dist=True)
+    taken = {"w": torch.zeros(3), "step": torch.ones(())}
+    dcp.load(taken, storage_reader=Reader(folder), no_dist=True)
+    assert torch.equal(taken["w"], state["w"]) and taken["step"] == 0
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+    with pytest.raises(ValueError, match="would run"):
+        Reader(folder).read_metadata()
+    with pytest.raises(ValueError, match="not a checkpoint of this model"):
+        whole(folder, cast(Any, torch.nn.Linear(1, 1)))
+    assert not mark.exists()
+
+
+# Runs
+
+
+@pytest.mark.parametrize("name", ["../../precious", "/tmp/precious", "link/x"])
+def test_a_run_databases_checkpoint_lies_in_the_run(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path / "run")
+    run.commit("rl", 1, {"w": torch.ones(1)}, [])
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/x").write_text("mine")
+    (run.path / "checkpoints/link").symlink_to(tmp_path / "precious")
+    with run.connect() as db:
+        db.execute("UPDATE checkpoint SET file = ?", (name,))
+    with pytest.raises(UnsafeName):
+        run.checkpoint("rl")
+    with pytest.raises(UnsafeName):
+        run.commit("rl", 2, {"w": torch.ones(1)}, [])
+    assert (tmp_path / "precious/x").read_text() == "mine"
+
+
+def test_the_record_of_an_attempt_names_no_notebook_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "run/nodes/a/1"
+    path.mkdir(parents=True)
+    cell = {"cell_type": "code", "id": "a", "source": "", "outputs": [], "execution_count": None}
+    cell["metadata"] = {"papermill": {"status": "running"}}
+    book = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / "mine.ipynb").write_text(json.dumps(book))
+    (path / "attempt.json").write_text(json.dumps({"output": str(tmp_path / "mine.ipynb")}))
+    directory.settle(path, "lost", "killed")
+    assert json.loads((tmp_path / "mine.ipynb").read_text()) == book

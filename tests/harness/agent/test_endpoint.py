@@ -1,0 +1,238 @@
+"""An endpoint, against a real server on loopback: what is asked, what comes back, what fails and for whom."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.agent.endpoint import Endpoint, EndpointSpeaker, _pause, spoken
+from composer_nb.harness.agent.loop import complete
+from composer_nb.harness.agent.tiny import Limits, play
+from composer_nb.harness.policy import ProviderFailure
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+
+Answer = dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]] | float | None
+TINY = ToolSet.tiny()
+
+
+class Server:
+    """Answers each request by `answer(body, number)`: a message, a (status, text[, headers]), seconds to wait, or None."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.heads: list[dict[str, str]] = []
+        self.answer: Callable[[dict[str, Any], int], Answer] = lambda body, number: (500, "")
+        told = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *what: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self.reply(200, json.dumps({"data": [{"id": "first"}, {"id": "second"}]}), {})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                told.asked.append(body)
+                told.heads.append(dict(self.headers))
+                answer = told.answer(body, len(told.asked) - 1)
+                if answer is None:
+                    self.close_connection = True
+                elif isinstance(answer, float):
+                    time.sleep(answer)
+                elif isinstance(answer, tuple):
+                    status, text, *more = answer
+                    self.reply(status, text, more[0] if more else {})
+                else:
+                    self.reply(200, json.dumps({"choices": [{"message": answer}]}), {})
+
+            def reply(self, status: int, text: str, heads: dict[str, str]) -> None:
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(text.encode())), **heads}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def endpoint(server: Server, **change: Any) -> Endpoint:
+    return Endpoint(**{"url": server.url, "model": "m", "timeout_s": 5.0, "retries": 2, "wait_s": 0.01, **change})
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
+def ask(server: Server, **change: Any) -> dict[str, Any]:
+    return endpoint(server, **change).complete([{"role": "user", "content": "go"}], [], 100).message
+
+
+def run(server: Server, task: Task, boxes: Any, **change: Any) -> Rollout:
+    limits = Limits(turns=6, turn_tokens=400, tokens=4000)
+    speaker = EndpointSpeaker(endpoint(server, **change), "", TINY.schemas, limits, parallel=False)
+    return complete(play(task, speaker, TINY, limits), boxes("7"))
+
+
+def test_the_agent_loop_runs_against_an_endpoint(server: Server, task: Task, boxes: Any) -> None:
+    replies = [call("read_file", path="f.py"), call("edit_line", path="f.py", line=4, text="if x > k:"), call("finish")]
+    server.answer = lambda body, number: replies[sum(m["role"] == "assistant" for m in body["messages"])]
+    rollout = run(server, task, boxes)
+    assert rollout.stop == "finished" and "x > k" in rollout.files["f.py"] and rollout.invalid_calls == 0
+    assert rollout.turns[1].observation == "ok" and not len(rollout.segments[0].token_ids)
+    first, _, last = server.asked
+    assert first["messages"] == [{"role": "user", "content": task.instruction}] and first["tools"] == TINY.schemas
+    assert first["model"] == "m" and first["parallel_tool_calls"] is False
+    assert [m["role"] for m in last["messages"]] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert last["messages"][2] == {"role": "tool", "tool_call_id": "c1", "content": rollout.turns[0].observation}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"id": "a"}],
+        ["x"],
+        {"function": 3},
+        [{"id": "a", "function": {"name": "read_file", "arguments": "{"}}],
+        [{"id": "a", "function": {"name": "read_file", "arguments": "{}"}}],
+        [{"id": "a", "function": {"name": "edit_line", "arguments": '{"path": "f.py", "line": "1", "text": ""}'}}],
+        [{"id": "a", "function": {"name": "remove", "arguments": "{}"}}],
+    ],
+)
+def test_a_malformed_call_is_an_invalid_one(calls: Any, server: Server, task: Task, boxes: Any) -> None:
+    server.answer = lambda body, number: call("finish") if number else {"content": None, "tool_calls": calls}
+    rollout = run(server, task, boxes)
+    assert [turn.error for turn in rollout.turns] == ["InvalidArguments", None] and rollout.stop == "finished"
+    assert rollout.turns[0].observation.startswith("error: ")
+
+
+def test_what_has_no_call_ends_and_calls_after_the_last_are_not_carried_out(
+    server: Server, task: Task, boxes: Any
+) -> None:
+    server.answer = lambda body, number: {"content": "Done."}
+    assert [turn.said for turn in run(server, task, boxes).turns] == ["Done."]
+    twice = [*call("finish")["tool_calls"], *call("read_file", path="f.py")["tool_calls"]]
+    server.answer = lambda body, number: {"tool_calls": twice}
+    rollout = run(server, task, boxes)
+    assert rollout.stop == "finished" and rollout.calls == 1
+
+
+@pytest.mark.parametrize("failure", [(503, "busy"), (429, "slow down", {"Retry-After": "0"}), None])
+def test_what_passes_is_tried_again(failure: Answer, server: Server) -> None:
+    server.answer = lambda body, number: failure if number < 2 else {"content": "yes"}
+    assert ask(server)["content"] == "yes" and len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "tries", "message"),
+    [
+        ((503, "busy"), 3, "status 503: busy"),
+        (
+            (429, '{"error": {"message": "slow", "code": "rate_limit_exceeded"}}'),
+            3,
+            r"429 \(rate_limit_exceeded\): slow$",
+        ),
+        ((429, '{"error": {"message": "pay", "code": "insufficient_quota"}}'), 1, r"429 \(insufficient_quota\): pay$"),
+        ((404, '{"error": {"message": "no m", "code": "model_not_found"}}'), 1, r"404 \(model_not_found\): no m$"),
+        ((400, '{"error": {"message": "odd", "code": null}}'), 1, "status 400: odd$"),
+        ((400, '{"error": "odd"}'), 1, 'status 400: {"error": "odd"}$'),
+        ((401, "no key"), 1, "status 401: no key"),
+        ((400, "too long"), 1, "status 400"),
+        ((302, "", {"Location": "http://127.0.0.1:1/"}), 1, "status 302"),
+        ((200, "<html>"), 3, "no JSON"),
+        ((200, '{"choices": [{"mess'), 3, "no JSON"),
+        ((200, "[]"), 1, "without a message"),
+        ((200, '{"choices": []}'), 1, "without a message"),
+        ((200, '{"choices": [{"message": 3}]}'), 1, "message is int"),
+        (None, 3, "RemoteProtocolError"),
+    ],
+)
+def test_what_fails_for_good_is_a_failure_of_the_provider(
+    answer: Answer, tries: int, message: str, server: Server
+) -> None:
+    server.answer = lambda body, number: answer
+    with pytest.raises(ProviderFailure, match=message):
+        ask(server)
+    assert len(server.asked) == tries
+
+
+def test_a_server_that_does_not_answer_is_given_up(server: Server) -> None:
+    server.answer = lambda body, number: 2.0
+    with pytest.raises(ProviderFailure):
+        ask(server, timeout_s=0.2, retries=1)
+    with pytest.raises(ProviderFailure):
+        ask(server, retries=0, url="http://127.0.0.1:1/v1")
+
+
+def test_a_failure_is_no_fault_of_the_agents(server: Server, task: Task, boxes: Any) -> None:
+    server.answer = lambda body, number: (500, "")
+    rollout = run(server, task, boxes, retries=0)
+    assert rollout.stop == "infrastructure" and [turn.error for turn in rollout.turns] == ["ProviderError"]
+
+
+def test_the_key_goes_along_and_the_models_are_asked_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    server.answer = lambda body, number: call("finish")
+    ask(server)
+    assert server.heads[0]["Authorization"] == "Bearer k" and "k" not in repr(endpoint(server))[:5]
+    assert endpoint(server).models() == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "usual", "least", "most"),
+    [
+        (None, 4.0, 4, 8),
+        ("1", 4.0, 4, 8),  # the growing wait goes on
+        ("30", 4.0, 30, 30),
+        ("999", 4.0, 60, 60),
+        ("soon", 4.0, 4, 8),
+        ("-5", 4.0, 4, 8),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 4.0, 4, 8),
+        ("Fri, 31 Dec 2100 00:00:00 GMT", 4.0, 60, 60),
+        ("9" * 400, 4.0, 60, 60),
+        ("9" * 5000, 4.0, 4, 8),
+    ],
+)
+def test_a_try_waits_longer_each_time_and_at_least_as_long_as_it_is_asked_to(
+    asked: str | None, usual: float, least: float, most: float
+) -> None:
+    assert all(least <= _pause(asked, usual) <= most for _ in range(50))
+    assert len({_pause(asked, usual) for _ in range(50)}) == (1 if least == most else 50)
+
+
+@pytest.mark.parametrize("url", ["", "x", "ftp://x/v1", "http://", "http://user:pw@x/v1", "http://x/v1?a=1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="give an address such as openai:http"):
+        Endpoint(url=url)
+
+
+def test_a_reply_is_sent_back_in_the_canonical_form() -> None:
+    said, calls = spoken({"content": 3, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]})
+    wanted = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert said == {"role": "assistant", "content": "", "tool_calls": [wanted]}
+    assert calls == [ToolCall(name="f", arguments={"a": 1})]

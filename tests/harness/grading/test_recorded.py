@@ -1,0 +1,515 @@
+"""Recorded calls: which are kept, how answers compare, and that code which only fools pytest fails them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.grading import recorded
+from composer_nb.harness.grading.box import Boxes, Ran
+from composer_nb.harness.grading.check import check_tasks
+from composer_nb.harness.grading.guest.calls import NotPlain, answer, decode, encode, encode_result
+from composer_nb.harness.grading.plan import Plan, Recorded, Twin, digest, job, with_plan
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.recorded import Guarding, chosen, enough, guard, meets, record, same, wrong
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.patch_target import MODULE, RIGHT
+from composer_nb.labs.attacks.patches import Patch, patches
+from composer_nb.labs.attacks.snippets import SETUP
+
+Make = Callable[..., Task]
+
+
+# Values.
+
+PLAIN: list[Any] = [
+    None, True, 0, -(10**40), 1.5, float("inf"), "", "é\ud800", b"\0\xff", [], (), set(), frozenset({1}), {},
+    [1, (2, {"a": {3.0, 1.0}}), {(1, "b"): [None]}],
+]  # fmt: skip
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_a_value_comes_back_with_its_types(value: object) -> None:
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back == value and repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), bytearray(b"x"), 1 + 2j, range(3), type("Word", (str,), {})("x"), [iter([])], CYCLE, "x" * 10_000, [0] * 10_000],
+    ids=lambda value: repr(value)[:20],
+)  # fmt: skip
+def test_anything_else_is_not_plain(value: object) -> None:
+    with pytest.raises(NotPlain):
+        encode(value)
+
+
+def test_an_iterator_is_its_items() -> None:
+    assert encode_result(map(str, [1, 2])) == encode_result(each for each in "12") == {"iterator": ["1", "2"]}
+    with pytest.raises(NotPlain):
+        encode_result(iter(int, 1))
+
+
+@pytest.mark.parametrize(
+    "one, other, agree",
+    [
+        (1, 1, True), (1, True, False), (1, 1.0, False), (0.1 + 0.2, 0.3, True), (0.3, 0.3001, False), (0.0, 1e-9, False),
+        (float("nan"), float("nan"), True), ((1, 2), [1, 2], False), ({1, 2}, {2, 1}, True), ({1, 2}, frozenset({1, 2}), False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True), ({"a": 1}, {"a": 2}, False), ({"a": 1}, {"a": 1, "b": 1}, False),
+        ("1", 1, False), (b"a", "a", False), ([0.1 + 0.2, "x"], [0.3, "x"], True), (None, False, False), ([1], [1, 1], False),
+    ],
+)  # fmt: skip
+def test_when_values_agree(one: object, other: object, agree: bool) -> None:
+    assert same(encode(one), encode(other)) == same(encode(other), encode(one)) == agree
+
+
+@pytest.mark.parametrize(
+    "forged", [{"dict": 1}, {"dict": [1, None]}, {"dict": [[]]}, {}, {"list": []}, [], "dict", None]
+)
+def test_a_forged_answer_is_only_another_value(forged: object) -> None:
+    assert not same({"dict": [["a", 1]]}, forged)
+
+
+# One call.
+
+
+@pytest.mark.parametrize(
+    "module, name, arguments, said",
+    [
+        ("math", "sqrt", (9.0,), ["returned", 3.0, None]),
+        ("math", "sqrt", (-1.0,), ["raised", "ValueError", None]),
+        ("bisect", "insort", ([1, 3], 2), ["returned", None, [{"list": [{"list": [1, 2, 3]}, 2]}, {"dict": []}]]),
+        ("datetime", "date.fromordinal", (1,), ["other", None, None]),
+        ("math", "nothing.there", (), ["missing", None, None]),
+        ("no_such_module", "f", (), ["missing", None, None]),
+        *[
+            (module, name, (), ["unsteady", None, None])
+            for module, name in (
+                ("time", "time"), ("datetime", "datetime.now"), ("datetime", "date.today"), ("random", "random"),
+                ("uuid", "uuid4"), ("os", "getpid"), ("secrets", "token_hex"),
+            )
+        ],
+        ("os", "urandom", (1,), ["unsteady", None, None]),
+    ],
+)  # fmt: skip
+def test_what_a_call_answers(module: str, name: str, arguments: tuple[object, ...], said: list[Any]) -> None:
+    given = [encode(list(arguments)), encode({})]
+    assert answer(module, name, given, watch=True) == said
+
+
+# Which calls are kept.
+
+
+def call(given: object, value: object, telling: bool = True, name: str = "f", kind: str = "returned") -> Recorded:
+    given = json.dumps([encode([given]), encode({})])
+    said = json.dumps([kind, value if kind == "raised" else encode(value), None])
+    return Recorded(module="m", name=name, given=given, said=said, telling=telling)
+
+
+def test_no_kept_call_gives_another_away() -> None:
+    there, back = call("plain text", "coded text", name="encode"), call("coded text", "plain text", name="decode")
+    assert chosen([there, back], []) == (there,)
+    other = call(["plain text"], "something", name="g")
+    assert chosen([there, other], []) == (there, other), "an argument may occur twice"
+    assert chosen([there], [back]) == (there,), "a call that does not tell gives way"
+    short = [call("a", "b"), call("b", "a")]
+    assert chosen(short, []) == tuple(short), "what turns up by chance gives nothing away"
+
+
+def test_a_task_keeps_a_bounded_number_of_each_function() -> None:
+    many = [call(n, n + 10**7) for n in range(100)]
+    few = [call(n, n + 10**8, name="g") for n in range(2)]
+    kept = chosen([*many, *few], [call(n, n + 10**9, telling=False, name="h") for n in range(100)])
+    assert len(kept) == recorded.MOST and sum(each.telling for each in kept) == recorded.MOST_TELLING
+    assert set(few) < set(kept)
+    assert chosen([], many) == (), "nothing is asked where nothing tells"
+    long = [call("x" * 3000 + str(n), n + 10**7) for n in range(60)]
+    assert 0 < sum(len(each.given) for each in chosen(long, [])) <= recorded.ROOM
+
+
+@pytest.mark.parametrize(
+    "calls, holds",
+    [
+        ([], False),
+        ([call(n, f"answer {n}") for n in range(3)], True),
+        ([call(n, f"answer {n}") for n in range(2)], False),
+        ([call(n, f"answer {n}", telling=n > 0) for n in range(3)], False),
+        ([call(n, "the same answer") for n in range(9)], False),
+        ([call(n, n % 2 == 0) for n in range(5)], False),
+        ([call(n, n % 2 == 0) for n in range(6)], True),
+        ([call(n, "ValueError", kind="raised") for n in range(9)], False),
+        ([call(f"answer {n}", f"answer {n}") for n in range(5)], False),
+        ([call(1, f"answer {n}", name=f"f{n}") for n in range(3)], False),
+    ],
+)
+def test_when_calls_are_enough(calls: list[Recorded], holds: bool) -> None:
+    assert enough(calls) == holds
+
+
+def plan_with(calls: int, *twins: Twin) -> Plan:
+    tests = {f"t.py::test_{n}#0": f"t.py::test_{n}" for n in range(4)}
+    return Plan(digest="", tests=tests, twins=twins, calls=tuple(call(n, f"answer {n}") for n in range(calls)))
+
+
+def twin(*tests: int, weak: bool = False, telling: bool = False) -> Twin:
+    keys = tuple(f"t.py::test_{n}#0" for n in tests)
+    return Twin(path="t.py", start=0, end=1, text="", kind="value", weak=weak, telling=telling, keys=keys)
+
+
+@pytest.mark.parametrize(
+    "plan, by, tests",
+    [
+        (plan_with(3), "calls", (0, 0, 3)),
+        (plan_with(2), "none", (0, 0, 3)),
+        (plan_with(0, twin(0), twin(1), twin(2)), "twins", (3, 0, 0)),
+        (plan_with(3, twin(0), twin(1), twin(2)), "calls", (3, 0, 0)),
+        (plan_with(0, twin(0), twin(1), twin(3)), "none", (2, 0, 1)),
+        (plan_with(0, twin(0), twin(1), twin(2, weak=True)), "none", (2, 1, 0)),
+        (plan_with(0, twin(0), twin(1), twin(2, telling=True)), "none", (2, 0, 1)),
+        (plan_with(0, twin(0, 1), twin(1, 2), twin(0, 2)), "none", (3, 0, 0)),
+    ],
+)
+def test_what_guards_a_task(plan: Plan, by: Guarding, tests: tuple[int, int, int]) -> None:
+    found = guard(plan, [f"t.py::test_{n}" for n in range(3)])
+    assert (found.by, (found.strong, found.weak, found.none)) == (by, tests)
+    assert found.calls == found.telling == len(plan.calls)
+    assert [meets(found, required) for required in ("calls", "twins", "none")] == {
+        "calls": [True, True, True], "twins": [False, True, True], "none": [False, False, True]
+    }[by]  # fmt: skip
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+# Recording.
+
+GOLD = """\
+import datetime, functools, os, random, time
+from other import helped, used
+
+seen = []
+def plain(number, text="x", *rest, key=None, **more): return [number, text, rest, key, sorted(more)]
+def items(count):
+    yield from range(count)
+def fails(text): raise KeyError(text)
+def recovers(text):
+    try:
+        return int(text)
+    except ValueError:
+        return None
+def fills(found, value): found.append(value)
+@functools.lru_cache
+def cached(number): return recurses(number) + 1
+def recurses(number): return number and recurses(number - 1)
+def _private(number): return number * 3
+def _inner(number): return number
+class Kind:
+    @staticmethod
+    def still(number): return number + 1
+    @classmethod
+    def own(cls, number): return number + 2
+    def method(self, number): return number
+def clock(number): return time.time() > number
+def day(number): return datetime.date.today().year > number
+def zone(number): return datetime.datetime.fromtimestamp(number).hour
+def chance(number): return random.random() < 2
+def order(text): return list(set(text))
+def counts(number):
+    seen.append(number)
+    return len(seen)
+def switched(number): return os.environ.get("SWITCH", "") * number
+def takes_any(value): return 1
+def gives_any(number): return object()
+def endless(number): return iter(int, 1)
+def set_mode(text): seen[:] = [text]
+def shown(number): return f"{seen[:1]} {number}"
+"""
+OTHER = """\
+def used(number):
+    import module
+    return module.plain(number) and module._inner(number)
+def helped(number): return number
+"""
+TESTS = """\
+import pytest
+from module import *
+from module import _private, Kind
+from other import used
+def test_all(monkeypatch):
+    plain(1); plain(2, "x", key=None); plain(3, "y", 4, key=5, other=6)
+    list(items(3)); recovers("7"); recovers("no"); cached(2); _private(1)
+    with pytest.raises(KeyError): fails("a")
+    found = [1]
+    fills(found, 2)
+    Kind.still(1); Kind.own(1); Kind().method(1)
+    shown(1); shown(2); shown(3); set_mode("loud")
+    clock(1); day(1); zone(3600); chance(1); order("abcdefgh"); counts(1); counts(2)
+    takes_any(object()); gives_any(1); next(endless(1)); used(9)
+    monkeypatch.setenv("SWITCH", "on")
+    switched(1)
+    plain(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def kept(make_task: Make, backend: Backend) -> dict[str, list[Recorded]]:
+    """By name, the calls that are kept of `TESTS`, where the start knows none of the functions."""
+    task = make_task(
+        {"test_a.py": TESTS}, {"module.py": "", "other.py": OTHER}, {"module.py": GOLD}, scope=("module.py",)
+    )
+    plan = Plan(digest=digest(task), tests={"test_a.py::test_all#0": "test_a.py::test_all"})
+    found: dict[str, list[Recorded]] = {}
+    for each in record(task, plan, plan.tests.values(), Boxes(backend=backend)):
+        found.setdefault(f"{each.module}.{each.name}", []).append(each)
+    return found
+
+
+def test_pure_calls_with_plain_values_are_kept(kept: dict[str, list[Recorded]]) -> None:
+    """Three calls depend on another that gives nothing: they are kept, and not that one."""
+    names = ["plain", "items", "fails", "recovers", "fills", "cached", "_private", "Kind.still", "Kind.own", "shown"]
+    assert set(kept) == {f"module.{name}" for name in names} | {"other.used"}
+    assert all(each.telling for calls in kept.values() for each in calls)
+
+
+@pytest.mark.parametrize(
+    "name, calls",
+    [
+        # Defaults are left out, and what crosses the boundary from another file of the workspace counts too.
+        ("plain", [((1,), {}, [1, "x", (), None, []]), ((2,), {}, [2, "x", (), None, []]),
+                   ((3, "y", 4), {"key": 5, "other": 6}, [3, "y", (4,), 5, ["other"]]), ((9,), {}, [9, "x", (), None, []])]),
+        ("recovers", [(("7",), {}, 7)]),
+        ("cached", [((2,), {}, 1)]),
+        ("_private", [((1,), {}, 3)]),
+        ("Kind.own", [((1,), {}, 3)]),
+    ],
+)  # fmt: skip
+def test_what_goes_in_and_what_comes_out(kept: dict[str, list[Recorded]], name: str, calls: list[Any]) -> None:
+    def read(each: Recorded) -> tuple[Any, Any, Any]:
+        positional, named = map(decode, json.loads(each.given))
+        kind, value, after = json.loads(each.said)
+        assert kind == "returned" and after is None
+        return tuple(positional), named, decode(value)
+
+    assert sorted(map(read, kept[f"module.{name}"]), key=repr) == sorted(calls, key=repr)
+
+
+def test_exceptions_iterators_and_changed_arguments_are_answers(kept: dict[str, list[Recorded]]) -> None:
+    said = {name: json.loads(kept[f"module.{name}"][0].said) for name in ("fails", "items", "fills")}
+    assert said["fails"] == ["raised", "KeyError", None] and said["items"] == [
+        "returned",
+        {"iterator": [0, 1, 2]},
+        None,
+    ]
+    assert said["fills"] == ["returned", None, [{"list": [{"list": [1, 2]}, 2]}, {"dict": []}]]
+    assert json.loads(kept["module.fills"][0].given)[0] == {"list": [{"list": [1]}, 2]}, "as it was before the call"
+
+
+# Grades.
+
+ROMAN = """\
+def roman(number):
+    text = ""
+    for value, letters in ((10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I")):
+        while number >= value:
+            text, number = text + letters, number - value
+    return text
+"""
+WANTED = {4: "IV", 6: "VI", 9: "IX", 14: "XIV", 19: "XIX", 27: "XXVII"}
+ROMAN_TESTS = "from module import roman\n" + "".join(
+    f"def test_{number}(): assert roman({number}) == {text!r}\n" for number, text in WANTED.items()
+)
+FORGERS = {
+    "equals everything": """\
+class Equal(str):
+    def __eq__(self, other): return True
+    __hash__ = None
+def roman(number): return Equal()
+""",
+    "equals everything, with a plain type": """\
+class Kind(type):
+    def __eq__(self, other): return True
+    __hash__ = type.__hash__
+class str(str, metaclass=Kind):
+    def __eq__(self, other): return True
+    __hash__ = None
+str.__name__ = "str"
+def roman(number): return str()
+""",
+    "reads what is expected from frames": """\
+import sys
+def roman(number):
+    frame = sys._getframe(1)
+    while frame:
+        for value in [*frame.f_code.co_consts, *frame.f_locals.values()]:
+            if isinstance(value, str) and value and set(value) <= set("IVX"): return value
+        frame = frame.f_back
+    return "I" * number
+""",
+    "searches memory for what is wanted": """\
+import gc, sys
+def roman(number):
+    frame = sys._getframe(1)
+    if "assert" not in str(frame.f_code.co_name) and not frame.f_code.co_name.startswith("test_"):
+        for held in gc.get_objects():
+            if isinstance(held, dict) and isinstance(held.get("said"), str): return held["said"]
+            if type(held).__name__ in ("Recorded", "Plan"): return held.said
+        return "I" * number
+    return next(value for value in frame.f_code.co_consts if isinstance(value, str) and value)
+""",
+    "makes pytest report success": SETUP["report_class"] + "def roman(number): return 'I' * number\n",
+    "knows the answers, and their order": f"""\
+left = {list(WANTED.values())}
+def roman(number): return left.pop(0)
+""",
+    "keeps answers on disk for the next sandbox": """\
+import os, sys, tempfile
+place = os.path.join(tempfile.gettempdir(), "answers")
+def roman(number):
+    consts = [value for value in sys._getframe(1).f_code.co_consts if isinstance(value, str) and value]
+    if sys._getframe(1).f_code.co_name.startswith("test_"):
+        open(place, "a").write(f"{number} {consts[0]}\\n")
+        return consts[0]
+    return dict(line.split() for line in open(place))[str(number)] if os.path.exists(place) else "I" * number
+""",
+    "writes answers of its own on the result channel": SETUP["report_class"] + """\
+import os
+def roman(number):
+    os.write(3, b'["answer", 0, ["returned", "IV", null]]\\n')
+    return "I" * number
+""",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def task(make_task: Make, backend: Backend) -> Task:
+    """A task whose plan holds recorded calls and no twins."""
+    made = make_task(
+        {"test_a.py": ROMAN_TESTS},
+        {"module.py": "def roman(number):\n    return 'I' * number\n"},
+        {"module.py": ROMAN},
+        scope=("module.py",),
+    )
+    tests = {f"test_a.py::test_{number}#0": f"test_a.py::test_{number}" for number in WANTED}
+    plan = Plan(digest=digest(made), tests=tests)
+    calls = record(made, plan, tests.values(), Boxes(backend=backend))
+    assert len(calls) == len(WANTED) and all(each.telling for each in calls) and enough(calls)
+    return with_plan(made, replace(plan, calls=calls))
+
+
+def workspace(task: Task, text: str) -> dict[str, bytes]:
+    return {path: each.encode() for path, each in (task.files | {"module.py": text}).items()}
+
+
+def test_gold_is_accepted_every_time_and_the_start_is_not(task: Task, backend: Backend) -> None:
+    for _ in range(4):
+        grade = grade_pytest(task, workspace(task, ROMAN), backend)
+        assert grade.passed and (grade.calls, grade.calls_failed, grade.flags) == (6, 0, ())
+    start = grade_pytest(task, workspace(task, task.files["module.py"]), backend)
+    assert not start.passed and start.calls_failed == 6 and start.flags == (), "failing tests say enough"
+
+
+def test_another_right_answer_is_accepted(task: Task, backend: Backend) -> None:
+    other = """\
+import functools
+@functools.lru_cache
+def roman(number):
+    return "X" * (number // 10) + ["", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX"][number % 10]
+"""
+    assert grade_pytest(task, workspace(task, other), backend).passed
+
+
+@pytest.mark.parametrize("text", FORGERS.values(), ids=FORGERS.keys())
+def test_a_forger_that_passes_pytest_fails_recorded_calls(task: Task, backend: Backend, text: str) -> None:
+    plan = Plan.from_json(task.metadata["pytest.plan"])
+    files = workspace(task, text)
+    fooled = grade_pytest(task, files, backend, replace(plan, calls=()), rng=random.Random(0))
+    assert all(fooled.tests.values()), "it would be rejected without recorded calls, too"
+    grade = grade_pytest(task, files, backend, rng=random.Random(0))
+    assert not grade.passed and grade.calls_failed and "calls_disagree" in grade.flags
+
+
+def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task, backend: Backend) -> None:
+    plan = Plan.from_json(task.metadata["pytest.plan"])
+    orders = set()
+    for seed in range(5):
+        asking, order = recorded.replay(workspace(task, ROMAN), plan.calls, random.Random(seed))
+        assert sorted(order, key=repr) == sorted(plan.calls, key=repr) and len(asking.calls) > 1
+        assert [each for batch in asking.calls for each in batch] == order
+        assert not asking.hidden and "test_a.py" not in asking.files
+        orders.add(tuple(order))
+    assert len(orders) > 1
+    [ran] = Boxes(backend=backend).run([asking])
+    assert not wrong(order, ran) and wrong(order, Ran()) == order
+    leaky = (
+        "import gc\ndef roman(number): return repr(gc.get_objects()).count(''.join(map(chr, (88, 88, 86, 73, 73))))\n"
+    )
+    leak = workspace(task, leaky)
+    [ran] = Boxes(backend=backend).run([replace(asking, files=leak)])
+    assert len(ran.answers) == 6 and all(json.loads(said)[:2] == ["returned", 0] for said in ran.answers.values())
+
+
+@pytest.mark.parametrize(
+    "text, answered",
+    [
+        ("raise SystemExit", 0),
+        ("import os\nos._exit(0)", 0),
+        (ROMAN.replace("    text =", "    if number == 4: __import__('os')._exit(0)\n    text ="), 5),
+        (ROMAN.replace("    text =", "    if number == 4: number = lambda: number()\n    text ="), 5),
+    ],
+)
+def test_code_that_ends_its_process_answers_nothing_more(
+    task: Task, backend: Backend, text: str, answered: int
+) -> None:
+    grade = grade_pytest(task, workspace(task, text), backend)
+    assert not grade.passed and grade.status in ("graded", "agent_failed")
+    assert grade.calls - grade.calls_failed <= answered
+
+
+def test_a_check_says_what_guards_a_task(task: Task) -> None:
+    [row] = check_tasks([(task.id, task)], require="calls")
+    assert row["ok"] and row["guard"] == {"by": "calls", "calls": 6, "telling": 6, "strong": 0, "weak": 0, "none": 6}
+    plan = Plan.from_json(task.metadata["pytest.plan"])
+    bare = with_plan(task, replace(plan, calls=plan.calls[:1]))
+    free, strict = check_tasks([("", bare)])[0], check_tasks([("", bare)], require="twins")[0]
+    assert free["ok"] and free["guard"]["by"] == "none"
+    assert not strict["ok"] and "its guard is 'none', not 'twins'" in strict["problem"]
+
+
+@pytest.fixture(scope="module")
+def calls_alone(plans: dict[str, Plan], backend: Backend) -> dict[str, Plan]:
+    """Plans of the ledger tasks with recorded calls in place of twins."""
+    found = {}
+    for task in {patch.task.id: patch.task for patch in patches()}.values():
+        plan = replace(plans[task.id], twins=())
+        files = {path: text.encode() for path, text in task.files.items()}
+        [ran] = Boxes(backend=backend).run([job(task, files, (), frozenset(plan.tests))])
+        failing = [name for key, name in plan.tests.items() if not ran.results[key].passed]
+        found[task.id] = replace(plan, calls=record(task, plan, failing, Boxes(backend=backend)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.id)
+def test_recorded_calls_alone_reject_every_hostile_patch(
+    patch: Patch, backend: Backend, calls_alone: dict[str, Plan]
+) -> None:
+    grade = grade_pytest(patch.task, patch.workspace, backend, calls_alone[patch.task.id], timeout_s=20.0)
+    assert grade.passed == patch.honest and (grade.calls_failed == 0 or not patch.honest)
+
+
+@pytest.mark.slow
+def test_gold_is_accepted_every_time_with_twins_and_calls(
+    plans: dict[str, Plan], calls_alone: dict[str, Plan], backend: Backend
+) -> None:
+    [honest] = [patch for patch in patches() if patch.honest]
+    both = replace(plans[honest.task.id], calls=calls_alone[honest.task.id].calls)
+    assert honest.files[MODULE] == RIGHT.encode() and len(both.calls) > 10
+    for _ in range(60):
+        grade = grade_pytest(honest.task, honest.workspace, backend, both)
+        assert grade.passed and grade.flags == ()

@@ -1,0 +1,439 @@
+"""The server as OpenAI's own client sees it, and as hostile, slow and impatient ones do."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.chat import Message, Said, Written
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.product import serve
+from composer_nb.harness.product.conversations import Conversations
+from composer_nb.harness.product.serve import Answered, Asked, ChatServer, ScriptServer
+from composer_nb.harness.tools.tool_call import ToolCall
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
+ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
+PATIENCE_S = 60.0
+
+
+class Turns:
+    """A policy that writes these turns, and notes what it is asked and what it forgets."""
+
+    capacity = 2
+
+    def __init__(self, *turns: list[int]) -> None:
+        self.turns, self.asked, self.released = list(turns), list[Request](), list[int]()
+        self._waiting: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.asked.append(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        waiting, self._waiting = self._waiting, []
+        return [self._turn(each.rollout, self.turns.pop(0)[: each.max_tokens]) for each in waiting]
+
+    def _turn(self, rollout: int, token_ids: list[int]) -> Completion:
+        logprobs, versions = [-0.5] * len(token_ids), [0] * len(token_ids)
+        return Completion(rollout=rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
+
+    def release(self, rollout: int) -> Trace:
+        self.released.append(rollout)
+        return Trace()
+
+
+@contextmanager
+def served(tokenizer: Tokenizer, *turns: list[int]) -> Iterator[tuple[openai.OpenAI, Turns]]:
+    policy = Turns(*turns)
+    with (
+        Shared(policy) as shared,
+        ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000), slots=policy.capacity) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield client, policy
+
+
+def chat(client: openai.OpenAI, **given: Any) -> Any:
+    return client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+
+
+def script(messages: Sequence[Message]) -> Said:
+    return Said(text="Done.")
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptServer]:
+    with ScriptServer(script) as server:
+        yield server
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# -- OpenAI's client -----------------------------------------------------------------------------------------
+
+
+def test_a_turn_with_its_log_probabilities(tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text="Über all."))
+    with served(tokenizer, turn, turn) as (client, policy):
+        assert [each.id for each in client.models.list()] == ["model"]
+        assert client.get("/../health", cast_to=dict[str, str]) == {"status": "ok"}
+        done = chat(client, logprobs=True, temperature=0.3, top_p=0.9, max_tokens=50)
+        told = done.choices[0].logprobs.content
+        assert "".join(each.token for each in told if each.bytes) in "Über all." and len(told) == len(turn) - 1
+        assert b"ber all." in b"".join(bytes(each.bytes) for each in told if each.bytes)
+        assert {each.logprob for each in told} == {-0.5} and done.usage.completion_tokens == len(turn)
+        assert (policy.asked[0].temperature, policy.asked[0].top_p, policy.asked[0].max_tokens) == (0.3, 0.9, 50)
+        parts = [*chat(client, stream=True, stream_options={"include_usage": True})]
+        assert policy.asked[1].temperature is None and parts[0].choices[0].delta.content == "Über all."
+        assert parts[-1].usage.completion_tokens == len(turn) and not parts[-1].choices
+
+
+def test_a_seed_decides_what_is_drawn(tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
+    with served(tokenizer, *[turn] * 6) as (client, policy):
+        for seed in (7, 7, 8, -7, None, None):
+            chat(client, seed=seed)
+        drawn = [each.rollout % (1 << 40) for each in policy.asked]
+        assert drawn[0] == drawn[1] and len({*drawn}) == 5 and len({each.rollout for each in policy.asked}) == 6
+        said = {"role": "assistant", "content": "Done."}
+        policy.turns += [turn, turn]
+        for seed, known in ((None, True), (9, False)):  # another seed is another conversation
+            chat(client, seed=seed, messages=[*ASKED, said, ASKED[0]])
+            assert (policy.asked[-1].rollout in [each.rollout for each in policy.asked[:-1]]) is known
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("one two three", "two", "one"),
+        ("one two three", ["three", "two"], "one"),
+        ("one two three", ["four"], "one two three"),
+        ("one two three", "e", "on"),
+        ("one two", "two", "one"),
+        ("grün und blau", "ün", "gr"),
+    ],
+)
+def test_a_text_that_stops_a_turn_is_not_shown(
+    text: str, stop: str | list[str], shown: str, tokenizer: Tokenizer
+) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text=text))
+    with served(tokenizer, turn, turn[:-1], turn) as (client, policy):
+        done = chat(client, stop=stop)
+        assert (done.choices[0].message.content, done.choices[0].finish_reason) == (shown, "stop")
+        # What stopped it stays between the policy and the server: the next request is read from its beginning.
+        again = [*ASKED, {"role": "assistant", "content": shown}, {"role": "user", "content": "go on"}]
+        cut = shown != text
+        assert bool(policy.released) is cut and (done.usage.completion_tokens < len(turn)) is cut
+        late = chat(client, stop=stop, max_tokens=len(turn) - 1)
+        assert late.choices[0].finish_reason == ("stop" if cut else "length")
+        chat(client, messages=again)
+        assert ("fix f" in tokenizer.decode(list(policy.asked[2].token_ids))) is cut
+
+
+def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
+    calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
+    turn = QwenRenderer(tokenizer, [TOOL]).turn(Said(calls=calls))
+    with served(tokenizer, *[turn] * 5) as (client, _):
+
+        def called(**given: Any) -> Any:
+            return chat(client, tools=[TOOL], **given).choices[0]
+
+        assert [each.function.arguments for each in called().message.tool_calls] == ['{"at": "f0"}', '{"at": "f1"}']
+        assert len(called(parallel_tool_calls=False).message.tool_calls) == 1
+        silent = called(tool_choice="none")
+        assert silent.message.tool_calls is None and silent.finish_reason == "stop" and "f1" in silent.message.content
+        # A text that stops the turn after its first call leaves that call; inside of it, a text.
+        first = called(stop="f1")
+        assert silent.message.content.startswith(first.message.content) and first.message.tool_calls is None
+        after = called(stop="\n<tool_call>")
+        assert [each.id for each in after.message.tool_calls] == ["call_0"] and after.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice", "invalid_value"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
+        ({"n": 2}, "n", "invalid_value"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"temperature": -0.1}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"seed": "7"}, "seed", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "invalid_value"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "y"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context_length_exceeded"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(
+    given: dict[str, Any], param: str, code: str, tokenizer: Tokenizer
+) -> None:
+    with served(tokenizer) as (client, policy):
+        with pytest.raises(openai.BadRequestError) as refused:
+            chat(client, **given)
+        error = refused.value
+        assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+        assert str(error.body["message"]).startswith(param) and not policy.asked
+
+
+def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
+    usual: dict[str, Any] = {
+        "n": 1,
+        "response_format": {"type": "text"},
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+    }
+    with served(tokenizer, turn) as (client, _):
+        usual |= {"logit_bias": {}, "store": False, "user": "me", "metadata": {"a": "b"}, "tool_choice": "auto"}
+        assert chat(client, **usual, tools=[TOOL], stop=[], top_logprobs=0).choices[0].message.content == "Done."
+
+
+def test_another_model_is_not_found(scripted: ScriptServer) -> None:
+    with openai.OpenAI(base_url=scripted.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError) as refused:
+            chat(client, model="gpt-5")
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+        for given in ({"stop": "x"}, {"logprobs": True}, {"tool_choice": "none"}):
+            with pytest.raises(openai.BadRequestError, match="a script does not support it"):
+                chat(client, model="scripted", **given)
+        with pytest.raises(openai.NotFoundError, match="nothing at POST /v1/embeddings"):
+            client.embeddings.create(model="scripted", input="x")
+
+
+def test_a_fault_of_the_servers_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(messages: Sequence[Message]) -> Said:
+        raise RuntimeError("lost")
+
+    with ScriptServer(broken) as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError, match="lost") as failed:
+            chat(client, model="scripted")
+        assert (failed.value.code, failed.value.type) == ("internal_error", "server_error")
+    assert "lost" in caplog.text
+
+
+# -- the queue -----------------------------------------------------------------------------------------------
+
+
+class Held:
+    """An answerer that answers when it may, and notes whom it answers."""
+
+    def __init__(self) -> None:
+        self.may, self.begun, self.gone = threading.Event(), list[str](), list[str]()
+
+    def __call__(self, asked: Asked, there: Callable[[], bool]) -> Answered:
+        [message] = asked.messages
+        self.begun.append(message["content"])
+        while not self.may.wait(0.02):
+            if not there():
+                self.gone.append(message["content"])
+                raise serve.TimeIsUp
+        return Answered(message={"role": "assistant", "content": message["content"]}, read=1, written=1)
+
+
+def post(server: ChatServer, text: str) -> socket.socket:
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    return send(
+        server, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body), body
+    )
+
+
+def send(server: ChatServer, *data: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server._socket.getsockname()[1]), timeout=PATIENCE_S)
+    client.sendall(b"".join(data))
+    return client
+
+
+def status(client: socket.socket) -> int:
+    return int(client.makefile("rb").readline().split()[1])
+
+
+def test_requests_wait_in_order_and_too_many_are_told_when_to_ask_again() -> None:
+    answer = Held()
+    with ChatServer(answer, slots=1, queue=2) as server:
+        clients = [post(server, "a")]
+        wait_until(lambda: answer.begun == ["a"])
+        for number, text in enumerate("bc", 2):
+            clients.append(post(server, text))
+            wait_until(lambda number=number: len(server._work) == number)
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError) as refused:
+                chat(client)
+        assert refused.value.response.headers["retry-after"] == "1" and refused.value.code == "rate_limit_exceeded"
+        clients.pop(1).close()  # whoever goes away leaves the queue
+        wait_until(lambda: len(server._work) == 2)
+        clients.append(post(server, "d"))
+        wait_until(lambda: len(server._work) == 3)
+        answer.may.set()
+        assert [status(each) for each in clients] == [200] * 3 and answer.begun == ["a", "c", "d"]
+
+
+def test_the_end_of_the_server_ends_what_it_does_and_what_waits() -> None:
+    answer = Held()
+    with ChatServer(answer, slots=1) as server:
+        clients = [post(server, "a")]
+        wait_until(lambda: answer.begun == ["a"])
+        clients.append(post(server, "b"))
+        wait_until(lambda: len(server._work) == 2)
+    assert answer.gone == ["a"] == answer.begun
+    assert [status(each) for each in clients] == [503, 503]
+
+
+# -- hostile and slow clients --------------------------------------------------------------------------------
+
+
+def answers(client: socket.socket) -> list[int]:
+    """Statuses of all answers until the server ends the connection."""
+    with client, client.makefile("rb") as reply:
+        return [int(part[:3]) for part in reply.read().split(b"HTTP/1.1 ")[1:]]
+
+
+BODY = json.dumps({"messages": ASKED}).encode()
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+
+
+@pytest.mark.parametrize(
+    ("request_", "refused"),
+    [
+        (POST + LENGTH + b"Content-Length: %d\r\n\r\n" % (len(BODY) + len(HIDDEN)) + BODY + HIDDEN, 400),
+        (POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + BODY + HIDDEN, 400),
+        (
+            POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n" + HIDDEN,
+            400,
+        ),
+        (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
+        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
+        (POST + b"Content-Length: +%d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
+        (POST + b"Content-Length : %d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
+        (POST + b"Host: evil.example\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN, 400),
+        (b"GET /health HTTP/1.1\r\n\r\n" + HIDDEN, 400),
+        (b"GET /health HTTP/1.0\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost.evil.example:80\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: [::1\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: 192.0.2.1\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: null\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost:1\r\nOrigin: http://localhost:2\r\n\r\n" + HIDDEN, 403),
+        (POST + b"Origin: http://evil.example\r\n" + LENGTH + b"\r\n" + BODY, 403),
+        (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
+    ],
+)
+def test_one_refusal_and_the_connection_ends(request_: bytes, refused: int, scripted: ScriptServer) -> None:
+    assert answers(send(scripted, request_)) == [refused]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"])
+def test_the_names_of_the_loopback_and_the_same_origin_are_served(host: str, scripted: ScriptServer) -> None:
+    head = f"GET /health HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\nConnection: close\r\n\r\n"
+    assert answers(send(scripted, head.encode())) == [200]
+
+
+def test_the_server_listens_on_the_loopback_unless_it_is_told_another_address() -> None:
+    with ScriptServer(script) as server:
+        assert server._socket.getsockname()[0] == "127.0.0.1"
+    with ScriptServer(script, host="127.0.0.2") as server:
+        port = server._socket.getsockname()[1]
+        client = socket.create_connection(("127.0.0.2", port), timeout=PATIENCE_S)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.2:%d\r\nConnection: close\r\n\r\n" % port)
+        assert answers(client) == [200]
+    with ScriptServer(script, host="0.0.0.0") as server:
+        client = socket.create_connection(("127.0.0.3", server._socket.getsockname()[1]), timeout=PATIENCE_S)
+        client.sendall(HIDDEN.replace(b"localhost", b"127.0.0.3") + b"GET / HTTP/1.1\r\nHost: 127.0.0.4\r\n\r\n")
+        assert answers(client) == [200, 403]
+    with pytest.raises(ValueError, match="--host nowhere.invalid"):
+        ScriptServer(script, host="nowhere.invalid")
+
+
+@pytest.mark.parametrize(
+    ("parts", "ends_with"),
+    [
+        ((b"",), []),
+        ((b"GET /health HTTP/1.1\r\nX: ", b"y"), []),
+        ((POST + b"Content-Length: 99\r\n\r\n", b" "), [408]),
+        ((POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"), [408]),
+        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n", b" "), [408]),
+        ((HIDDEN + b"GET /health HTTP/1.1\r\nX: ", b"y"), [200]),
+    ],
+)
+def test_slow_clients_are_given_up(
+    parts: tuple[bytes, ...], ends_with: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "ARRIVE_S", 2.0)
+    monkeypatch.setattr(serve, "KEEP_S", 1.0)
+    with ScriptServer(script) as server:
+        client = send(server, parts[0])
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.05):
+                try:
+                    client.sendall(parts[-1])
+                except OSError:
+                    return
+
+        threading.Thread(target=drip, daemon=True).start()
+        found = b""
+        try:
+            while data := client.recv(9999):
+                found += data
+        except ConnectionResetError:
+            pass
+        ended.set()
+        assert [int(part[:3]) for part in found.split(b"HTTP/1.1 ")[1:]] == ends_with
+        wait_until(lambda: not server._server.server_state.connections)
+
+
+@pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
+def test_a_client_that_does_not_read_its_answer_is_given_up(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "KEEP_S", 1.0)
+    with ScriptServer(lambda messages: Said(text="x" * (32 << 20))) as server:
+        client = send(server, POST + head + LENGTH + b"\r\n" + BODY)
+        state = server._server.server_state
+        wait_until(lambda: state.total_requests == 1 and not state.connections)
+        client.close()
+
+
+def test_slow_clients_take_no_thread_and_only_so_many_connections(
+    scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 10)
+    threads = threading.active_count()
+    clients = [send(scripted, b"GET /health HTTP/1.1\r\n") for _ in range(30)]
+    held = scripted._server.server_state.connections
+    wait_until(lambda: len(held) == 10)
+    assert threading.active_count() <= threads + 1
+    for client in clients:
+        client.close()
+    wait_until(lambda: not held)
+    assert answers(send(scripted, HIDDEN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == [200]

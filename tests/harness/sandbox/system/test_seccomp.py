@@ -1,0 +1,80 @@
+"""A second reading of the filters: a small interpreter of classic BPF runs them on call numbers and arguments."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from composer_nb.harness.sandbox.system.linux import MACHINES
+from composer_nb.harness.sandbox.system.seccomp import ABSENT, KERNEL, PROCESS, system_call_filter
+
+ALLOW, DENY, MISSING, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+NAMESPACES = (0x80, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
+THREAD = 0x003D0F00
+Verdict = Callable[..., int]
+
+
+def reader(program: bytes, arch: int) -> Verdict:
+    def verdict(number: int, first: int = 0, second: int = 0, arch: int = arch) -> int:
+        data, accumulator, at = {0: number, 4: arch, 16: first, 24: second}, 0, 0
+        while True:
+            code, yes, no, k = struct.unpack_from("=HBBI", program, 8 * at)
+            at += 1
+            if code == 0x20:
+                accumulator = data[k]
+            elif code == 0x06:
+                return int(k)
+            else:
+                at += yes if {0x15: accumulator == k, 0x25: accumulator > k, 0x45: bool(accumulator & k)}[code] else no
+
+    return verdict
+
+
+@pytest.fixture(params=sorted(MACHINES))
+def table(request: pytest.FixtureRequest) -> dict[str, int]:
+    return MACHINES[request.param]
+
+
+def test_both_refuse_the_kernel_and_strange_numbers(table: dict[str, int]) -> None:
+    for calls in (True, False):
+        verdict = reader(system_call_filter(table, calls=calls), table["arch"])
+        for name, numbers in KERNEL.items():
+            number = numbers[table["column"]]
+            assert number is None or verdict(number) == DENY, name
+        assert all(verdict(numbers[table["column"]]) == MISSING for numbers in ABSENT.values())
+        fcntl = (72, 25)[table["column"]]
+        assert all(verdict(fcntl, 3, command) == DENY for command in (1024, 1026)) and verdict(fcntl, 3, 1) == ALLOW
+        locks = [verdict(fcntl, 3, command) for command in (6, 7, 37, 38)]
+        assert locks == [DENY if calls else ALLOW] * 4
+        assert verdict(table["clone3"]) == MISSING and verdict(0x40000000 + 1) == MISSING and verdict(999) == MISSING
+        assert verdict(1, arch=0x40000003) == KILL
+        assert verdict(63 if table["column"] else 0) == ALLOW  # read
+        assert all(verdict(table["clone"], THREAD | flag) == DENY for flag in NAMESPACES)
+        assert verdict(table["clone"], THREAD) == ALLOW
+
+
+def test_a_function_call_starts_threads_alone(table: dict[str, int]) -> None:
+    verdict = reader(system_call_filter(table, calls=True), table["arch"])
+    for name, numbers in PROCESS.items():
+        number = numbers[table["column"]]
+        assert number is None or verdict(number) == DENY, name
+    assert verdict(table["clone"], 17) == DENY
+    assert verdict(table["clone"], THREAD | 0x4000) == DENY  # vfork's wait
+
+
+def test_commands_start_processes_and_talk_to_themselves(table: dict[str, int]) -> None:
+    verdict, column = reader(system_call_filter(table), table["arch"]), table["column"]
+    assert verdict(table["clone"], 17) == ALLOW and verdict(table["clone"], 17 | 0x4100) == ALLOW
+    assert verdict((59, 221)[column]) == ALLOW  # execve
+    socket, ioctl, prlimit = ((41, 198)[column], (16, 29)[column], (302, 261)[column])
+    assert [verdict(socket, family) for family in range(50)].count(ALLOW) == 3
+    assert all(verdict(socket, family) == ALLOW for family in (1, 2, 10))
+    assert (
+        verdict(ioctl, 0, 0x5412) == DENY and verdict(ioctl, 0, 0x541C) == DENY and verdict(ioctl, 0, 0x5413) == ALLOW
+    )
+    assert verdict(prlimit, 0) == ALLOW and verdict(prlimit, 1) == DENY
+    for number, kind in (((141, 140)[column], 0), ((251, 30)[column], 1)):  # setpriority, ioprio_set
+        asked = [verdict(number, who, process) for who in (0, 1, 2) for process in (0, 1)]
+        assert asked == [ALLOW if (who, process) == (kind, 0) else DENY for who in (0, 1, 2) for process in (0, 1)]

@@ -1,0 +1,245 @@
+"""What is particular to the backend `bwrap`: its modes, its users, its groups, its death."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.bwrap import BwrapBackend, Mode
+from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.system.cgroups import Cgroups, Group
+from composer_nb.harness.sandbox.toolchain.programs import host_programs
+from tests.harness.sandbox.conftest import SMALL
+
+AS_A_USER = """
+import json
+from composer_nb.harness.sandbox.bwrap import BwrapBackend, Mode
+from composer_nb.harness.sandbox.contract import SandboxSpec
+with BwrapBackend() as backend:
+    facts = backend.capabilities()
+    with backend.create(SandboxSpec(processes=20)) as box:
+        bomb = box.exec(["bash", "-c", "b() { b | b & }; b; sleep 60"], timeout_s=1)
+        memory = box.exec(["python3", "-c", "x = bytearray(700 << 20)"])
+        who = box.exec(["id", "-u"]).stdout.decode().strip()
+    print(json.dumps([facts.mode, dict(facts.enforced), dict(facts.why_not), bomb.timed_out, memory.exit_code, who]))
+"""
+
+
+def _system_python() -> str | None:
+    """A Python that an ordinary user may run, of the version that the package needs."""
+    for path in ("/usr/bin/python3", sys.executable):
+        ask = [path, "-c", "import sys; print(sys.version_info >= (3, 11))"]
+        try:
+            if subprocess.run(ask, capture_output=True, user=65534, group=65534, cwd="/").stdout == b"True\n":
+                return path
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
+    if (python := _system_python()) is None:
+        pytest.skip("no Python >= 3.11 here that an ordinary user may run")
+    root = Path(__file__).parents[3]
+    if not os.access("/", os.X_OK) or any(not parent.stat().st_mode & 0o005 for parent in (root, *root.parents)):
+        pytest.skip("an ordinary user may not read the package where it lies")
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(root), sysconfig.get_paths()["purelib"]]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(
+        [python, "-c", AS_A_USER],
+        capture_output=True,
+        text=True,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    mode, enforced, why_not, bomb_ended, memory_code, who = json.loads(done.stdout)
+    assert mode == "forked" and who == "65534" and bomb_ended and memory_code == 1
+    assert enforced["processes"] and enforced["inodes"] and enforced["disk_bytes"] and enforced["network"]
+    assert set(why_not) == {name for name, held in enforced.items() if not held} <= {"memory_bytes", "cpus"}
+
+
+@pytest.mark.parametrize("mode", ["forked", "single"])
+@pytest.mark.parametrize("place", ["below the folder for temporary files", "in a private folder", "on another mount"])
+def test_programs_are_there_wherever_they_are_installed(
+    place: str, mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        where = "/dev/shm" if place == "on another mount" else tempfile.gettempdir()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
+        folder.chmod(0o700 if place == "in a private folder" else 0o755)
+        shutil.copy(host_programs()["rg"], folder / "rg")
+        monkeypatch.setattr("composer_nb.harness.sandbox.layout.host_programs", lambda: {"rg": str(folder / "rg")})
+        backend = stack.enter_context(BwrapBackend())
+        backend._mode = mode
+        box = stack.enter_context(backend.create())
+        box.write("a.py", b"")
+        done = box.exec(["sh", "-c", "command -v rg && rg --files --sortr=modified"])
+        assert done.stdout == b"/usr/local/bin/rg\na.py\n", done.stderr
+
+
+def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match="bubblewrap .bwrap. is not installed"):
+        BwrapBackend()
+
+
+def test_an_unknown_backend_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="backend must be one of bwrap, docker, process, not 'chroot'"):
+        open_backend("chroot")
+
+
+def test_untrusted_code_is_not_run_without_walls() -> None:
+    with open_backend("process") as backend, pytest.raises(SandboxUnavailable, match="trusted=True"):
+        backend.create(SandboxSpec())
+
+
+def test_the_death_of_the_zygote_is_a_fault_of_the_machinery_and_mended() -> None:
+    with BwrapBackend() as backend:
+        box = backend.create(SMALL)
+        assert backend._zygote is not None
+        os.kill(_zygote_pid(box._machine.channel.peer), signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(SandboxFailure, match="ended unexpectedly"):
+            box.exec(["sleep", "1"])
+        box.destroy()
+        with backend.create(SMALL) as again:
+            assert again.exec(["true"]).exit_code == 0
+
+
+def test_a_start_that_fails_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BwrapBackend() as backend:
+        box = backend.create(SMALL)
+        told = "{"  # not even settings
+        monkeypatch.setattr("composer_nb.harness.sandbox.bwrap.resident_settings", lambda *_, **__: told)
+        with pytest.raises(SandboxFailure, match="did not start"):
+            backend.create(SMALL)
+        monkeypatch.undo()
+        assert box.exec(["true"]).exit_code == 0
+        box.destroy()
+
+
+def test_an_interrupted_end_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BwrapBackend() as backend:
+        box = backend.create(SMALL)
+        machine = type(box._machine)  # type: ignore[attr-defined]
+        whole = machine.end
+
+        def broken(self: object) -> None:
+            monkeypatch.setattr(machine, "end", whole)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(machine, "end", broken)
+        with pytest.raises(KeyboardInterrupt):
+            box.destroy()
+        box.destroy()
+        assert backend._live == {}
+
+
+def _zygote_pid(resident: int) -> int:
+    fields = Path(f"/proc/{resident}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[1])
+
+
+@pytest.mark.skipif(isinstance(Cgroups.find(), str), reason=f"no groups can be made here: {Cgroups.find()}")
+class TestGroups:
+    def test_memory_that_is_used_up_is_noticed(self) -> None:
+        with BwrapBackend() as backend, backend.create(SMALL) as box:
+            done = box.exec(["python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 20))"])
+            assert done.oom and done.exit_code == 137
+            stats = box.stats()
+            assert stats.memory_bytes is not None and stats.memory_bytes < SMALL.memory_bytes
+            assert stats.cpu_s is not None and stats.cpu_s > 0
+
+    def test_a_sandbox_that_dies_of_memory_died_of_its_own_doing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with BwrapBackend() as backend:
+            box = backend.create(SMALL)
+            os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]  as the kernel would
+            told = itertools.count(1)
+            monkeypatch.setattr(Group, "kills", lambda self: next(told))
+            with pytest.raises(SandboxDied, match="memory of 167772160 bytes was used up"):
+                box.read("x")
+            box.destroy()
+
+    def test_nothing_is_left_of_a_group(self) -> None:
+        with BwrapBackend() as backend:
+            box = backend.create(SMALL)
+            group = box._machine.group  # type: ignore[attr-defined]
+            assert all(folder.is_dir() for folder in group.folders)
+            box.destroy()
+            assert not any(folder.exists() for folder in group.folders)
+
+
+class TestFindingGroups:
+    """On trees of files that look like a kernel's: version 2 with controllers can not be had beside version 1."""
+
+    def proc(self, tmp_path: Path, mounts: str, own: str) -> Path:
+        proc = tmp_path / "proc"
+        proc.mkdir()
+        (proc / "mountinfo").write_text(mounts.replace("@", str(tmp_path)))
+        (proc / "cgroup").write_text(own)
+        return proc
+
+    def unified(self, tmp_path: Path, controllers: str, enabled: str) -> tuple[Path, Path]:
+        proc = self.proc(tmp_path, "30 22 0:26 / @/cg rw shared:4 - cgroup2 cgroup2 rw\n", "0::/user/scope\n")
+        place = tmp_path / "cg" / "user" / "scope"
+        place.mkdir(parents=True)
+        (place / "cgroup.controllers").write_text(controllers)
+        (place / "cgroup.subtree_control").write_text(enabled)
+        (place / "cgroup.procs").write_text("")
+        return proc, place
+
+    def test_version_2(self, tmp_path: Path) -> None:
+        proc, place = self.unified(tmp_path, "cpu memory pids io", "")
+        found = Cgroups.find(proc)
+        assert isinstance(found, Cgroups) and found.version == 2 and found.places == {"": place}
+        assert (place / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+        assert found.folders("composer_nb-1") == (place / "composer_nb-1",)
+        limits = found._limits(SMALL.memory_bytes, SMALL.processes, SMALL.cpus)
+        assert limits == {
+            "memory.max": str(SMALL.memory_bytes),
+            "memory.swap.max": "0",
+            "pids.max": str(SMALL.processes + 1),
+            "cpu.max": "100000 100000",
+        }
+
+    def test_version_2_without_a_controller_says_which(self, tmp_path: Path) -> None:
+        proc, _ = self.unified(tmp_path, "hugetlb pids", "")
+        assert "has no controller memory, cpu" in str(Cgroups.find(proc))
+
+    def test_version_1_in_a_container(self, tmp_path: Path) -> None:
+        """The root of what is mounted is the container's own group, so that own paths are relative to it."""
+        names = ("memory", "pids", "cpu", "cpuacct")
+        mounts = "".join(
+            f"{n} 22 0:26 /docker/c1 @/{name} rw - cgroup cgroup rw,{name}\n" for n, name in enumerate(names)
+        )
+        own = "".join(f"{n}:{name}:/docker/c1/inner\n" for n, name in enumerate(names))
+        for name in names:
+            (tmp_path / name / "inner").mkdir(parents=True)
+        found = Cgroups.find(self.proc(tmp_path, mounts, own))
+        assert isinstance(found, Cgroups) and found.version == 1
+        assert found.places == {name: tmp_path / name / "inner" for name in names}
+
+    def test_without_any(self, tmp_path: Path) -> None:
+        assert (
+            Cgroups.find(self.proc(tmp_path, "22 1 0:21 / /proc rw - proc proc rw\n", ""))
+            == "no cgroup hierarchy is mounted here"
+        )

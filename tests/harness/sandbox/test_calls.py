@@ -1,0 +1,567 @@
+"""Function calls: order, freshness, exact outcomes, refusals, limits of time, and what remains after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.sandbox import bwrap, calls, contract, host
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor, value_text
+from composer_nb.harness.sandbox.contract import (
+    CallLimits,
+    SandboxFailure,
+    SandboxSlow,
+)
+from composer_nb.harness.sandbox.host import Called
+from composer_nb.harness.sandbox.system import linux
+from composer_nb.harness.sandbox.system.linux import patience
+
+IDENTITY = "def f(x):\n    return x\n"
+LOOP = "def f():\n    while True:\n        pass\n"
+TIMEOUT = (CallOutcome(status="timeout"),)
+ONE = [(CallOutcome(status="returned", text="1"),)]
+
+
+def request(source: str, *arguments: str, **files: str) -> CallRequest:
+    return CallRequest(files={"f.py": source, **files}, module="f", function="f", arguments=arguments or ("()",))
+
+
+def returned(text: str) -> CallOutcome:
+    return CallOutcome(status="returned", text=text)
+
+
+def single(limits: CallLimits | None = None) -> SandboxExecutor:
+    """As where nested namespaces are not allowed: each request gets a bubblewrap of its own."""
+    made = SandboxExecutor(limits)
+    made._drop()
+    made.backend._mode = "single"
+    return made
+
+
+KINDS = pytest.mark.parametrize("kind", [SandboxExecutor, pytest.param(single, marks=pytest.mark.slow)])
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[SandboxExecutor]:
+    with SandboxExecutor() as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=["forked", "single"])
+def executor(request: pytest.FixtureRequest, forked: SandboxExecutor) -> Iterator[SandboxExecutor]:
+    if request.param == "forked":
+        yield forked
+    else:
+        with single() as made:
+            yield made
+
+
+def tree(executor: SandboxExecutor) -> list[int]:
+    """Processes of its sandbox that are no zombies: bubblewrap, where they fork the zygote, the resident, workers."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(") ")[2].split() if entry.name.isdigit() else ["Z", "0"]
+            if fields[0] != "Z":
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    root = executor.backend._zygote
+    if executor.backend.capabilities().mode == "single":
+        root = None if executor._sandbox is None else executor._sandbox._machine  # type: ignore[assignment]
+    found = [] if root is None else [root.process.pid]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def left_of(pids: list[int], within_s: float = 3.0) -> list[int]:
+    """Those of `pids` that still run after the time given."""
+    deadline = time.monotonic() + patience(within_s)
+    while left := [pid for pid in pids if state(pid) not in ("Z", "")]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+    return []
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+# Outcomes.
+
+
+def test_keeps_order_of_requests_and_arguments(executor: SandboxExecutor) -> None:
+    count = 30 if executor.capabilities().mode == "forked" else 3
+    requests = [request(f"def f(x):\n    return ({i}, x)\n", "(1,)", "(2,)") for i in range(count)]
+    assert executor.run(requests) == [(returned(f"({i}, 1)"), returned(f"({i}, 2)")) for i in range(count)]
+
+
+def test_no_requests_and_no_arguments(forked: SandboxExecutor) -> None:
+    assert forked.run([]) == []
+    nothing = CallRequest(files={"f.py": IDENTITY}, module="f", function="f", arguments=())
+    assert forked.run([nothing, request(IDENTITY, "(1,)")]) == [(), (returned("1"),)]
+
+
+def test_requests_and_answers_larger_than_any_buffer(forked: SandboxExecutor) -> None:
+    source = "def f(n):\n    return 'a' * n\n"
+    large = request(source, *["(16000,)"] * 40, **{"big.txt": "x" * 3_000_000})
+    requests = [large, request(IDENTITY, "(1,)"), large, *[request(IDENTITY, "(1,)")] * 90, large]
+    answers = forked.run(requests)
+    assert [len(answer) for answer in answers] == [len(each.arguments) for each in requests]
+    assert {outcome.status for answer in answers for outcome in answer} == {"returned"}
+
+
+@pytest.mark.parametrize(
+    ("source", "statuses"),
+    [
+        ("def f(x):\n    if x == 2:\n        raise KeyError(x)\n    return x\n", ["returned", "raised", "returned"]),
+        ("def f(x):\n    while x == 2:\n        pass\n    return x\n", ["returned", "timeout", "not_run"]),
+        (
+            "import os\ndef f(x):\n    if x == 2:\n        os._exit(0)\n    return x\n",
+            ["returned", "died", "not_run"],
+        ),
+        ("import ctypes\ndef f(x):\n    ctypes.string_at(0)\n", ["died", "not_run", "not_run"]),
+        ("def f(x):\n    return object() if x == 2 else x\n", ["returned", "unreadable", "returned"]),
+        ("def f(x):\n    return 'a' * 20000 if x == 2 else x\n", ["returned", "unreadable", "returned"]),
+        ("def f(x)\n", ["raised"] * 3),
+        ("while True:\n    pass\n", ["timeout", "not_run", "not_run"]),
+    ],
+)
+def test_each_failure_has_its_status(executor: SandboxExecutor, source: str, statuses: list[str]) -> None:
+    outcomes = executor.run([request(source, "(1,)", "(2,)", "(3,)")])[0]
+    assert [outcome.status for outcome in outcomes] == statuses
+
+
+def test_a_raised_outcome_names_the_exception(forked: SandboxExecutor) -> None:
+    sources = ["1 / 0", "def f(", "import sys; sys.exit(0)", "x = 1", "import nothing_of_this_name"]
+    names = ["ZeroDivisionError", "SyntaxError", "SystemExit", "AttributeError", "ModuleNotFoundError"]
+    expected = [(CallOutcome(status="raised", text=name),) for name in names]
+    assert forked.run([request(source) for source in sources]) == expected
+
+
+def test_a_failure_touches_no_other_request(forked: SandboxExecutor) -> None:
+    bad, good = request("import os\nos.kill(0, 9)\nos._exit(3)\n", "(1,)"), request(IDENTITY, "(1,)")
+    died = (CallOutcome(status="died"),)
+    assert forked.run([good, bad, good, bad, good]) == [*ONE, died, *ONE, died, *ONE]
+
+
+def test_state_is_fresh_between_requests_and_kept_within_one(executor: SandboxExecutor) -> None:
+    source = "import math\ncount = []\ndef f():\n    count.append(1)\n    math.e += 1\n"
+    source += "    open('n', 'a').write('x')\n    return [len(count), int(math.e), len(open('n').read())]\n"
+    twice = (returned("[1, 3, 1]"), returned("[2, 4, 2]"))
+    assert executor.run([request(source, "()", "()")] * 2) == [twice, twice]
+
+
+def test_arguments_are_fresh_objects(forked: SandboxExecutor) -> None:
+    twice = request("def f(x):\n    x.append(2)\n    return x\n", "([1],)", "([1],)")
+    assert forked.run([twice]) == [(returned("[1, 2]"),) * 2]
+
+
+def test_workspace_modules_win_over_preloaded_ones(forked: SandboxExecutor) -> None:
+    files = {"heapq.py": IDENTITY, "pkg/__init__.py": "", "helper.py": "h = 1\n"}
+    files["pkg/g.py"] = "import helper\ndef f(x):\n    return helper.h + x\n"
+    own = CallRequest(files=files, module="pkg.g", function="f", arguments=("(1,)",))
+    shadow = CallRequest(files=files, module="heapq", function="f", arguments=("(7,)",))
+    assert forked.run([own, shadow]) == [(returned("2"),), (returned("7"),)]
+
+
+def test_a_workspace_over_the_disk_limit_is_the_codes_fault(forked: SandboxExecutor) -> None:
+    big = request(IDENTITY, "(1,)", "(2,)", **{"big.txt": "x" * (forked.limits.disk_bytes + 1)})
+    almost = request(IDENTITY, "(1,)", **{"big.txt": "x" * (forked.limits.disk_bytes - 5)})
+    clash = request(IDENTITY, "(1,)", **{"a": "", "a/b": ""})
+    raised = CallOutcome(status="raised", text="OSError")
+    outcomes = forked.run([big, almost, clash, request(IDENTITY, "(1,)")])
+    assert outcomes[:2] == [(raised, raised), (raised,)]
+    assert outcomes[2][0].status == "raised" and outcomes[3:] == ONE
+
+
+LITERALS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+    | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.integers() | st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(LITERALS, min_size=1, max_size=8))
+def test_identity_returns_exactly_the_repr(forked: SandboxExecutor, values: list[Any]) -> None:
+    outcomes = forked.run([request(IDENTITY, *(f"({value!r},)" for value in values))])[0]
+    assert outcomes == tuple(returned(repr(value)) for value in values)
+    assert [value_text(value) for value in values] == [outcome.text for outcome in outcomes]
+
+
+def test_values_without_a_literal_and_sets(executor: SandboxExecutor) -> None:
+    assert executor.run([request("def f(x):\n    return [x, -x, x - x]\n", "(1e999,)")]) == [
+        (returned("[inf, -inf, nan]"),)
+    ]
+    source = "def f(x):\n    return [set(x), set(reversed(x)), set(), {1: {2}}, float('nan'), -0.0]\n"
+    words = [f"w{i}" for i in range(20)]
+    once = value_text([set(words), set(words), set(), {1: {2}}, float("nan"), -0.0])
+    assert executor.run([request(source, repr((words,)))]) == [(returned(once),)]
+
+
+def test_hashes_are_the_same_in_every_sandbox(forked: SandboxExecutor) -> None:
+    """The order of a set, and with it a reward, can be reproduced."""
+    order = request("def f():\n    return [list(set('abcdefgh')), hash('a')]\n")
+    with SandboxExecutor() as other:
+        assert forked.run([order]) == other.run([order])
+
+
+@pytest.mark.parametrize(
+    "value", [object(), [1, (2, type)], {1: frozenset()}, "a" * 20000, 1 << 20000, True + 0j], ids=range(6)
+)
+def test_value_text_refuses_unreadable_values(value: object) -> None:
+    with pytest.raises(ValueError, match="plain data"):
+        value_text(value)
+
+
+def test_value_text_refuses_depth_and_cycles() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    wide: list[Any] = []
+    for _ in range(40):
+        wide = [wide, wide]
+    for value in (cycle, wide):
+        with pytest.raises(ValueError, match="plain data"):
+            value_text(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": {"../f.py": ""}}, "not a plain relative path"),
+        ({"files": {"/f.py": ""}}, "not a plain relative path"),
+        ({"files": {"a/../../f.py": ""}}, "not a plain relative path"),
+        ({"module": "f;import os"}, "not a module name"),
+        ({"function": "f()"}, "not a function name"),
+        ({"arguments": ("open('x')",)}, "not a literal"),
+        ({"arguments": ("(1)",)}, "not a tuple"),
+    ],
+)
+def test_bad_requests_are_refused(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"files": {"f.py": IDENTITY}, "module": "f", "function": "f", "arguments": ("(1,)",)}
+    with pytest.raises(ValueError, match=message):
+        CallRequest(**(good | change))
+
+
+def test_limits_are_positive_and_kept() -> None:
+    with pytest.raises(ValueError, match=r"CallLimits\.cpu_s must be above 0"):
+        CallLimits(cpu_s=0)
+    source = "def f(n):\n    return len(bytearray(n << 20))\n"
+    with SandboxExecutor(CallLimits(memory_bytes=64 << 20, cpu_s=0.5)) as small:
+        outcomes = small.run([request(source, "(4,)", "(60,)")])[0]
+    assert outcomes == (returned(str(4 << 20)), CallOutcome(status="raised", text="MemoryError"))
+
+
+def test_host_believes_only_well_formed_reports() -> None:
+    limits, ready, nonce = CallLimits(), b"ready 00ff\n", b"00ff "
+
+    def decoded(report: bytes, count: int) -> tuple[CallOutcome, ...]:
+        return calls._outcomes(Called(end="finished", cpu_s=0.0), report, count, limits)
+
+    good = nonce + b'["returned", "1"]\n'
+    unreadable, not_run = CallOutcome(status="unreadable"), CallOutcome(status="not_run")
+    assert decoded(ready + good, 1) == (returned("1"),)
+    bad_lines = [
+        b'["returned", "1"]',
+        nonce + b'{"a": 1}',
+        nonce + b'["returned", 1]',
+        nonce + b'["returned"]',
+        nonce + b'["passed", "1"]',
+        nonce + b'["returned", "\\u001b[31m"]',
+        nonce + b'["raised", "a b"]',
+        nonce + b'["returned", ""]',
+        nonce + b'["unreadable", "1"]',
+        nonce + b"[" * 99999,
+        b"\xff\xfe",
+        b"",
+        nonce + json.dumps(["returned", "1" * (limits.output_bytes + 1)]).encode(),
+    ]
+    for line in bad_lines:
+        assert decoded(ready + line + b"\n", 2) == (unreadable, not_run), line
+        assert decoded(ready + good + line + b"\n", 2) == (returned("1"), unreadable), line
+    assert decoded(ready + good + good, 1) == (unreadable,), "one result too many"
+    assert decoded(ready + good + b"00ff [", 2)[1].status == "died"
+
+
+# Processes.
+
+
+def test_nothing_but_idle_processes_is_left_after_a_run(forked: SandboxExecutor) -> None:
+    forked.run([request(IDENTITY, "(1,)")])
+    before = len(tree(forked))
+    forked.run([request("import time\ndef f():\n    time.sleep(9)\n"), request("while True: pass\n")])
+    assert before == len(tree(forked)) == 4  # bubblewrap, the zygote, the resident, the worker made ahead
+
+
+def test_close_leaves_no_process() -> None:
+    with SandboxExecutor() as executor:
+        executor.run([request(IDENTITY, "(1,)")])
+        pids = tree(executor)
+    assert len(pids) == 4 and left_of(pids) == []
+    executor.close()
+    with pytest.raises(SandboxFailure, match="closed"):
+        executor.run([request(IDENTITY, "(1,)")])
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_host_leaves_no_process(busy: bool, tmp_path: Path) -> None:
+    program = """
+import sys
+from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor
+from tests.harness.sandbox.test_calls import tree
+executor = SandboxExecutor()
+print(*tree(executor), flush=True)
+source = "import time\\ndef f():\\n    time.sleep(9)\\n"
+if sys.argv[1] == "True":
+    executor.run([CallRequest(files={"f.py": source}, module="f", function="f", arguments=("()",))] * 5)
+sys.stdin.read()
+"""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, str(busy)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(calls.__file__).parents[3],
+    )
+    assert owner.stdout is not None and owner.stdin is not None
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    time.sleep(0.3 if busy else 0)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert len(pids) == 4 and left_of(pids) == []
+    owner.stdin.close()
+    owner.stdout.close()
+
+
+def test_a_killed_sandbox_is_made_again() -> None:
+    with SandboxExecutor() as executor:
+        for victim in (1, 2, 3):  # the zygote, the resident, the worker made ahead
+            os.kill(tree(executor)[victim], signal.SIGKILL)
+            assert executor.run([request(IDENTITY, "(1,)"), request(IDENTITY, "(2,)")]) == [*ONE, (returned("2"),)]
+
+
+# A machine that does not work.
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x02{}",
+        b'\x00\x00\x00\x0e{"end": "x"}\n\n',
+        b"\x00\x00\x00\x01x",
+        b'\x00\x00\x00\x25{"end": "finished", "cpu_s": Infinity}',
+    ],
+)
+def test_nonsense_from_a_sandbox_is_a_failure_not_a_result(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SandboxExecutor() as executor:
+        with monkeypatch.context() as nonsense:
+            nonsense.setattr(host.SocketChannel, "receive", lambda channel, timeout_s: answer)
+            with pytest.raises(SandboxFailure, match="failed twice"):
+                executor.run([request(IDENTITY, "(1,)")])
+        assert executor.run([request(IDENTITY, "(1,)")]) == ONE
+
+
+def test_the_journal_names_what_runs_while_it_runs(tmp_path: Path) -> None:
+    with SandboxExecutor(run_id="run-7", journal=tmp_path / "journal") as executor:
+        executor.run([request(IDENTITY, "(1,)")])
+        [file] = (tmp_path / "journal").iterdir()
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        noted = {row["name"] for row in rows if row["event"] == "made" and row["kind"] == "process"}
+        assert {str(pid) for pid in tree(executor)[:2]} <= noted
+        assert {(row["run_id"], row["owner"]["pid"]) for row in rows if "owner" in row} == {("run-7", os.getpid())}
+    assert list((tmp_path / "journal").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("loads", "times"),
+    [("0.00 0.00 0.00 1/90 7", 1), ("6.00 1.0 1.0 1/90 7", 3), ("0.10 0.0 0.0 8/90 7", 4), (None, 1)],
+    ids=["idle", "busy", "busy since just now", "no /proc"],
+)
+def test_patience_follows_the_load(
+    loads: str | None, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loads is not None:
+        (tmp_path / "loadavg").write_text(loads)
+    monkeypatch.setattr(linux, "LOAD", str(tmp_path / "loadavg"))
+    monkeypatch.setattr(linux.os, "sched_getaffinity", lambda pid: {0, 1})
+    assert linux.patience(5.0) == 5.0 * times
+
+
+@pytest.mark.parametrize("made", [SandboxExecutor, BwrapBackend])
+def test_a_slow_start_is_called_slow_and_not_impossible(
+    made: type[SandboxExecutor | BwrapBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (bwrap, contract):
+        monkeypatch.setattr(module, "patience", lambda seconds: 0.0)
+    with pytest.raises(SandboxSlow, match="the machine is busy"):
+        made()
+
+
+@contextlib.contextmanager
+def mute(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sandboxes that say nothing."""
+
+    def silence(channel: object, timeout_s: float) -> bytes:
+        raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.SocketChannel, "receive", silence)
+        yield
+
+
+def alone(executor: SandboxExecutor, count: int) -> list[str]:
+    """Complaints about a batch of `count` requests that fails and is then tried request by request."""
+    complaints = []
+    for batch in [[request(LOOP)] * count, *[[request(LOOP)]] * count]:
+        try:
+            executor.run(batch)
+        except SandboxFailure as failure:
+            complaints.append(str(failure))
+    return complaints
+
+
+def test_a_dead_machine_is_asked_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SandboxExecutor() as executor:
+        starts, create = [], executor.backend.create
+        monkeypatch.setattr(executor.backend, "create", lambda spec: starts.append(spec) or create(spec))
+        with mute(monkeypatch):
+            complaints = alone(executor, 50)
+        assert len(complaints) == 51 and len(starts) <= calls.FAILURES * calls.STARTS
+        assert "failed twice" in complaints[0]
+        assert set(complaints[calls.FAILURES :]) == {complaints[-1]}
+        assert "3 runs in a row failed" in complaints[-1] and "not ready in time" in complaints[-1]
+        assert "composer-nb doctor" in complaints[-1]
+        with pytest.raises(SandboxFailure, match="3 runs in a row failed"):
+            executor.run([request(IDENTITY, "(1,)")])
+        executor._rest_until = time.monotonic()  # it has rested
+        assert executor.run([request(IDENTITY, "(1,)")]) == ONE
+        with mute(monkeypatch), pytest.raises(SandboxFailure, match="failed twice"):  # the count begins anew
+            executor.run([request(LOOP)])
+
+
+def test_a_bad_request_does_not_stop_the_good_ones() -> None:
+    """Failures count only in a row."""
+
+    class Picky(SandboxExecutor):
+        def _attempt(self, requests, answers):  # type: ignore[no-untyped-def]
+            if any("bad" in each.files["f.py"] for each in requests):
+                raise SandboxFailure("it broke")
+            super()._attempt(requests, answers)
+
+    with Picky() as executor:
+        for _ in range(5):
+            with pytest.raises(SandboxFailure, match="failed twice: it broke"):
+                executor.run([request("bad = 1\n")])
+            assert executor.run([request(IDENTITY, "(1,)")]) == ONE
+
+
+# Limits of time.
+
+
+def starve(pid: int, core: int) -> None:
+    """Put a process behind everything else that wants `core`."""
+    for thread in (pid, *(int(name) for name in os.listdir(f"/proc/{pid}/task"))):
+        os.sched_setaffinity(thread, {core})
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError):  # where each session is a group of its own, the group counts
+        Path(f"/proc/{pid}/autogroup").write_text("19")
+
+
+@contextlib.contextmanager
+def overloaded(executor: SandboxExecutor) -> Iterator[None]:
+    """A machine on which a worker gets next to no CPU, though it wants it."""
+    core, done = min(os.sched_getaffinity(0)), threading.Event()
+    program = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True:\n    pass\n"
+    busy = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    first = 3 if executor.capabilities().mode == "forked" else 2  # past the resident
+
+    def hold_down() -> None:
+        while not done.wait(0.005):
+            for pid in tree(executor)[first:]:
+                with contextlib.suppress(OSError):
+                    starve(pid, core)
+
+    holding = threading.Thread(target=hold_down)
+    holding.start()
+    try:
+        yield
+    finally:
+        done.set()
+        holding.join()
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+WORKING_THREAD = (
+    "import threading\ndef f():\n    def work():\n        while True:\n            pass\n"
+    "    t = threading.Thread(target=work)\n    t.start()\n    t.join()\n"
+)
+
+
+@KINDS
+@pytest.mark.parametrize("source", [LOOP, WORKING_THREAD], ids=["loops", "waits for a thread that wants to run"])
+def test_a_program_that_the_machine_starved_is_no_timeout_and_not_remembered(kind: Any, source: str) -> None:
+    with kind(CallLimits(cpu_s=2.0, wall_s=0.2)) as executor:
+        memory = CachedExecutor(executor)
+        with overloaded(executor), pytest.raises(SandboxFailure, match=r"waited for this machine.*run less beside it"):
+            memory.run([request(source)])
+        assert memory.executed == 0
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ndef f():\n    time.sleep(60)\n",
+        "import time\ndef f():\n    while True:\n        time.sleep(0.01)\n",
+        "import threading\ndef f():\n    l = threading.Lock()\n    l.acquire()\n    l.acquire()\n",
+        "import os, signal\ndef f():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    signal.pause()\n",
+        "import os\ndef f():\n    os.read(os.pipe()[0], 1)\n",
+        "import ctypes, threading, time\nctypes.CDLL(None).prctl(15, b'a) R 1 (R) R ')\ndef f():\n    time.sleep(60)\n",
+    ],
+    ids=["sleeps", "naps", "waits for a lock", "stops itself", "waits for a pipe", "pretends to run"],
+)
+def test_a_program_that_sleeps_is_at_fault_itself(kind: Any, source: str) -> None:
+    with kind(CallLimits(wall_s=0.4)) as executor:
+        assert executor.run([request(source)]) == [TIMEOUT]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\ndef f():\n    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n",
+        "import os\ndef f():\n    os.sched_setaffinity(0, {0})\n",
+        "import os\ndef f():\n    os.nice(19)\n",
+    ],
+)
+def test_a_program_cannot_starve_itself_to_dodge_its_verdict(forked: SandboxExecutor, source: str) -> None:
+    assert forked.run([request(source)]) == [(CallOutcome(status="raised", text="PermissionError"),)]

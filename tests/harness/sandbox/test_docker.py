@@ -1,0 +1,301 @@
+"""The backend docker, beyond what all backends promise (`test_conformance.py`): its streams, its containers, its refusals."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import random
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from composer_nb.harness.sandbox.contract import LIMITS, SandboxDied, SandboxFailure, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.docker import DockerBackend, DockerChannel
+from composer_nb.harness.sandbox.image import build_image, host_image
+from composer_nb.harness.sandbox.journal import this_process
+from composer_nb.harness.sandbox.system.linux import patience
+
+SMALL = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20, inodes=500, processes=20, cpus=0.5, open_files=64)
+
+
+@pytest.fixture(scope="module")
+def backend(docker_client: Any) -> Iterator[DockerBackend]:
+    with DockerBackend(run_id="run-1") as made:
+        yield made
+
+
+# -- the attached streams ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[DockerChannel, socket.socket]]:
+    here, there = socket.socketpair()
+    channel = DockerChannel(here)
+    yield channel, there
+    channel.close()
+    there.close()
+
+
+def piece(stream: int, data: bytes) -> bytes:
+    return struct.pack(">BxxxL", stream, len(data)) + data
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_output_is_told_from_the_errors_however_it_arrives(
+    pair: tuple[DockerChannel, socket.socket], seed: int
+) -> None:
+    channel, there = pair
+    chance = random.Random(seed)
+    pieces = [(chance.choice((1, 1, 2)), chance.randbytes(chance.choice((0, 1, 7, 3000)))) for _ in range(200)]
+    sent = b"".join(piece(*each) for each in pieces)
+
+    def deliver() -> None:
+        left = sent
+        while left:
+            size = chance.choice((1, 3, 8, 9, 5000))
+            there.sendall(left[:size])
+            left = left[size:]
+        there.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=deliver)
+    thread.start()
+    received = bytearray()
+    expected = b"".join(data for stream, data in pieces if stream == 1)
+    while len(received) < len(expected):
+        arrived = channel.receive(5)
+        assert arrived
+        received += arrived
+    thread.join()
+    assert bytes(received) == expected
+
+
+def test_how_a_stream_ends(pair: tuple[DockerChannel, socket.socket]) -> None:
+    channel, there = pair
+    with pytest.raises(TimeoutError):
+        channel.receive(0.05)
+    assert not channel.ended
+    there.sendall(piece(2, b"Traceback\n  line\n" * 1000 + b"MemoryError: full\n") + piece(1, b"last"))
+    assert channel.receive(5) == b"last"
+    there.shutdown(socket.SHUT_WR)
+    with pytest.raises(OSError, match="^MemoryError: full$"):
+        channel.receive(5)
+    assert channel.ended
+
+
+def test_a_stream_that_ends_silently(pair: tuple[DockerChannel, socket.socket]) -> None:
+    channel, there = pair
+    there.sendall(piece(1, b"whole") + piece(1, b"cut off")[:10])
+    assert channel.receive(5) == b"wholecu"
+    there.close()
+    assert channel.receive(5) == b"" and channel.ended
+    with pytest.raises(OSError):
+        channel.send(b"x" * 100, 5)
+
+
+def test_what_is_not_taken_in_time(pair: tuple[DockerChannel, socket.socket]) -> None:
+    channel, _ = pair
+    with pytest.raises(TimeoutError):
+        channel.send(b"x" * (64 << 20), 0.1)
+
+
+def test_closing_wakes_who_waits() -> None:
+    """Also where another connection gets the number of the closed one at once."""
+    for _ in range(100):
+        here, there = socket.socketpair()
+        channel = DockerChannel(here)
+        told: list[object] = []
+
+        def wait(channel: DockerChannel = channel, told: list[object] = told) -> None:
+            try:
+                told.append(channel.receive(60))
+            except OSError as error:
+                told.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        time.sleep(0.002)
+        channel.close()
+        others = socket.socketpair()
+        thread.join(timeout=patience(10))
+        assert not thread.is_alive() and told
+        for each in (there, *others):
+            each.close()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def test_without_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    with pytest.raises(SandboxUnavailable, match="no Docker Engine answers at unix:.*docker.sock: start it") as failed:
+        DockerBackend()
+    assert "\n" not in str(failed.value)
+
+
+def test_without_the_right_to_use_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: socket.socket, address: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(SandboxUnavailable, match="this user may not use the Docker Engine at .*usermod -aG docker"):
+        DockerBackend()
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "docker", None)
+    with pytest.raises(SandboxUnavailable, match="pip install 'docker>=7'"):
+        DockerBackend()
+
+
+@pytest.mark.docker
+def test_what_an_image_sets_holds_for_commands(docker_client: Any, backend: DockerBackend) -> None:
+    """As with `docker exec`: packages of a project often lie in an environment that only the image's PATH names."""
+    lines = ["USER 0", "RUN mkdir -p /opt/x/bin && ln -s /bin/echo /opt/x/bin/said"]
+    lines += ["ENV PATH=/opt/x/bin:/usr/local/bin:/usr/bin:/bin GREETING='a = b' HOME=/root"]
+    text, tag = "\n".join([f"FROM {host_image(docker_client)}", *lines]), "composer-nb-test:environment"
+    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    try:
+        with backend.create(SandboxSpec(image=tag)) as box:
+            done = box.exec(["sh", "-c", 'said "$GREETING" $HOME'])
+            assert (done.exit_code, done.stdout) == (0, b"a = b /workspace\n")
+            assert box.exec(["sh", "-c", "echo $GREETING"], env={"GREETING": "mine"}).stdout == b"mine\n"
+        with backend.create() as box:
+            assert box.exec(["said"]).exit_code == 127
+    finally:
+        docker_client.images.remove(tag, force=True)
+
+
+@pytest.mark.docker
+def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> None:
+    host = host_image(docker_client)
+    lines = {"no-python": "RUN rm /usr/bin/python3*", "volume": "VOLUME /data"}
+    for name, line in lines.items():
+        text = f"FROM {host}\nUSER 0\n{line}\n"
+        docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=f"composer-nb-test:{name}", rm=True)
+    try:
+        for image, told in (
+            ("composer-nb-none/such:1", "has no image composer-nb-none/such:1: `docker pull"),
+            ("composer-nb-test:no-python", "composer-nb-test:no-python has no python3"),
+            ("composer-nb-test:volume", "keeps /data on the engine's disk, without a limit: build it without VOLUME"),
+        ):
+            with pytest.raises(SandboxUnavailable, match=told):
+                backend.create(SandboxSpec(image=image))
+    finally:
+        for name in lines:
+            docker_client.images.remove(f"composer-nb-test:{name}", force=True)
+    assert ours(docker_client) == []
+
+
+@pytest.mark.docker
+def test_what_the_engine_refuses(docker_client: Any) -> None:
+    with DockerBackend(runtime="no-such-runtime") as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
+        made.create()
+    with pytest.raises(SandboxFailure, match="this backend is closed"):
+        made.create()
+    assert ours(docker_client) == []
+
+
+# -- containers ----------------------------------------------------------------------------------------------
+
+
+def ours(docker_client: Any, run_id: str = "run-1") -> list[str]:
+    found = docker_client.containers.list(all=True, filters={"label": f"composer_nb.run={run_id}"})
+    return [container.name for container in found]
+
+
+@pytest.mark.docker
+def test_what_a_container_may(docker_client: Any, backend: DockerBackend) -> None:
+    with backend.create(SMALL) as box:
+        facts = docker_client.api.inspect_container(box.id)
+        done = box.exec(
+            [
+                "bash",
+                "-c",
+                "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status; ls /sys; grep -o '[a-z0-9]*:' /proc/net/dev",
+            ]
+        )
+    host, config = facts["HostConfig"], facts["Config"]
+    assert (
+        host["NetworkMode"] == "none" and host["CapDrop"] == ["ALL"] and not host["CapAdd"] and not host["Privileged"]
+    )
+    assert host["ReadonlyRootfs"] and host["SecurityOpt"] == ["no-new-privileges"] and not host["AutoRemove"]
+    assert host["Memory"] == host["MemorySwap"] == SMALL.memory_bytes
+    assert host["PidsLimit"] == SMALL.processes + 1 and host["NanoCpus"] == 500_000_000
+    assert host["LogConfig"]["Type"] == "none", "what is said in it would be written to the disk"
+    assert not facts["Mounts"] or {mount["Type"] for mount in facts["Mounts"]} == {"tmpfs"}
+    assert set(host["Tmpfs"]) == {"/workspace", "/tmp", "/dev/shm"}
+    assert all("nr_inodes=" in options for options in host["Tmpfs"].values())
+    assert config["User"] == "47811:47811" and config["StdinOnce"] and not config["Tty"]
+    assert not any("proxy" in variable.lower() for variable in config["Env"])
+    assert {line.split()[1] for line in done.stdout.decode().splitlines() if line.startswith("Cap")} == {"0" * 16}
+    assert b"NoNewPrivs:\t1\nSeccomp:\t2\nlo:\n" in done.stdout
+
+    labels, owner = config["Labels"], this_process()
+    assert labels["composer_nb.run"] == "run-1"
+    assert labels["composer_nb.owner"] == f"{owner.pid}:{owner.started}:{owner.boot}"
+    assert time.time() < int(labels["composer_nb.lease"]) < time.time() + 48 * 3600
+    assert ours(docker_client) == []
+
+
+@pytest.mark.docker
+def test_what_it_can_do_here(backend: DockerBackend) -> None:
+    able = backend.capabilities()
+    assert able.backend == "docker" and able.isolated and set(able.enforced) == set(LIMITS)
+    assert set(able.why_not) == {name for name, held in able.enforced.items() if not held}
+
+
+@pytest.mark.docker
+def test_closing_removes_what_is_left_and_keeps_no_connection(docker_client: Any) -> None:
+    with DockerBackend(run_id="run-2") as made:
+        boxes = [made.create(SMALL) for _ in range(2)]
+        assert sorted(ours(docker_client, "run-2")) == sorted(box.id for box in boxes)
+    assert ours(docker_client, "run-2") == []
+    with pytest.raises(SandboxFailure):
+        boxes[0].exec(["true"])
+
+    before = len(os.listdir("/proc/self/fd"))
+    with DockerBackend(run_id="run-2") as made:
+        made.create(SMALL).exec(["true"])
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.docker
+def test_a_container_that_ends_from_outside(docker_client: Any, backend: DockerBackend) -> None:
+    box = backend.create(SMALL)
+    threading.Timer(0.3, docker_client.api.kill, [box.id]).start()
+    with pytest.raises(SandboxFailure, match="ended unexpectedly"):
+        box.exec(["sleep", "20"])
+    assert ours(docker_client) == []
+
+
+@pytest.mark.docker
+def test_memory_that_ends_the_sandbox_is_told(backend: DockerBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine tells it where the control group can not be read, or is gone already."""
+    box = backend.create(SMALL)
+    monkeypatch.setattr(box._machine, "group", None)
+    assert box.stats().memory_bytes and box.stats().cpu_s
+    done = box.exec(["python3", "-c", "bytearray(400 << 20)"])
+    assert done.exit_code == 137
+    backend._client.api.kill(box.id)
+    assert backend.kills(box.id, True) == 1
+    told = itertools.count()  # as if it had ended within the request
+    monkeypatch.setattr(type(backend), "kills", lambda *_: next(told))
+    with pytest.raises(SandboxDied, match="its memory of 134217728 bytes was used up"):
+        box.exec(["true"])
+
+
+def test_the_steps_of_a_build_have_no_network(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n")
+    client = MagicMock()
+    client.images.build.return_value = (MagicMock(id="sha256:" + "0" * 64), [])
+    build_image(client, tmp_path)
+    assert client.images.build.call_args.kwargs["network_mode"] == "none"

@@ -1,0 +1,207 @@
+"""Images: what the one made of this machine's files has in it and what not; Dockerfiles."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.sandbox import image
+from composer_nb.harness.sandbox.contract import SandboxUnavailable
+from composer_nb.harness.sandbox.image import Files, build_image, host_files, host_image, write_archive
+
+
+@pytest.fixture(scope="module")
+def host(docker_client: Any) -> str:
+    return host_image(docker_client)
+
+
+def archive(files: Files) -> bytes:
+    packed = io.BytesIO()
+    write_archive(files, packed)
+    return packed.getvalue()
+
+
+def members(files: Files) -> dict[str, tarfile.TarInfo]:
+    with tarfile.open(fileobj=io.BytesIO(archive(files))) as packed:
+        return {info.name: info for info in packed}
+
+
+def test_links_on_the_way_are_kept_as_links(tmp_path: Path) -> None:
+    (tmp_path / "usr" / "lib").mkdir(parents=True)
+    (tmp_path / "lib").symlink_to("usr/lib")
+    (tmp_path / "usr" / "lib" / "real.so.1").write_text("x")
+    (tmp_path / "usr" / "lib" / "name.so").symlink_to(tmp_path / "lib" / ".." / "lib" / "real.so.1")
+    files = Files()
+    files.add(f"{tmp_path}/lib/name.so")
+    assert files.links == {
+        f"{tmp_path}/lib": "usr/lib",
+        f"{tmp_path}/usr/lib/name.so": f"{tmp_path}/lib/../lib/real.so.1",
+    }
+    assert files.regular == {f"{tmp_path}/usr/lib/real.so.1"}
+    with pytest.raises(FileNotFoundError):
+        files.add(f"{tmp_path}/lib/none.so")
+
+
+def test_a_tree_comes_without_what_was_installed(tmp_path: Path) -> None:
+    kept = ("os.py", "json/__init__.py", "json/__pycache__/a.cpython-311.pyc", "testing.py")
+    left = (
+        "site-packages/x.py",
+        "dist-packages/y.py",
+        "test/z.py",
+        "json/tests/t.py",
+        "sitecustomize.py",
+        "a.opt-2.pyc",
+    )
+    for name in (*kept, *left):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "broken").symlink_to("nowhere")
+    files = Files()
+    files.add_tree(str(tmp_path))
+    assert files.regular == {f"{tmp_path}/{name}" for name in kept} and not files.links
+
+
+def test_a_program_from_a_folder_that_a_container_hides_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "tool").write_bytes(b"first")
+    files = Files(folders={"/usr/local/bin"}, copies={"/usr/local/bin/tool": str(tmp_path / "tool")})
+    found, before = members(files), files.digest()
+    assert found["usr/local/bin/tool"].isreg() and found["usr/local/bin/tool"].size == 5
+    assert not any(name.endswith(str(tmp_path).lstrip("/")) for name in found)
+    (tmp_path / "tool").write_bytes(b"another")
+    assert files.digest() != before
+
+
+def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
+    for name in ("b", "a.py", "c"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "c").chmod(0o6751)
+    os.link(tmp_path / "b", tmp_path / "d")
+    os.utime(tmp_path / "a.py", (1e9, 1e9))
+    files, again = Files(), Files()
+    files.add_tree(str(tmp_path))
+    for name in ("d", "c", "b", "a.py"):
+        again.add(f"{tmp_path}/{name}")
+    assert archive(files) == archive(again) and files.digest() == again.digest()
+    found = members(files)
+    assert list(found) == sorted(found)
+    where = str(tmp_path).lstrip("/")
+    assert all(info.uid == info.gid == 0 for name, info in found.items() if name != "workspace")
+    assert {name for name, info in found.items() if info.mtime} == {f"{where}/a.py"}
+    assert found[f"{where}/c"].mode == 0o555
+    assert found[f"{where}/d"].islnk() and found[f"{where}/d"].linkname == f"{where}/b"
+
+    digest = files.digest()
+    (tmp_path / "b").write_text("changed")
+    assert files.digest() != digest
+
+
+def test_what_the_host_image_holds() -> None:
+    files = host_files()
+    files.add_libraries()
+    found = members(files)
+    assert {"usr/bin/python3", "workspace", "tmp", "etc/passwd"} <= set(found)
+    assert any(name.rpartition("/")[2].startswith("ld-") for name in found), "no loader"
+    assert any(name.endswith("/os.py") for name in found)
+    assert found["workspace"].uid == found["workspace"].gid == image.USER[1]
+    assert found["tmp"].mode == 0o1777
+    assert sum(info.size for info in found.values()) < 150e6
+
+    outside = {name for name in found if name.startswith(("root", "home", "opt/", "srv", "mnt", "var/lib"))}
+    assert not outside - {name.lstrip("/") for name in files.folders}
+    settings = {name for name, info in found.items() if name.startswith("etc/") and info.isreg()}
+    assert settings <= {"etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache"}
+    assert not [name for name in found if "-packages" in name or "customize." in name]
+    assert not [name for name, info in found.items() if info.mode & (stat.S_ISUID | stat.S_ISGID)]
+
+
+def test_without_a_program_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "NEEDED", ("no-such-shell",))
+    with pytest.raises(SandboxUnavailable, match="no no-such-shell in"):
+        host_files()
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(docker_client: Any, host: str) -> Run:
+    """`run(*command)`: what a command prints in a container of the host image."""
+
+    def run(*command: str) -> str:
+        done = docker_client.containers.run(
+            host,
+            list(command),
+            network_mode="none",
+            user=f"{image.USER[1]}",
+            remove=True,
+            stderr=True,
+            tmpfs={"/tmp": ""},
+        )
+        return str(done.decode())
+
+    return run
+
+
+@pytest.mark.docker
+def test_the_host_image_is_made_once(docker_client: Any, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(files: Files, target: object) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(image, "write_archive", never)
+    assert host_image(docker_client) == host
+    facts = docker_client.images.get(host).attrs
+    assert facts["Size"] < 150e6 and facts["Config"]["Labels"] == {"composer_nb.image": "host"}
+
+
+@pytest.mark.docker
+def test_what_runs_in_the_host_image(run: Run) -> None:
+    modules = "import bz2, ctypes, decimal, hashlib, json, lzma, multiprocessing, sqlite3, ssl, unittest, venv, zlib"
+    assert run("python3", "-c", f"{modules}; print('fine')") == "fine\n"
+    assert (
+        run("bash", "-c", "echo x >/tmp/x; sed s/x/y/ /tmp/x | diff - /tmp/x | grep -c . ; find /tmp -name x")
+        == "4\n/tmp/x\n"
+    )
+    assert run("id", "-un") == "box\n"
+    commit = "cd /tmp && git init -q r && cd r && git -c user.name=a -c user.email=b commit -q --allow-empty -m first"
+    assert run("bash", "-c", f"{commit} && git log --format=%s && tar -cz . | tar -tz | grep -c HEAD") == "first\n2\n"
+
+
+@pytest.mark.docker
+def test_modules_are_not_compiled_anew(run: Run) -> None:
+    """It would cost every start of an interpreter in a sandbox."""
+    here = subprocess.run(["/usr/bin/python3", "-v", "-c", "import json"], capture_output=True, text=True, check=True)
+    compiled = {line.split()[-1] for line in here.stderr.splitlines() if "matches" in line and "json" in line}
+    if not compiled:
+        pytest.skip("this machine's python3 has no compiled modules; install it with them to run this")
+    told = run("python3", "-v", "-c", "import json")
+    assert all(f"matches {path}" in told for path in compiled)
+
+
+@pytest.mark.docker
+def test_an_image_from_a_dockerfile(docker_client: Any, host: str, tmp_path: Path) -> None:
+    with pytest.raises(SandboxUnavailable, match="has no Dockerfile"):
+        build_image(docker_client, tmp_path)
+    (tmp_path / "greeting").write_text("hello\n")
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text(f"FROM {host}\nCOPY greeting /greeting\n")
+    built = build_image(docker_client, tmp_path)
+    assert docker_client.containers.run(built, ["cat", "/greeting"], network_mode="none", remove=True) == b"hello\n"
+    assert build_image(docker_client, tmp_path) == built
+    docker_client.images.remove(built, force=True)
+
+    dockerfile.write_text(f"FROM {host}\nRUN exit 3\n")
+    with pytest.raises(SandboxUnavailable, match="cannot be built: .*non-zero code: 3") as failed:
+        build_image(docker_client, tmp_path)
+    assert "docker load" not in str(failed.value) and "\n" not in str(failed.value)
+
+    dockerfile.write_text("FROM composer-nb-none/such:1\n")
+    with pytest.raises(SandboxUnavailable, match="no registry can be reached, bring .* with `docker load`"):
+        build_image(docker_client, tmp_path)

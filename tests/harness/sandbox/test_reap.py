@@ -1,0 +1,434 @@
+"""What a killed run left is ended, and nothing else: real owners, really killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.sandbox import journal as journals
+from composer_nb.harness.sandbox import reap as reaping
+from composer_nb.harness.sandbox.engine import MARK, remove_container
+from composer_nb.harness.sandbox.image import host_image
+from composer_nb.harness.sandbox.journal import Journal, started, this_process
+from composer_nb.harness.sandbox.reap import Reaped, is_dead, reap
+
+OWNER = """
+import json, os, subprocess, sys
+from pathlib import Path
+from composer_nb.harness.sandbox.contract import SandboxUnavailable
+from composer_nb.harness.sandbox.journal import Journal
+journal = Journal(Path(sys.argv[1]) / "journal", "run-1")
+for kind, name in json.loads(sys.argv[2]):
+    if kind == "process":
+        child = subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"], start_new_session=True, stdout=subprocess.DEVNULL)
+        name = child.pid
+    elif kind == "directory":
+        os.makedirs(name + "/deep/er")
+        Path(name, "deep", "file").write_text("x")
+    elif kind == "cgroup":
+        os.makedirs(name + "/inner")
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL)
+        Path(name, "inner", "cgroup.procs").write_text(str(child.pid))
+    assert journal.made(kind, name, "mark-1" if kind == "container" else None) is not None
+    print(name, flush=True)
+sys.stdin.read()
+"""
+
+
+class Owner:
+    """A process that holds things and can be killed outright."""
+
+    def __init__(self, run: Path, things: list[tuple[str, str]]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(run), json.dumps(things)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.names = [self.process.stdout.readline().strip() for _ in things]
+        assert all(self.names)
+
+    def kill(self, wait: bool = True) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        if wait:
+            self.process.wait()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Callable[..., Owner]]:
+    """`owner(*kinds)` makes one thing of each kind, for the run directory `tmp_path/runs/one`."""
+    made: list[Owner] = []
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+
+    def make(*kinds: str, **paths: str) -> Owner:
+        made.append(Owner(run, [(kind, paths.get(kind, str(tmp_path / f"{kind}{len(made)}"))) for kind in kinds]))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()
+        assert each.process.stdin is not None and each.process.stdout is not None
+        each.process.stdin.close()
+        each.process.stdout.close()
+    reap(tmp_path / "runs")
+
+
+def below(pid: int) -> set[int]:
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return {pid, *(int(child) for child in children.split())}
+
+
+def journal_files(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "runs").glob("*/journal/*"))
+
+
+def test_what_a_killed_owner_left_is_ended_once(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    left = owner("process", "directory")
+    pid, folder = left.names
+    family = below(int(pid))
+    left.kill()
+    assert len(family) == 3 and all(started(each) for each in family) and Path(folder).is_dir()
+    assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
+    assert not any(started(each) for each in family) and not Path(folder).exists()
+    assert reap(tmp_path / "runs") == Reaped() and journal_files(tmp_path) == []
+
+
+def test_a_zombie_owns_nothing(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    left = owner("directory")
+    left.kill(wait=False)  # nobody has asked for its exit status yet
+    os.waitid(os.P_PID, left.process.pid, os.WEXITED | os.WNOWAIT)
+    assert reap(tmp_path / "runs" / "one").directories == tuple(left.names)  # a run directory will do as well
+
+
+def test_what_a_living_owner_holds_is_left_alone(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    alive, dead = owner("process", "directory"), owner("directory")
+    dead.kill()
+    assert reap(tmp_path / "runs") == Reaped(directories=tuple(dead.names), kept=2)
+    assert started(int(alive.names[0])) and Path(alive.names[1]).is_dir()
+    assert len(journal_files(tmp_path)) == 1
+    alive.kill()
+    found = reap(tmp_path / "runs")
+    assert (*found.processes, *found.directories) == tuple(alive.names)
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    for entry in entries:
+        change(entry)
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def test_whoever_has_the_name_now_is_spared(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    """A number that was given out again, a folder that somebody else made: other marks."""
+    left = owner("process", "directory")
+    left.kill()
+    pid, folder = left.names
+    [file] = journal_files(tmp_path)
+    kept = file.read_text()
+    rewrite(file, lambda entry: entry.update(mark=entry["mark"] + "1"))
+    assert reap(tmp_path / "runs") == Reaped()
+    assert started(int(pid)) and Path(folder).is_dir() and journal_files(tmp_path) == []
+    file.write_text(kept)
+    assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
+
+
+@pytest.mark.parametrize(
+    ("change", "dead"),
+    [
+        ({}, False),
+        ({"started": 1}, True),  # its pid is another's now
+        ({"namespace": "pid:[1]", "started": 1}, False),  # in another container: a pid means nothing here
+        ({"boot": "b", "host": "another"}, False),  # on another machine, with which the folder is shared
+        ({"boot": "b"}, True),  # before this machine started anew
+        ({"boot": "b", "namespace": "pid:[1]"}, True),
+    ],
+)
+def test_who_counts_as_dead(change: dict[str, Any], dead: bool) -> None:
+    assert is_dead(replace(this_process(), **change)) is dead
+
+
+def test_after_a_restart_only_directories_can_be_left(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    left = owner("process", "directory")
+    pid, folder = left.names
+    left.kill()
+    [file] = journal_files(tmp_path)
+    kept = file.read_text()
+    rewrite(file, lambda entry: entry["owner"].update(boot="the boot before"))
+    assert reap(tmp_path / "runs") == Reaped(directories=(folder,))
+    assert started(int(pid))  # some process of today
+    file.write_text(kept)
+    assert reap(tmp_path / "runs").processes == (pid,)
+
+
+@pytest.mark.parametrize("what", ["a link to it", "a link", "a folder", "a file"])
+def test_what_stands_in_place_of_a_directory_is_spared(owner: Callable[..., Owner], tmp_path: Path, what: str) -> None:
+    """Even with the same inode: file systems give those out again at once."""
+    left = owner("directory")
+    folder = Path(left.names[0])
+    left.kill()
+    other = tmp_path / "other"
+    if what == "a link to it":
+        folder.rename(other)
+    else:
+        shutil.rmtree(folder)
+        other.mkdir()
+        (other / "deep").mkdir()
+    if what == "a folder":
+        other.rename(folder)
+    elif what == "a file":
+        folder.write_text("x")
+    else:
+        folder.symlink_to(other)
+    assert reap(tmp_path / "runs") == Reaped()
+    assert folder.is_symlink() or folder.exists()
+    assert what == "a file" or (folder / "deep").is_dir()
+
+
+def test_a_line_that_was_cut_off_and_rubbish(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    left = owner("directory")
+    left.kill()
+    [file] = journal_files(tmp_path)
+    with file.open("a") as cut:
+        cut.write('{"event": "made", "kind": "proc')
+    (file.parent / "rubbish.jsonl").write_text("rubbish\n")
+    found = reap(tmp_path / "runs")
+    assert found.directories == tuple(left.names)
+    [failure] = found.failed
+    assert "rubbish.jsonl:1: no line of a journal" in failure
+    assert not file.exists()
+    with pytest.raises(FileNotFoundError, match="no such folder of runs"):
+        reap(tmp_path / "nowhere")
+
+
+def test_rubbish_in_a_journal_hides_nothing_else_of_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    left = owner("directory")
+    left.kill()
+    [file] = journal_files(tmp_path)
+    file.write_text('{"event": "made", "kind": "proc{"ev\n' + file.read_text())
+    found = reap(tmp_path / "runs")
+    assert found.directories == tuple(left.names) and len(found.failed) == 1 and file.exists()
+
+
+def can_mount() -> bool:
+    return os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="only root can mount")
+def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(
+    owner: Callable[..., Owner], tmp_path: Path
+) -> None:
+    left = owner("directory", "process")
+    folder, pid = left.names
+    left.kill()
+    [file] = journal_files(tmp_path)
+    with file.open("a") as cut:
+        cut.write('{"event": "made", "kind": "proc')
+    foreign = Path(folder, "foreign")
+    foreign.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(foreign)], check=True)
+    try:
+        (foreign / "file").write_text("x")
+        failed = (f"directory {folder}: {foreign} is mounted in it",)
+        assert reap(tmp_path / "runs") == Reaped(processes=(pid,), failed=failed)
+        assert reap(tmp_path / "runs") == Reaped(failed=failed)
+        assert (foreign / "file").exists()
+    finally:
+        subprocess.run(["umount", str(foreign)], check=True)
+    assert reap(tmp_path / "runs").directories == (folder,)  # it was not forgotten
+
+
+def writable_cgroup() -> Path | None:
+    for mount in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup", "/sys/fs/cgroup/pids"):
+        place = Path(mount, f"composer_nb-test-{os.getpid()}")
+        try:
+            place.mkdir()
+            there = (place / "cgroup.procs").exists()
+            place.rmdir()
+        except OSError:
+            continue
+        if there:
+            return place
+    return None
+
+
+def test_a_cgroup_goes_with_what_runs_in_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
+    place = writable_cgroup()
+    if place is None:
+        pytest.skip("no cgroup can be made here")
+    left = owner("cgroup", cgroup=str(place))
+    left.kill()
+    [inside] = [int(pid) for pid in (place / "inner" / "cgroup.procs").read_text().split()]
+    assert started(inside)
+    assert reap(tmp_path / "runs") == Reaped(cgroups=(str(place),))
+    assert not place.exists() and not started(inside)
+
+
+def test_a_journal_is_there_only_while_it_holds_something(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", "run-1")
+    assert not journal.file.exists()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    first, second = journal.made("directory", folder), journal.made("process", os.getpid())
+    assert first is not None and second is not None and first.name == str(folder)
+    assert journal.made("process", 2**22 + 1) is None
+    journal.gone(None)
+    journal.gone(first)
+    assert [json.loads(line)["event"] for line in journal.file.read_text().splitlines()] == ["made", "made", "gone"]
+    assert reap(tmp_path) == Reaped(kept=1)
+    journal.gone(second)
+    assert not journal.file.exists() and reap(tmp_path) == Reaped()
+    journal.made("directory", folder)
+    assert len(journal.file.read_text().splitlines()) == 1
+
+
+def test_the_start_of_a_process_is_read_past_its_name(tmp_path: Path) -> None:
+    odd = tmp_path / "a) R 1 2 3"
+    odd.symlink_to(shutil.which("sleep") or "/bin/sleep")
+    with subprocess.Popen([str(odd), "60"]) as process:
+        before, now = journals.started(os.getpid()), journals.started(process.pid)
+        assert before is not None and now is not None and now >= before
+        process.kill()
+    assert journals.started(process.pid) is None
+
+
+def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
+    owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when something that is about to end still writes into it."""
+    left = owner("directory")
+    left.kill()
+    [folder] = map(Path, left.names)
+
+    def never(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "not empty")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reaping, "PATIENCE_S", 0.1)
+        patched.setattr(Path, "rmdir", never)
+        found = reap(tmp_path / "runs")
+    assert not found.directories and "can not be emptied" in found.failed[0] and folder.is_dir()
+    assert reap(tmp_path / "runs").directories == (str(folder),) and not folder.exists()
+
+
+def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(
+    owner: Callable[..., Owner], tmp_path: Path
+) -> None:
+    """Orphans of a killed parent, as Ray's workers are while they start."""
+    left = owner("directory")
+    [folder] = map(Path, left.names)
+    mark = (folder / journals.LABEL).read_text()
+    anew = f"sleep 300 & echo $!; while :; do mkdir -p {folder}/logs; sleep 0.01; done"
+    writer, other = (
+        subprocess.Popen(
+            ["sh", "-c", text], env=os.environ | {journals.WRITER: word}, stdout=subprocess.PIPE, text=True
+        )
+        for text, word in ((anew, mark), ("echo; exec sleep 300", mark[::-1]))
+    )
+    with writer, other:
+        assert writer.stdout is not None and other.stdout is not None
+        below = int(writer.stdout.readline())
+        other.stdout.readline()
+        left.kill()
+        assert reap(tmp_path / "runs").directories == (str(folder),)
+        time.sleep(0.2)
+        assert not folder.exists() and started(writer.pid) is None and started(below) is None
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_container_stays_in_the_journal_while_no_engine_answers(
+    owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = owner("container", "directory", container="composer_nb-1")
+    left.kill()
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    found = reap(tmp_path / "runs")
+    assert found.directories == (left.names[1],) and not found.containers
+    [failure] = found.failed
+    assert failure.startswith("container composer_nb-1: no Docker Engine answers at")
+    assert len(journal_files(tmp_path)) == 1 and reap(tmp_path / "runs").failed == (failure,)
+
+
+@pytest.mark.docker
+def test_only_the_container_that_was_noted_is_removed(
+    owner: Callable[..., Owner], tmp_path: Path, docker_client: Any
+) -> None:
+    """Even by name; and one that was noted and never made is gone."""
+    names = [f"composer_nb-test-{tmp_path.name}-{number}" for number in range(3)]
+    image = host_image(docker_client)
+    for name, mark in zip(names, ("mark-1", "mark-2"), strict=False):
+        docker_client.containers.create(image, ["true"], name=name, labels={MARK: mark}, network_mode="none")
+    try:
+        for name in names:
+            owner("container", container=name).kill()
+        assert reap(tmp_path / "runs") == Reaped(containers=(names[0],)) and journal_files(tmp_path) == []
+        [left] = docker_client.containers.list(all=True, filters={"name": f"composer_nb-test-{tmp_path.name}"})
+        assert left.name == names[1]
+    finally:
+        for name in names:
+            remove_container(docker_client, name)
+
+
+@pytest.mark.docker
+def test_a_container_outlives_a_boot(owner: Callable[..., Owner], tmp_path: Path, docker_client: Any) -> None:
+    name = f"composer_nb-test-{tmp_path.name}"
+    docker_client.containers.create(host_image(docker_client), ["true"], name=name, labels={MARK: "mark-1"})
+    try:
+        left = owner("container", container=name)
+        assert reap(tmp_path / "runs") == Reaped(kept=1)
+        [file] = journal_files(tmp_path)
+        rewrite(file, lambda entry: entry["owner"].update(boot="the boot before"))
+        assert reap(tmp_path / "runs") == Reaped(containers=(name,))
+        left.kill()
+    finally:
+        remove_container(docker_client, name)
+
+
+@pytest.mark.skipif(not can_mount(), reason="only root can mount")
+def test_a_note_that_a_full_disk_cuts_off_is_an_error_and_is_not_there(tmp_path: Path) -> None:
+    """In a mount namespace of its own, which ends with it."""
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        from composer_nb.harness.sandbox.journal import Journal
+        journal, filler = Journal(Path(sys.argv[1]), "r"), Path(sys.argv[1]) / "filler"
+        journal.made("cgroup", "/sys/fs/cgroup/composer_nb-first", "m")
+        with open(filler, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+        told = ""
+        try:
+            for number in range(200):
+                journal.made("cgroup", f"/sys/fs/cgroup/composer_nb-{number}", "m")
+        except OSError as error:
+            told = str(error)
+        filler.unlink()
+        journal.made("cgroup", "/sys/fs/cgroup/composer_nb-last", "m")
+        lines = journal.file.read_text().splitlines()
+        import json
+        assert json.loads(lines[-1])["name"].endswith("last") and all(json.loads(line) for line in lines), lines
+        print(told)
+    """
+    folder = tmp_path / "small"
+    folder.mkdir()
+    script = f'mount -t tmpfs -o size=12k tmpfs "{folder}" && exec "{sys.executable}" -c "$0" "{folder}"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "journal: No space left on device" in done.stdout and ".jsonl" in done.stdout

@@ -1,0 +1,177 @@
+"""Planted bugs, features that are gone, and several at once: the texts, without running anything."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import shlex
+import textwrap
+from collections import Counter
+from itertools import islice, pairwise
+from random import Random
+
+import libcst as cst
+import pytest
+
+from composer_nb.harness.grading import plan, twins
+from composer_nb.harness.tasks.making.bugs import changes as making
+from composer_nb.harness.tasks.making.bugs.changes import (
+    MAX_CHANGED,
+    Change,
+    Edit,
+    bugs,
+    combined,
+    features,
+    normalised,
+    units,
+)
+from composer_nb.harness.tasks.making.bugs.statements import OF_CLASSES
+
+ALL_KINDS = {**making.KINDS, **OF_CLASSES}
+SOURCES = {f"{each.__name__}.py": inspect.getsource(each) for each in (plan, twins, textwrap, shlex)}
+UNITS = [unit for path, text in SOURCES.items() for unit in units(path, text)]
+
+
+def changed_by(kind: str, text: str) -> set[str]:
+    """Everything that one kind makes of a function."""
+    tree = cst.parse_module(textwrap.dedent(text))
+    is_class = text.lstrip().startswith("class")
+    found = making._sites(tree, False, is_class, Random(0))
+    return {tree.deep_replace(old, new).code for name, old, new in found if name == kind}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("compare", "return a < b", "return a <= b"),
+        ("compare", "return a not in b", "return a in b"),
+        ("operator", "return a + b", "return a - b"),
+        ("operator", "a += b", "a -= b"),
+        ("logic", "return a and b", "return a or b"),
+        ("negate", "return b if not a else c", "return b if a else c"),
+        ("negate", "return b if a and c else a", "return b if not (a and c) else a"),
+        ("constant", "return a[0]", "return a[1]"),
+        ("constant", "return True", "return False"),
+        ("swap", "return a - (b or c)", "return (b or c) - a"),
+        ("swap", "return a < b", "return b < a"),
+        ("chain", "return a + b + c", "return a + b"),
+        ("arguments", "return g(a, b, c)", "return g(b, a, c)"),
+        ("keyword", "return g(a, b=1)", "return g(a)"),
+        ("conversion", "return list(a)", "return a"),
+        ("conversion", "return sorted(a, key=b)", "return a"),
+        ("bounds", "return a[1:b]", "return a[:b]"),
+        ("callee", "return a.lstrip(b)", "return a.rstrip(b)"),
+        ("assignment", "a = 1\n    return a", "return a"),
+        ("call", "a.sort()\n    return a", "return a"),
+        ("order", "a = b\n    b = c\n    return a", "b = c\n    a = b\n    return a"),
+        ("always", "if a:\n        b = 1\n    return b", "b = 1\n    return b"),
+        ("condition", "if a:\n        return b\n    return c", "return c"),
+        ("branches", "if a:\n        b()\n    else:\n        c()", "if a:\n        c()\n    else:\n        b()"),
+        ("loop", "for b in a:\n        c = b\n    return c", "return c"),
+        ("once", "for b in a:\n        c += b", "for b in a:\n        c += b\n        break"),
+        ("wrapper", "with a:\n        b = 1\n    return b", "b = 1\n    return b"),
+        ("wrapper", "try:\n        b = a\n    except c:\n        b = 1\n    return b", "b = a\n    return b"),
+        ("flow", "while a:\n        break", "while a:\n        continue"),
+    ],
+)  # fmt: skip
+def test_what_a_kind_does(kind: str, before: str, after: str) -> None:
+    head = "def f(a, b, c):\n    "
+    assert f"{head}{after}\n" in changed_by(kind, f"{head}{before}\n")
+
+
+def test_kinds_of_parameters_exceptions_and_classes() -> None:
+    assert changed_by("default", "def f(a=1): pass\n") == {"def f(a=2): pass\n", "def f(a=0): pass\n"}
+    [raised] = changed_by("exception", "def f():\n    raise ValueError(1)\n")
+    assert raised.startswith("def f():\n    raise ") and "ValueError" not in raised and raised.endswith("(1)\n")
+    [variable] = changed_by("variable", "def f(a, b):\n    return g(a)\n")
+    assert variable == "def f(a, b):\n    return g(b)\n"
+    assert changed_by("decorator", "@cached\ndef f(): pass\n") == {"def f(): pass\n"}
+    assert changed_by("bases", "class A(B, C):\n    x = 1\n") == {
+        "class A(B):\n    x = 1\n",
+        "class A(C):\n    x = 1\n",
+    }
+    both = "class A:\n    def f(self): pass\n    def g(self): pass\n"
+    assert changed_by("method", both) == {"class A:\n    def f(self): pass\n", "class A:\n    def g(self): pass\n"}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Change]:
+    return list(islice(bugs(SOURCES, UNITS, "0"), 200))
+
+
+def test_there_are_enough_kinds_and_each_is_drawn(found: list[Change]) -> None:
+    assert found[:10] == list(islice(bugs(SOURCES, UNITS, "0"), 10)) != list(islice(bugs(SOURCES, UNITS, "1"), 10))
+    drawn = Counter(change.kind for change in found)
+    assert len(ALL_KINDS) >= 13 and set(drawn) >= set(ALL_KINDS) - {"bases", "wrapper"}
+    first = Counter(change.kind for change in found[:60])
+    assert len(first) >= 20 and max(first.values()) <= 12
+
+
+def test_bugs_are_small_python_that_means_something_else_and_never_come_twice(found: list[Change]) -> None:
+    assert len({change.key for change in found}) == len(found) == 200
+    for change in found[:40]:
+        [(path, text)] = change.apply(SOURCES).items()
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(SOURCES[path]))
+        lines = list(difflib.unified_diff(SOURCES[path].split("\n"), text.split("\n"), lineterm="", n=0))[2:]
+        assert 0 < sum(line.startswith(("+", "-")) for line in lines) <= MAX_CHANGED
+        [edit] = change.edits  # nothing changes outside of the function
+        before, after = SOURCES[path].split("\n"), text.split("\n")
+        assert before[: edit.start - 1] == after[: edit.start - 1]
+        assert before[edit.end :] == after[len(after) - (len(before) - edit.end) :]
+
+
+def test_units_are_functions_methods_and_classes_with_their_decorators() -> None:
+    text = "import x\n@x.y(\n  1)\ndef f():\n    def inner(): pass\nif x:\n    class A:\n        @p\n        def g(self): pass\n"
+    found = units("m.py", text)
+    assert [(unit.name, unit.start, unit.end, unit.is_class) for unit in found] == [
+        ("f", 2, 5, False), ("A", 7, 9, True), ("A.g", 8, 9, False)
+    ]  # fmt: skip
+    assert found[0].places == (("m.py", 2),) and found[1].places == (("m.py", 8),)
+    code = {
+        each.co_name: each.co_firstlineno
+        for each in compile(text, "m.py", "exec").co_consts
+        if hasattr(each, "co_name")
+    }
+    assert code["f"] == found[0].start  # the tracer names functions so
+    assert units("m.py", text.replace("\n", "\r\n")) == []
+
+
+def test_layout_and_comments_do_not_make_another_change() -> None:
+    def change(text: str) -> Change:
+        return Change(kind="a", edits=(Edit(path="a.py", name="f", start=1, end=2, text=text),), places=())
+
+    assert change("def f():\n    # why\n    return  1").key == change('def f():\n    "doc"\n    return 1').key
+    assert change("def f():\n    return 1").key != change("def f():\n    return 2").key
+    assert normalised("    def f(self):\n        return (1)") == normalised("    def f(self): return 1")
+
+
+def test_a_feature_takes_the_private_functions_along_that_only_it_uses(files: dict[str, str]) -> None:
+    found = {
+        change.edits[0].name: change
+        for change in features(files, units("shapes/core.py", files["shapes/core.py"]), "0")
+    }
+    assert {"chunks", "most_common"} <= set(found) and "Stack.push" not in found
+    text = found["most_common"].apply(files)["shapes/core.py"]
+    assert "_largest" not in text and "occurs most often" not in text
+    scope: dict[str, object] = {}
+    exec(text, scope)  # our own text
+    with pytest.raises(NotImplementedError):
+        scope["most_common"]([])  # type: ignore[operator]
+    assert scope["clamp"](12) == 10  # type: ignore[operator]
+
+
+def test_combined_bugs_touch_nothing_twice(found: list[Change]) -> None:
+    singles = found[:60]
+    found = list(combined(singles, "0"))
+    used = [key for change in found for key in change.parts]
+    assert found == list(combined(singles, "0")) and len(used) == len(set(used)) and len(found) >= 20
+    assert {len(change.parts) for change in found} == {2, 3}
+    for change in found:
+        spans = sorted((edit.path, edit.start, edit.end) for edit in change.edits)
+        assert all(a[0] != b[0] or a[2] < b[1] for a, b in pairwise(spans))
+        by_key = {single.key: single for single in singles}
+        texts = change.apply(SOURCES)
+        for key in change.parts:
+            [edit] = by_key[key].edits
+            assert edit.text in texts[edit.path]

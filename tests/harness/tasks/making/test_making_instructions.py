@@ -1,0 +1,268 @@
+"""Instructions: what is seen, never what is wrong; and what is taken out of the visible tests."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.grading.box import Failure, Result
+from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
+from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
+
+KNOWN = ["chunks", "clamp", "Stack", "pop", "invoke", "size"]
+TESTS = ast.unparse(
+    ast.parse("""\
+import unittest
+import pytest
+from shapes import Stack, chunks, clamp, command
+
+CASES = [1, 2]
+
+def helper(x):
+    return x + 1
+
+def test_chunks():
+    assert chunks([1, 2], 2) == [[1, 2]]
+
+@pytest.mark.parametrize("value, wanted", [(1, 2)])
+def test_param(value, wanted):
+    assert clamp(value) == wanted
+
+def test_pop_after_two_pushes():
+    stack = Stack()
+    unrelated = 3
+    stack.push(1).push(2)
+    assert stack.size == 2
+    result = stack.pop()
+    assert result == 2
+
+def test_runner(runner):
+    @command()
+    def cli(foo):
+        print(foo)
+    result = runner.invoke(cli, ["--foo"])
+    assert not result.exception
+    assert "foo" in result.output
+
+def test_refuses():
+    with pytest.raises(ValueError):
+        chunks([1], 0)
+
+def test_helper():
+    for case in CASES:
+        assert helper(clamp(case)) in (1, 2)
+
+def test_file():
+    with open("x") as file:
+        data = clamp(file.read())
+        assert data.split() == ["a"]
+
+def test_size():
+    assert check_size(hidden_thing)
+
+def test_stop():
+    if clamp(1) == 1:
+        raise Exception("bad")
+
+@pytest.fixture
+def full():
+    return Stack([1, 2])
+
+def test_full(full):
+    assert full.size == 2
+
+@pytest.mark.parametrize("full", [Stack()])
+def test_size_of_the_empty_one(full):
+    assert full.size == 0
+
+class TestStack(unittest.TestCase):
+    def made(self):
+        return self.first
+
+    def setUp(self):
+        self.first = Stack()
+
+    def test_made(self):
+        self.assertEqual(self.made().size, 1)
+
+    def test_order(self):
+        self.assertEqual(clamp(3), 4)
+
+    def test_most_recent_item_goes_first(self):
+        self.check(clamp)
+""")
+)
+
+
+def seen(
+    name: str,
+    needle: str,
+    why: str = "AssertionError",
+    message: str = "",
+    values: dict[str, str] | None = None,
+    compared: Sequence[str] = (),
+) -> Symptom:
+    line = next(number for number, each in enumerate(TESTS.split("\n"), 1) if needle in each)
+    failed = Failure(line=line, message=message, values=values or {}, compared=tuple(compared))
+    return symptom(f"tests/test_core.py::{name}#0", TESTS + "\n", Result(outcome="failed", why=why), failed, KNOWN)
+
+
+LINES = "from shapes import Stack\nstack = Stack()\nstack.push(1).push(2)\nresult = stack.pop()"
+
+
+@pytest.mark.parametrize(
+    ("found", "rank", "facts"),
+    [
+        (
+            seen("test_chunks", "assert chunks", compared=["==", "[[1], [2]]", "[[1, 2]]"]),
+            0,
+            {"subject": "chunks", "call": "chunks([1, 2], 2)", "wanted": "[[1, 2]]", "seen": "[[1], [2]]"},
+        ),
+        (
+            seen("test_param", "clamp(value)", values={"value": "1", "wanted": "2"}, compared=["==", "5", "2"]),
+            0,
+            {"call": "clamp(1)", "wanted": "2", "seen": "5", "code": ""},
+        ),
+        (
+            seen("test_chunks", "assert chunks", "TypeError", "/box/run0/a.py: no\x1b[1m such thing" + "x" * 300),
+            0,
+            {"call": "chunks([1, 2], 2)", "exception": "TypeError", "wanted": "[[1, 2]]", "seen": ""},
+        ),
+        (
+            seen("test_pop_after_two_pushes", "result ==", values={"result": "1"}, compared=["==", "1", "2"]),
+            1,
+            {"code": f"{LINES}\nassert result == 2", "call": "result", "wanted": "2", "seen": "1"},
+        ),
+        (
+            seen("test_pop_after_two_pushes", "result = ", "IndexError", "empty"),
+            1,
+            {"code": LINES, "exception": "IndexError", "message": "empty"},
+        ),
+        (
+            seen("test_runner", "in result.output", compared=["in", "'foo'", "''"]),
+            1,
+            {"setup": ("runner",), "call": "result.output", "wanted": "something with 'foo'", "seen": "''"},
+        ),
+        (seen("test_runner", "not result.exc"), 1, {"call": "result.exception", "wanted": "false", "seen": "true"}),
+        (
+            seen("test_refuses", "pytest.raises(", "Failed", "DID NOT RAISE <class 'ValueError'>"),
+            0,
+            {"call": "chunks([1], 0)", "missing": "ValueError"},
+        ),
+        (
+            seen("test_refuses", "chunks([1], 0)", "TypeError", "no"),
+            0,
+            {"call": "chunks([1], 0)", "exception": "TypeError", "missing": "ValueError"},
+        ),
+        (
+            seen("test_helper", "assert helper", values={"case": "2"}, compared=["in", "3", "(1, 2)"]),
+            1,
+            {"call": "helper(clamp(2))", "wanted": "one of (1, 2)", "seen": "3"},
+        ),
+        (
+            seen("test_file", "data.split()", values={"data": "''"}, compared=["==", "[]", "['a']"]),
+            1,
+            {"call": "data.split()", "wanted": "['a']", "seen": "[]"},
+        ),
+        (
+            seen("TestStack::test_order", "clamp(3)", message="3 != 4"),
+            0,
+            {"call": "clamp(3)", "wanted": "4", "seen": "3"},
+        ),
+        (
+            seen("TestStack::test_most_recent_item_goes_first", "self.check", "KeyError", "'a' at 0x7f12"),
+            2,
+            {"call": "self.check(clamp)", "message": "'a'", "topic": "stack most recent item goes first"},
+        ),
+        (seen("TestStack::test_made", "self.made()", compared=["==", "0", "1"]), 2, {"call": "self.made().size", "code": ""}),
+        (
+            seen("test_full", "full.size", compared=["==", "'test_full.<locals>.x'", "2"]),
+            1,
+            {
+                "code": "from shapes import Stack\n@pytest.fixture\ndef full():\n    return Stack([1, 2])\n"
+                "assert full.size == 2",
+                "seen": "'x'",
+                "setup": (),
+            },
+        ),
+        (
+            seen("test_size_of_the_empty_one", "full.size == 0", compared=["==", "1", "0"]),
+            2,
+            {"call": "full.size", "code": "", "wanted": "0", "seen": "1"},
+        ),
+        (seen("test_size", "check_size", compared=[]), 3, {"topic": "size", "code": ""}),
+        (seen("test_stop", "raise Exception", "Exception", "bad"), 3, {"call": "", "code": ""}),
+        (symptom("tests/test_core.py::gone#0", TESTS, Result(outcome="failed", why="KeyError"), None, KNOWN), 3, {}),
+    ],
+)  # fmt: skip
+def test_what_is_seen_of_a_failure(found: Symptom, rank: int, facts: dict[str, Any]) -> None:
+    assert found.rank == rank and found.tells == (rank < 3)
+    assert {name: getattr(found, name) for name in facts} == facts
+    assert len(found.message) <= 160 and "\x1b" not in found.message and "/box" not in found.message
+    if found.tells:
+        for text in (write([found], 4, str(seed)) for seed in range(20)):
+            assert "test_" not in text and "{" not in text
+            assert (found.code or found.call) in text
+            assert all(each in text for each in (found.seen, found.exception, found.message, found.missing))
+
+
+def test_long_values_are_cut_to_where_they_differ() -> None:
+    left, right = "'" + "a" * 300 + "b" * 300 + "'", "'" + "a" * 300 + "c" * 300 + "'"
+    found = seen("test_chunks", "assert chunks", compared=["==", left, right])
+    assert found.wanted == "[[1, 2]]" and found.seen.startswith("'aaa") and len(found.seen) <= 82
+    found = symptom(
+        "t/test_a.py::test_a#0",
+        f"def test_a():\n    assert clamp(1) == {right}\n",
+        Result(outcome="failed", why="AssertionError"),
+        Failure(line=2, message="", compared=("==", left, right)),
+        KNOWN,
+    )
+    assert found.seen.startswith("…aaa") and "bbb" in found.seen and "ccc" in found.wanted and len(found.wanted) <= 82
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_texts_are_many_and_hold_by_their_seed(count: int) -> None:
+    found = seen("test_pop_after_two_pushes", "result ==", values={"result": "1"}, compared=["==", "1", "2"])
+    texts = [write([found] * count, 4, str(seed)) for seed in range(60)]
+    assert texts == [write([found] * count, 4, str(seed)) for seed in range(60)] and len(set(texts)) >= 8
+    assert all(text.count("stack.pop()") == count and len(text) < 1000 for text in texts)
+
+
+def test_a_feature_is_asked_for_by_its_signature_or_its_documentation(files: dict[str, str]) -> None:
+    text = files["shapes/core.py"].split("\n\n\n")[1]
+    texts = {write_feature("shapes/core.py", "chunks", text, str(seed)) for seed in range(30)}
+    assert len(texts) == 4 and all("chunks" in each and "range(0" not in each for each in texts)
+
+
+@pytest.mark.parametrize(
+    ("documented", "examples", "said"),
+    [
+        ("The word that occurs most often, None where there is none.", 0, True),
+        ("Words.", 0, False),
+        ("Words.", 3, True),
+    ],
+)
+def test_a_feature_is_asked_for_only_where_something_says_what_it_is(
+    documented: str, examples: int, said: bool
+) -> None:
+    text = f'def f(x):\n    """{documented}"""\n    return x\n'
+    some = [
+        Symptom(subject="f", topic="f", call=f"f({n})", alone=True, wanted=str(n), exception="NotImplementedError")
+        for n in range(examples)
+    ]
+    written = write_feature("a.py", "f", text, "0", some)
+    assert bool(written) == said
+    assert written.count("should give") == min(examples, 2)
+
+
+def test_failing_tests_are_taken_out_of_a_module(files: dict[str, str]) -> None:
+    text = files["tests/test_core.py"]
+    left = without_tests(text, ["t.py::test_clamp#1", "t.py::TestStack::test_size#0", "t.py::nowhere#0"])
+    assert "def test_clamp(" not in left and "parametrize" not in left and "def test_size" not in left
+    assert "def test_clamp_range(" in left and "def test_order" in left
+    empty = without_tests(text, [f"t.py::TestStack::{name}#0" for name in ("test_order", "test_size", "test_empty")])
+    [stack] = [node for node in ast.parse(empty).body if isinstance(node, ast.ClassDef)]
+    assert all(isinstance(each, ast.Pass) for each in stack.body)

@@ -1,0 +1,234 @@
+"""Tasks from a repository, end to end: who gives the right answer solves them, who does nothing or edits tests does not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from composer_nb.harness.grading.plan import Plan, plan_of
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.recorded import guard_of
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.tasks.making import make as making
+from composer_nb.harness.tasks.making.baseline import Baseline, measure, whole
+from composer_nb.harness.tasks.making.bugs.changes import Change, Edit
+from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, make
+from composer_nb.harness.tasks.making.repository import read_repository
+from composer_nb.harness.tasks.making.show import table
+from composer_nb.harness.tasks.making.trial import Outcome
+from composer_nb.harness.tasks.task import Task, load_tasks
+
+LIMIT = 7
+TOTAL = """\
+def total(numbers, start=3):
+    found = start
+    for number in numbers:
+        if number > 0:
+            found = found + number * 2
+    return found
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+    def half(self):
+        return self.x // 2
+"""
+
+
+@pytest.fixture(scope="module")
+def made(checkout: Path, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    found = make(checkout, out, backend, limit=LIMIT)
+    assert found.tasks >= 6 and sum(kind.kept for kind in found.kinds) >= found.tasks
+    return out
+
+
+@pytest.fixture(scope="module")
+def tasks(made: Path) -> list[Task]:
+    return load_tasks(made / TASKS)
+
+
+@pytest.fixture(scope="module")
+def baseline(checkout: Path, backend: Backend) -> Iterator[Baseline]:
+    yield measure(read_repository(checkout), backend, SandboxSpec(), lambda doing: None)
+
+
+def test_answers_do_not_get_into_the_repository(checkout: Path) -> None:
+    with pytest.raises(ValueError, match="lies in the repository"):
+        make(checkout, checkout / "tasks" / "made", cast(Backend, None))
+    assert not (checkout / "tasks").exists()
+
+
+@pytest.mark.slow
+def test_what_counts_before_anything_is_changed(baseline: Baseline, files: dict[str, str]) -> None:
+    why = {name.partition("::")[2]: why for name, why in baseline.left_out.items()}
+    assert why.pop("test_flaky") in {"flaky", "failing"}, "it fails at some hash seeds, perhaps at the first"
+    assert why == {
+        "test_skipped": "skipped", "test_slow": "slow", "test_reads_itself": "reads its source"
+    }  # fmt: skip
+    assert len(baseline.plan.tests) == 11 and baseline.plan.coverage == 1.0
+    text = baseline.to_json()
+    assert Baseline.from_json(text) == baseline
+    largest = ("shapes/core.py", files["shapes/core.py"].split("\n").index("def _largest(pairs):") + 1)
+    assert baseline.reach["tests/test_core.py::test_most_common#0"].depths[largest] == 2
+    assert baseline.nearest([largest]) == ["tests/test_core.py::test_most_common#0"]
+
+
+@pytest.mark.slow
+def test_a_repository_that_fails_already_is_refused(tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "a.py").write_text("def f(): return 1\n")
+    (tmp_path / "test_a.py").write_text(
+        "from a import f\ndef test_f(): assert f() == 2\ndef test_g(): assert f() == 1\n"
+    )
+    with pytest.raises(ValueError, match="only 1 of 2 tests pass before anything is changed"):
+        make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
+
+
+def test_a_suite_that_ends_itself_early_is_refused(tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "a.py").write_text("def f(): return 1\n")
+    (tmp_path / "test_a.py").write_text(
+        "from a import f\ndef test_f(): assert f() == 1\ndef test_g(): __import__('os')._exit(0)\ndef test_h(): assert f() == 1\n"
+    )
+    with pytest.raises(ValueError, match=r"something ends its suite early, after test_a\.py::test_"):
+        make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
+
+
+@pytest.mark.slow
+def test_a_copy_in_the_sandbox_is_an_answer(tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "textwrap.py").write_text("def f(): return 1\n")
+    (tmp_path / "test_a.py").write_text("def test_f(): pass\n")
+    with pytest.raises(ValueError, match="a copy of it lies in the sandbox"):
+        make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
+
+
+@pytest.mark.slow
+def test_an_expert_solves_every_task_and_the_lazy_solve_none(tasks: list[Task], backend: Backend) -> None:
+    """Each works in a sandbox, and what it leaves there is graded."""
+    for task in tasks:
+        with backend.create() as box:
+            box.upload({path: text.encode() for path, text in task.files.items()})
+            idle = box.download()
+            with box.fork() as lazy:
+                for path in task.tests:
+                    lazy.write(path, b"def test_all(): pass\n")
+                lazy.write("conftest.py", b"import os\nos._exit(0)\n")
+                edited = lazy.download()
+            box.upload({path: text.encode() for path, text in task.solution.items()})
+            expert = box.download()
+        grades = [grade_pytest(task, files, backend) for files in (expert, idle, edited)]
+        assert [grade.passed for grade in grades] == [True, False, False], task.id
+        assert not grades[0].flags and grades[0].known
+        failed = {name for name, passed in grades[1].tests.items() if not passed}
+        assert failed == set(json.loads(task.metadata["fail_to_pass"])) and failed
+        assert grades[2].tests == grades[1].tests
+
+
+@pytest.mark.slow
+def test_what_a_task_holds(tasks: list[Task], files: dict[str, str], leaks: dict[str, str]) -> None:
+    assert {"feature", "combined"} < {task.metadata["kind"] for task in tasks}
+    for task in tasks:
+        assert not set(task.files) & set(leaks) and task.solution == {"shapes/core.py": files["shapes/core.py"]}
+        assert files["shapes/core.py"] not in task.files.values()
+        plan = plan_of(task)
+        assert plan.twins and set(json.loads(task.metadata["fail_to_pass"])) <= set(plan.tests.values())
+        for name in json.loads(task.metadata["fail_to_pass"]):  # what fails is to be found out
+            assert f"def {name.rpartition('::')[2].partition('[')[0]}(" not in task.files["tests/test_core.py"]
+        assert task.metadata["kind"] not in task.instruction or task.metadata["kind"] == "call"
+        assert "_largest" not in task.instruction and 10 < len(task.instruction) < 1200
+
+
+def test_progress_counts_the_tasks_that_are_taken(checkout: Path, tmp_path: Path) -> None:
+    """More candidates hold than are wanted, as they are tried some at a time."""
+    repository = read_repository(checkout)
+    empty = Baseline(plan=Plan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
+    told: list[State] = []
+    task = whole(repository).model_copy(update={"metadata": {}})
+    edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(6)]
+    changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
+    with making.Store(tmp_path / RECORD) as store:
+        maker = making.Maker(repository, empty, cast(Backend, None), SandboxSpec(), "0", store, told.append, 3, "none")
+        maker._try = lambda pool, some: [  # type: ignore[method-assign,assignment,return-value]
+            Outcome(key=each.key, kind="k", verdict="kept", seconds=0.0, task=task) for each in some
+        ]
+        found = list(maker._kept(cast(Any, None), "-", changes, 3))
+    assert len(found) == 3 == told[-1].kept
+    assert all(state.kept <= state.wanted for state in told)
+
+
+@pytest.mark.slow
+def test_several_bugs_are_all_told(tasks: list[Task]) -> None:
+    several = [task for task in tasks if task.metadata["kind"] == "combined"]
+    assert several
+    for task in several:
+        assert len(set(re.findall(r"^(\d)\. \S", task.instruction, re.M))) == len(json.loads(task.metadata["places"]))
+
+
+@pytest.mark.slow
+def test_a_summary_says_what_guards_each_task(made: Path, tasks: list[Task]) -> None:
+    guards = json.loads((made / SUMMARY).read_text())["guards"]
+    assert guards == {task.id: asdict(guard_of(task)) for task in tasks}
+    for task in tasks:
+        found = guards[task.id]
+        assert found["strong"] + found["weak"] + found["none"] == len(json.loads(task.metadata["fail_to_pass"]))
+        assert found["calls"] == len(plan_of(task).calls) and (found["telling"] > 0) == (found["calls"] > 0)
+    assert any(found["telling"] for found in guards.values()), "the suite calls plain functions"
+
+
+@pytest.mark.slow
+def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
+    """Of two functions one is tested with plain values; both yield tasks, but only its tasks have recorded calls."""
+    (tmp_path / "a.py").write_text(TOTAL)
+    sums = {(7, 30): 77, (41, -2): 85, (56,): 115, (19, 0, 4): 49}
+    calls = "".join(f"    assert total({numbers}) == {wanted}\n" for numbers, wanted in sums.items())
+    (tmp_path / "test_a.py").write_text(
+        f"from a import Box, total\ndef test_total():\n{calls}def test_half():\n    assert Box(9).half() == 4\n"
+    )
+    out = tmp_path.with_name(f"{tmp_path.name}-out")
+    free = make(tmp_path, out, backend, limit=5)
+    assert {"calls", "none"} == {each["by"] for each in free.guards.values()}
+    strict = make(tmp_path, out, backend, limit=5, require="calls")
+    assert strict.tasks == len(strict.guards) > 0 and {each["by"] for each in strict.guards.values()} == {"calls"}
+    assert {task.id for task in load_tasks(out / TASKS)} == set(strict.guards)
+    assert all('"a.py::total"' in task.metadata["places"] for task in load_tasks(out / TASKS))
+    told = str(table(free).title)
+    assert "guarded by recorded calls" in told and "so nothing should be trained on them" in told
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_to_the_same_tasks(
+    checkout: Path, made: Path, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier run found out is not found out again, and tasks are written whatever ends a run."""
+
+    def interrupt(state: State) -> None:
+        if state.kept == 3:
+            raise KeyboardInterrupt
+
+    wanted = [task.id for task in load_tasks(made / TASKS)]
+    shutil.copyfile(made / RECORD, tmp_path / RECORD)
+    with pytest.raises(KeyboardInterrupt):
+        make(checkout, tmp_path, backend, limit=LIMIT, told=interrupt)
+    assert [task.id for task in load_tasks(tmp_path / TASKS)] == wanted[:2]
+    settled: list[str] = []
+    real = making.settle
+    monkeypatch.setattr(making, "settle", lambda *given: settled.append(given[1].key) or real(*given))
+    lost = wanted[-1].rpartition("-")[2]
+    with sqlite3.connect(tmp_path / RECORD) as record:
+        record.execute("delete from outcomes where key = ?", (lost,))
+    make(checkout, tmp_path, backend, limit=LIMIT)
+    assert settled == [lost] and [task.id for task in load_tasks(tmp_path / TASKS)] == wanted
+    settled.clear()
+    again = make(checkout, tmp_path, backend, limit=LIMIT)
+    assert not settled and again.tasks == len(load_tasks(made / TASKS))
+    with pytest.raises(ValueError, match="tasks of another repository"):
+        make(checkout, tmp_path, backend, limit=LIMIT, seed="1")

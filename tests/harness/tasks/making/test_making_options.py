@@ -1,0 +1,215 @@
+"""How a suite is run: the project's own pytest options, the caller's, and the packages that tests need."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.tasks.making.baseline import measure
+from composer_nb.harness.tasks.making.make import make
+from composer_nb.harness.tasks.making.options import Options, Running, read_options
+from composer_nb.harness.tasks.making.repository import Repository
+from composer_nb.harness.tasks.making.wheels import plugins, unpack
+from composer_nb.harness.tasks.runtime import (
+    PACKAGES,
+    PACKAGES_DIGEST,
+    packages_digest,
+    packages_of,
+    read_packages,
+    spec_of,
+    start,
+)
+from composer_nb.harness.tasks.task import Task
+
+PYPROJECT = """\
+[tool.pytest.ini_options]
+addopts = "-ra --strict-markers -m 'not stress' --deselect=tests/test_a.py::test_b --cov=x -p no:cacheprovider"
+testpaths = ["tests", "docs"]
+markers = ["stress: many"]
+python_functions = ["test_*", "check_*"]
+filterwarnings = ["error"]
+"""
+SUITE = {"a.py": "", "tests/test_a.py": "", "tests/slow/test_b.py": ""}
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "wanted"),
+    [
+        ({}, "", Options()),
+        (
+            {"pyproject.toml": PYPROJECT},
+            "",
+            Options(
+                ini="markers =\n    stress: many\npython_functions =\n    test_*\n    check_*\n",
+                select=("-m", "not stress", "--deselect=tests/test_a.py::test_b"),
+                paths=("tests",),
+                dropped=("-ra", "--strict-markers", "--cov=x", "filterwarnings"),
+            ),
+        ),
+        (
+            {"pytest.ini": "[pytest]\naddopts = -k 'a and b'\nxfail_strict = true\n", "pyproject.toml": PYPROJECT},
+            "-k c --ignore=tests/slow",
+            Options(ini="xfail_strict =\n    true\n", select=("-k", "c"), ignored=("tests/slow",)),
+        ),
+        ({"pytest.ini": "", "setup.cfg": "[tool:pytest]\naddopts = -m x\n"}, "", Options()),
+        ({"tox.ini": "[tox]\n", "setup.cfg": "[tool:pytest]\naddopts = -mx\n"}, "", Options(select=("-m", "x"))),
+        ({"tox.ini": "[pytest]\naddopts = -m x\n"}, "-m y tests/slow", Options(select=("-m", "y"), paths=("tests/slow",))),
+        ({"pyproject.toml": "[tool.pytest]\naddopts = ['-m', 'x y']\n"}, "", Options(select=("-m", "x y"))),
+        ({"setup.cfg": "[tool:pytest]\ntestpaths = gone\n"}, "-p some.plugin", Options(ini="addopts = -p some.plugin\n")),
+    ],
+)  # fmt: skip
+def test_options_are_read_where_pytest_would_read_them(files: dict[str, str], given: str, wanted: Options) -> None:
+    assert read_options(SUITE | files, given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "message"),
+    [
+        ({}, "--maxfail=1", "--pytest-args: --maxfail=1 cannot be followed; these can: -m"),
+        ({}, "gone", "--pytest-args: 'gone' is no file or folder"),
+        ({}, "-m 'x", "--pytest-args: No closing quotation"),
+        ({}, "-k", "expected one argument"),
+        ({"pyproject.toml": "["}, "", r"pyproject\.toml cannot be read"),
+        ({"tox.ini": "x\n"}, "", r"tox\.ini cannot be read"),
+    ],
+)
+def test_options_that_cannot_be_followed_are_named(files: dict[str, str], given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_options(SUITE | files, given)
+
+
+def wheel(folder: Path, name: str, files: dict[str, str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return folder
+
+
+HELPER = {
+    "helper/__init__.py": "LIMIT = 3\n",
+    "helper/plugin.py": "import pytest\n\n\n@pytest.fixture\ndef limit():\n    return 3\n",
+    "helper-1.dist-info/entry_points.txt": "[pytest11]\nhelper = helper.plugin\n",
+    "helper-1.data/scripts/run": "#!python\n",
+}
+SOURCE = "def clamp(value, high=10):\n    if value > high:\n        return high\n    return value\n"
+NEEDS = """\
+import time
+
+import pytest
+from helper import LIMIT
+from shapes import clamp
+
+
+def test_clamp(limit):
+    assert clamp(12, limit) == LIMIT
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("number", range(3))
+def test_stress(number):
+    time.sleep(60)
+"""
+REPOSITORY = {
+    "shapes.py": SOURCE,
+    "tests/test_shapes.py": NEEDS,
+    "pytest.ini": "[pytest]\naddopts = -m 'not stress'\nmarkers = stress\n",
+}
+
+
+def prepared(tmp_path: Path, backend: Backend) -> Repository:
+    unpack(wheel(tmp_path / "wheels", "helper-1-py3-none-any.whl", HELPER), tmp_path / "packages", backend)
+    held = read_packages(tmp_path / "packages")
+    options = read_options(REPOSITORY, "", plugins(held))
+    settings = {PACKAGES: str(tmp_path / "packages"), PACKAGES_DIGEST: packages_digest(held), "pytest.ini": options.ini}
+    return Repository(name="shapes", files=REPOSITORY, left_out={}, settings=settings)
+
+
+def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backend: Backend) -> None:
+    """Its own options leave out what would take minutes; a plugin of a wheel gives a fixture."""
+    repository = prepared(tmp_path, backend)
+    held = read_packages(tmp_path / "packages")
+    assert (
+        "helper/__init__.py" in held
+        and any(path.endswith(".pyc") for path in held)
+        and not any("scripts" in p for p in held)
+    )
+    assert plugins(held) == ["helper.plugin"]
+    running = Running(suite_s=40.0)
+    found = measure(
+        repository, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY, "", plugins(held))
+    )
+    assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
+    bare = Repository(name="shapes", files=REPOSITORY, left_out={}, settings={})
+    with pytest.raises(ValueError, match=r"only 0 of .*They need helper: bring its wheel by --wheels FOLDER"):
+        measure(bare, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
+    with pytest.raises(ValueError, match=r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"):
+        measure(
+            repository,
+            backend,
+            SandboxSpec(),
+            lambda doing: None,
+            Running(suite_s=3.0),
+            Options(ini=repository.settings["pytest.ini"]),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        ("other-1-cp27-cp27m-win32.whl", {}, "not for the sandboxes' Python"),
+        ("other.whl", {}, "not a wheel that can be read"),
+        ("other-1-py3-none-any.whl", {"../x.py": ""}, "leads out of it"),
+        ("other-1-py3-none-any.whl", {"x.bin": "x" * (33 << 20)}, "more than 32 MiB unpacked"),
+        ("nothing.zip", {}, "holds no .whl file; fetch some by pip download"),
+    ],
+)
+def test_wheels_that_do_not_fit_are_refused(
+    name: str, files: dict[str, str], message: str, tmp_path: Path, backend: Backend
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        unpack(wheel(tmp_path / "wheels", name, files), tmp_path / "packages", backend)
+    assert not (tmp_path / "packages").exists()
+
+
+def test_a_copy_among_the_wheels_is_an_answer(tmp_path: Path, backend: Backend) -> None:
+    held = {"shapes.py": SOURCE}
+    (tmp_path / "source").mkdir()
+    for path, text in {"shapes.py": SOURCE, "test_shapes.py": "def test_f(): pass\n"}.items():
+        (tmp_path / "source" / path).write_text(text)
+    folder = wheel(tmp_path / "wheels", "shapes-1-py3-none-any.whl", held)
+    with pytest.raises(ValueError, match="a copy of it is among the wheels: shapes"):
+        make(tmp_path / "source", tmp_path / "out", backend, running=Running(wheels=folder))
+
+
+def needing(tmp_path: Path, **settings: str) -> Task:
+    return Task(
+        id="t",
+        instruction="-",
+        files=REPOSITORY,
+        tests={"tests/test_shapes.py": NEEDS},
+        source_scope=("shapes.py",),
+        grader="pytest",
+        metadata=settings,
+    )
+
+
+def test_packages_are_in_an_agents_sandbox_and_those_that_are_gone_are_named(tmp_path: Path, backend: Backend) -> None:
+    settings = prepared(tmp_path, backend).settings
+    with start(needing(tmp_path, **settings), backend) as box:
+        done = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
+    assert done.stdout == b"3\n"
+    with pytest.raises(ValueError, match="missing or not those that it was made with"):
+        packages_of(needing(tmp_path, **(settings | {PACKAGES: str(tmp_path / "gone")})))
+
+
+def test_a_task_in_an_image_is_for_docker(tmp_path: Path, backend: Backend) -> None:
+    with pytest.raises(
+        ValueError, match=r"its tests run in the image python:3\.12, which bwrap does not have: use docker"
+    ):
+        spec_of(needing(tmp_path, image="python:3.12"), backend)
+    with pytest.raises(ValueError, match="install the packages into the image"):
+        Running(image="x", wheels=tmp_path)

@@ -1,0 +1,160 @@
+"""Harbor directories: what others wrote comes out as it went in, and the package `harbor` reads what is written here."""
+
+from __future__ import annotations
+
+import tempfile
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.tasks import harbor
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from tests.harness.foreign import FOREIGN, lay
+
+TESTS = render_tests("f", "f", [((1,), 2)])
+OURS = Task(
+    id="ours",
+    instruction="add one",
+    files={"f.py": "def f(x):\n    return x\n", "pkg/data.txt": "a\r\n"},
+    tests={"hidden.py": TESTS},
+    solution={"f.py": "def f(x):\n    return x + 1\n"},
+    source_scope=("f.py",),
+)
+
+
+def contents(path: Path) -> dict[str, tuple[bytes, bool]]:
+    return {
+        str(entry.relative_to(path)): (entry.read_bytes(), bool(entry.stat().st_mode & 0o100))
+        for entry in path.rglob("*")
+        if entry.is_file()
+    }
+
+
+@pytest.mark.parametrize("executable", [True, False])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_somebody_else_wrote_comes_out_as_it_was(name: str, executable: bool, tmp_path: Path) -> None:
+    path = lay(name, tmp_path, executable)
+    task = Task.from_harbor(path)
+    assert contents(task.to_harbor(tmp_path / "again")) == contents(path)
+    save_tasks([task], tmp_path / "tasks.jsonl")
+    [loaded] = load_tasks(tmp_path / "tasks.jsonl")
+    assert loaded == task and contents(loaded.to_harbor(tmp_path / "third")) == contents(path)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_change_of_the_task_shows_and_nothing_else_changes(name: str, tmp_path: Path) -> None:
+    path = lay(name, tmp_path)
+    task = Task.from_harbor(path)
+    changed = task.model_copy(update={"id": "new", "metadata": {'a"b': "[x]\n"}, "instruction": "other"})
+    out = changed.to_harbor(tmp_path / "out")
+    again = Task.from_harbor(out)
+    assert (again.id, again.metadata, again.instruction) == ("new", {'a"b': "[x]\n"}, "other")
+    assert (again.files, again.tests, again.source_scope, again.image) == (
+        task.files,
+        task.tests,
+        task.source_scope,
+        task.image,
+    )
+    before, after = contents(path), contents(out)
+    assert {name for name in {*before, *after} if before.get(name) != after.get(name)} == {
+        "task.toml",
+        "instruction.md",
+    }
+    old, new = (tomllib.loads((folder / "task.toml").read_bytes().decode()) for folder in (path, out))
+    for told in (old, new):
+        told.setdefault("metadata", {}).pop("composer_nb", None)
+    assert old == new
+
+
+def test_our_table_can_not_go_into_an_inline_one(tmp_path: Path) -> None:
+    path = lay("plain", tmp_path)
+    (path / "task.toml").write_text("metadata = {a = 1}\n")
+    task = Task.from_harbor(path)
+    assert contents(task.to_harbor(tmp_path / "same")) == contents(path)
+    with pytest.raises(ValueError, match="write metadata as tables of their own"):
+        task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
+
+
+KEY = st.text(max_size=6)
+VALUE = st.recursive(
+    st.text(max_size=8) | st.integers(-9, 9) | st.booleans() | st.just("[metadata.composer_nb]"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner, max_size=3),
+    max_leaves=6,
+)
+PART = st.text("ab.é ", min_size=1, max_size=4).filter(lambda part: part.strip(".") != "")
+PATH = st.lists(PART, min_size=1, max_size=3).map(lambda parts: "/".join(["x", *parts]))
+
+
+def inline(value: object) -> str:
+    """A value in TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{harbor._quote(key)} = {inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return str(value).lower() if isinstance(value, bool | int) else harbor._quote(str(value))
+
+
+@settings(max_examples=60)
+@given(
+    unknown=st.dictionaries(KEY.filter(lambda key: key not in harbor.Settings.model_fields), VALUE, max_size=3),
+    timeout=st.floats(0.001, 1e6),
+    files=st.dictionaries(PATH, st.binary(max_size=12), max_size=4),
+    instruction=st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    others=st.sampled_from(["environment", "tests", "solution", "steps", "."]),
+)
+def test_any_directory_comes_out_as_it_was(
+    unknown: dict[str, object], timeout: float, files: dict[str, bytes], instruction: str, others: str
+) -> None:
+    files = {path: data for path, data in files.items() if not any(other.startswith(path + "/") for other in files)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "one")
+        toml = "".join(f"{harbor._quote(key)} = {inline(value)}\n" for key, value in unknown.items())
+        held = {
+            "task.toml": f"{toml}[verifier]\ntimeout_sec = {timeout!r}\n".encode(),
+            "instruction.md": instruction.encode(),
+        }
+        held |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
+        for name, data in held.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(data)
+        task = Task.from_harbor(path)
+        assert task.settings.verifier.timeout_sec == timeout
+        out = task.to_harbor(Path(folder, "two"))
+        assert contents(out) == contents(path)
+        again = Task.from_harbor(out)
+        assert again.model_copy(update={"id": task.id, "kept": None}) == task.model_copy(update={"kept": None})
+
+
+def test_ours_is_a_function_of_the_task_and_stays_so(tmp_path: Path) -> None:
+    path = OURS.to_harbor(tmp_path / "a")
+    again = Task.from_harbor(path)
+    assert again == OURS and again.kept is None
+    assert contents(again.to_harbor(tmp_path / "b")) == contents(path)
+    (path / "README.md").write_text("more")
+    assert Task.from_harbor(path).kept is not None
+    assert contents(Task.from_harbor(path).to_harbor(tmp_path / "c")) == contents(path)
+
+
+def test_the_package_harbor_reads_what_is_written_here_and_what_the_tests_take_for_foreign(tmp_path: Path) -> None:
+    task = pytest.importorskip(
+        "harbor.models.task.task", reason="harbor needs Python 3.12: pip install harbor lifts it"
+    )
+    OURS.to_harbor(tmp_path / "ours")
+    assert task.Task.is_valid_dir(tmp_path / "ours")
+    read = task.Task(tmp_path / "ours")
+    assert read.instruction.strip() == OURS.instruction and read.config.schema_version == "1.4"
+    assert read.config.environment.network_mode.value == "no-network"
+    assert read.config.metadata["composer_nb"]["source_scope"] == ["f.py"]
+    for name in FOREIGN:
+        path = lay(name, tmp_path)
+        assert task.Task.is_valid_dir(path), name
+        theirs, ours = task.Task(path).config, Task.from_harbor(path).settings
+        assert theirs.verifier.timeout_sec == ours.verifier.timeout_sec
+        assert (theirs.environment.memory_mb, theirs.environment.cpus) == (
+            ours.environment.memory_mb,
+            ours.environment.cpus,
+        )

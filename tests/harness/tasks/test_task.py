@@ -1,0 +1,248 @@
+"""Tasks: what fits together, what is refused, and both forms on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.harbor import WORKSPACE
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+
+TESTS = render_tests("f", "f", [((1,), 2)])
+MINIMAL: dict[str, Any] = {
+    "id": "t",
+    "instruction": "add one",
+    "files": {"f.py": "def f(x):\n    return x\n", "test_f.py": TESTS},
+    "tests": {"hidden.py": TESTS},
+    "solution": {"f.py": "def f(x):\n    return x + 1\n"},
+    "source_scope": ("f.py",),
+}
+TEXT = st.text(max_size=20) | st.sampled_from(
+    [
+        "",
+        "\n",
+        "a\r\nb\rc",
+        "\u2028\u2029\x85\x1c",
+        "\x7f\x00\x1b",
+        '"\\\b',
+        "😀",
+        "\n\n",
+        "é\u0301",
+        "]]>",
+        "'''",
+        "\ufeff",
+    ]
+)
+NAME = st.text(st.characters(exclude_characters="/\0\\", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+    lambda name: name not in (".", "..") and not name.startswith("test_")
+)
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    """Any task with the tests of MINIMAL: every text in it may be anything."""
+    folders = st.lists(NAME, min_size=1, max_size=3, unique=True).map(lambda parts: "/".join(["x", *parts]))
+    extra = draw(st.dictionaries(folders, TEXT, max_size=3))
+    extra = {path: text for path, text in extra.items() if not any(other.startswith(path + "/") for other in extra)}
+    changed = draw(st.dictionaries(st.sampled_from(sorted({"f.py", *extra})), TEXT, max_size=2))
+    return Task(
+        id=draw(TEXT),
+        instruction=draw(TEXT),
+        files=MINIMAL["files"] | {"f.py": draw(TEXT)} | extra,
+        tests=MINIMAL["tests"],
+        solution=changed,
+        source_scope=("f.py", *extra),
+        metadata=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
+    )
+
+
+@settings(max_examples=50)
+@given(task=tasks())
+def test_a_harbor_directory_holds_all_of_a_task(task: Task) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = task.to_harbor(Path(folder) / "task")
+        assert Task.from_harbor(path) == task
+        toml = tomllib.loads((path / "task.toml").read_bytes().decode())
+        assert toml["schema_version"] == "1.4" and toml["environment"]["network_mode"] == "no-network"
+        assert toml["verifier"]["environment_mode"] == "separate"
+
+
+@settings(max_examples=50)
+@given(given_tasks=st.lists(tasks(), min_size=1, max_size=4, unique_by=lambda task: task.id))
+def test_json_lines_hold_all_of_the_tasks(given_tasks: list[Task]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "new" / "tasks.jsonl"
+        save_tasks(given_tasks, path)
+        assert load_tasks(path) == given_tasks
+        assert load_tasks(path.parent) == given_tasks
+        assert [entry.name for entry in path.parent.iterdir()] == ["tasks.jsonl"]
+
+
+def test_hidden_tests_and_solution_are_not_in_the_workspace(tmp_path: Path) -> None:
+    path = Task(**MINIMAL).to_harbor(tmp_path / "t")
+    assert sorted(entry.name for entry in (path / WORKSPACE).iterdir()) == ["f.py", "test_f.py"]
+    assert (path / "tests" / "hidden.py").is_file() and (path / "solution" / "f.py").is_file()
+
+
+ANY_MESSAGE = "is not a plain relative path"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            ({group: {path: TESTS}}, ANY_MESSAGE)
+            for group in ("files", "tests", "solution")
+            for path in ("/f.py", "../f.py", "a/../f.py", "./f.py", "a//f.py", "a/", "", ".", "..", "f\0.py", "//f.py")
+        ),
+        ({"source_scope": ("../f.py",)}, ANY_MESSAGE),
+        ({"source_scope": ()}, "source_scope is empty"),
+        ({"source_scope": "f.py"}, "valid tuple"),
+        ({"files": {"f.py": "", "f.py/g.py": ""}}, "'f.py' is a file"),
+        ({"files": {"a/b": "", "a": ""}}, "'a' is a file"),
+        ({"source_scope": ("f.py", "f.py/g.py")}, "'f.py' is a file"),
+        ({"files": {"f.py": "", "hidden.py": TESTS}}, r"hidden tests \['hidden.py'\] also lie in the workspace"),
+        ({"solution": {"g.py": ""}}, r"the solution changes \['g.py'\], outside source_scope"),
+        ({"tests": {}}, "no test function found"),
+        ({"tests": {"hidden.py": ""}}, "no test function found"),
+        ({"tests": {"hidden.py": "import os\n"}}, r"hidden\.py:1: only imports"),
+        ({"files": {"f.py": "", "test_f.py": "x = 1\n"}}, r"test_f\.py:1: only imports"),
+        ({"tests": {"hidden.py": TESTS, "b.py": TESTS.replace("from f", "from g")}}, "must call one function"),
+        ({"grader": "script"}, "grader"),
+        ({"metadata": {"a": 1}}, "valid string"),
+        ({"owner": "me"}, "Extra inputs are not permitted"),
+        ({"instruction": "\ud800"}, "half a surrogate pair"),
+        ({"id": "\ud800"}, "half a surrogate pair"),
+        ({"files": {"f.py": "\udfff"}}, "half a surrogate pair"),
+        ({"metadata": {"\ud800": ""}}, "half a surrogate pair"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Task(**MINIMAL | change)
+
+
+@pytest.fixture
+def harbor(tmp_path: Path) -> Path:
+    return Task(**MINIMAL).to_harbor(tmp_path / "tasks" / "t")
+
+
+@pytest.mark.parametrize("name", ["task.toml", "instruction.md"])
+def test_a_missing_file_is_named(harbor: Path, name: str) -> None:
+    (harbor / name).unlink()
+    with pytest.raises(ValueError, match=f"not a task directory: {name} is missing"):
+        Task.from_harbor(harbor)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = \n", r"task\.toml: Invalid value"),
+        pytest.param("a = " + "[" * 100_000, r"task\.toml: .*recursion", id="deep"),
+        pytest.param("a = " + "9" * 5000, r"task\.toml: .*digits", id="long"),
+        ("metadata = 1\n", "metadata: .*valid dictionary"),
+        ("[metadata]\ncomposer_nb = 1\n", r"metadata\.composer_nb: .*valid dictionary"),
+        ("[metadata.composer_nb]\ngrader = 'functions'\n", "must name source_scope"),
+        ("[metadata.composer_nb]\nsource_scope = ['f.py']\ngrder = 'functions'\n", r"composer_nb\.grder: Extra inputs"),
+        ("[metadata.composer_nb]\nsource_scope = 'f.py'\n", "source_scope: .*valid list"),
+        ("[metadata.composer_nb]\nsource_scope = ['../f.py']\n", "is not a plain relative path"),
+        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nruntime = 'docker'\n", "runtime: .*'host-python'"),
+        (
+            "[metadata.composer_nb]\nsource_scope = ['f.py']\ngrader = 'judge'\n",
+            "grader: .*'functions', 'pytest' or 'script'",
+        ),
+        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nfacts = {a = 1}\n", r"facts\.a: "),
+        ("verifier.timeout_sec = -1\n", r"verifier\.timeout_sec: .*greater than 0"),
+        ("agent.timeout_sec = inf\n", r"agent\.timeout_sec: .*finite"),
+        ("environment.memory_mb = 0\n", r"environment\.memory_mb: "),
+        ("environment.workdir = '/a/../b'\n", r"environment\.workdir: .*leads out"),
+        ("environment.env = {A = 1}\n", r"environment\.env\.A: "),
+        ("artifacts = [{source = '/a/../../b'}]\n", r"artifacts\.0.*leads out"),
+        ("environment.network_mode = 'some'\n", r"environment\.network_mode: "),
+        ("[[steps]]\nname = 'one'\n", "several steps are not supported"),
+    ],
+)
+def test_an_unfit_toml_is_named(harbor: Path, text: str, message: str) -> None:
+    (harbor / "task.toml").write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Task.from_harbor(harbor)
+    assert str(harbor) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["task.toml", "instruction.md", f"{WORKSPACE}/f.py", "tests/hidden.py"])
+def test_a_file_that_is_not_utf8_is_named(harbor: Path, name: str) -> None:
+    (harbor / name).write_bytes(b"ok \xff")
+    with pytest.raises(ValueError, match=rf"{name}: not UTF-8 at byte 3"):
+        Task.from_harbor(harbor)
+
+
+@pytest.mark.parametrize(
+    "place", ["task.toml", "instruction.md", "environment", WORKSPACE, f"{WORKSPACE}/f.py", "tests", "solution/f.py"]
+)
+def test_links_are_refused(harbor: Path, tmp_path: Path, place: str) -> None:
+    """A task from elsewhere must not make the host read files that are not the task's."""
+    target = tmp_path / "elsewhere"
+    (harbor / place).rename(target)
+    (harbor / place).symlink_to(target)
+    with pytest.raises(ValueError, match=rf"{place}: links and devices have no place in a task"):
+        Task.from_harbor(harbor)
+
+
+def test_pipes_are_refused_without_being_opened(harbor: Path) -> None:
+    os.mkfifo(harbor / WORKSPACE / "pipe")
+    with pytest.raises(ValueError, match="links and devices"):
+        Task.from_harbor(harbor)
+
+
+def test_a_folder_of_directories_is_read_in_order(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        Task(**MINIMAL | {"id": name}).to_harbor(tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "README.md").write_text("none")
+    assert [task.id for task in load_tasks(tmp_path)] == ["a", "b"]
+    assert [task.id for task in load_tasks(tmp_path / "b")] == ["b"]
+
+
+def test_where_there_is_no_task(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no task file or folder here"):
+        load_tasks(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="holds no task"):
+        load_tasks(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"empty\.jsonl: holds no task"):
+        load_tasks(tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON: Expecting property name"),
+        ("", "not JSON"),
+        ("[]", "valid dictionary"),
+        pytest.param("[" * 100_000, "nested too deeply", id="deep"),
+        pytest.param("9" * 5000, "digits", id="long"),
+        ('{"id": "x"}', "instruction: Field required"),
+        (json.dumps(MINIMAL | {"owner": "me"}), "owner: Extra inputs"),
+        (json.dumps(MINIMAL | {"files": {"../f": ""}}), ANY_MESSAGE),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(MINIMAL) + "\n" + line + "\n" + json.dumps(MINIMAL) + "\n")
+    with pytest.raises(ValueError, match=rf"tasks\.jsonl:2: .*{message}"):
+        load_tasks(path)
+
+
+def test_two_tasks_of_one_id_are_refused(tmp_path: Path) -> None:
+    save_tasks([Task(**MINIMAL), Task(**MINIMAL | {"instruction": "other"})], tmp_path / "tasks.jsonl")
+    with pytest.raises(ValueError, match="several tasks are named 't'"):
+        load_tasks(tmp_path / "tasks.jsonl")

@@ -1,0 +1,51 @@
+"""A session of all tools in a sandbox of each backend, and a short way to call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
+from composer_nb.harness.tools.session import Session
+from composer_nb.harness.tools.tool_call import Reply, ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from tests.harness.sandbox.conftest import BACKENDS, make
+
+SPEC = SandboxSpec(disk_bytes=32 << 20, memory_bytes=256 << 20, trusted=True)
+Call = Callable[..., Reply]
+
+
+@pytest.fixture(params=BACKENDS, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made = make(request.param, request)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def box(backend: Backend) -> Iterator[Sandbox]:
+    with backend.create(SPEC) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def tools() -> ToolSet:
+    return ToolSet.cursor()
+
+
+@pytest.fixture
+def session(tools: ToolSet, box: Sandbox) -> Session:
+    return tools.open(box)
+
+
+@pytest.fixture
+def call(tools: ToolSet, session: Session) -> Call:
+    """Calls one tool; what went wrong is of the kind `error`."""
+
+    def one(name: str, *, error: str | None = None, **arguments: object) -> Reply:
+        [reply] = tools.run(session, [ToolCall(name=name, arguments=arguments)])
+        assert reply.error == error, (reply.text, reply.trace)
+        return reply
+
+    return one

@@ -1,0 +1,148 @@
+"""What a call may look like, strict and lenient, and that schemas and checks say the same."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.tools import arguments as models
+from composer_nb.harness.tools.arguments import Arguments, check, parameters
+from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.toolset import TOOLS, ToolSet
+
+REFERENCE = {
+    "read_file": ({"target_file"}, {"offset", "limit"}),
+    "search_replace": ({"file_path", "old_string", "new_string"}, {"replace_all"}),
+    "write": ({"file_path", "contents"}, set()),
+    "delete_file": ({"target_file"}, {"explanation"}),
+    "list_dir": ({"target_directory"}, {"ignore_globs"}),
+    "glob_file_search": ({"glob_pattern"}, {"target_directory"}),
+    "grep": (
+        {"pattern"},
+        {"path", "glob", "type", "output_mode", "-A", "-B", "-C", "-i", "head_limit", "multiline"},
+    ),
+    "codebase_search": ({"query", "target_directories"}, {"explanation"}),
+    "run_terminal_cmd": ({"command", "is_background"}, {"explanation", "timeout_ms", "working_directory"}),
+    "read_lints": (set(), {"paths"}),
+    "todo_write": ({"merge", "todos"}, set()),
+    "apply_patch": ({"patch"}, set()),
+}
+
+
+def nothing(query: str, directories: object, limit: int) -> list[object]:
+    return []
+
+
+def test_names_and_parameters_are_those_that_agents_know() -> None:
+    schemas = {
+        s["function"]["name"]: s["function"]["parameters"]
+        for s in ToolSet.cursor(search=lambda session: nothing).schemas
+    }
+    assert schemas.keys() == REFERENCE.keys()
+    for name, (required, optional) in REFERENCE.items():
+        assert set(schemas[name].get("required", ())) == required, name
+        assert set(schemas[name]["properties"]) == required | optional, name
+        assert schemas[name]["additionalProperties"] is False
+        jsonschema.Draft202012Validator.check_schema(schemas[name])
+        assert "$" not in json.dumps(schemas[name]) and "null" not in json.dumps(schemas[name])
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 2000), st.floats(allow_nan=False), st.text(max_size=5), st.just("content"),
+    st.lists(st.text(max_size=3), max_size=3), st.just([{"id": "1", "content": "x", "status": "pending"}]),
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_strict_is_what_the_schema_says(data: st.DataObject) -> None:
+    """The schema, read by an independent validator, and the check agree; but for NUL, which no schema speaks of."""
+    model = data.draw(st.sampled_from([tool.arguments for tool in TOOLS] + [models.CodebaseSearch]))
+    schema = parameters(model)
+    names = st.sampled_from([*schema["properties"], "other"])
+    arguments = data.draw(st.dictionaries(names, VALUES, max_size=6))
+    for name in data.draw(st.just(schema.get("required", []))):
+        if name not in arguments and data.draw(st.booleans()):
+            arguments[name] = data.draw(VALUES)
+    if "\\u0000" in json.dumps(arguments) or any(isinstance(value, float) for value in arguments.values()):
+        return  # 1.0 is an integer for JSON, not here
+    valid = jsonschema.Draft202012Validator(schema).is_valid(arguments)
+    try:
+        check(model, arguments, strict=True)
+    except ToolError as error:
+        assert not valid, (str(error), arguments)
+        assert error.kind == "InvalidArguments" and "\n" not in str(error)
+    else:
+        assert valid, arguments
+        assert check(model, arguments, strict=False) == check(model, arguments, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "sloppy", "meant"),
+    [
+        (models.ReadFile, {"target_file": "a", "offset": "5"}, {"target_file": "a", "offset": 5}),
+        (models.ReadFile, {"target_file": "a", "offset": 5.0, "limit": None}, {"target_file": "a", "offset": 5}),
+        (models.ReadFile, {"path": "a"}, {"target_file": "a"}),
+        (models.SearchReplace, {"path": "a", "old_str": "1", "new_str": 2, "replace_all": "true"},
+         {"file_path": "a", "old_string": "1", "new_string": "2", "replace_all": True}),
+        (models.Write, {"filename": "a", "content": ""}, {"file_path": "a", "contents": ""}),
+        (models.GlobFileSearch, {"pattern": "*", "path": "d"}, {"glob_pattern": "*", "target_directory": "d"}),
+        (models.Grep, {"query": "a", "-A": "3", "-i": 1}, {"pattern": "a", "-A": 3, "-i": True}),
+        (models.ReadLints, {"paths": "a"}, {"paths": ["a"]}),
+        (models.ReadLints, {"paths": '["a", "b"]'}, {"paths": ["a", "b"]}),
+        (models.TodoWrite, {"merge": "no", "todos": '[{"id": 1, "content": "x", "status": "pending"}]'},
+         {"merge": False, "todos": [{"id": "1", "content": "x", "status": "pending"}]}),
+        (models.RunTerminalCmd, {"cmd": "ls", "background": "false"}, {"command": "ls", "is_background": False}),
+        (models.RunTerminalCmd, {"command": "ls"}, {"command": "ls", "is_background": False}),
+        (models.RunTerminalCmd, {"command": "ls", "is_background": None}, {"command": "ls", "is_background": False}),
+        (models.RunTerminalCmd, {"command": "ls", "background": True}, {"command": "ls", "is_background": True}),
+    ],
+)  # fmt: skip
+def test_lenient_takes_what_can_only_have_been_meant(
+    model: type[Arguments], sloppy: dict[str, object], meant: dict[str, object]
+) -> None:
+    with pytest.raises(ToolError):
+        check(model, sloppy, strict=True)
+    assert check(model, sloppy, strict=False) == check(model, meant, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        (models.ReadFile, {"target_file": "a", "offset": "five"}),
+        (models.ReadFile, {"target_file": "a", "offset": 5.5}),
+        (models.ReadFile, {"target_file": None}),
+        (models.ReadFile, {"target_file": "a", "path": "b"}),  # two files, and only one can be read
+        (models.ReadFile, {"target_file": "a", "case_sensitive": True}),
+        (models.Grep, {"pattern": "a", "query": "b"}),
+        (models.RunTerminalCmd, {"command": "a\0b", "is_background": False}),
+        (models.ReadFile, {"target_file": "\ud800"}),
+        (models.ReadFile, {"\udcff": "a", "target_file": "a"}),
+        (models.Write, {"file_path": "a", "contents": "\udcff"}),
+        (models.SearchReplace, {"file_path": "a", "old_string": "a", "new_string": "\ud800"}),
+        (models.ApplyPatch, {"patch": "\udcff"}),
+        (models.TodoWrite, {"merge": True, "todos": [{"id": "\udcff", "content": "x", "status": "pending"}]}),
+        (models.DeleteFile, {"target_file": "a", "explanation": "\udcff"}),
+        (models.ReadFile, ["a"]),
+        (models.ReadFile, None),
+    ],
+)
+def test_what_would_have_to_be_guessed_is_an_error_in_both(model: type[Arguments], arguments: object) -> None:
+    for strict in (True, False):
+        with pytest.raises(ToolError) as error:
+            check(model, arguments, strict)
+        assert error.value.kind == "InvalidArguments"
+        str(error.value).encode()
+
+
+def test_an_error_names_what_to_change() -> None:
+    with pytest.raises(
+        ToolError, match=r"^offset: Input should be a valid integer; lines: no such argument; there are target_file"
+    ):
+        check(models.ReadFile, {"target_file": "a", "offset": "x", "lines": 3}, strict=True)
+    with pytest.raises(ToolError, match="^todos.0.status: Input should be 'pending'"):
+        check(models.TodoWrite, {"merge": True, "todos": [{"id": "1", "content": "x", "status": "done"}]}, strict=True)

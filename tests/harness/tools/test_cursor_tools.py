@@ -1,0 +1,319 @@
+"""Each tool in a sandbox of each backend."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from composer_nb.harness.sandbox.contract import Sandbox
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tools import search
+from composer_nb.harness.tools.session import FOLDER, SHOWN, Session
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from tests.harness.tools.conftest import Call
+
+NEVER = {"error": "InvalidArguments"}
+NOT_THERE = {"error": "UnexpectedEnvironment"}
+OUTSIDE = ["..", "../a", "/etc/passwd", "a/../../b", "/", "out", "out/passwd", "way/etc/passwd"]
+
+
+def names(box: Sandbox, path: str = ".") -> list[str]:
+    return [entry.name for entry in box.entries(path)]
+
+
+class TestFiles:
+    def test_reading_a_part(self, box: Sandbox, call: Call) -> None:
+        box.write("a.py", b"one\r\ntwo\nthree")
+        assert call("read_file", target_file="a.py").text == "1|one\n2|two\n3|three"
+        assert call("read_file", target_file="a.py", offset=2, limit=1).text == "2|two\n(lines 2 to 2 of 3)"
+        assert "has 3 lines" in call("read_file", target_file="a.py", offset=4, **NEVER).text
+
+    def test_reading_what_is_no_text_or_long_or_empty(self, box: Sandbox, call: Call) -> None:
+        box.write("empty", b"")
+        assert "empty" in call("read_file", target_file="empty").text
+        box.write("binary", b"a\0b")
+        call("read_file", target_file="binary", error="UnexpectedEnvironment")
+        box.write("latin", b"caf\xe9 \x1b[31mred\n")
+        assert call("read_file", target_file="latin").text == "1|caf\ufffd \\x1b[31mred"
+        box.write("wide", b"x" * (1 << 20))
+        assert call("read_file", target_file="wide").text == f"1|{'x' * 2000}[… {(1 << 20) - 2000} more characters]"
+        box.write("long", b"".join(b"line %d\n" % n for n in range(9000)))
+        first = call("read_file", target_file="long").text
+        last = int(re.search(r"\(lines 1 to (\d+) of 9000\)$", first)[1])  # type: ignore[index]
+        assert call("read_file", target_file="long", offset=last + 1).text.startswith(f"{last + 1}|line {last}\n")
+
+    def test_an_absolute_path_and_a_missing_one(self, box: Sandbox, session: Session, call: Call) -> None:
+        box.write("d/a", b"x")
+        assert call("read_file", target_file=f"{session.root}/d/../d/a").text == "1|x"
+        for name in ("none", "d", "d/a/b"):
+            assert name in call("read_file", target_file=name, **NOT_THERE).text
+
+    @pytest.mark.parametrize("path", OUTSIDE)
+    def test_nothing_leads_out(self, box: Sandbox, call: Call, path: str) -> None:
+        box.exec(["bash", "-c", "ln -s /etc out; ln -s / way"])
+        before = sorted(names(box))
+        calls = [
+            call("read_file", target_file=path, **NEVER),
+            call("write", file_path=path, contents="", **NEVER),
+            call("search_replace", file_path=path, old_string="root", new_string="", **NEVER),
+            call("list_dir", target_directory=path, **NEVER) if path != "out/passwd" else None,
+            call("grep", pattern="root", path=path, **NEVER),
+            call("read_lints", paths=[path], **NEVER),
+            call("glob_file_search", glob_pattern="*", target_directory=path, **NEVER),
+            call("run_terminal_cmd", command="ls", is_background=False, working_directory=path, **NEVER),
+            call("apply_patch", patch=f"*** Begin Patch\n*** Add File: {path}\n+x\n*** End Patch", **NEVER),
+        ]
+        if path not in ("out", ".."):
+            calls.append(call("delete_file", target_file=path, **NEVER))
+        for reply in filter(None, calls):
+            assert "\n" not in reply.text and "root:" not in reply.text
+        assert sorted(names(box)) == before
+
+    def test_a_write_over_what_was_not_read(self, box: Sandbox, call: Call) -> None:
+        box.write("run", b"old\n", mode=0o755)
+        assert "read it" in call("write", file_path="run", contents="new", **NEVER).text
+        assert box.read("run") == b"old\n"
+        call("read_file", target_file="./run")
+        call("write", file_path="run", contents="new\n")
+        assert box.read("run") == b"new\n" and box.entries()[0].mode == 0o755
+        call("write", file_path="x/y", contents="1")
+        call("write", file_path="x/y", contents="2")
+        call("delete_file", target_file="x/y")
+        box.write("x/y", b"another's")
+        call("write", file_path="x/y", contents="3", **NEVER)
+
+    def test_replacing(self, box: Sandbox, call: Call) -> None:
+        box.write("a", b"\xff one\none\n")
+        assert "2 times" in call("search_replace", file_path="a", old_string="one", new_string="x", **NEVER).text
+        call("search_replace", file_path="a", old_string="\none", new_string="\ntwo")
+        assert box.read("a") == b"\xff one\ntwo\n"  # bytes that are no UTF-8 stay
+        call("search_replace", file_path="a", old_string="o", new_string="0", replace_all=True)
+        assert box.read("a") == b"\xff 0ne\ntw0\n"
+        box.write("large", b"x" * (3 << 20))
+        call("search_replace", file_path="large", old_string="x", new_string="", error="UnexpectedEnvironment")
+
+    def test_lenient_or_strict_is_the_environments_choice(self, box: Sandbox) -> None:
+        box.write("a", b"def f():\n    return 1\n")
+        call = ToolCall(
+            name="search_replace", arguments={"path": "a", "old_string": "return 1", "new_string": "return 2"}
+        )
+        sloppy = ToolCall(
+            name="search_replace",
+            arguments=dict(call.arguments) | {"old_string": "return 1  \n", "new_string": "return 2\n"},
+        )
+        strict, lenient = ToolSet.cursor(), ToolSet.cursor(strict=False)
+        assert [reply.error for reply in strict.run(strict.open(box), [call, sloppy])] == ["InvalidArguments"] * 2
+        assert [reply.error for reply in lenient.run(lenient.open(box), [sloppy])] == [None]
+        assert box.read("a") == b"def f():\n    return 2\n"
+
+    def test_deleting(self, box: Sandbox, call: Call) -> None:
+        box.upload({"a": b"", "d/b": b""})
+        call("delete_file", target_file="a", explanation="not needed")
+        for name in ("a", "d", "."):
+            call("delete_file", target_file=name, **NOT_THERE)
+        assert names(box) == ["d"]
+
+    def test_listing(self, box: Sandbox, call: Call) -> None:
+        box.upload({"b.py": b"", "a.log": b"", ".env": b"", "d/c": b"", "node_modules/x": b""})
+        box.exec(["ln", "-s", "b.py", "link"])
+        assert call("list_dir", target_directory=".").text.split("\n") == [
+            "a.log",
+            "b.py",
+            "d/",
+            "link@",
+            "node_modules/",
+        ]
+        text = call("list_dir", target_directory=".", ignore_globs=["*.log", "**/node_modules/**", "l?nk"]).text
+        assert text.split("\n") == ["b.py", "d/"]
+        call("list_dir", target_directory="b.py", **NOT_THERE)
+
+    def test_a_patch_that_does_not_fit_changes_nothing(self, box: Sandbox, call: Call) -> None:
+        box.upload({"a": b"1\n", "b": b"2\n"})
+        patch = "*** Begin Patch\n*** Update File: a\n-1\n+x\n*** Add File: n\n+n\n"
+        patch += "*** Delete File: b\n*** Update File: {}\n-2\n+y\n*** End Patch"
+        before = box.snapshot().digest
+        call("apply_patch", patch=patch.format("c"), **NOT_THERE)
+        for twice in ("a", "./a", "d/../b"):
+            call("apply_patch", patch=patch.format(twice), **NEVER)
+        assert box.snapshot().digest == before
+        box.write("c", b"2\n", mode=0o755)
+        assert call("apply_patch", patch=patch.format("c")).text == "changed a\nmade n\ndeleted b\nchanged c"
+        assert {entry.name: entry.mode for entry in box.entries()} == {"a": 0o644, "c": 0o755, "n": 0o644}
+        assert [box.read(name) for name in "acn"] == [b"x\n", b"y\n", b"n\n"]
+
+
+class TestSearch:
+    @pytest.fixture(autouse=True)
+    def tree(self, box: Sandbox) -> None:
+        box.upload(
+            {
+                "a.py": b"def f():\n    pass\n\nF = 1\n",
+                "src/b.ts": b"f()\n",
+                "x.log": b"f()\n",
+                ".gitignore": b"*.log\n",
+            }
+        )
+        box.upload(
+            {
+                ".github/w.yml": b"f()\n",
+                ".git/config": b"f()\n",
+                f"{FOLDER}/.gitignore": b"*\n",
+                f"{FOLDER}/o.txt": b"f()\n",
+            }
+        )
+
+    def test_what_and_where(self, call: Call) -> None:
+        assert call("grep", pattern=r"f\(").text.split("\n") == [
+            ".github/w.yml:1:f()",
+            "a.py:1:def f():",
+            "src/b.ts:1:f()",
+        ]
+        assert call("grep", pattern="f", output_mode="count", path="a.py", **{"-i": True}).text == "a.py:2"
+        assert call("grep", pattern="f", output_mode="files_with_matches", glob="*.{ts,js}").text == "src/b.ts"
+        assert call("grep", pattern="f", type="py", path="src").text == "(no matches)"
+        assert call("grep", pattern="pass", **{"-B": 1, "-A": 1}).text.split("\n") == [
+            "a.py-1-def f():",
+            "a.py:2:    pass",
+            "a.py-3-",
+        ]
+        assert call("grep", pattern=r"\(\).*pass", multiline=True).text.startswith("a.py:1:")
+        assert call("grep", pattern="f", path=f"{FOLDER}/o.txt").text == f"{FOLDER}/o.txt:1:f()"
+        assert call("grep", pattern="-f").text == "(no matches)"
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"pattern": "("}, {"pattern": "a", "glob": "[z"}, {"pattern": "a", "type": "none"}, {"pattern": "a\nb"}],
+    )
+    def test_what_can_not_be_looked_for(self, call: Call, wrong: dict[str, str]) -> None:
+        assert "\n" not in call("grep", **wrong, **NEVER).text
+
+    def test_a_cut_answer_says_at_least(self, box: Sandbox, call: Call) -> None:
+        box.write("many", b"here\n" * 300)
+        assert call("grep", pattern="here", head_limit=2).text == "many:1:here\nmany:2:here\n(the first 2 of 300 lines)"
+        box.write("many", b"here it is, among many others of its kind\n" * 60_000)
+        assert re.search(r"\(the first 1 of at least \d{4,5} lines\)$", call("grep", pattern="here", head_limit=1).text)
+        box.write("wide", b"here" * 100_000)
+        assert len(call("grep", pattern="here", path="wide").text) < 1000
+
+    def test_files_by_name_are_newest_first(self, box: Sandbox, call: Call) -> None:
+        box.exec(["bash", "-c", "touch -d 2020-01-01 a.py; mkdir -p src/deep; touch -d 2030-01-01 src/deep/c.py"])
+        assert call("glob_file_search", glob_pattern="*.py").text.split("\n") == ["src/deep/c.py", "a.py"]
+        assert call("glob_file_search", glob_pattern="deep/*").text == "src/deep/c.py"
+        assert call("glob_file_search", glob_pattern="**/*.py", target_directory="src").text == "src/deep/c.py"
+        assert call("glob_file_search", glob_pattern="*.rs").text == "(no files)"
+
+    def test_glob_works_where_ripgrep_cannot_find_its_own_program(
+        self, box: Sandbox, call: Call, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As where a sandbox hides the folder that the program lies in. ripgrep's own sort by time fails there."""
+        gone = 'cp "$(command -v rg)" rg && exec 3<rg && rm rg && exec /proc/self/fd/3 "$@"'
+        box.upload({"a.py": b"", "b.py": b"", "c.py": b""})
+        box.exec(["touch", "-d", "2001-01-01", "b.py"])
+        monkeypatch.setattr(search, "RIPGREP", ("bash", "-c", gone, *search.RIPGREP))
+        assert call("glob_file_search", glob_pattern="*.py").text.split("\n")[-1] == "b.py"
+
+    def test_glob_says_that_ripgrep_is_missing(self, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(search, "RIPGREP", ("no-such-program",))
+        assert "no-such-program" in call("glob_file_search", glob_pattern="*", error="UnexpectedEnvironment").text
+
+    def test_lints(self, box: Sandbox, call: Call) -> None:
+        box.write("src/bad.py", b"import os\n\ndef f(:\n")
+        assert "src/bad.py:3:" in call("read_lints", paths=["src"]).text
+        assert call("read_lints", paths=["src/b.ts"]).text.startswith("(no linter for src/b.ts)")
+        box.write("src/bad.py", b"x = 1\n")
+        assert call("read_lints").text == "(no problems)"
+        call("read_lints", paths=["none.py"], **NOT_THERE)
+        box.write("ruff.toml", b"line-length = 'x'\n")
+        assert "ruff" in call("read_lints", error="UnexpectedEnvironment").text
+
+
+class TestTerminal:
+    def run(self, call: Call, command: str, **more: object) -> str:
+        return call("run_terminal_cmd", command=command, is_background=False, **more).text
+
+    def test_folder_and_variables_stay(self, session: Session, call: Call) -> None:
+        assert (
+            self.run(call, "mkdir -p d/e; cd d; export A='x\ny' B=1; C=2; echo out; echo err >&2; false")
+            == "exit code 1, in d\nout\nerr"
+        )
+        assert self.run(call, 'pwd; echo "$A|$B|$C"; unset B').split("\n")[1:] == [f"{session.root}/d", "x", "y|1|"]
+        assert self.run(call, "echo [$B]; cd ..; exit 3") == "exit code 3\n[]"
+        assert self.run(call, "pwd", working_directory="d/e").startswith("exit code 0, in d/e")
+        assert self.run(call, "cd /tmp && rmdir $OLDPWD; true") == "exit code 0, in /tmp"
+
+    def test_pytest_says_what_it_is_and_runs_tests(self, box: Sandbox, call: Call) -> None:
+        box.write("test_a.py", b"def test_a(): pass\ndef test_b(): assert 1 == 2\n")
+        text = self.run(call, "pytest test_a.py")
+        assert text.startswith("exit code 1") and "1 failed, 1 passed" in text and "pluggy-" in text
+
+    def test_a_folder_that_is_gone_is_told(self, call: Call) -> None:
+        self.run(call, "mkdir d; cd d; rmdir ../d")
+        assert "No such file" in self.run(call, "pwd")
+        assert self.run(call, "echo back") == "exit code 0\nback"
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "exec true",
+            "kill -9 $$",
+            "trap - EXIT; cd /",
+            "export BIG=$(head -c 99999 /dev/zero | tr '\\0' x)",
+        ],
+    )
+    def test_a_shell_that_tells_nothing_changes_nothing(self, session: Session, call: Call, command: str) -> None:
+        self.run(call, "mkdir d; cd d; export A=1")
+        self.run(call, command)
+        assert session.cwd == f"{session.root}/d" and session.environment["A"] == "1"
+
+    def test_nobody_answers_and_nothing_pages(self, call: Call) -> None:
+        assert self.run(call, "read x; echo [$x] $PAGER $TERM; test -t 0 || echo none").endswith("[] cat dumb\nnone")
+        assert self.run(call, r"printf 'a\r\nb\x1b[31mc\x1b[0m\x07\xff\0'").endswith("a\nbc\\x07\ufffd\\x00")
+
+    def test_a_long_output_goes_to_a_file(self, box: Sandbox, call: Call) -> None:
+        text = self.run(call, "seq 1 100000")
+        assert len(text) < SHOWN + 300 and "\n1\n2\n" in text and text.endswith("\n99999\n100000")
+        path = re.search(rf"all of it is in ({FOLDER}/outputs/\S+)", text)[1]  # type: ignore[index]
+        assert box.read(path, max_bytes=1 << 20) == "".join(f"{n}\n" for n in range(1, 100_001)).encode()
+        assert "50000:50000" in call("grep", pattern="^50000$", path=path).text
+
+    def test_a_time_limit_ends_all(self, box: Sandbox, call: Call) -> None:
+        reply = call(
+            "run_terminal_cmd",
+            command="(sleep 71 &); echo x; sleep 71",
+            is_background=False,
+            timeout_ms=300,
+            error="Timeout",
+        )
+        assert reply.text == "ended after 0.3 s, with all that it had started\nx"
+        assert box.stats().processes == 0
+
+    def test_the_background(self, box: Sandbox, call: Call) -> None:
+        text = call("run_terminal_cmd", command="echo begun; sleep 0.2; exit 4", is_background=True).text
+        log = re.search(r"is in (\S+)$", text)[1]  # type: ignore[index]
+        deadline = time.monotonic() + patience(20)
+        while b"[exit code 4]" not in box.read(log) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert call("read_file", target_file=log).text == "1|begun\n2|[exit code 4]"
+
+    def test_outputs_are_no_part_of_git_status(self, call: Call) -> None:
+        assert "??" not in self.run(call, "git init -q . && git status --porcelain && seq 1 9999 && seq 1 9999")
+        assert self.run(call, "git status --porcelain") == "exit code 0"
+
+
+class TestTodos:
+    def todo(self, id: str, status: str = "pending", content: str = "do") -> dict[str, str]:
+        return {"id": id, "content": content, "status": status}
+
+    def test_one_at_a_time(self, session: Session, call: Call) -> None:
+        call("todo_write", merge=False, todos=[self.todo("1", "in_progress"), self.todo("2")])
+        call("todo_write", merge=True, todos=[self.todo("2", "in_progress")], **NEVER)
+        call("todo_write", merge=True, todos=[self.todo("3"), self.todo("3")], **NEVER)
+        text = call(
+            "todo_write", merge=True, todos=[self.todo("1", "completed"), self.todo("2", "in_progress"), self.todo("3")]
+        ).text
+        assert text == "[x] 1: do\n[>] 2: do\n[ ] 3: do"
+        assert [todo.status for todo in session.todos.values()] == ["completed", "in_progress", "pending"]
+        assert call("todo_write", merge=False, todos=[]).text == "(nothing to do)"

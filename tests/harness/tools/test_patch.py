@@ -1,0 +1,131 @@
+"""Patches, against texts compared by difflib."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.tools.patch import BEGIN, END, added, parse, updated
+from composer_nb.harness.tools.tool_call import ToolError
+
+
+def begin_patch(old: Sequence[str], new: Sequence[str], context: int) -> str:
+    lines = [BEGIN, "*** Update File: f"]
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(context):
+        lines.append("@@")
+        for kind, a, b, c, d in group:
+            lines += [f" {line}" for line in old[a:b]] if kind == "equal" else [f"-{line}" for line in old[a:b]]
+            lines += [] if kind == "equal" else [f"+{line}" for line in new[c:d]]
+    return "\n".join([*lines, END])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 60).map(str), unique=True, min_size=2, max_size=40), st.data())
+def test_begin_patch_makes_the_new_text(old: list[str], data: st.DataObject) -> None:
+    """With lines that are there once, so that there is one place for each hunk."""
+    new = list(old)
+    for _ in range(data.draw(st.integers(1, 5))):
+        place = data.draw(st.integers(0, len(new) - 1))
+        new[place : place + data.draw(st.integers(0, 1))] = data.draw(st.lists(st.sampled_from("xyz"), max_size=2))
+        if len(new) < 2:
+            return
+    if old == new:
+        return
+    [change] = parse(begin_patch(old, new, 2), strict=True)
+    assert updated(change, "\n".join(old) + "\n", strict=True) == "\n".join(new) + "\n"
+    crlf = updated(change, "\r\n".join(old) + "\r\n", strict=True)
+    assert crlf == "\r\n".join(new) + "\r\n"
+
+
+PYTHON = "class A:\n    def f(self):\n        return 1\n\n\nclass B:\n    def f(self):\n        return 1\n"
+
+
+def begin(*lines: str) -> str:
+    return "\n".join([BEGIN, *lines, END])
+
+
+def test_lines_to_look_for_first_and_the_end_of_a_file() -> None:
+    body = ("@@ class B:", "@@     def f(self):", "-        return 1", "+        return 2")
+    [change] = parse(begin("*** Update File: a.py", *body), strict=True)
+    assert updated(change, PYTHON, True) == PYTHON[: PYTHON.rindex("1")] + "2\n"
+    [change] = parse(
+        begin("*** Update File: a.py", "@@", "-        return 1", "+        return 3", "*** End of File"), True
+    )
+    assert updated(change, PYTHON, True) == PYTHON[: PYTHON.rindex("1")] + "3\n"
+    [change] = parse(begin("*** Update File: a.py", "@@ class B:", "+    x = 1"), True)
+    assert updated(change, PYTHON, True) == PYTHON.replace("class B:\n", "class B:\n    x = 1\n")
+
+
+def test_several_files_and_a_move() -> None:
+    changes = parse(
+        begin("*** Add File: n", "+1", "+", "*** Delete File: d", "*** Update File: u", "*** Move to: v", "-a", "+b"),
+        True,
+    )
+    assert [(change.kind, change.path, change.to) for change in changes] == [
+        ("add", "n", None), ("delete", "d", None), ("update", "u", "v"),
+    ]  # fmt: skip
+    assert added(changes[0]) == "1\n\n" and updated(changes[2], "a\n", True) == "b\n"
+
+
+def test_lenient_takes_what_stands_around_and_wrong_lengths() -> None:
+    patch = (
+        "apply_patch <<'EOF'\n"
+        + begin("*** Update File: a.py", "@@", " class B:", "-  def f(self):", "+  def g(self):")
+        + "\nEOF"
+    )
+    [change] = parse(patch, strict=False)
+    assert change.path == "a.py" and len(change.hunks) == 1
+    with pytest.raises(ToolError):  # the indentation is not one and the same for all lines
+        updated(change, PYTHON, strict=False)
+    [change] = parse(f"```\n{patch.replace('  def', '    def')}\n```", strict=False)
+    assert updated(change, PYTHON, strict=False) == PYTHON.replace("B:\n    def f", "B:\n    def g")
+    with pytest.raises(ToolError):
+        parse(patch, strict=True)
+
+
+def test_a_unified_diff_is_refused_with_what_applies_it() -> None:
+    with pytest.raises(ToolError, match="apply a unified diff with `git apply` in the terminal"):
+        parse("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", strict=True)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "", "x", begin(), BEGIN, begin("+a"), begin("*** Update File: a"), begin("*** Add File: a", "b"),
+        begin("*** Update File: a", "@@", "x"), begin("*** Add File: a", "+b", "*** Delete File: a"),
+        begin(*["*** Update File: a", *["@@ x"] * 600, "+1"]),
+        begin("*** Add File: a", "+b").replace("\n+b", "\n+b\n*** End Patch"),
+    ],
+)  # fmt: skip
+def test_what_is_no_patch_is_told_so(patch: str) -> None:
+    with pytest.raises(ToolError) as error:
+        parse(patch, strict=True)
+    assert error.value.kind == "InvalidArguments" and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [(("@@ nowhere", "+x"), "no line 'nowhere'"), (("@@", "-zz", "+x"), "from 'zz', are not there")],
+)
+def test_old_lines_that_are_not_there(lines: tuple[str, ...], told: str) -> None:
+    [change] = parse(begin("*** Update File: a.py", *lines), True)
+    with pytest.raises(ToolError, match=told):
+        updated(change, PYTHON, True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.text(alphabet="*@ -+\\ab\n,1", max_size=60),
+    st.sampled_from([BEGIN + "\n*** Update File: a\n", BEGIN + "\n", ""]),
+)
+def test_nothing_but_tool_errors(text: str, head: str) -> None:
+    for strict in (True, False):
+        try:
+            for change in parse(head + text, strict):
+                updated(change, "a\nb\n\na\n", strict) if change.kind == "update" else added(change)
+        except ToolError as error:
+            assert error.kind == "InvalidArguments"

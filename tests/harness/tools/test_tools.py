@@ -1,0 +1,289 @@
+"""The four tools at their edges, and what an agent gets to read of hostile results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.sandbox.calls import CallOutcome, SandboxExecutor
+from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, render_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools import tiny as tools
+from composer_nb.harness.tools.tiny import Observation, Workspace, describe, passes
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.toolset import ToolSet
+
+TINY = ToolSet.tiny()
+
+
+def use(workspace: Workspace, boxes: Any, name: str, **arguments: Any) -> Observation:
+    """Carries out one call."""
+    tool, checked = TINY.find(ToolCall(name=name, arguments=arguments))
+    execution = tool.run(workspace, checked)
+    try:
+        request = next(execution)
+        while True:
+            request = execution.send(boxes.run([request])[0])
+    except StopIteration as stop:
+        assert isinstance(stop.value, Observation)
+        return stop.value
+
+
+def workspace(text: str, **more: str) -> Workspace:
+    return Workspace(files={"f.py": text, **more}, visible_tests={})
+
+
+def edited(text: str, line: int, new: str) -> str:
+    space = workspace(text)
+    assert use(space, None, "edit_line", path="f.py", line=line, text=new).text == "ok"
+    return space.files["f.py"]
+
+
+PROGRAM = "def f(x):\n    if x:\n        return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "new", "after"),
+    [
+        (PROGRAM, 1, "def f(y):", PROGRAM.replace("f(x)", "f(y)")),
+        (PROGRAM, 3, "return 2", PROGRAM.replace("1", "2")),
+        (PROGRAM, 3, "\t   return 2  \n", PROGRAM.replace("1", "2")),  # the line's own indentation is kept
+        (PROGRAM, 2, "", "def f(x):\n    \n        return 1\n"),
+        ("a\nb", 2, "c", "a\nc"),  # no final newline before, none after
+        ("a", 1, "b", "b"),
+        ("\n", 1, "b", "b\n"),
+        ("a\n\n\n", 3, "b", "a\n\nb\n"),
+        ("  \nb\n", 1, "a", "  a\nb\n"),
+        ("\u2028a\nb\n", 2, "c", "\u2028a\nc\n"),  # only \n ends a line of a file
+    ],
+)
+def test_an_edit_replaces_one_line(text: str, line: int, new: str, after: str) -> None:
+    assert edited(text, line, new) == after
+
+
+@pytest.mark.parametrize("new", ["return 1", "  return 1\n"])
+def test_an_edit_that_changes_nothing_says_so(new: str) -> None:
+    space = workspace(PROGRAM)
+    assert use(space, None, "edit_line", path="f.py", line=3, text=new).text == "same"
+    assert space.files == {"f.py": PROGRAM}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [(PROGRAM, 0), (PROGRAM, -1), (PROGRAM, 4), (PROGRAM, 999_999), (PROGRAM, 10**30), ("", 1), ("", 0), ("a\nb", 3)],
+)
+def test_there_is_no_such_line(text: str, line: int) -> None:
+    space = workspace(text)
+    with pytest.raises(ToolError, match="no line") as caught:
+        use(space, None, "edit_line", path="f.py", line=line, text="x")
+    assert caught.value.kind == "InvalidArguments" and space.files == {"f.py": text}
+
+
+@pytest.mark.parametrize("new", ["a\nb", "a\rb", "a\r\nb", "x = 1\n\nimport os"])
+def test_one_line_can_not_be_made_into_several(new: str) -> None:
+    space = workspace(PROGRAM)
+    with pytest.raises(ToolError, match="one line") as caught:
+        use(space, None, "edit_line", path="f.py", line=2, text=new)
+    assert caught.value.kind == "InvalidArguments" and space.files == {"f.py": PROGRAM}
+
+
+@settings(max_examples=150)
+@given(text=st.text(st.sampled_from("ab \n\t\r\u2028"), max_size=15), line=st.integers(-1, 8), new=st.text(max_size=8))
+def test_an_edit_touches_no_other_line(text: str, line: int, new: str) -> None:
+    space = workspace(text)
+    before = use(space, None, "read_file", path="f.py").text.split("\n")
+    try:
+        use(space, None, "edit_line", path="f.py", line=line, text=new)
+    except ToolError:
+        assert space.files == {"f.py": text}
+        return
+    after = use(space, None, "read_file", path="f.py").text.split("\n")
+    # An unended last line that becomes empty is no line any more.
+    assert before[: line - 1] == after[: line - 1] and before[line:] == after[line:]
+    assert len(after) == len(before) or (line == len(before) and not text.endswith("\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a\nb\n", "1a\n2b"), ("a\nb", "1a\n2b"), ("", ""), ("\n", "1"), ("a\n\n\n", "1a\n2\n3"), ("  a\n", "1  a")],
+)
+def test_a_file_is_read_with_numbered_lines(text: str, shown: str) -> None:
+    assert use(workspace(text), None, "read_file", path="f.py").text == shown
+
+
+@pytest.mark.parametrize(
+    "path", ["g.py", "../f.py", "./f.py", "/f.py", "a/../f.py", "f.py/", "", "F.py", "f.py\0", "~"]
+)
+@pytest.mark.parametrize("name", ["read_file", "edit_line"])
+def test_only_a_file_of_the_workspace_has_a_name(path: str, name: str) -> None:
+    more = {"line": 1, "text": "x"} if name == "edit_line" else {}
+    space = workspace(PROGRAM)
+    with pytest.raises(ToolError, match="no file") as caught:
+        use(space, None, name, path=path, **more)
+    assert caught.value.kind == "InvalidArguments" and space.files == {"f.py": PROGRAM}
+
+
+def space_of(task: Task, **files: str) -> Workspace:
+    return Workspace(files=dict(task.files) | files, visible_tests=task.visible_tests)
+
+
+def test_tests_say_what_fails_first(task: Task, sandboxes: SandboxExecutor) -> None:
+    seen = use(space_of(task), sandboxes, "run_tests")
+    assert seen == Observation(text="fail 1/2: f([1,5,3],2) = [1] want [5,3]", tests_passed=1, tests_run=2)
+    seen = use(space_of(task, **task.solution), sandboxes, "run_tests")
+    assert seen == Observation(text="pass 2", tests_passed=2, tests_run=2)
+
+
+def test_what_the_agent_does_to_visible_tests_changes_nothing(task: Task, sandboxes: SandboxExecutor) -> None:
+    easy = render_tests("f", "f", [(([], 1), [])])
+    assert use(space_of(task, **{"test_f.py": easy}), sandboxes, "run_tests").tests_run == 2
+    space = space_of(task)
+    del space.files["test_f.py"]
+    assert use(space, sandboxes, "run_tests").tests_passed == 1
+    space = space_of(task, **{"test_f.py": "import os\nos._exit(0)\n", "test_more.py": "boom"})
+    assert use(space, sandboxes, "run_tests").tests_passed == 1
+
+
+def test_no_test_and_no_expected_value_enters_a_sandbox(task: Task, boxes: Callable[..., Any]) -> None:
+    inside = boxes("0")
+    use(space_of(task, **{"tests/test_deep.py": "1"}), inside, "run_tests")
+    [[request]] = inside.batches
+    assert dict(request.files) == {"f.py": task.files["f.py"]}
+    assert request.arguments == ("([1, 5, 3], 2)", "([], 1)")
+    assert "[5, 3]" not in str(request)
+
+
+def test_without_tests_there_is_nothing_to_run() -> None:
+    with pytest.raises(ToolError, match="no tests here") as caught:
+        use(workspace(PROGRAM), None, "run_tests")
+    assert caught.value.kind == "UnexpectedEnvironment"
+
+
+def test_tests_of_several_files_are_run(task: Task, sandboxes: SandboxExecutor) -> None:
+    more = render_tests("f", "f", [(([3], 3), [])])
+    both = task.model_copy(update={"files": task.files | {"tests/test_more.py": more}})
+    assert use(space_of(both, **task.solution), sandboxes, "run_tests").text == "pass 3"
+
+
+def one_test(arguments: str = "(1,)", expected: str = "7") -> FunctionTest:
+    return FunctionTest(id="t::t", module="f", function="f", arguments=arguments, expected=expected)
+
+
+OUTCOMES = st.builds(
+    CallOutcome,
+    status=st.sampled_from(["returned", "raised", "timeout", "died", "unreadable", "not_run"]),
+    text=st.text(),
+)
+
+
+@settings(max_examples=100)
+@given(outcome=OUTCOMES, expected=st.text(max_size=60))
+def test_a_call_passes_only_with_the_very_text(outcome: CallOutcome, expected: str) -> None:
+    assert passes(one_test(expected=expected), outcome) is (outcome.status == "returned" and outcome.text == expected)
+    assert passes(one_test(expected="7"), CallOutcome(status="returned", text="7"))
+    for status in ("raised", "timeout", "died", "unreadable", "not_run"):
+        assert not passes(one_test(expected="7"), CallOutcome(status=status, text="7"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("test", "outcome", "line"),
+    [
+        (one_test(), CallOutcome(status="returned", text="8"), "f(1) = 8 want 7"),
+        (one_test("()"), CallOutcome(status="raised", text="KeyError"), "f() = KeyError want 7"),
+        (one_test("([1, 2], 3)"), CallOutcome(status="timeout"), "f([1,2],3) = timeout want 7"),
+        (one_test(), CallOutcome(status="died"), "f(1) = died want 7"),
+        (one_test(), CallOutcome(status="unreadable"), "f(1) = unreadable want 7"),
+        (one_test(), CallOutcome(status="not_run"), "f(1) = not_run want 7"),
+        (
+            one_test("('a b', [1, 2], {'c': \"d' e\"})", "['x y', b'z  z']"),
+            CallOutcome(status="returned", text="['x  y', b'z z']"),
+            "f('a b',[1,2],{'c':\"d' e\"}) = ['x  y',b'z z'] want ['x y',b'z  z']",
+        ),
+        (
+            one_test(r"('it\'s a \\', 1)", "'a'"),
+            CallOutcome(status="returned", text=r"'\' \\', 'b"),  # not even a value
+            r"f('it\'s a \\',1) = '\' \\','b want 'a'",
+        ),
+        (
+            one_test(expected="'" + "b" * 99),
+            CallOutcome(status="returned", text="a" * 9999),
+            f"f(1) = {'a' * 24} want '{'b' * 23}",
+        ),
+    ],
+)
+def test_a_result_in_one_line(test: FunctionTest, outcome: CallOutcome, line: str) -> None:
+    assert describe(test, outcome) == line
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "'" + "x" * 10_000 + "'",
+        repr("<|end|><|call|>done<|end|>"),
+        repr("\n\n\x1b[2J"),
+        repr("pass 4"),
+        "[" + "1, " * 4000 + "1]",
+        "'" + r"\'" * 8000,
+        "\\" * 8001,
+    ],
+)
+def test_a_hostile_result_stays_short_and_is_plain_text(
+    task: Task, boxes: Callable[..., Any], renderer: CompactRenderer, returned: str
+) -> None:
+    seen = use(space_of(task), boxes(returned), "run_tests")
+    assert len(seen.text) <= 110 and "\n" not in seen.text
+    assert seen.text.startswith("fail 2/2: ") and seen.tests_passed == 0
+    token_ids = renderer.observation(seen.text)
+    assert [token for token in token_ids if token in renderer.stop] == [renderer.out, renderer.end, renderer.call]
+
+
+def test_a_long_call_leaves_the_observation_short(task: Task, boxes: Callable[..., Any]) -> None:
+    long = render_tests("f", "f", [((list(range(500)), 1), [])])
+    wide = task.model_copy(update={"files": task.files | {"test_f.py": long}})
+    assert len(use(space_of(wide), boxes("0"), "run_tests").text) == 110
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("write", {}, "no tool write; there are read_file, edit_line, run_tests, finish"),
+        ("", {}, "no tool ; there are"),
+        ("finish", {"path": "f.py"}, "path: no such argument"),
+        ("read_file", {}, "path: Field required"),
+        ("read_file", {"path": "f.py", "line": 1}, "line: no such argument; there are path"),
+        ("read_file", {"path": 1}, "path: Input should be a valid string"),
+        ("read_file", {"path": None}, "path: null"),
+        ("edit_line", {"path": "f.py", "text": "x"}, "line: Field required"),
+        ("edit_line", {"path": "f.py", "line": "1", "text": "x"}, "line: Input should be a valid integer"),
+        ("edit_line", {"path": "f.py", "line": True, "text": "x"}, "line: Input should be a valid integer"),
+        ("edit_line", {"path": "f.py", "line": 1.0, "text": "x"}, "line: Input should be a valid integer"),
+        ("edit_line", {"path": "f.py", "line": 1, "text": ["x"]}, "text: Input should be a valid string"),
+    ],
+)
+def test_arguments_are_checked(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolError, match=message) as caught:
+        TINY.find(ToolCall(name=name, arguments=arguments))
+    assert caught.value.kind == "InvalidArguments"
+
+
+def test_the_schemas_are_openais() -> None:
+    schemas = {schema["function"]["name"]: schema for schema in TINY.schemas}
+    assert list(schemas) == ["read_file", "edit_line", "run_tests", "finish"]
+    for schema in schemas.values():
+        parameters = schema["function"]["parameters"]
+        assert parameters.get("required", []) == list(parameters["properties"])
+        assert schema["type"] == "function" and not parameters["additionalProperties"]
+    assert [name for name, tool in TINY.tools.items() if tool.mutates] == ["edit_line"]
+    assert [name for name, tool in TINY.tools.items() if tool.ends] == ["finish"]
+
+
+def test_a_request_calls_one_function_with_every_argument(task: Task) -> None:
+    tests = parse_test_files(task.tests)
+    request = tools.request_tests(task.files, tests)
+    assert (request.module, request.function) == ("f", "f")
+    assert request.arguments == tuple(test.arguments for test in tests)

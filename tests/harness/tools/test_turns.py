@@ -1,0 +1,136 @@
+"""Turns: several calls, in order or together, stopped, or met by faults. The backend makes no difference here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.sandbox.toolchain import programs
+from composer_nb.harness.tools.session import Session
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet, rates
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    with open_backend("bwrap") as made:
+        yield made
+
+
+def test_replies_come_in_order_and_failures_stay_alone(box: Sandbox, tools: ToolSet, session: Session) -> None:
+    box.write("n", b"0\n")
+    calls = []
+    for number in range(8):
+        edit = {"file_path": "n", "old_string": f"{number}", "new_string": f"{number + 1}"}
+        calls += [ToolCall(name="read_file", arguments={"target_file": "n"}), ToolCall(name="nope", arguments={})]
+        calls += [
+            ToolCall(name="search_replace", arguments=edit),
+            ToolCall(name="read_file", arguments={"target_file": "n"}),
+        ]
+    replies = tools.run(session, calls)
+    assert [reply.call for reply in replies] == calls
+    assert [reply.text for reply in replies[::4]] == [f"1|{n}" for n in range(8)]
+    assert [reply.text for reply in replies[3::4]] == [f"1|{n + 1}" for n in range(8)]
+    assert {reply.error for reply in replies[1::4]} == {"InvalidArguments"}
+    assert rates(session.counts) == {
+        "read_file": {"calls": 16, "ok": 1.0},
+        "search_replace": {"calls": 8, "ok": 1.0},
+        "unknown": {"calls": 8, "InvalidArguments": 1.0},
+    }
+
+
+def test_readers_meet_and_a_writer_is_alone(box: Sandbox) -> None:
+    meeting, under_way, most = threading.Barrier(4), [0], []
+
+    def search(query: str, directories: object, limit: int) -> list[object]:
+        under_way[0] += 1
+        most.append(under_way[0])
+        if query == "meet":
+            meeting.wait(timeout=patience(20))  # broken unless four are here at a time
+        under_way[0] -= 1
+        return []
+
+    tools = ToolSet.cursor(search=lambda session: search)
+    session = tools.open(box)
+    ask = ToolCall(name="codebase_search", arguments={"query": "meet", "target_directories": []})
+    alone = ToolCall(name="codebase_search", arguments={"query": "x", "target_directories": []})
+    write = ToolCall(name="write", arguments={"file_path": "a", "contents": ""})
+    replies = tools.run(session, [ask] * 4 + [write, alone, write])
+    assert [reply.error for reply in replies] == [None] * 7 and most[-1] == 1
+
+
+def test_very_many_calls_at_once_are_bounded(tools: ToolSet, session: Session, box: Sandbox) -> None:
+    box.write("a", b"x")
+    before = threading.active_count()
+    replies = tools.run(session, [ToolCall(name="read_file", arguments={"target_file": "a"})] * 200)
+    assert [reply.text for reply in replies] == ["1|x"] * 200 and threading.active_count() == before
+
+
+def test_an_abort_stops_what_runs_and_what_waits(tools: ToolSet, session: Session, box: Sandbox) -> None:
+    threading.Timer(0.5, session.abort).start()
+    sleep = ToolCall(name="run_terminal_cmd", arguments={"command": "echo begun; sleep 6000", "is_background": False})
+    write = ToolCall(name="write", arguments={"file_path": "a", "contents": ""})
+    replies = tools.run(session, [sleep, write])
+    assert [reply.error for reply in replies] == ["UserAborted"] * 2
+    assert "begun" in replies[0].text and box.entries() == []
+    assert tools.run(session, [write])[0].error is None  # the next turn is another one
+
+
+def test_a_fault_of_ours_is_told_as_one(box: Sandbox) -> None:
+    def broken(query: str, directories: object, limit: int) -> list[object]:
+        if query == "down":
+            raise ConnectionError("no route")
+        raise KeyError("a bug")
+
+    tools = ToolSet.cursor(search=lambda session: broken)
+    asked = [
+        ToolCall(name="codebase_search", arguments={"query": q, "target_directories": []}) for q in ("down", "bug")
+    ]
+    down, bug = tools.run(tools.open(box), asked)
+    assert (down.error, bug.error) == ("ProviderError", "Bug")
+    assert "no route" in down.text and "KeyError" in bug.trace and "a bug" not in bug.text
+
+
+def test_the_sandboxs_own_end(tools: ToolSet, session: Session, box: Sandbox) -> None:
+    box.destroy()
+    with pytest.raises(SandboxFailure):
+        tools.run(session, [ToolCall(name="list_dir", arguments={"target_directory": "."})])
+
+
+def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.write("bin/sh", b"")
+    original = box.exec
+    monkeypatch.setattr(box, "exec", lambda command, **more: original(command, env={"PATH": "/usr/sbin:/bin"}, **more))
+    if original(["sh", "-c", "command -v rg"], env={"PATH": "/usr/sbin:/bin"}).exit_code == 0:
+        pytest.skip("this system has ripgrep among its own programs")
+    with pytest.raises(SandboxUnavailable, match=r"no rg and no ruff in the sandbox.*pip install"):
+        ToolSet.cursor().open(box)
+    ToolSet.cursor(offer=["read_file", "write"]).open(box)
+
+
+def test_what_an_environment_offers(box: Sandbox) -> None:
+    tools = ToolSet.cursor(offer=["read_file", "grep"], names={"read_file": "Read"})
+    assert [schema["function"]["name"] for schema in tools.schemas] == ["Read", "grep"]
+    box.write("a", b"x")
+    session = tools.open(box)
+    calls = [ToolCall(name=name, arguments={"target_file": "a"}) for name in ("Read", "read_file")]
+    assert [reply.error for reply in tools.run(session, calls)] == [None, "InvalidArguments"]
+    assert set(session.counts) == {("read_file", "ok"), ("unknown", "InvalidArguments")}
+    for wrong in ({"offer": ["read"]}, {"names": {"x": "y"}}, {"names": {"grep": "write"}}):
+        with pytest.raises(ValueError):
+            ToolSet.cursor(**wrong)
+
+
+def test_programs_of_a_private_folder_are_not_open_to_all(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    program = tmp_path / "rg"
+    program.write_bytes(b"\x7fELF")
+    program.chmod(0o755)
+    assert programs.is_elf(str(program)) and not programs.open_to_all(str(program))
+    assert programs.open_to_all("/usr/bin/env")

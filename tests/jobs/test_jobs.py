@@ -1,0 +1,184 @@
+"""The notebook runner: what papermill alone gets wrong must come out right."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.jobs.check import check_parameters
+from composer_nb.jobs.notebook import JobFailed, run_notebook
+from composer_nb.jobs.processes import living
+
+PARAMETERS = "steps: int = 3\nrate: float = 0.5\nname: str = 'a'\ntry_it: bool = False\nmore: dict = {}"
+
+
+def notebook(path: Path, *sources: str, parameters: str = PARAMETERS) -> Path:
+    cells = [new_code_cell(parameters, metadata={"tags": ["parameters"]}), *map(new_code_cell, sources)]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), path)
+    return path
+
+
+def states(output: Path) -> list[str]:
+    return [cell.metadata.papermill["status"] for cell in code(output)]
+
+
+def code(output: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in nbformat.read(output, 4).cells if cell.cell_type == "code"]
+
+
+def record(output: Path) -> dict[str, Any]:
+    return json.loads((output.parent / "run.json").read_text())
+
+
+def test_a_run_is_kept_and_told(tmp_path: Path):
+    source = notebook(
+        tmp_path / "n.ipynb",
+        "print('one'); print('steps', steps)",
+        "half = '\\ud83d'\nhalf",
+        "twice = steps * 2\ntwice",
+    )
+    before, said = source.read_bytes(), []
+    output = tmp_path / "deep" / "out.ipynb"
+    found = run_notebook(
+        source, output, {"steps": 7, "rate": 1, "more": {"a.b": [1]}}, say=said.append, outputs={"n": "twice"}
+    )
+    assert said == ["one", "steps 7"]
+    assert found == record(output)
+    assert found["state"] == "completed" and found["parameters"] == {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
+    assert found["cells"] == found["cells_run"] == 6 and found["cell_states"] == {"completed": 6}
+    assert found["outputs"] == {"n": 14} and code(output)[-1].metadata.tags == ["outputs"]
+    assert code(output)[-2].outputs[0].data["text/plain"] == "14"
+    assert source.read_bytes() == before
+    assert sorted(path.name for path in output.parent.iterdir()) == ["out.ipynb", "outputs.json", "run.json"]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"stepz": 3}, "no parameter 'stepz'; did you mean 'steps'?"),
+        ({"steps": "007"}, "steps='007' must be of type int"),
+        ({"steps": True}, "steps=True must be of type int"),
+        ({"steps": 1.0}, "steps=1.0 must be of type int"),
+        ({"rate": "0.1"}, "rate='0.1' must be of type float"),
+        ({"name": 7}, "name=7 must be of type str"),
+        ({"try_it": 1}, "try_it=1 must be of type bool"),
+    ],
+)
+def test_parameters_are_checked_before_a_kernel_starts(tmp_path: Path, given: dict[str, Any], message: str):
+    source = notebook(tmp_path / "n.ipynb", "raise SystemExit")
+    with pytest.raises(ValueError) as caught:
+        run_notebook(source, tmp_path / "out" / "o.ipynb", given)
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cell", ["steps = 3", "steps: int = 3\nprint(steps)", "steps: list[int] = []"])
+def test_a_parameters_cell_holds_annotated_names_alone(tmp_path: Path, cell: str):
+    with pytest.raises(ValueError, match="may hold lines like"):
+        check_parameters(notebook(tmp_path / "n.ipynb", parameters=cell), {})
+
+
+def test_a_notebook_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.ipynb"):
+        check_parameters(tmp_path / "gone.ipynb", {})
+
+
+def test_an_error_is_one_line_and_cells_after_it_are_pending(tmp_path: Path):
+    source = notebook(tmp_path / "n.ipynb", "1 / 0", "print('never')", "2")
+    output = tmp_path / "out.ipynb"
+    with pytest.raises(JobFailed, match=r"^ZeroDivisionError: division by zero \(.*out\.ipynb\)$"):
+        run_notebook(source, output)
+    assert states(output)[-3:] == ["failed", "pending", "pending"]
+    found = record(output)
+    assert (found["state"], found["cells"], found["cells_run"]) == ("failed", 4, 2)
+    assert "ZeroDivisionError" in "".join(code(output)[-3].outputs[0].traceback)
+
+
+@pytest.mark.parametrize(
+    "cell, limit, state",
+    [("import time; time.sleep(60)", 1, "timed_out"), ("import os; os.kill(os.getpid(), 9)", None, "lost")],
+)
+def test_a_timeout_and_a_dead_kernel_leave_no_false_completion(
+    tmp_path: Path, cell: str, limit: int | None, state: str
+):
+    source = notebook(tmp_path / "n.ipynb", cell, "print('never')")
+    output = tmp_path / "out.ipynb"
+    with pytest.raises(JobFailed):
+        run_notebook(source, output, cell_timeout_s=limit)
+    assert record(output)["state"] == state
+    assert states(output)[-1] == "pending"
+
+
+def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
+    child = (
+        "import subprocess, time\nchild = subprocess.Popen(['sleep', '300'], start_new_session=True)\nprint(child.pid)"
+    )
+    source = notebook(tmp_path / "n.ipynb", child, "print('begun')\ntime.sleep(300)", "print('never')")
+    output = tmp_path / "out.ipynb"
+    script = (
+        "import sys; from pathlib import Path; from composer_nb.jobs.notebook import run_notebook\n"
+        "run_notebook(Path(sys.argv[1]), Path(sys.argv[2]), say=lambda line: print(line, flush=True))"
+    )
+    runner = subprocess.Popen(
+        [sys.executable, "-c", script, str(source), str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert runner.stdout is not None
+    pid = int(runner.stdout.readline())
+    assert runner.stdout.readline() == "begun\n"
+    started = psutil.Process(runner.pid).children(recursive=True)
+    runner.send_signal(signal.SIGTERM)
+    _, errors = runner.communicate(timeout=patience(60))
+    assert "KeyboardInterrupt" in errors and runner.returncode != 0
+    found = record(output)
+    assert found["state"] == "interrupted" and found["error"] == "cancelled" and found["cells"] == 4
+    assert states(output)[-1] == "pending"
+    assert "begun" in code(output)[-2].outputs[0].text
+    deadline = time.monotonic() + patience(10)
+    while time.monotonic() < deadline and any(map(living, started)):
+        time.sleep(0.1)
+    assert not any(map(living, started))
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_records_are_json_whatever_a_notebook_gives(tmp_path: Path):
+    source = notebook(tmp_path / "n.ipynb", "found = {'loss': float('nan'), 'all': [1.5, float('-inf')]}")
+    output = tmp_path / "out.ipynb"
+    run_notebook(source, output, outputs={"found": "found"})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    for name in ("run.json", "outputs.json"):
+        held = json.loads((tmp_path / name).read_text(), parse_constant=refuse)
+        assert held.get("outputs", held)["found"] == {"loss": None, "all": [1.5, None]}
+    with pytest.raises(ValueError, match="rate holds something that is not plain data"):
+        run_notebook(source, output, {"rate": float("nan")})
+
+
+def test_a_save_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from composer_nb.jobs import notebook, records
+
+    path = tmp_path / "o.ipynb"
+    path.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        notebook._AtomicHandler().write("after", str(path))
+    assert path.read_text() == "before"

@@ -1,0 +1,207 @@
+"""Job files: what is refused before anything starts, and what a graph becomes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_jobs import notebook
+
+from composer_nb.jobs.file import Job, load_job, references, resolve
+from composer_nb.jobs.runner import run_job
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMETERS = "steps: int = 3\nname: str = 'a'\nscores: list = []\noverrides: dict = {}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    notebook(
+        tmp_path / "n.ipynb",
+        "total = steps",
+        "class Run: path = 1\nrun = Run()",
+        "%matplotlib inline\n!true\ndef f():\n    hidden = 3",
+        parameters=PARAMETERS,
+    )
+    notebook(tmp_path / "bad.ipynb", "1", parameters="steps: int = = 3")
+    return tmp_path
+
+
+def load(folder: Path, nodes: Any, settings: dict[str, str] | None = None, **top: Any) -> Job:
+    path = folder / "job.yml"
+    path.write_text(yaml.safe_dump({"name": "job", "nodes": nodes, **top}, sort_keys=False))
+    return load_job(path, settings)
+
+
+def node(**fields: Any) -> dict[str, Any]:
+    return {"notebook": "n.ipynb", **fields}
+
+
+TRAIN = node(outputs={"total": "total", "run_dir": "run.path"})
+
+
+@pytest.mark.parametrize(
+    "nodes, message",
+    [
+        ({}, "nodes"),
+        ({"a": {"notebook": "gone.ipynb"}}, "gone.ipynb: no such notebook"),
+        ({"a": node(timeouts=3)}, "nodes.a.timeouts: unknown; did you mean 'timeout_s'?"),
+        ({"a": node(timeout_s=0)}, "nodes.a.timeout_s: Input should be greater than 0"),
+        ({"a": node(timeout_s=float("inf"))}, "nodes.a.timeout_s: Input should be a finite number"),
+        ({"a": node(retries="2")}, "nodes.a.retries: Input should be a valid integer"),
+        ({"job": node()}, "'job' cannot name a node"),
+        ({"a/b": node()}, "'a/b' cannot name a node"),
+        ({"a": node(parameters={"stepz": 1})}, "no parameter 'stepz'; did you mean 'steps'?"),
+        ({"a": node(parameters={"steps": "1"})}, "steps='1' must be of type int"),
+        (
+            {"a": node(parameters={"overrides": {"rl.stepz": 1}})},
+            "unknown setting 'rl.stepz'; did you mean 'rl.steps'?",
+        ),
+        ({"a": node(grid={"steps": [1, "2"]})}, "steps='2' must be of type int"),
+        ({"a": node(grid={"steps": []})}, "grid.steps is empty"),
+        ({"a": node(grid={"steps": [1, 1]})}, "two nodes of a grid have the same name"),
+        ({"a": node(grid={"overrides": [{}]})}, "label the grid's values"),
+        ({"a": node(grid={"steps": [1]}, parameters={"steps": 1})}, "steps is a parameter and in the grid"),
+        ({"train": TRAIN, "a": node(parameters={"name": "${ train.total }"})}, "a reference is written ${node.output}"),
+        ({"a": node(outputs={"x": "hidden"})}, "no cell sets 'hidden'"),
+        ({"a": {"notebook": "bad.ipynb"}}, "bad.ipynb: the parameters cell is not Python"),
+        ({"a": node(outputs={"x": "totl"})}, "no cell sets 'totl'; did you mean 'total'?"),
+        ({"a": node(outputs={"x": "f(1)"})}, "'f(1)' is not a variable's name"),
+        ({"a": node(outputs={"dir": "total"})}, "has an output `dir` already"),
+        ({"a": node(after=["b"]), "c": node()}, "no node 'b'"),
+        ({"train": TRAIN, "a": node(parameters={"steps": "${tran.total}"})}, "no node 'tran'; did you mean 'train'?"),
+        ({"train": TRAIN, "a": node(parameters={"steps": "${train.totl}"})}, "no output 'totl'; did you mean 'total'?"),
+        ({"train": TRAIN, "a": node(parameters={"steps": "${train.total}0"})}, "must be of type int"),
+        ({"a": node(outputs={"total": "total"}, parameters={"steps": "${a.total}"})}, "a has no output 'total'"),
+        ({"a": node(after=["b"]), "b": node(after=["a"])}, "in a circle"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(folder: Path, nodes: Any, message: str):
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load(folder, nodes)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["- 1", "nodes: [", "name: é", "name: x", "name: a b\nnodes: {a: {notebook: n.ipynb}}"]
+)
+def test_what_is_no_job_file_is_refused(folder: Path, text: str):
+    (folder / "bad.yml").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"bad\.yml: [^\n]+$"):
+        load_job(folder / "bad.yml")
+
+
+def test_a_grid_becomes_nodes_and_references_become_needs(folder: Path):
+    nodes = {
+        "report": node(parameters={"scores": "${train.total}", "name": "from ${train.run_dir} in ${job.dir}"}),
+        "train": {**TRAIN, "grid": {"steps": [1, 2], "overrides": {"plain": {}, "fast": {"rl.steps": 1}}}},
+        "last": node(after=["report"]),
+    }
+    job = load(folder, nodes, parameters={"name": "all"})
+    train = [
+        "train-steps=1-overrides=plain",
+        "train-steps=1-overrides=fast",
+        "train-steps=2-overrides=plain",
+        "train-steps=2-overrides=fast",
+    ]
+    assert list(job.nodes) == [*train, "report", "last"] and job.family("train") == train
+    assert job.nodes["report"].needs == tuple(train) and job.nodes["last"].needs == ("report",)
+    assert job.nodes[train[3]].parameters == {"name": "all", "steps": 2, "overrides": {"rl.steps": 1}}
+    assert job.nodes["report"].parameters["name"].startswith("from ")  # its own wins over the job's
+
+
+def test_set_reaches_those_who_take_it(folder: Path):
+    notebook(folder / "m.ipynb", "1", parameters="size: float = 1.0")
+    nodes = {"a": node(parameters={"steps": 1}), "b": node(grid={"steps": [1, 2]}), "m": {"notebook": "m.ipynb"}}
+    job = load(folder, nodes, {"steps": "7", "b:name": "007", "rl.steps": "3", "size": "2"})
+    assert {name: dict(each.parameters) for name, each in job.nodes.items()} == {
+        "a": {"steps": 7, "overrides": {"rl.steps": 3}},
+        "b": {"steps": 7, "name": "007", "overrides": {"rl.steps": 3}},
+        "m": {"size": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"stepz": "1"}, "no notebook has a parameter 'stepz'; did you mean 'steps'?"),
+        ({"steps": "many"}, "steps='many' must be of type int"),
+        ({"c:steps": "1"}, "no node 'c'"),
+        ({"rl.stepz": "1"}, "unknown setting 'rl.stepz'"),
+    ],
+)
+def test_set_is_checked(folder: Path, settings: dict[str, str], message: str):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        load(folder, {"a": node(), "b": node()}, settings)
+
+
+def test_numbers_of_the_command_line_are_read_as_python_reads_them(folder: Path):
+    notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nsteps: int = 1\nrun_dir: str = ''")
+    settings = {"rate": "1e-3", "steps": "010", "run_dir": "some/run"}
+    [one] = load(folder, {"a": {"notebook": "r.ipynb"}}, settings).nodes.values()
+    assert one.parameters == {"rate": 1e-3, "steps": 10, "run_dir": str(Path("some/run").resolve())}
+
+
+def test_a_job_file_may_use_anchors_and_numbers_as_python_writes_them(folder: Path):
+    notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nsteps: int = 1\noverrides: dict = {}")
+    text = "name: job\nnodes:\n  a: &a {notebook: r.ipynb, timeout_s: 6e1}\n  b:\n    <<: *a\n    parameters: {rate: 3e-6}\n"
+    (folder / "job.yml").write_text(text)
+    nodes = load_job(folder / "job.yml", {"a:rl.lr": "1e-4"}).nodes
+    assert nodes["b"].parameters == {"rate": 3e-6} and nodes["b"].spec.timeout_s == 60
+    assert nodes["a"].parameters == {"overrides": {"rl.lr": 1e-4}}
+    (folder / "job.yml").write_text(text + "    parameters: {rate: 1.0}\n")
+    with pytest.raises(ValueError, match="'parameters' stands twice"):
+        load_job(folder / "job.yml")
+
+
+def test_dotted_settings_need_a_dictionary_to_go_into(folder: Path):
+    with pytest.raises(ValueError, match="overrides=.*is no dictionary that --set could add to"):
+        load(folder, {"train": TRAIN, "a": node(parameters={"overrides": "${train.total}"})}, {"rl.steps": "3"})
+
+
+def test_a_cluster_that_does_not_answer_is_named_and_nothing_is_started(folder: Path):
+    load(folder, {"a": node()})
+    with pytest.raises(ValueError, match="--ray 127.0.0.1:1: nothing answers there"):
+        run_job(folder / "job.yml", ray="127.0.0.1:1", runs=folder / "runs")
+    assert not (folder / "runs").exists()
+
+
+def test_a_notebook_is_no_job_file(folder: Path):
+    with pytest.raises(ValueError, match="n.ipynb is a notebook; jobs run takes a job file"):
+        load_job(folder / "n.ipynb")
+
+
+def test_a_whole_reference_keeps_its_type():
+    found = {("a", "n"): 3, ("a-x=1", "path"): "p"}
+    value = {"n": "${a.n}", "text": "${a.n} of ${a-x=1.path}", "deep": [{"k": "${a.n}"}], "price": "$5 {a.n}"}
+    assert set(references(value)) == set(found)
+    assert resolve(value, found) == {"n": 3, "text": "3 of p", "deep": [{"k": 3}], "price": "$5 {a.n}"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "papermill_jobs").glob("*.yml")), ids=lambda path: path.stem)
+def test_the_job_files_that_ship_are_right(path: Path):
+    job = load_job(path)
+    assert job.name == path.stem and job.nodes
+    assert all(each.spec.timeout_s for each in job.nodes.values())
+
+
+def test_a_node_that_is_named_twice_is_refused(folder: Path):
+    path = folder / "job.yml"
+    path.write_text("name: job\nnodes:\n  a: {notebook: n.ipynb}\n  a: {notebook: n.ipynb}\n")
+    with pytest.raises(ValueError, match=r"job\.yml: not YAML: 'a' stands twice .*line 3"):
+        load_job(path)
+
+
+def test_labels_of_a_grid_may_be_numbers(folder: Path):
+    job = load(folder, {"a": node(grid={"steps": {1: 10, 2.5: 20}})})
+    assert {name: node.parameters["steps"] for name, node in job.nodes.items()} == {"a-steps=1": 10, "a-steps=2.5": 20}
+
+
+def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, tmp_path: Path):
+    load(folder, {"a": node()})
+    made = tmp_path / "runs" / "job"
+    made.mkdir(parents=True)
+    (made / "job.json").write_text("{")
+    with pytest.raises(ValueError, match=r"job.json cannot be read: this run is lost"):
+        run_job(folder / "job.yml", runs=tmp_path / "runs", resume=True)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]

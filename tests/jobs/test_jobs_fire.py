@@ -1,0 +1,406 @@
+"""The runner under fire: real processes, real kills, a disk that is really full. Nothing corrupt, nothing left, no lie."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+import yaml
+from test_jobs import notebook
+
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.jobs import processes
+from composer_nb.jobs.executor import Local
+
+ROOT = Path(__file__).resolve().parents[2]
+STATES = {"pending", "running", "completed", "failed", "interrupted", "timed_out", "lost"}
+FINAL = STATES - {"pending", "running"}
+
+
+class Bench:
+    """A folder to run job files in, with a package that nobody edits meanwhile. It finds every process that was started
+    from it by a variable of its own, and so knows nothing of how the runner does that."""
+
+    def __init__(self, folder: Path, like: "Bench | None" = None) -> None:
+        self.folder = folder
+        self.package, self.tag = (like.package, like.tag) if like else (folder / "package", uuid.uuid4().hex)
+        if like is None:
+            shutil.copytree(
+                ROOT / "composer_nb", self.package / "composer_nb", ignore=shutil.ignore_patterns("__pycache__")
+            )
+        self.runs = folder / "runs"
+        self.environment = os.environ | {"PYTHONPATH": str(self.package), "BENCH": self.tag, "OMP_NUM_THREADS": "1"}
+
+    def job(self, nodes: dict[str, Any], *, parallel: int = 1) -> Path:
+        path = self.folder / "job.yml"
+        path.write_text(yaml.safe_dump({"name": "job", "parallel": parallel, "nodes": nodes}, sort_keys=False))
+        return path
+
+    def notebook(self, name: str, *cells: str, parameters: str = "steps: int = 3") -> str:
+        notebook(self.folder / f"{name}.ipynb", *cells, parameters=parameters)
+        return f"{name}.ipynb"
+
+    def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "composer_nb.cli", "jobs", words[0], "--runs", str(self.runs), *words[1:]]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=self.environment, cwd=self.folder, **pipes, **more)
+
+    def run(self, *words: str, **more: Any) -> tuple[int, str]:
+        process = self.start(*words, **more)
+        output, _ = process.communicate(timeout=patience(600))
+        print(output)
+        return process.returncode, output
+
+    def status(self) -> dict[str, Any]:
+        code, output = self.run("status", "--json")
+        assert code == 0
+        return json.loads(output)
+
+    def states(self) -> dict[str, str]:
+        return {name: node["state"] for name, node in self.status()["nodes"].items()}
+
+    def attempts(self) -> dict[str, int]:
+        return {name: node["attempt"] for name, node in self.status()["nodes"].items()}
+
+    def attempt(self, node: str, number: int = 1) -> Path:
+        return self.runs / "job" / "nodes" / node / str(number)
+
+    def record(self, node: str, number: int = 1) -> dict[str, Any]:
+        return json.loads((self.attempt(node, number) / "run.json").read_text())
+
+    def cells(self, node: str, number: int = 1) -> list[str]:
+        (path,) = self.attempt(node, number).glob("*.ipynb")
+        return [c.metadata.papermill["status"] for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
+
+    def alive(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("BENCH") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def wait(self, until: Callable[[], Any], seconds: float = 90) -> None:
+        deadline = time.monotonic() + patience(seconds)
+        while not until():
+            assert time.monotonic() < deadline, [(p, p.cmdline()) for p in self.alive()]
+            time.sleep(0.1)
+
+    def nothing_is_left(self, seconds: float = 0) -> None:
+        self.wait(lambda: not self.alive(), seconds)
+
+    def everything_is_whole(self) -> None:
+        """Each file can be read, none is half written, and each state is one that a file may end with."""
+        for path in self.runs.rglob("*"):
+            assert path.suffix != ".part" and path.name != ".reserve", path
+            if path.suffix == ".json":
+                json.loads(path.read_text())
+            elif path.suffix == ".ipynb":
+                nbformat.validate(nbformat.read(path, 4))
+        for path in self.runs.glob("job/nodes/*/*/run.json"):
+            assert json.loads(path.read_text())["state"] in FINAL, path
+        assert "running" not in self.states().values()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    for process in made.alive():
+        process.kill()
+
+
+def seen(path: Path) -> Callable[[], bool]:
+    return path.exists
+
+
+SLEEP = (
+    "import time\nfrom pathlib import Path\nPath(flag).touch()\nprint('asleep', flush=True)\nif wait: time.sleep(600)"
+)
+DETACHED = "import subprocess\nsubprocess.run(['setsid', 'sh', '-c', 'sleep 600 & sleep 600 &'])"
+LEASED = """
+import os, subprocess
+mine = {**os.environ, 'COMPOSER_NB_LEASE': os.environ['COMPOSER_NB_RUN']}
+server = subprocess.Popen(['sleep', '600'], env=mine, start_new_session=True).pid
+"""
+WAITING = "flag: str = ''\nwait: bool = True"
+
+
+@pytest.mark.slow
+def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
+    once = "from pathlib import Path\nfirst = not Path(flag).exists()\nPath(flag).touch()\nimport os\n"
+    flag = "flag: str = ''"
+    kill_kernel, kill_parent = (
+        "if first: os.kill(os.getpid(), 9)",
+        "if first: os.kill(os.getppid(), 9)",
+    )
+    nodes = {
+        "good": {"notebook": bench.notebook("good", "total = steps * 2\nword = 'many'"), "parameters": {"steps": 4}}
+        | {"outputs": {"total": "total", "word": "word"}},
+        "raises": {"notebook": bench.notebook("raises", "assert steps > 3", "'never'"), "retries": 2},
+        "cell": {"notebook": bench.notebook("cell", "import time; time.sleep(600)", "1"), "cell_timeout_s": 1},
+        "slow": {"notebook": bench.notebook("slow", "import time; time.sleep(600)", "1"), "timeout_s": 20},
+        "dies": {"notebook": bench.notebook("dies", "1", "import os; os.kill(os.getpid(), 9)", "2"), "retries": 1},
+        "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)}
+        | {"parameters": {"flag": str(tmp_path / "died")}},
+        "shot_once": {
+            "notebook": bench.notebook("shot", once + kill_parent, "import time; time.sleep(2)", parameters=flag)
+        }
+        | {"parameters": {"flag": str(tmp_path / "shot")}},
+        "orphans": {"notebook": bench.notebook("orphans", DETACHED)},
+        "leased": {"notebook": bench.notebook("leased", LEASED), "outputs": {"pid": "server"}},
+        "tenth": {"notebook": "good.ipynb", "outputs": {"total": "total"}},
+        "heir": {
+            "notebook": bench.notebook("heir", "import os; os.kill(steps, 0)"),
+            "parameters": {"steps": "${leased.pid}"},
+        },
+        "blocked": {"notebook": "good.ipynb", "after": ["raises"]},
+        "mistyped": {"notebook": "good.ipynb", "parameters": {"steps": "${good.word}"}},
+        "typed": {"notebook": "good.ipynb", "parameters": {"steps": "${good.total}"}, "outputs": {"total": "total"}},
+    }
+    job = bench.job(nodes, parallel=10)
+    code, _ = bench.run("run", str(job))
+    bench.nothing_is_left()
+    bench.everything_is_whole()
+    assert code == 1
+    assert bench.states() == {
+        **dict.fromkeys(nodes, "completed"),
+        **{"raises": "failed", "mistyped": "failed", "cell": "timed_out", "slow": "timed_out", "dies": "lost"},
+        "blocked": "pending",
+    }
+    assert bench.attempts() == {**dict.fromkeys(nodes, 1), "dies": 2, "dies_once": 2, "shot_once": 2} | dict.fromkeys(
+        ["blocked", "mistyped"], 0
+    )
+    assert bench.record("raises")["error"].startswith("AssertionError")
+    assert bench.cells("raises")[-2:] == ["failed", "pending"]
+    assert bench.cells("cell")[-2:] == ["timed_out", "pending"]
+    assert bench.cells("slow")[-1] == "pending" and "timeout_s" in bench.record("slow")["error"]
+    assert bench.cells("dies", 2)[-3:] == ["completed", "lost", "pending"]
+    assert "signal 9" in bench.record("dies")["error"]
+    assert bench.record("shot_once")["state"] == "lost" and "lost" in bench.cells("shot_once")
+    assert [ended["name"] for ended in bench.record("orphans")["ended_processes"]] == ["sleep", "sleep"]
+    leased = bench.record("leased")
+    assert [held["lease"] for held in leased["leased_processes"]] == [bench.status()["id"]]
+    assert not leased["ended_processes"] and not psutil.pid_exists(leased["outputs"]["pid"])
+    status = bench.status()["nodes"]
+    assert "steps='many' must be of type int" in status["mistyped"]["error"]
+    assert status["blocked"]["error"] == "waits for raises"
+    assert status["typed"]["outputs"] == {"total": 16}
+
+    before = bench.attempts()
+    code, _ = bench.run("run", str(job), "--resume", "--set", "raises:steps=4", "--set", "mistyped:steps=1")
+    bench.nothing_is_left()
+    done = {name for name, state in bench.states().items() if state == "completed"}
+    assert done == set(nodes) - {"cell", "slow", "dies"} and code == 124
+    assert bench.attempts() == {
+        **before,
+        **{"raises": 2, "cell": 2, "slow": 2, "dies": 4, "blocked": 1, "mistyped": 1},
+    }
+
+
+@pytest.mark.slow
+def test_sigterm_gives_cells_time_and_ends_those_that_take_too_long(bench: Bench, tmp_path: Path):
+    saves = (
+        "import time\nfrom pathlib import Path\nprint('working', flush=True)\nPath(flag).touch()\n"
+        "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    time.sleep(2)\n    Path(flag + '.saved').touch()\n    raise"
+    )
+    stubborn = (
+        "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile True:\n"
+        "    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n        pass"
+    )
+    first, second = tmp_path / "a", tmp_path / "b"
+    nodes = {
+        "saves": {
+            "notebook": bench.notebook("saves", saves, "1", parameters=WAITING),
+            "parameters": {"flag": str(first)},
+        },
+        "stubborn": {"notebook": bench.notebook("no", DETACHED, stubborn, "1", parameters=WAITING)}
+        | {"parameters": {"flag": str(second)}},
+        "later": {"notebook": "saves.ipynb", "after": ["saves"]},
+    }
+    runner = bench.start("run", str(bench.job(nodes, parallel=2)))
+    bench.wait(lambda: first.exists() and second.exists())
+    runner.send_signal(signal.SIGTERM)
+    assert runner.wait(timeout=patience(60)) == 130
+    bench.nothing_is_left()
+    bench.everything_is_whole()
+    assert bench.status()["state"] == "interrupted"
+    assert bench.states() == {"saves": "interrupted", "stubborn": "interrupted", "later": "pending"}
+    assert (tmp_path / "a.saved").exists()
+    assert bench.cells("saves")[-2:] == ["interrupted", "pending"]
+    assert bench.cells("stubborn")[-2:] == ["interrupted", "pending"]
+    (path,) = bench.attempt("saves").glob("*.ipynb")
+    outputs = nbformat.read(path, 4).cells[-2].outputs
+    assert outputs[0].text == "working\n" and outputs[1].ename == "KeyboardInterrupt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everyone", [False, True], ids=["the runner", "runner and notebooks"])
+def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(
+    bench: Bench, tmp_path: Path, everyone: bool
+):
+    flag = tmp_path / "flag"
+    waiting = {"notebook": bench.notebook("waits", DETACHED, SLEEP, "1", parameters=WAITING)}
+    nodes = {
+        "done": {"notebook": bench.notebook("done", "total = steps"), "outputs": {"total": "total"}},
+        "cut": {**waiting, "parameters": {"flag": str(flag)}, "after": ["done"]},
+        "later": {"notebook": "done.ipynb", "after": ["cut"]},
+    }
+    job = bench.job(nodes)
+    runner = bench.start("run", str(job), "--set", "done:steps=5")  # which --resume goes on with
+    bench.wait(flag.exists)
+    time.sleep(3)  # output is saved every second
+    shot = [p for p in bench.alive() if everyone and p.cmdline()[1:3] == ["-m", "composer_nb.jobs"]]
+    assert len(shot) == everyone
+    for process in (psutil.Process(runner.pid), *shot):
+        process.kill()
+    runner.wait()
+    bench.nothing_is_left(60)
+    cut = "lost" if everyone else "interrupted"
+    status = bench.status()
+    assert (status["state"], status["alive"]) == ("lost", False)
+    assert bench.states() == {"done": "completed", "cut": cut, "later": "pending"}
+
+    code, output = bench.run("run", str(job), "--resume", "--set", "cut:wait=false")
+    assert code == 0 and "done: kept" in output
+    bench.nothing_is_left()
+    bench.everything_is_whole()
+    assert bench.attempts() == {"done": 1, "cut": 2, "later": 1}
+    assert bench.record("cut")["state"] == cut and bench.cells("cut")[-2:] == [cut, "pending"]
+    (path,) = bench.attempt("cut").glob("*.ipynb")
+    assert nbformat.read(path, 4).cells[-2].outputs[0].text == "asleep\n"
+
+
+def test_what_wears_no_mark_ends_with_the_run_when_its_notebook_was_killed():
+    """A program that cleared its environment; with a lease it would be spared."""
+    bare = "env -i sleep 600 & echo $!; COMPOSER_NB_NODE=x COMPOSER_NB_LEASE=other sleep 600 & echo $!; wait"
+    with processes.adopting_orphans():
+        local = Local(run=uuid.uuid4().hex, limit=1)
+        attempt = subprocess.Popen(["sh", "-c", bare], stdout=subprocess.PIPE, text=True)
+        assert attempt.stdout is not None
+        lost, leased = (psutil.Process(int(attempt.stdout.readline())) for _ in range(2))
+        attempt.kill()
+        attempt.wait()
+        local.close()
+        try:
+            assert not lost.is_running() and leased.is_running()
+        finally:
+            leased.kill()
+            leased.wait()
+
+
+GROWS = ("'small'", "print('x' * steps)", "print('y' * steps)")
+
+
+def full(bench: Bench, words: Sequence[str], **more: Any) -> None:
+    """Runs a notebook that outgrows its place: nothing is corrupt, all is told."""
+    code, output = bench.run(*words, **more)
+    bench.nothing_is_left()
+    assert code == 1 and "--resume" in output
+    assert bench.states() == {"grows": "failed", "later": "pending"}
+    bench.everything_is_whole()
+    record = bench.record("grows")
+    assert record["state"] == "failed" and "OSError" in record["error"]
+    assert "completed" in bench.cells("grows")
+
+
+@pytest.mark.slow
+def test_a_full_disk(bench: Bench):
+    if os.geteuid():
+        pytest.skip("only root can mount a small disk; test_a_file_that_may_not_grow does without")
+    size = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(bench.runs)]
+    bench.runs.mkdir()
+    if subprocess.run(size, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount anything")
+    try:
+        grows = {"notebook": bench.notebook("grows", *GROWS), "parameters": {"steps": 1_200_000}}
+        job = bench.job({"grows": grows, "later": {"notebook": "grows.ipynb", "after": ["grows"]}})
+        full(bench, ["run", str(job)])
+        subprocess.run(["mount", "-o", "remount,size=64m", str(bench.runs)], check=True)
+        code, _ = bench.run("run", str(job), "--resume")
+        assert code == 0 and bench.attempts() == {"grows": 2, "later": 1}
+        bench.everything_is_whole()
+    finally:
+        subprocess.run(["umount", "-l", str(bench.runs)], check=True)
+
+
+@pytest.mark.slow
+def test_a_file_that_may_not_grow(bench: Bench):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    grows = {"notebook": bench.notebook("grows", *GROWS), "parameters": {"steps": 700_000}}
+    job = bench.job({"grows": grows, "later": {"notebook": "grows.ipynb", "after": ["grows"]}})
+    full(bench, ["run", str(job)], preexec_fn=limit)
+
+
+@pytest.mark.slow
+def test_what_was_damaged_or_changed_is_repeated_and_nothing_else(bench: Bench):
+    book = bench.notebook("n", "total = steps")
+    nodes = {
+        "a": {"notebook": book, "outputs": {"total": "total"}},
+        "b": {"notebook": book, "parameters": {"steps": "${a.total}"}},
+        "c": {"notebook": book},
+        "d": {"notebook": book, "parameters": {"steps": 5}},
+    }
+    job = bench.job(nodes, parallel=2)
+    assert bench.run("run", str(job))[0] == 0
+    (path,) = bench.attempt("a").glob("*.ipynb")
+    path.write_bytes(path.read_bytes()[:-20])  # as a bad disk would
+    (bench.attempt("c") / "run.json").write_text("{")
+    (copy,) = (bench.runs / "job" / "notebooks").rglob("n.ipynb")
+    copy.write_text("")
+    code, output = bench.run("run", str(job), "--resume")
+    assert code == 0 and "a: attempt 1 is damaged" in output
+    assert bench.attempts() == {"a": 2, "b": 2, "c": 2, "d": 1}
+    assert bench.record("a")["state"] == bench.record("c")["state"] == "lost"
+
+    (bench.runs / "job" / "run.json").write_text("")  # only a summary
+    assert set(bench.states().values()) == {"completed"}
+    bench.notebook("n", "total = steps  # a comment is a change too")
+    assert bench.run("run", str(job), "--resume", "--set", "d:steps=6")[0] == 0
+    assert bench.attempts() == {"a": 3, "b": 3, "c": 3, "d": 2}
+    with (bench.package / "composer_nb" / "__init__.py").open("a") as module:
+        module.write("# changed\n")
+    assert bench.run("run", str(job), "--resume", "--set", "d:steps=6")[0] == 0
+    assert bench.attempts() == {"a": 4, "b": 4, "c": 4, "d": 3}
+    bench.nothing_is_left()
+
+
+@pytest.mark.slow
+def test_cancel_and_a_second_runner(bench: Bench, tmp_path: Path):
+    flag = tmp_path / "flag"
+    node = {"notebook": bench.notebook("waits", SLEEP, parameters=WAITING), "parameters": {"flag": str(flag)}}
+    job = bench.job({"waits": node, "later": {"notebook": "waits.ipynb", "after": ["waits"]}})
+    runner = bench.start("run", str(job))
+    bench.wait(flag.exists)
+    code, output = bench.run("run", str(job), "--resume")
+    assert code == 2 and "is being run already" in output
+    assert bench.states() == {"waits": "running", "later": "pending"} and bench.status()["alive"]
+    assert bench.run("log", "job", "waits")[1] == "asleep\n"
+    code, output = bench.run("cancel", "job")
+    assert code == 0 and "interrupted" in output
+    assert runner.wait(timeout=patience(20)) == 130
+    bench.nothing_is_left()
+    bench.everything_is_whole()
+    assert bench.states() == {"waits": "interrupted", "later": "pending"}
+
+
+def test_a_mistyped_parameter_starts_nothing(bench: Bench):
+    nodes = {"a": {"notebook": bench.notebook("n", "1")}, "b": {"notebook": "n.ipynb", "parameters": {"stepz": 1}}}
+    code, output = bench.run("run", str(bench.job(nodes)))
+    assert code == 2 and "n.ipynb has no parameter 'stepz'; did you mean 'steps'?" in output
+    assert not bench.runs.exists()

@@ -1,0 +1,151 @@
+"""A graph on a real Ray cluster of two nodes, started on this machine: what the same file gives without it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from test_jobs_fire import DETACHED, LEASED, Bench
+
+from composer_nb.harness.sandbox.system.linux import patience
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("ray", reason="Ray is an extra")
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+other = cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    if line == "lose a node\\n":
+        cluster.remove_node(other, allow_graceful=False)
+        print("lost", flush=True)
+cluster.shutdown()
+"""
+WAITS = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
+
+
+class Cluster:
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.words = bench, bench.folder / "cluster.txt"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER],
+            env=bench.environment | {"RAY_raylet_start_wait_time_s": "120"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.words.open("w"),
+            text=True,
+        )
+        self.address = self.read()
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def lose_a_node(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("lose a node\n")
+        self.process.stdin.flush()
+        assert self.read() == "lost"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all tests here: it takes ten seconds to start, a minute on a busy machine. The last test breaks it."""
+    made = Cluster(Bench(tmp_path_factory.mktemp("cluster")))
+    assert made.address, made.words.read_text()
+    yield made
+    made.process.communicate(timeout=patience(120))
+    for process in made.bench.alive():
+        process.kill()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, cluster: Cluster) -> Iterator[Bench]:
+    made = Bench(tmp_path, like=cluster.bench)
+    yield made
+    for process in ours(made):
+        process.kill()
+
+
+def ours(bench: Bench) -> list[psutil.Process]:
+    """What belongs to notebooks, not to the cluster."""
+    words = ("composer_nb.jobs", "ipykernel", "sleep 600")
+    return [p for p in bench.alive() if any(word in " ".join(p.cmdline()) for word in words)]
+
+
+def graph(bench: Bench) -> dict[str, Any]:
+    book = bench.notebook("n", "total = steps * 2", DETACHED)
+    return {
+        "a": {"notebook": book, "grid": {"steps": [1, 2, 3]}, "outputs": {"total": "total"}},
+        "sum": {"notebook": bench.notebook("s", "total = sum(parts)", parameters="parts: list = []")}
+        | {"parameters": {"parts": "${a.total}"}, "outputs": {"total": "total"}},
+        "raises": {"notebook": bench.notebook("r", "1 / 0"), "retries": 3},
+        "blocked": {"notebook": book, "after": ["raises"]},
+        "leased": {"notebook": bench.notebook("l", LEASED), "outputs": {"pid": "server"}},
+    }
+
+
+def told(bench: Bench) -> dict[str, Any]:
+    nodes = bench.status()["nodes"]
+    return {
+        name: (node["state"], node["attempt"], {k: v for k, v in node.get("outputs", {}).items() if k != "pid"})
+        for name, node in nodes.items()
+    }
+
+
+def test_two_nodes_give_the_local_result(bench: Bench, cluster: Cluster):
+    greedy = bench.job({"a": {"notebook": bench.notebook("n", "1"), "cpus": 5}})
+    code, output = bench.run("run", str(greedy), "--ray", cluster.address)
+    assert code == 2 and "no machine of the cluster has that" in output
+
+    job = bench.job(graph(bench))
+    assert bench.run("run", str(job))[0] == 1
+    local = told(bench)
+    assert local["sum"] == ("completed", 1, {"total": 12})
+    assert bench.run("run", str(job), "--ray", cluster.address)[0] == 1
+    assert told(bench) == local
+    server = bench.record("leased")["outputs"]["pid"]
+    bench.wait(lambda: not ours(bench) and not psutil.pid_exists(server), 10)
+    bench.everything_is_whole()
+    code, output = bench.run("run", str(job), "--ray", cluster.address, "--resume", "--set", "raises:steps=1")
+    assert code == 1 and output.count("kept") == 5  # what ran on a cluster counts here, and the other way round
+
+
+def test_cancel_reaches_a_cluster(bench: Bench, cluster: Cluster, tmp_path: Path):
+    book = bench.notebook("w", DETACHED, WAITS, "1", parameters="flag: str = ''\ngo: str = ''")
+    flag = tmp_path / "flag"
+    node = {"notebook": book, "parameters": {"flag": str(flag), "go": str(tmp_path / "never")}}
+    nodes = {"runs": node, "later": {"notebook": book, "after": ["runs"]}}
+    runner = bench.start("run", str(bench.job(nodes)), "--ray", cluster.address)
+    bench.wait(flag.exists)
+    assert bench.run("cancel")[0] == 0
+    assert runner.wait(timeout=patience(30)) == 130
+    bench.wait(lambda: not ours(bench), 10)
+    assert bench.states() == {"runs": "interrupted", "later": "pending"}
+    assert bench.cells("runs")[-2:] == ["interrupted", "pending"]
+    bench.everything_is_whole()
+
+
+def test_a_lost_node_costs_an_attempt_and_nothing_else(bench: Bench, cluster: Cluster, tmp_path: Path):
+    book = bench.notebook("w", WAITS, parameters="flag: str = ''\ngo: str = ''")
+    flags = {name: tmp_path / name for name in ("one", "two")}
+    go = tmp_path / "go"
+    nodes = {n: {"notebook": book, "parameters": {"flag": str(f), "go": str(go)}} for n, f in flags.items()}
+    runner = bench.start("run", str(bench.job(nodes)), "--ray", cluster.address)
+    bench.wait(lambda: all(flag.exists() for flag in flags.values()))  # one CPU a node: both nodes are at work
+    cluster.lose_a_node()
+    bench.wait(lambda: "lost" in (bench.runs / "job" / "log.txt").read_text())
+    go.touch()
+    output, _ = runner.communicate(timeout=patience(300))
+    print(output)
+    assert runner.returncode == 0
+    assert sorted(bench.attempts().values()) == [1, 2]
+    bench.wait(lambda: not ours(bench), 10)
+    bench.everything_is_whole()

@@ -1,0 +1,112 @@
+"""Cached attention: the compiled form against the definition, the definition against a loop, and what neither may read."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.kernels.attention.cached import cached_attention, cached_attention_reference
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, ...]:
+    groups, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    slots, longest, width = draw(st.integers(1, 4)), draw(st.integers(1, 24)), draw(st.sampled_from([1, 2, 5, 16]))
+    tokens = draw(st.integers(1, 8))
+    where = st.lists(st.integers(0, slots - 1), min_size=tokens, max_size=tokens)
+    at = st.lists(st.integers(0, longest - 1), min_size=tokens, max_size=tokens)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
+    q = torch.randn(tokens, groups * heads, width, generator=generator) * scale
+    k, v = (torch.randn(slots, heads, longest, width, generator=generator) for _ in "kv")
+    return q, k, v, torch.tensor(draw(where)), torch.tensor(draw(at))
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, position: Tensor) -> np.ndarray:
+    q, k, v = (x.double().numpy() for x in (q, k, v))
+    out = np.zeros_like(q)
+    per_key = q.shape[1] // k.shape[1]
+    for n in range(len(q)):
+        for h in range(q.shape[1]):
+            seen = slice(0, int(position[n]) + 1)
+            keys, values = k[int(slot[n]), h // per_key, seen], v[int(slot[n]), h // per_key, seen]
+            score = keys @ q[n, h] / math.sqrt(q.shape[2])
+            weight = np.exp(score - score.max())
+            out[n, h] = weight @ values / weight.sum()
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_both_forms_equal_a_loop_in_float64(case: tuple[Tensor, ...]):
+    exact = torch.from_numpy(by_hand(*case))
+    for form in (cached_attention, cached_attention_reference):
+        got = form(*case)
+        assert got.dtype == torch.float32 and got.shape == case[0].shape
+        torch.testing.assert_close(got.double(), exact, atol=5e-5, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
+    q, k, v, slot, position = case
+    seen = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool)
+    for s, p in zip(slot.tolist(), position.tolist(), strict=True):
+        seen[s, : p + 1] = True
+    spoilt = [x.masked_fill(~seen[:, None, :, None], math.nan) for x in (k, v)]
+    assert torch.equal(cached_attention(q, *spoilt, slot, position), cached_attention(q, k, v, slot, position))
+    for n in range(len(q)):  # and one at a time, with everything hidden from this one token spoilt
+        mine = torch.zeros_like(seen)
+        mine[slot[n], : position[n] + 1] = True
+        spoilt = [x.masked_fill(~mine[:, None, :, None], math.nan) for x in (k, v)]
+        alone = cached_attention(q[n : n + 1], *spoilt, slot[n : n + 1], position[n : n + 1])
+        assert torch.equal(alone[0], cached_attention(q, k, v, slot, position)[n])
+
+
+def test_the_definition_ignores_finite_rubbish_beyond_the_position():
+    q, k, v = torch.randn(3, 4, 8), torch.randn(2, 2, 10, 8), torch.randn(2, 2, 10, 8)
+    slot, position = torch.tensor([0, 1, 1]), torch.tensor([3, 9, 0])
+    before = cached_attention_reference(q, k, v, slot, position)
+    k[0, :, 4:], v[0, :, 4:] = 1e6, -1e6
+    assert torch.equal(cached_attention_reference(q, k, v, slot, position), before)
+
+
+def test_queries_need_not_lie_in_order_in_memory():
+    q = torch.randn(8, 4, 3).transpose(0, 2)  # [3, 4, 8], strided
+    k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    slot, position = torch.tensor([0, 1, 0]), torch.tensor([5, 2, 0])
+    got = cached_attention(q, k, v, slot, position)
+    torch.testing.assert_close(got, cached_attention_reference(q.contiguous(), k, v, slot, position))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_the_gpu_kernel_equals_the_definition(case: tuple[Tensor, ...]):
+    from composer_nb.kernels.attention.cached_triton import attend
+
+    exact = torch.from_numpy(by_hand(*case))
+    assert torch.allclose(attend(*case).double(), exact, rtol=1e-4, atol=1e-4)
+    wide = [x.double() for x in case[:3]]
+    assert torch.equal(cached_attention(*wide, *case[3:]), cached_attention_reference(*wide, *case[3:]))
+
+
+def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it():
+    from composer_nb.kernels.attention.cached_triton import BLOCK, attend
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 4, 16, generator=generator)
+    k, v = (torch.randn(3, 2, 4 * BLOCK, 16, generator=generator) for _ in "kv")
+    slot, position = (
+        torch.tensor([0, 1, 2, 0, 1, 2]),
+        torch.tensor([BLOCK - 1, BLOCK, 3 * BLOCK + 5, 0, 17, 4 * BLOCK - 1]),
+    )
+    together = attend(q, k, v, slot, position)
+    for n in range(6):
+        row, seen = slot[n : n + 1], int(position[n]) + 1
+        alone = attend(q[n : n + 1], k[row, :, :seen], v[row, :, :seen], torch.tensor([0]), position[n : n + 1])
+        assert torch.equal(alone[0], together[n])

@@ -1,0 +1,30 @@
+"""Blocks of float8 against a plain loop in float64."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.kernels.formats.blockwise import dequantize_blocks
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 16), st.integers(1, 16), st.integers(0, 99))
+def test_every_weight_is_its_code_times_its_blocks_scale(height: int, width: int, rows: int, columns: int, seed: int):
+    random = torch.Generator().manual_seed(seed)
+    code = torch.randn(height, width, generator=random).mul(50).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-height // rows), -(-width // columns), generator=random) * 1e-3
+    found = dequantize_blocks(code, scale, rows=rows, columns=columns)
+    assert found.dtype == torch.float32 and found.shape == code.shape
+    values, wide, factor = found.tolist(), code.double().tolist(), scale.double().tolist()
+    for r in range(height):
+        for c in range(width):
+            exact = wide[r][c] * factor[r // rows][c // columns]
+            assert abs(values[r][c] - exact) <= 2**-24 * abs(exact), "rounded once"
+
+
+def test_blocks_are_of_128_by_128_and_may_be_cut():
+    code = torch.ones(130, 257).to(torch.float8_e4m3fn)
+    found = dequantize_blocks(code, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    assert found[127, 127] == 1 and found[127, 128] == 2 and found[0, 256] == 3
+    assert found[128, 0] == 4 and found[129, 255] == 5 and found[129, 256] == 6

@@ -1,0 +1,272 @@
+"""MXFP8 and NVFP4 against definitions written down independently: tables of all values, exact powers, NumPy's float32."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.kernels.formats.microscaling import (
+    E2M1_VALUES,
+    e2m1_codes,
+    e2m1_to_float,
+    e8m0_to_float,
+    mx_quantize_reference,
+    nvfp4_quantize_reference,
+    pack_e2m1,
+    unpack_e2m1,
+)
+
+ALL_BF16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def e4m3_values() -> np.ndarray:
+    """Magnitudes of codes 0 … 126 by the format's definition: 4 bits of exponent, 3 of mantissa, bias 7."""
+    code = np.arange(127)
+    exponent, mantissa = code >> 3, code & 7
+    return np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+
+
+def nearest(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Code of the nearest value (float64 distances are exact here), of two the even one; beyond the last it is the last."""
+    above = np.searchsorted(values, magnitude).clip(1, len(values) - 1)
+    low, high = magnitude - values[above - 1], values[above] - magnitude
+    return np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
+
+
+def codes_of(qdata: Tensor) -> np.ndarray:
+    return qdata.view(torch.uint8).numpy()
+
+
+def hard_numbers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Numbers of all sizes: rows, blocks and elements that differ by powers of two, zeros, blocks of zeros."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=random)
+    x *= 2.0 ** torch.randint(-30, 30, (rows, 1), generator=random)
+    x *= 2.0 ** torch.randint(-8, 8, (rows, columns), generator=random)
+    x[torch.rand(rows, columns, generator=random) < 0.1] = 0
+    x[:, : columns // 3] *= (torch.rand(rows, 1, generator=random) < 0.7).float()
+    return x.to(dtype)
+
+
+# -- numbers of one byte and less ----------------------------------------------------------------------------
+
+
+def test_all_256_scales():
+    found = e8m0_to_float(torch.arange(256, dtype=torch.uint8)).double().tolist()
+    assert found[:255] == [math.ldexp(1.0, byte - 127) for byte in range(255)]
+    assert math.isnan(found[255])
+
+
+def test_all_16_codes_of_four_bits_and_their_packing():
+    code = torch.arange(16, dtype=torch.uint8)
+    value = e2m1_to_float(code)
+    assert value[:8].tolist() == list(E2M1_VALUES) and value[8:].tolist() == [-each for each in E2M1_VALUES]
+    assert value[8].signbit()
+    assert torch.equal(e2m1_codes(value), code)
+    packed = pack_e2m1(code)
+    assert packed[0] == 0x10 and packed[7] == 0xFE, "the first of two codes is in the lower bits"
+    assert torch.equal(unpack_e2m1(packed), code)
+
+
+def test_four_bits_are_the_nearest_value_with_ties_to_even():
+    magnitude = torch.cat([ALL_BF16.float().abs(), torch.linspace(0, 8, 8 * 4096 + 1)]).nan_to_num()
+    found = e2m1_codes(torch.cat([magnitude, -magnitude])).numpy()
+    wanted = nearest(magnitude.double().numpy(), np.array(E2M1_VALUES))
+    assert (found[: len(magnitude)] == wanted).all() and (found[len(magnitude) :] == wanted + 8).all()
+
+
+# -- MXFP8 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+def test_the_scale_of_every_bf16_magnitude(rule: str):
+    largest = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16 > 0)]
+    x = torch.zeros(len(largest), 32, dtype=torch.bfloat16)
+    x[:, 7] = -largest
+    found = mx_quantize_reference(x, rule=rule).scale[:, 0].numpy().astype(int)
+    mantissa, exponent = np.frexp(largest.double().numpy())  # mantissa in [.5, 1), and 448 is .875 · 2^9
+    wanted = np.where(mantissa <= 0.875, exponent - 9, exponent - 8) if rule == "rceil" else exponent - 1 - 8
+    assert (found == np.maximum(wanted, -127) + 127).all()
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_the_nearest_to_what_the_scale_leaves(rule: str, dtype: torch.dtype):
+    x = hard_numbers(64, 96, 3, torch.float32).clamp(-6e4, 6e4).to(dtype)
+    q = mx_quantize_reference(x, rule=rule)
+    left = x.double().numpy() / np.exp2(q.scale.numpy().astype(float) - 127).repeat(32, 1)
+    wanted = nearest(np.abs(left), e4m3_values()) | np.where(np.signbit(left), 0x80, 0)
+    assert (codes_of(q.qdata) == wanted).all()
+    exact = (
+        e4m3_values()[wanted & 0x7F] * np.where(wanted & 0x80, -1, 1) * (x.double().numpy() / np.where(left, left, 1))
+    )
+    assert (q.dequantize().double().numpy()[left != 0] == exact[left != 0]).all()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 300), st.sampled_from([32, 128]))
+def test_rounded_up_no_block_saturates_and_none_wastes_a_bit(seed: int, rows: int, columns: int, block: int):
+    x = hard_numbers(rows, columns, seed)
+    q = mx_quantize_reference(x, block=block)
+    assert q.scale.shape == (rows, -(-columns // block)) and q.qdata.shape == x.shape
+    for row in range(rows):
+        for index in range(q.scale.shape[1]):
+            largest = float(x[row, index * block : (index + 1) * block].float().abs().max())
+            ratio = largest / math.ldexp(1.0, int(q.scale[row, index]) - 127)
+            assert 224 < ratio <= 448 or (largest == 0 and q.scale[row, index] == 0)
+
+
+def test_floor_saturates_where_the_largest_is_above_448_scales():
+    x = torch.full((1, 32), 1.0)
+    x[0, 0] = 1.9
+    q = mx_quantize_reference(x, rule="floor")
+    assert q.dequantize()[0, 0] == 448 / 256, "256 is the scale's inverse, and 1.9 · 256 is beyond 448"
+    assert abs(mx_quantize_reference(x).dequantize()[0, 0] - 1.9) < 0.1
+
+
+def test_zeros_keep_their_signs_and_have_the_least_scale():
+    q = mx_quantize_reference(torch.tensor([0.0, -0.0] * 16))
+    assert q.scale.tolist() == [0] and codes_of(q.qdata).tolist() == [0, 0x80] * 16
+
+
+def test_the_smallest_and_the_largest_numbers():
+    small = mx_quantize_reference(torch.full((32,), 2.0**-133, dtype=torch.bfloat16))
+    assert small.scale.tolist() == [0] and (small.dequantize() == 2.0**-133).all(), "a subnormal number, exactly"
+    large = mx_quantize_reference(torch.full((32,), 2.0**127))
+    assert large.scale.tolist() == [246] and (large.dequantize() == 2.0**127).all()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_seen_in_its_block_and_nowhere_else(bad: float):
+    x = torch.ones(2, 96)
+    x[1, 40] = bad
+    q = mx_quantize_reference(x)
+    assert q.scale.tolist() == [[119] * 3, [119, 255, 119]]
+    assert (codes_of(q.qdata)[1, 32:64] == 0x7F).all()
+    assert torch.equal(q.dequantize().isnan().nonzero()[:, 1], torch.arange(32, 64))
+
+
+def test_a_cut_block_is_one_filled_up_with_zeros():
+    x = hard_numbers(3, 70, 1)
+    filled = torch.nn.functional.pad(x, (0, 26))
+    cut, whole = mx_quantize_reference(x), mx_quantize_reference(filled)
+    assert torch.equal(cut.scale, whole.scale) and (codes_of(cut.qdata) == codes_of(whole.qdata)[:, :70]).all()
+
+
+def test_squares_are_the_same_numbers_transposed():
+    x = hard_numbers(200, 300, 6)[None].expand(2, -1, -1) * torch.tensor([1.0, 8.0])[:, None, None]
+    q, t = mx_quantize_reference(x, block=128, rows=128), mx_quantize_reference(x.mT, block=128, rows=128)
+    assert q.scale.shape == (2, 2, 3)
+    assert torch.equal(q.scale.mT, t.scale) and torch.equal(q.dequantize().mT, t.dequantize())
+
+
+def test_errors_on_gaussian_numbers_are_what_theory_says():
+    """Two-sided: a quantiser that forgot to quantise would fail too."""
+    random = torch.Generator().manual_seed(0)
+    x, w = torch.randn(256, 2048, generator=random), torch.randn(256, 2048, generator=random)
+    error = {
+        rule: float((mx_quantize_reference(x, rule=rule).dequantize() - x).norm() / x.norm())
+        for rule in ("rceil", "floor")
+    }
+    assert 0.024 < error["rceil"] < 0.029 and 0.027 < error["floor"] < 0.032
+    exact = x.double() @ w.double().T
+    for low, high, quantize in ((0.034, 0.042, mx_quantize_reference), (0.12, 0.16, nvfp4_quantize_reference)):
+        product = quantize(x).dequantize().double() @ quantize(w).dequantize().double().T
+        assert low < float((product - exact).norm() / exact.norm()) < high
+
+
+# -- NVFP4 ---------------------------------------------------------------------------------------------------
+
+
+def nvfp4_by_numpy(x: np.ndarray, share: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales (float64) and float32 scales, a step at a time in NumPy's float32, which is IEEE 754's."""
+    f = np.float32
+    blocks = x.astype(f).reshape(len(x), -1, 16)
+    a = np.abs(blocks).max(-1)
+    largest = a.max(-1, keepdims=True) if share == "token" else a.max()
+    g = np.maximum(largest / f(2688), f(2.0**-126))
+    scale = e4m3_values()[nearest((a / f(6) / g).astype(np.float64), e4m3_values())]
+    step = scale.astype(f) * g
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = np.where(step[..., None] > 0, blocks / step[..., None], f(0)).astype(np.float64)
+    code = nearest(np.abs(left), np.array(E2M1_VALUES)) + np.where(np.signbit(blocks), 8, 0)
+    return code.reshape(x.shape), scale, g
+
+
+@pytest.mark.parametrize("share", ["token", "tensor"])
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 6), blocks=st.integers(1, 9))
+def test_nvfp4_is_what_numpy_computes(share: str, seed: int, rows: int, blocks: int):
+    x = hard_numbers(rows, 16 * blocks, seed, torch.float32)
+    q = nvfp4_quantize_reference(x, share=share)
+    code, scale, g = nvfp4_by_numpy(x.numpy(), share)
+    assert (unpack_e2m1(q.qdata).numpy() == code).all()
+    assert (q.scale.double().numpy() == scale).all() and (q.global_scale.numpy() == g).all()
+    signed = np.array(E2M1_VALUES)[code & 7] * np.where(code & 8, -1, 1)
+    exact = signed.reshape(rows, -1, 16) * scale[..., None] * g.astype(np.float64).reshape(-1, 1, 1)
+    assert np.abs(q.dequantize().double().numpy() - exact.reshape(rows, -1)).max() <= np.abs(exact).max() * 2.0**-24
+
+
+def test_a_token_of_zeros_is_zeros_and_hurts_nobody():
+    x = torch.randn(3, 32)
+    x[1] = 0
+    q = nvfp4_quantize_reference(x)
+    assert (q.dequantize()[1] == 0).all() and q.global_scale[1] == 2.0**-126
+    assert q.dequantize()[0].norm() > 0
+
+
+@pytest.mark.parametrize("share, hit", [("token", 32), ("tensor", 96)])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_spoils_all_that_share_its_scale(share: str, hit: int, bad: float):
+    x = torch.ones(3, 32)
+    x[1, 5] = bad
+    q = nvfp4_quantize_reference(x, share=share)
+    assert int(q.dequantize().isnan().sum()) == hit
+    assert (codes_of(q.scale)[1] == 0x7F).all() and (q.qdata[1] == 0).all()
+
+
+def test_a_token_alone_is_the_same_as_in_a_batch_unless_the_scale_is_the_tensor_s():
+    x = hard_numbers(8, 64, 2)
+    for quantize in (mx_quantize_reference, nvfp4_quantize_reference):
+        whole = quantize(x).dequantize()
+        for row in range(8):
+            assert torch.equal(quantize(x[row : row + 1]).dequantize()[0], whole[row])
+    shared = nvfp4_quantize_reference(x, share="tensor").dequantize()
+    assert not torch.equal(nvfp4_quantize_reference(x[:1], share="tensor").dequantize()[0], shared[0])
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, named, message",
+    [
+        ((2, 32), torch.float64, {}, "float32, bfloat16 and float16"),
+        ((2, 32), torch.float32, {"block": 16}, "block=16 must be 32 or 128"),
+        ((2, 32), torch.float32, {"rows": 4}, "rows=4 must be 1, or 32"),
+        ((32,), torch.float32, {"rows": 32}, "two dimensions"),
+        ((2, 32), torch.float32, {"rule": "up"}, "rceil or floor"),
+        ((2, 0), torch.float32, {}, "no columns"),
+    ],
+)
+def test_mx_refuses(shape: tuple[int, ...], dtype: torch.dtype, named: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        mx_quantize_reference(torch.ones(shape, dtype=dtype), **named)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, named, message",
+    [
+        ((2, 32), torch.int32, {}, "float32, bfloat16 and float16"),
+        ((2, 40), torch.float32, {}, "multiple of 16"),
+        ((2, 32), torch.float32, {"share": "row"}, "token or tensor"),
+        ((0, 32), torch.float32, {"share": "tensor"}, "empty"),
+    ],
+)
+def test_nvfp4_refuses(shape: tuple[int, ...], dtype: torch.dtype, named: dict[str, str], message: str):
+    with pytest.raises(ValueError, match=message):
+        nvfp4_quantize_reference(torch.ones(shape, dtype=dtype), **named)

@@ -1,0 +1,326 @@
+"""`moe` against loops in float64: the formats of each recipe, causality and batch invariance, what is refused, what is
+explained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_nb.kernels import Recipe, explain, grouped_mm, moe
+from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
+from composer_nb.kernels.linear import TILE
+from composer_nb.kernels.moe.layer import experts
+from composer_nb.kernels.moe.routing import choose_experts
+
+LOW = ["mxfp8", "fp8_block128", "nvfp4"]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(
+    seed: int, n: int = 24, d: int = 128, i: int = 128, e: int = 5, dtype: torch.dtype = torch.float32
+) -> Inputs:
+    """x [N, D], logits [N, E], w_gate_up [E, 2I, D], w_down [E, D, I], all to be learnt."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g) * scale).to(dtype).requires_grad_()
+
+    return normal(n, d), normal(n, e), normal(e, 2 * i, d, scale=d**-0.5), normal(e, d, i, scale=i**-0.5)
+
+
+def by_hand(
+    made: Inputs, k: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor], pull: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The layer and its gradients one token and one expert at a time in float64, with the values and gradients that products
+    read put through `forward` and `backward` (tensor, is it a weight)."""
+    x, logits, up, down = (tensor.detach() for tensor in made)
+    chosen = logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    gate = logits.double().gather(1, chosen).softmax(-1)
+    qx, q_up, q_down = forward(x, False), forward(up, True), forward(down, True)
+    b_down, b_up = (backward(w.mT.contiguous(), True).mT for w in (down, up))
+    q_pull = backward(pull, False)
+    out, dx, d_up, d_down = (torch.zeros_like(t, dtype=torch.float64) for t in (x, x, up, down))
+    d_gate = torch.zeros_like(gate)
+    for n in range(len(x)):
+        for place, e in enumerate(chosen[n].tolist()):
+            g = gate[n, place]
+            h = (q_up[e] @ qx[n]).float().double()
+            a, b = h.chunk(2)
+            s = a.sigmoid()
+            act = a * s * b * g
+            out[n] += q_down[e] @ forward(act.float()[None], False)[0]
+            d = b_down[e].T @ q_pull[n]
+            da, db = d * g * b * s * (1 + a * (1 - s)), d * g * a * s
+            dh = torch.cat([da, db])
+            dx[n] += b_up[e].T @ backward(dh.float()[None], False)[0]
+            d_up[e] += torch.outer(dh, x[n].double())
+            d_down[e] += torch.outer(pull[n].double(), act)
+            d_gate[n, place] = d @ (a * s * b)
+    d_logits = torch.zeros_like(logits, dtype=torch.float64)
+    d_logits.scatter_(1, chosen, gate * (d_gate - (gate * d_gate).sum(-1, keepdim=True)))
+    return out, [dx, d_logits, d_up, d_down]
+
+
+def as_is(x: Tensor, weight: bool) -> Tensor:
+    return x.double()
+
+
+def mx(x: Tensor, weight: bool) -> Tensor:
+    return mx_quantize_reference(x).dequantize().double()
+
+
+def block128(x: Tensor, weight: bool) -> Tensor:
+    return mx_quantize_reference(x, block=128, rows=128 if weight else 1).dequantize().double()
+
+
+def four(x: Tensor, weight: bool) -> Tensor:
+    return nvfp4_quantize_reference(x).dequantize().double()
+
+
+FORMATS = {"bf16": (as_is, as_is), "mxfp8": (mx, mx), "fp8_block128": (block128, block128), "nvfp4": (four, mx)}
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.detach().double() - wanted).norm() / wanted.norm())
+
+
+def slopes(out: Tensor, made: Inputs, pull: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((out * pull).sum(), made)
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str):
+    """Products of fp32 numbers that went through the formats, in another order: what is left is the rounding of sums, and, in a
+    few elements of a million, a number that falls to the other side of a format's rounding."""
+    made = inputs(0)
+    pull = torch.randn(made[0].shape, generator=torch.Generator().manual_seed(1))
+    wanted, gradients = by_hand(made, 2, *FORMATS[recipe], pull)
+    out = moe(*made, 2, recipe=recipe)
+    limit = 2e-6 if recipe == "bf16" else 2e-3
+    assert error(out, wanted) < limit
+    for name, found, exact in zip(
+        ("x", "router_logits", "w_gate_up", "w_down"), slopes(out, made, pull), gradients, strict=True
+    ):
+        assert error(found, exact) < limit, name
+
+
+@pytest.mark.parametrize(
+    "recipe, least, most", [("mxfp8", 0.03, 0.08), ("fp8_block128", 0.03, 0.08), ("nvfp4", 0.12, 0.3)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_far_a_recipe_is_from_high_precision(recipe: str, least: float, most: float, dtype: torch.dtype):
+    """Bounded on both sides: an error of nothing would mean that nothing was quantised."""
+    made = inputs(2, n=64, dtype=dtype)
+    pull = torch.randn(made[0].shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    plain, out = moe(*made, 2), moe(*made, 2, recipe=recipe)
+    assert out.dtype == dtype and least < error(out, plain.detach().double()) < most
+    for found, exact in zip(slopes(out, made, pull), slopes(plain, made, pull), strict=True):
+        assert found.dtype == dtype and least / 2 < error(found, exact.double()) < most
+
+
+@pytest.mark.parametrize("recipe", ["bf16", *LOW])
+@pytest.mark.parametrize("e, k, n", [(1, 1, 3), (7, 7, 1), (40, 2, 9)])
+def test_few_tokens_one_expert_and_experts_without_a_token(recipe: str, e: int, k: int, n: int):
+    made = inputs(4, n=n, e=e)
+    out = moe(*made, k, recipe=recipe)
+    wanted, _ = by_hand(made, k, *FORMATS[recipe], torch.zeros_like(made[0]))
+    assert error(out, wanted) < 2e-3
+    assert all(slope.isfinite().all() for slope in slopes(out, made, torch.ones_like(out)))
+
+
+def test_leading_dimensions_and_expanded_gradients():
+    made = inputs(5)
+    flat = moe(*made, 2)
+    shaped = moe(made[0].view(2, 3, 4, -1), made[1].view(2, 3, 4, -1), *made[2:], 2)
+    assert torch.equal(shaped.flatten(0, 2), flat)
+    shaped.sum().backward()  # a gradient of stride 0
+    assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in made)
+
+
+def test_widths_that_torch_s_own_product_refuses():
+    made = inputs(6, d=10, i=6)
+    wanted, _ = by_hand(made, 2, as_is, as_is, torch.zeros_like(made[0]))
+    assert error(moe(*made, 2), wanted) < 2e-6
+
+
+def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
+    logits = torch.tensor(
+        [[1.0, 2, 2, 0], [0, 0, 0, 0], [-0.0, 0.0, -1, -2], [1, float("nan"), 3, 2], [-5, -3, -3, -4]]
+    )
+    assert choose_experts(logits, 3).tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]]
+    many = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(choose_experts(many, 8), many.topk(8).indices)
+
+
+# -- causality and batch invariance --------------------------------------------------------------------------
+
+
+def routed(made: Inputs, recipe: str | Recipe, rows: slice | Tensor = slice(None)) -> Tensor:
+    x, logits, up, down = (tensor.detach() for tensor in made)
+    chosen = choose_experts(logits[rows], 2)
+    gates = logits[rows].gather(1, chosen).softmax(-1)
+    return experts(x[rows], chosen, gates, up, down, recipe=recipe, tile=TILE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["bf16", *LOW])
+def test_a_token_does_not_depend_on_what_is_beside_it(recipe: str, dtype: torch.dtype):
+    made = inputs(7, n=40, dtype=dtype)
+    whole = routed(made, recipe)
+    assert torch.equal(routed(made, recipe, slice(0, 1)), whole[:1]), "alone"
+    assert torch.equal(routed(made, recipe, slice(0, 17)), whole[:17]), "among the first"
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(routed(made, recipe, order), whole[order]), "in another order"
+
+
+def future_changed(made: Inputs, recipe: str | Recipe) -> Tensor:
+    """Which tokens come out differently when the last one is a hundred times as large."""
+    before = routed(made, recipe)
+    x = made[0].detach().clone()
+    x[-1] *= 100
+    return (routed((x, *made[1:]), recipe) != before).any(-1)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", *LOW])
+def test_no_token_sees_a_later_one(recipe: str):
+    assert future_changed(inputs(8, n=40), recipe).nonzero().flatten().tolist() == [39]
+
+
+def test_one_scale_for_all_tokens_leaks_the_future_into_the_past():
+    """What NVFP4 does with its float32 scale per tensor, and why Composer has it per token."""
+    made = inputs(8, n=40)
+    leaky = Recipe(name="per tensor", forward="nvfp4_tensor", dgrad="mxfp8")
+    assert int(future_changed(made, leaky).sum()) > 30
+    alone, beside = routed(made, leaky, slice(0, 1)), routed(made, leaky)[:1]
+    assert not torch.equal(alone, beside)
+
+
+# -- what is kept --------------------------------------------------------------------------------------------
+
+
+# -- refusals and explanations -------------------------------------------------------------------------------
+
+
+def refuse(message: str, k: Any = 2, recipe: Any = "bf16", backend: str | None = None, **change: Any) -> None:
+    x, logits, up, down = inputs(10, d=64, i=32)
+    given = {"x": x, "router_logits": logits, "w_gate_up": up, "w_down": down} | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        moe(*given.values(), k, recipe=recipe, backend=backend)
+
+
+def test_bad_input_is_refused_by_name():
+    x, logits, up, down = inputs(10, d=64, i=32)
+    refuse("recipe='fp16': must be one of bf16, mxfp8, fp8_block128, nvfp4, or a Recipe", recipe="fp16")
+    refuse("backend='cuda': must be one of torch, triton", backend="cuda")
+    refuse("k=6: must be an integer in 1..5", k=6)
+    refuse("k=0: must be", k=0)
+    refuse("k=2.0: must be", k=2.0)
+    refuse("recipe='fp8_block128' has blocks: D = 64 must be a multiple of 128", recipe="fp8_block128")
+    narrow = {"x": x[:, :48], "w_gate_up": up[..., :48], "w_down": down[:, :48]}
+    refuse("recipe='mxfp8' has blocks: D = 48 must be a multiple of 32", recipe="mxfp8", **narrow)
+    refuse("x is torch.float16: must be", x=x.half())
+    refuse("x of shape (64,): must be [..., D]", x=x[0])
+    refuse("x of shape (0, 64): must be [..., D] with one token at least", x=x[:0])
+    refuse("w_gate_up is torch.bfloat16: must be torch.float32, as x is", w_gate_up=up.bfloat16())
+    refuse("w_gate_up of shape (5, 64, 60): must be [E, 2I, D] with D = 64", w_gate_up=up[..., :60])
+    refuse("w_down of shape (5, 64, 30): must be [E, D, I] = (5, 64, 32)", w_down=down[..., :30])
+    refuse("w_down of shape (64, 32): must have three dimensions", w_down=down[0])
+    refuse(
+        "w_gate_up of shape (5, 0, 64): must have three dimensions, none of them 0",
+        w_gate_up=up[:, :0],
+        w_down=down[..., :0],
+    )
+    refuse("recipe=['mxfp8']: must be one of bf16", recipe=["mxfp8"])
+    refuse("router_logits is torch.float8_e4m3fn: must be float16,", router_logits=logits.to(torch.float8_e4m3fn))
+    refuse("router_logits of shape (24, 4): must be (24, 5)", router_logits=logits[:, :4])
+    refuse("router_logits is torch.int64: must be", router_logits=logits.long())
+    refuse("w_down is on meta: must be on cpu, as x is", w_down=down.detach().to("meta"))
+    whole = {"x": x.double(), "w_gate_up": up.double(), "w_down": down.double()}
+    refuse("recipe='mxfp8' is of float32 and bfloat16", recipe="mxfp8", **whole)
+
+
+def test_an_old_gpu_is_refused_and_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch):
+    from composer_nb.kernels import triton_runtime
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="the device is a CPU, where kernels run only in Triton's interpreter"):
+        moe(*inputs(10), 2, backend="triton")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"this GPU has compute capability 8\.0, the kernels need 9\.0"):
+        explain("mxfp8", device="cuda", backend="triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    old = explain("mxfp8", device="cuda")
+    assert old.backend == "torch" and "8.0" in old.why and "emulated" in old.forward
+    monkeypatch.setattr(triton_runtime, "triton_version", lambda: None)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        moe(*inputs(10), 2, backend="triton")
+
+
+@pytest.mark.parametrize(
+    "capability, recipe, forward, dgrad",
+    [
+        ((9, 0), "bf16", "wgmma in bf16", "wgmma in bf16"),
+        ((9, 0), "mxfp8", "Hopper has no block-scaled tensor core", "Hopper has no block-scaled"),
+        ((9, 0), "fp8_block128", "wgmma in e4m3", "wgmma in e4m3"),
+        ((10, 0), "nvfp4", "tcgen05.mma (mxf4nvf4)", "tcgen05.mma (mxf8f6f4)"),
+        ((12, 0), "mxfp8", "no gate has seen", "no gate has seen"),
+    ],
+)
+def test_explain_tells_instructions(monkeypatch: pytest.MonkeyPatch, capability, recipe: str, forward: str, dgrad: str):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    told = explain(recipe, device="cuda")
+    assert told.backend == "triton" and forward in told.forward and dgrad in told.dgrad
+    assert recipe in str(told) and "some GPU (sm_" in str(told)
+
+
+def test_explain_on_a_cpu():
+    told = explain(device="cpu")
+    assert told.backend == "torch" and "torch's grouped GEMM" in told.forward and told.device == "cpu"
+    with pytest.raises(ValueError, match="recipe='int3'"):
+        explain("int3")
+    for device in ("graphics", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ValueError, match=f"device='{device}': "):
+            explain(device=device)
+
+
+# -- grouped_mm ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widths", [(16, 24), (10, 7)])
+def test_the_grouped_product_and_its_gradients(widths: tuple[int, int]):
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(11, widths[0], generator=g, requires_grad=True)
+    b = torch.randn(4, *widths, generator=g, requires_grad=True)
+    offs = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
+    wanted = torch.cat([a[:3] @ b[0], a[3:10] @ b[2], a[10:] @ b[3]])
+    found = grouped_mm(a, b, offs)
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), (a, b)), torch.autograd.grad(wanted.sum(), (a, b)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_grouped_product_that_does_not_fit_is_refused():
+    a, b, offs = torch.zeros(4, 8), torch.zeros(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32)
+    for bad, message in (
+        ((a[:, :6], b, offs), "must be [M, A] and [E, A, B]"),
+        ((a.half(), b.half(), offs), "must be alike, float32, bfloat16 or float64"),
+        ((a, b, offs.long()), "offs is torch.int64 (2,): must be int32 [2]"),
+        ((a, b.to("meta"), offs), "must be on one device"),
+        ((a, b, offs - 1), "offs [0, 3]: must not fall, and end at M = 4"),
+        ((a, b[:0], offs[:0]), "offs []: must not fall, and end at M = 4"),
+        ((a, b, offs.flip(0)), "offs [4, 1]: must not fall, and end at M = 4"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            grouped_mm(*bad)

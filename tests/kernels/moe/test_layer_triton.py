@@ -1,0 +1,238 @@
+"""The layer's kernels in Triton against their oracles in torch: in the interpreter, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_nb.kernels import grouped_mm, moe
+from composer_nb.kernels.formats.microscaling import MXTensor
+from composer_nb.kernels.logprob import logprob_entropy as plain_logprob_entropy
+from composer_nb.kernels.moe.plain import PlainSteps, Plan, Steps
+from composer_nb.kernels.moe.recipes import as_numbers, quantise_rows, quantise_weights
+from composer_nb.kernels.moe.routing import choose_experts
+from composer_nb.kernels.triton_runtime import triton_version
+
+pytestmark = [
+    pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+PLAIN = PlainSteps()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU; the same test ran in the interpreter")
+    return str(request.param)
+
+
+@pytest.fixture
+def steps(device: str) -> Steps:
+    from composer_nb.kernels.moe.explanation import architecture
+    from composer_nb.kernels.moe.triton_steps import TritonSteps
+
+    return TritonSteps(architecture(torch.device(device)))
+
+
+def normal(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def chosen(n: int, e: int, k: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    """Experts that some tokens crowd to, and some that nobody takes."""
+    pull = torch.linspace(2, -2, e)
+    return choose_experts(normal(n, e, seed=seed) + pull, k).to(device)
+
+
+def close(found: Tensor, wanted: Tensor, limit: float) -> None:
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    gap = (found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm()
+    assert float(gap) <= limit
+
+
+# -- routes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, e, k", [(1, 1, 1), (37, 6, 2), (20, 130, 8), (5, 8, 8)])
+def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(
+    steps: Steps, device: str, n: int, e: int, k: int
+):
+    logits = normal(n, e).round(decimals=1)  # many ties
+    logits[n // 2] = 0
+    logits[-1, ::3] = float("nan")
+    logits[0, 0] = -0.0
+    assert torch.equal(steps.choose(logits.to(device), k).cpu(), choose_experts(logits, k))
+
+
+@pytest.mark.parametrize("n, e, k", [(1, 1, 1), (300, 5, 2), (70, 130, 8), (9, 40, 1)])
+def test_the_plan_is_a_stable_sort(device: str, steps: Steps, n: int, e: int, k: int):
+    experts = chosen(n, e, k)
+    found, wanted = steps.plan(experts.to(device), e), PLAIN.plan(experts, e)
+    for part in ("ends_E", "token_M", "slot_M", "row_NK"):
+        one, other = getattr(found, part), getattr(wanted, part)
+        assert one.dtype == torch.int32 and torch.equal(one.cpu(), other), part
+
+
+# -- products ------------------------------------------------------------------------------------------------
+
+
+def planned(device: str, n: int = 40, e: int = 5, k: int = 2) -> Plan:
+    return PLAIN.plan(chosen(n, e, k, device=device), e)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+def test_the_product(device: str, steps: Steps, gather: bool, transposed: bool, dtype: torch.dtype, limit: float):
+    """Widths that no tile divides; with 128 the tiles come by descriptors."""
+    plan = planned(device)
+    for a, b in ((40, 72), (128, 64)):
+        x = normal(40 if gather else 80, a, device=device, dtype=dtype)
+        w = (
+            normal(5, a, b, seed=1, device=device, dtype=dtype).mT
+            if transposed
+            else normal(5, b, a, seed=1, device=device, dtype=dtype)
+        )
+        found = steps.product(x, w, plan, gather=gather, dtype=dtype)
+        exact = PLAIN.product(x.double(), w.double(), plan, gather=gather, dtype=torch.float64)
+        close(found, exact.to(dtype), limit)
+
+
+@pytest.mark.parametrize("gather_g, gather_x", [(True, False), (False, True), (False, False)])
+def test_gradients_of_weights_in_the_layout_of_the_weights(device: str, steps: Steps, gather_g: bool, gather_x: bool):
+    plan = planned(device)
+    g = normal(40 if gather_g else 80, 40, device=device)
+    x = normal(40 if gather_x else 80, 72, seed=1, device=device)
+    for like in (g.new_empty(5, 40, 72), g.new_empty(5, 72, 40).mT):
+        found = steps.outer(g, x, plan, gather_g=gather_g, gather_x=gather_x, like=like)
+        exact = PLAIN.outer(g.double(), x.double(), plan, gather_g=gather_g, gather_x=gather_x, like=like.double())
+        assert found.stride() == like.stride()
+        close(found, exact.float(), 1e-6)
+    assert not found[4].any() or int(plan.ends_E[4] - plan.ends_E[3]) > 0, "an expert without rows has no gradient"
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"])
+def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str, steps: Steps, format):
+    """128 × 96 (of 32 blocks the last step is cut), or whole squares."""
+    depth, width = (128, 128) if format == "fp8_block128" else (160, 96)
+    plan = planned(device, n=20, e=3)
+    x, w = normal(20, depth, device=device), normal(3, width, depth, seed=1, device=device)
+    x[3], w[1, :40] = x[3] * 1e4, w[1, :40] * 1e-4
+    qx, qw = quantise_rows(x, format), quantise_weights(w, format)
+    wanted = PLAIN.product(
+        as_numbers(qx, torch.float64), as_numbers(qw, torch.float64), plan, gather=True, dtype=torch.float64
+    )
+    # Hopper keeps sums of float8 products in fewer bits than float32, even over 128 of them.
+    close(
+        steps.product(qx, qw, plan, gather=True, dtype=torch.float32), wanted.float(), 1e-6 if device == "cpu" else 5e-4
+    )
+
+
+def test_nvfp4_widened_in_registers_is_the_same_product(device: str):
+    from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
+
+    plan = planned(device, n=20, e=3)
+    qx, qw = (
+        quantise_rows(t, "nvfp4") for t in (normal(20, 160, device=device), normal(3, 96, 160, seed=1, device=device))
+    )
+    wanted = PLAIN.product(qx, qw, plan, gather=True, dtype=torch.float32)
+    close(scaled_product(qx, qw, plan, gather=True, dtype=torch.float32, widen=True), wanted, 1e-6)
+
+
+# -- between the products ------------------------------------------------------------------------------------
+
+
+def test_sums_of_rows(device: str, steps: Steps):
+    plan = planned(device)
+    y = normal(80, 72, seed=1, device=device, dtype=torch.bfloat16)
+    assert torch.equal(steps.combine(y, plan), PLAIN.combine(y, plan))
+
+
+@pytest.mark.parametrize("format", [None, "mxfp8", "fp8_block128", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_with_its_backward_pass_and_quantisation(device: str, steps: Steps, format, dtype: torch.dtype):
+    half = 384 if format == "fp8_block128" else 96
+    h, d = normal(11, 2 * half, device=device, dtype=dtype), normal(11, half, seed=1, device=device, dtype=dtype)
+    gate = normal(11, seed=2, device=device).abs()
+    limit = 1e-6 if dtype == torch.float32 else 3e-3
+    if format is not None:  # an exponential's last bit may move a number over a format's edge
+        limit = 5e-3
+    close(as_numbers(steps.swiglu(h, gate, format), dtype), as_numbers(PLAIN.swiglu(h, gate, format), dtype), limit)
+    found, wanted = steps.swiglu_backward(d, h, gate, format), PLAIN.swiglu_backward(d, h, gate, format)
+    for one, other in zip(found, wanted, strict=True):
+        close(as_numbers(one, dtype), as_numbers(other, dtype), limit)
+    if isinstance(found[1], MXTensor):  # what is quantised is what is stored
+        again = quantise_rows(found[0], format)
+        assert isinstance(again, MXTensor) and torch.equal(again.scale, found[1].scale)
+        assert torch.equal(again.qdata.view(torch.uint8), found[1].qdata.view(torch.uint8))
+
+
+# -- the layer -----------------------------------------------------------------------------------------------
+
+
+def layer(n: int, d: int, i: int, e: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    made = normal(n, d), normal(n, e, seed=1), normal(e, 2 * i, d, seed=2) / d**0.5, normal(e, d, i, seed=3) / i**0.5
+    return tuple(tensor.to(device, dtype).requires_grad_() for tensor in made)
+
+
+@pytest.mark.parametrize("recipe, limit", [("bf16", 2e-6), ("mxfp8", 4e-3), ("fp8_block128", 4e-3), ("nvfp4", 2e-2)])
+def test_the_layer_and_its_gradients_are_those_of_torch(device: str, recipe: str, limit: float):
+    made = layer(8, 128, 128, 2, device) if recipe == "fp8_block128" else layer(12, 64, 32, 2, device)
+    pull = normal(*made[0].shape, seed=4, device=device)
+    ours, theirs = (moe(*made, 2, recipe=recipe, backend=backend) for backend in ("triton", "torch"))
+    close(ours, theirs, limit)
+    for one, other in zip(*(torch.autograd.grad((out * pull).sum(), made) for out in (ours, theirs)), strict=True):
+        close(one, other, limit)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
+def test_a_token_does_not_depend_on_what_is_beside_it(device: str, recipe: str):
+    made = [tensor.detach() for tensor in layer(18, 32, 32, 2, device, torch.bfloat16)]
+
+    def run(rows: slice | Tensor) -> Tensor:
+        return moe(made[0][rows], made[1][rows], *made[2:], 2, recipe=recipe, backend="triton")
+
+    whole = run(slice(None))
+    order = torch.randperm(18, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(run(slice(0, 1)), whole[:1]) and torch.equal(run(order), whole[order])
+    made[0][-1] *= 100
+    later = (run(slice(None)) != whole).any(-1).nonzero().flatten().tolist()
+    assert later == [17], "a later token changes no earlier one"
+
+
+def test_the_grouped_product_has_its_gradients(device: str):
+    a, b = normal(11, 24, device=device).requires_grad_(), normal(4, 24, 40, seed=1, device=device).requires_grad_()
+    offs = torch.tensor([3, 3, 10, 11], dtype=torch.int32, device=device)
+    found = [grouped_mm(a, b, offs, backend=backend) for backend in ("triton", "torch")]
+    close(*found, 1e-6)
+    for one, other in zip(*(torch.autograd.grad(out.square().sum(), (a, b)) for out in found), strict=True):
+        close(one, other, 1e-6)
+
+
+# -- log-probabilities ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_log_probabilities_and_entropies_without_logits(device: str, scale: float, monkeypatch: pytest.MonkeyPatch):
+    """Against float64; rows that predict several tokens, the same one twice, or none; pieces that rows do not fill."""
+    from composer_nb.kernels import logprob_triton
+
+    monkeypatch.setattr(logprob_triton, "PIECE", 16)
+    hidden, weight = (
+        (normal(37, 40, device=device) * scale**0.5).requires_grad_(),
+        normal(150, 40, seed=1, device=device) * scale**0.5,
+    )
+    weight.requires_grad_()
+    rows = torch.tensor([*range(36), 5, 5, 5], device=device)
+    tokens = torch.cat([torch.arange(36) * 4, torch.tensor([7, 7, 20])]).to(device)
+    pull = normal(39, seed=2, device=device)
+    found, entropy = logprob_triton.logprob_entropy(hidden, weight, rows, tokens)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    wanted, exact_entropy = plain_logprob_entropy(*exact, rows, tokens)
+    close(found, wanted.float(), 2e-6)
+    torch.testing.assert_close(entropy, exact_entropy.float(), atol=2e-5, rtol=1e-4)
+    slopes = torch.autograd.grad((found * pull).sum(), (hidden, weight))
+    for one, other in zip(slopes, torch.autograd.grad((wanted * pull).sum(), exact), strict=True):
+        close(one, other.float(), 2e-5)

@@ -1,0 +1,155 @@
+"""Routers of both kinds against loops, and what each level of replay takes over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.kernels.moe.routing import Replay, Rule, _best, route
+
+E = 8
+
+
+def tokens(seed: int, n: int = 20, experts: int = E) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, D], router [E, D], bias [E]."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, generator=g), torch.randn(experts, 6, generator=g), torch.randn(experts, generator=g) * 0.3
+
+
+def chosen_by_hand(score: list[float], bias: list[float], rule: Rule) -> list[int]:
+    """DeepSeek-V3's choice, one token, plain Python."""
+    choice = [s + b for s, b in zip(score, bias, strict=True)]
+    size = len(choice) // rule.groups
+    groups = [range(g * size, (g + 1) * size) for g in range(rule.groups)]
+    worth = [sum(sorted((choice[e] for e in group), reverse=True)[:2]) for group in groups]
+    kept = sorted(range(rule.groups), key=lambda g: -worth[g])[: rule.kept_groups]
+    allowed = [e for g in kept for e in groups[g]]
+    return sorted(allowed, key=lambda e: -choice[e])[: rule.chosen]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 9999), st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4), (2, 2)]), st.integers(1, 4))
+def test_the_sigmoid_router_is_deepseek_s(seed: int, groups: tuple[int, int], k: int):
+    rule = Rule(chosen=k, sigmoid=True, groups=groups[0], kept_groups=groups[1], scale=2.5)
+    x, router, bias = tokens(seed)
+    routing = route(x, router, rule, bias)
+    score = (x.double() @ router.double().T).sigmoid()
+    for n in range(len(x)):
+        mine = chosen_by_hand(score[n].tolist(), bias.tolist(), rule)
+        assert routing.experts_NK[n].tolist() == mine
+        gates = score[n, mine] / score[n, mine].sum() * 2.5
+        torch.testing.assert_close(routing.gates_NK[n].double(), gates, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(routing.probs_NE.sum(-1), torch.ones(len(x)))
+    assert (routing.margin_N >= 0).all() and (routing.margin_N <= 1).all()
+
+
+def test_the_bias_moves_the_choice_and_no_gate():
+    x, router, bias = tokens(1)
+    rule = Rule(chosen=E, sigmoid=True)
+    plain, moved = route(x, router, rule), route(x, router, rule, bias)
+    assert not torch.equal(plain.experts_NK, moved.experts_NK)
+    order = [r.experts_NK.argsort(-1) for r in (plain, moved)]
+    torch.testing.assert_close(plain.gates_NK.gather(1, order[0]), moved.gates_NK.gather(1, order[1]))
+
+
+RULES = [Rule(chosen=3), Rule(chosen=3, sigmoid=True, scale=2.0)]
+
+
+def recorded(seed: int, n: int = 20, k: int = 3) -> tuple[Tensor, Tensor]:
+    """Experts of another router, and gates of its own."""
+    g = torch.Generator().manual_seed(seed)
+    experts = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(n)])
+    gates = torch.rand(n, k, generator=g)
+    return experts, gates / gates.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["softmax", "sigmoid"])
+def test_each_level_takes_over_more(rule: Rule):
+    x, router, bias = tokens(2)
+    experts, gates = recorded(3)
+    found = {
+        level: route(x, router, rule, bias, Replay(experts=experts, gates=gates, level=level))
+        for level in ("ids", "ids+order", "weights")
+    }
+    for routing in found.values():
+        assert torch.equal(routing.experts_NK.sort(-1).values, experts.sort(-1).values), "the set, always"
+    choice = (x @ router.T).sigmoid() + bias if rule.sigmoid else x @ router.T
+    live = choice.gather(1, found["ids"].experts_NK)
+    assert (live.diff(dim=-1) <= 0).all(), "ids: in the order of the live scores"
+    assert torch.equal(found["ids+order"].experts_NK, experts) and torch.equal(found["weights"].experts_NK, experts)
+    assert torch.equal(found["weights"].gates_NK, gates), "weights: the gates on record"
+    back = found["ids"].experts_NK.argsort(-1).argsort(-1)
+    assert back.shape == experts.shape
+    for level in ("ids", "ids+order"):  # live gates, whichever place they stand in
+        one, other = (found[name] for name in ("ids+order", level))
+        sets = [r.gates_NK.gather(1, r.experts_NK.argsort(-1)) for r in (one, other)]
+        torch.testing.assert_close(*sets)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize(("level", "learns"), [("ids", True), ("ids+order", True), ("weights", False)])
+def test_the_router_learns_but_from_gates_on_record(rule: Rule, level: Any, learns: bool):
+    x, router, bias = tokens(4)
+    router.requires_grad_()
+    experts, gates = recorded(5)
+    routing = route(x, router, rule, bias, Replay(experts=experts, gates=gates, level=level))
+    slope = torch.autograd.grad((routing.gates_NK * torch.rand(20, 3)).sum(), router, allow_unused=True)[0]
+    assert (slope is not None and float(slope.abs().sum()) > 0) == learns
+
+
+@pytest.mark.parametrize("level", ["ids", "ids+order", "weights"])
+def test_tokens_without_routes_take_their_own(level: Any):
+    x, router, _ = tokens(6)
+    experts, gates = recorded(7)
+    valid = torch.arange(20) % 3 > 0
+    own = route(x, router, RULES[0])
+    routing = route(x, router, RULES[0], None, Replay(experts=experts, gates=gates, level=level, valid_N=valid))
+    assert torch.equal(routing.experts_NK[~valid], own.experts_NK[~valid])
+    torch.testing.assert_close(routing.gates_NK[~valid], own.gates_NK[~valid])
+    assert torch.equal(routing.experts_NK[valid].sort(-1).values, experts[valid].sort(-1).values)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 9999), st.sampled_from([0.0, 0.2, 0.6, 0.95, 1.0]), st.sampled_from(RULES))
+def test_implausible_experts_are_replaced_by_the_best_of_the_router_s_own(seed: int, alpha: float, rule: Rule):
+    x, router, bias = tokens(seed)
+    experts, _ = recorded(seed + 1)
+    routing = route(x, router, rule, bias, Replay(experts=experts, level="ids+order", plausible=alpha))
+    own = route(x, router, rule, bias)
+    score = (x @ router.T).sigmoid() if rule.sigmoid else (x @ router.T).softmax(-1)
+    for n in range(len(x)):
+        mine, given_ = own.experts_NK[n].tolist(), experts[n].tolist()
+        least = alpha * min(float(score[n, e]) for e in mine)
+        kept = [e for e in given_ if alpha == 0 or float(score[n, e]) >= least]
+        spare = [e for e in mine if e not in kept]
+        wanted = [e if e in kept else spare.pop(0) for e in given_]
+        assert routing.experts_NK[n].tolist() == wanted and len(set(wanted)) == rule.chosen
+    if alpha == 0:
+        assert routing.implausible_NK is None and torch.equal(routing.experts_NK, experts)
+
+
+def test_what_does_not_fit_is_refused():
+    x, router, _ = tokens(8)
+    experts, gates = recorded(9)
+    with pytest.raises(ValueError, match="replayed routes are"):
+        route(x, router, RULES[0], None, Replay(experts=experts[:, :2]))
+    with pytest.raises(ValueError, match="needs gates"):
+        route(x, router, RULES[0], None, Replay(experts=experts, level="weights"))
+    with pytest.raises(ValueError, match="needs gates"):
+        route(x, router, RULES[0], None, Replay(experts=experts, gates=gates[:5], level="weights"))
+
+
+@given(st.integers(0, 9999), st.sampled_from([(1, 1), (4, 2), (64, 5), (130, 9)]), st.booleans())
+def test_the_best_come_first_and_of_equal_ones_the_lower_number(seed: int, shape: tuple[int, int], spoilt: bool):
+    experts, count = shape
+    score = torch.randn(12, experts, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    if spoilt:
+        score[3, seed % experts], score[4, seed % experts] = float("nan"), -float("inf")
+    found = _best(score, count)
+    keys = score.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf"))
+    assert torch.equal(found, keys.argsort(dim=-1, descending=True, stable=True)[:, :count])

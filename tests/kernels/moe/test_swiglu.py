@@ -1,0 +1,71 @@
+"""SwiGLU with gates: both forms against the definition in float64, and their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.kernels.linear import TILE
+from composer_nb.kernels.moe.swiglu import swiglu
+
+
+def exact(hidden: Tensor, gate: Tensor) -> Tensor:
+    a, b = hidden.double().chunk(2, -1)
+    return F.silu(a) * b * gate.double()[:, None]
+
+
+def drawn(seed: int, rows: int, half: int, size: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (torch.randn(rows, 2 * half, generator=generator) * size).to(dtype).requires_grad_()
+    gate = torch.rand(rows, generator=generator).to(dtype).requires_grad_()
+    return hidden, gate, torch.randn(rows, half, generator=generator).to(dtype)
+
+
+CLOSE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-2}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 9999),
+    st.integers(0, 20),
+    st.sampled_from([1, 3, 16, 50]),
+    st.sampled_from([1e-3, 1.0, 40.0]),
+    st.sampled_from(list(CLOSE)),
+    st.sampled_from([0, TILE]),
+)
+def test_values_and_gradients_are_those_of_float64(seed: int, rows: int, half: int, size: float, dtype, tile: int):
+    hidden, gate, pull = drawn(seed, rows, half, size, dtype)
+    twin, twin_gate = (x.detach().double().requires_grad_() for x in (hidden, gate))
+    got, wanted = swiglu(hidden, gate, tile), exact(twin, twin_gate)
+    assert got.dtype == dtype and got.shape == (rows, half)
+    found = torch.autograd.grad((got * pull).sum(), (hidden, gate))
+    right = torch.autograd.grad((wanted * pull.double()).sum(), (twin, twin_gate))
+    for ours, true in zip((got, *found), (wanted, *right), strict=True):
+        bound = CLOSE[dtype] * (1 + size) ** 2
+        torch.testing.assert_close(ours.double(), true, atol=bound * 4, rtol=CLOSE[dtype] * 8)
+
+
+def test_extreme_values_stay_finite():
+    hidden = torch.tensor([[1e4, -1e4, 88.0, -88.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]], requires_grad=True)
+    gate = torch.ones(1)
+    y = swiglu(hidden, gate)
+    torch.testing.assert_close(y.double(), exact(hidden.detach(), gate), atol=1e-6, rtol=1e-6)
+    (slope,) = torch.autograd.grad(y.sum(), hidden)
+    assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_place_in_tiles(dtype: torch.dtype):
+    hidden, gate, _ = drawn(1, 40, 24, 3.0, dtype)
+    whole = swiglu(hidden, gate, TILE)
+    for rows in (1, 3, 17):
+        assert torch.equal(swiglu(hidden[:rows], gate[:rows], TILE), whole[:rows])
+
+
+def test_without_gates_they_are_one():
+    hidden, _, _ = drawn(2, 5, 8, 1.0, torch.float32)
+    assert torch.equal(swiglu(hidden), swiglu(hidden, torch.ones(5)))

@@ -1,0 +1,462 @@
+"""The loss bench: each loss's gradient against its formula written out in float64, and the exact one against enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from composer_nb.labs.losses import bench as module
+from composer_nb.labs.losses.bench import (
+    EXACT,
+    LOSSES,
+    OURS,
+    Tokens,
+    bench,
+    effective_share,
+    exact,
+    group_gradients,
+    slope,
+    with_logprobs,
+)
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.packing import FlatBatch, Stream
+from composer_nb.trainer.learning.replay_settings import NO_REPLAY
+
+VOCABULARY = 7
+
+
+class Bigram(nn.Module):
+    """A language model of one table, in float64: small enough to know everything about."""
+
+    def __init__(self, seed: int, scale: float = 1.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
+        self.table = nn.Parameter(scale * table)
+
+
+def score_bigram(model: Bigram, batch: FlatBatch, *_: Any) -> tuple[Tensor, Tensor]:
+    before_S = batch.inputs_N[batch.place_U][batch.from_S]
+    return model.table[before_S].log_softmax(-1)[torch.arange(len(before_S)), batch.token_S], torch.zeros(0)
+
+
+@pytest.fixture
+def bigrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "score", score_bigram)
+
+
+def random_groups(seed: int, groups: int = 4, size: int = 4) -> list[list[Stream]]:
+    """Streams of random tokens and centred advantages; their sampler thought of each token what a random number says."""
+    random = np.random.default_rng(seed)
+
+    def stream(advantage: float) -> Stream:
+        tokens = int(random.integers(4, 14))
+        acted = random.random(tokens) < 0.7
+        acted[0], acted[-1] = False, True
+        return Stream(
+            token_ids=random.integers(0, VOCABULARY, tokens).astype(np.int32),
+            acted=acted,
+            logprob=np.where(acted, -random.uniform(0.2, 4.0, tokens), 0).astype(np.float32),
+            advantage=np.where(acted, advantage, 0.0).astype(np.float32),
+            routes=np.zeros((tokens, 1, 1), np.uint8),
+        )
+
+    made = []
+    for _ in range(groups):
+        values = random.normal(size=size)
+        made.append([stream(float(value)) for value in values - values.mean()])
+    return made
+
+
+def negated(groups: Sequence[Sequence[Stream]]) -> list[list[Stream]]:
+    return [[replace(stream, advantage=-stream.advantage) for stream in group] for group in groups]
+
+
+# Each loss by its paper's formula
+
+
+def toy(seed: int, reference: bool = True) -> tuple[Tensor, Tokens]:
+    """Logits [S, V] and the tokens that were drawn from their softmax by somebody else: one group of 5 rollouts."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (5,), generator=random)
+    rollout = torch.repeat_interleave(torch.arange(5), lengths)
+    count = len(rollout)
+    logits = torch.randn(count, VOCABULARY, generator=random, dtype=torch.float64).requires_grad_()
+    token = torch.randint(0, VOCABULARY, (count,), generator=random)
+    logprob = logits.log_softmax(-1)[torch.arange(count), token]
+
+    def near(spread: float) -> Tensor:
+        return logprob.detach() + spread * torch.randn(count, generator=random, dtype=torch.float64)
+
+    # Small gaps beside large ones, so that every bound, of 3e-4 or of 5, is met on both sides.
+    sampled = torch.where(rollout % 2 == 0, near(1.2), near(4e-4))
+    value = torch.randn(5, generator=random, dtype=torch.float64)
+    value = value - value.mean()
+    return logits, Tokens(
+        logprob_S=logprob,
+        sampled_S=sampled,
+        drawn_S=near(0.1),
+        advantage_S=value[rollout],
+        std_S=(1 / (value.pow(2).mean().sqrt() + 1e-6)).expand(count),
+        rollout_S=rollout,
+        reference_S=near(0.7) if reference else None,
+    )
+
+
+def bounded(x: Tensor, low: float, high: float) -> Tensor:
+    return x.detach().clamp(low, high)
+
+
+def published(name: str, t: Tokens, rollouts: int, tokens: int) -> Tensor:
+    """The loss as written in its paper, rollout by rollout; A is R − mean(R) where the row leaves it so."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(int(t.rollout_S.max()) + 1):
+        mine = t.rollout_S == i
+        logprob, ratio, a = t.logprob_S[mine], (t.logprob_S - t.sampled_S)[mine].exp(), t.advantage_S[mine][0]
+        z = a * t.std_S[0]  # A over the standard deviation
+        if name in ("ours", "k2", "k3"):
+            loss = -torch.min(ratio * a, ratio.clamp(0.8, 1.28) * a).sum() / tokens
+        elif name == "reinforce":
+            loss = -(a * logprob).sum() / tokens
+        elif name == "grpo":
+            loss = -torch.min(ratio * z, ratio.clamp(0.8, 1.2) * z).mean() / rollouts
+        elif name == "std norm":
+            loss = -torch.min(ratio * z, ratio.clamp(0.8, 1.28) * z).sum() / tokens
+        elif name == "length norm":
+            loss = -torch.min(ratio * a, ratio.clamp(0.8, 1.28) * a).mean() / rollouts
+        elif name == "gspo":
+            whole = ratio.log().mean().exp()  # (π(y) / π_old(y)) to the power 1 / |y|
+            loss = -torch.min(whole * a, whole.clamp(1 - 3e-4, 1 + 4e-4) * a) / rollouts
+        elif name == "cispo":
+            loss = -(bounded(ratio, 0.0, 1.28) * a * logprob).sum() / tokens
+        elif name == "tis":
+            loss = -(bounded(ratio, 0.0, 2.0) * a * logprob).sum() / tokens
+        elif name == "icepop":
+            inside = (ratio.detach() >= 0.5) & (ratio.detach() <= 5.0)
+            loss = -(torch.where(inside, ratio, torch.zeros_like(ratio)) * a).sum() / tokens
+        elif name == "dppo":
+            now, before = logprob.detach().exp(), t.sampled_S[mine].exp()
+            far = (now - before).abs() > 0.2
+            stopped = far & ((now > before) if a > 0 else (now < before))
+            loss = -(torch.where(stopped, torch.zeros_like(ratio), ratio) * a).sum() / tokens
+        else:
+            assert name == "k1" and t.reference_S is not None
+            less = a - 0.04 * (logprob.detach() - t.reference_S[mine])
+            loss = -torch.min(ratio * less, ratio.clamp(0.8, 1.28) * less).sum() / tokens
+        if name in ("k2", "k3"):
+            assert t.reference_S is not None
+            gap = t.reference_S[mine] - logprob
+            loss = loss + 0.04 * (gap**2 / 2 if name == "k2" else gap.exp() - gap - 1).sum() / tokens
+        total = total + loss
+    return total
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_every_published_loss_has_the_gradient_of_its_formula(name: str, seed: int):
+    logits, tokens = toy(seed)
+    rollouts, count = 5, len(tokens.rollout_S)
+    (wanted,) = torch.autograd.grad(published(name, tokens, rollouts, count), logits, retain_graph=True)
+    found = slope(tokens, LOSSES[name], rollouts if LOSSES[name].length_norm else count)
+    (through,) = torch.autograd.grad(tokens.logprob_S, logits, found.slope_S)
+    torch.testing.assert_close(through, wanted, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6))
+def test_weights_and_reasons_say_what_the_slope_does(name: str, seed: int):
+    _, tokens = toy(seed)
+    count = len(tokens.rollout_S)
+    found = slope(tokens, LOSSES[name], 5 if LOSSES[name].length_norm else count)
+    ratio = (tokens.logprob_S - tokens.sampled_S).detach().exp()
+    advantage, why = tokens.advantage_S, [module.REASONS[place] for place in found.reason_S.tolist()]
+    stopped = [reason in ("above", "below") for reason in why]
+    assert stopped == (found.weight_S == 0).tolist()
+    if name in ("ours", "std norm", "dppo", "k2"):
+        scale = tokens.std_S if name == "std norm" else 1.0
+        assert torch.allclose(found.weight_S, torch.where(torch.tensor(stopped), 0.0, ratio * scale))
+        assert all(
+            (r > 1 and a > 0) if reason == "above" else (r < 1 and a < 0)
+            for r, a, reason in zip(ratio, advantage, why, strict=True)
+            if reason in ("above", "below")
+        )
+    if name in ("cispo", "tis"):
+        cap = {"cispo": 1.28, "tis": 2.0}[name]
+        assert torch.allclose(found.weight_S, ratio.clamp(max=cap))
+        assert [reason == "capped" for reason in why] == (ratio > cap * (1 + 1e-4)).tolist()
+    if name == "icepop":
+        wanted = ["above" if r > 5 else "below" if r < 0.5 else "trains" for r in ratio.tolist()]
+        assert why == wanted
+    if name == "gspo":
+        assert all(len({why[i] for i in np.flatnonzero(tokens.rollout_S == rollout)}) == 1 for rollout in range(5))
+
+
+def test_on_policy_the_token_losses_are_one_and_gspo_is_the_length_norm():
+    """At r = 1 min, clip and masks do nothing, and ∇r = r ∇ℓ = ∇ℓ: what is left is −A ∇ℓ. GSPO's ∇s = s · mean of ∇ℓ, which a sum
+    over |o| tokens turns into Σ ∇ℓ: without its length norm it is PPO's, with it PPO's with the same norm."""
+    _, tokens = toy(3)
+    tokens = tokens._replace(sampled_S=tokens.logprob_S.detach(), drawn_S=tokens.logprob_S.detach())
+    count = len(tokens.rollout_S)
+    plain = exact(tokens, count).slope_S
+    for name in ("ours", "reinforce", "cispo", "tis", "icepop", "dppo"):
+        assert torch.equal(slope(tokens, LOSSES[name], count).slope_S, plain), name
+    lengths = torch.bincount(tokens.rollout_S)[tokens.rollout_S]
+    gspo = slope(tokens, LOSSES["gspo"], 5).slope_S
+    torch.testing.assert_close(gspo, plain * count / 5 / lengths)
+    torch.testing.assert_close(gspo, slope(tokens, LOSSES["length norm"], 5).slope_S)
+    unnormed = slope(tokens, replace(LOSSES["gspo"], length_norm=False), count).slope_S
+    torch.testing.assert_close(unnormed, plain)
+    assert not torch.allclose(gspo, plain)
+
+
+def test_without_a_reference_there_is_no_penalty_to_leave_out():
+    with pytest.raises(ValueError, match="loss.beta"):
+        slope(toy(0, reference=False)[1], LOSSES["k2"], 1.0)
+
+
+def test_the_exact_gradient_is_that_of_the_expected_reward():
+    """Every group of two rollouts of two tokens that some policy can draw, each with its probability: the expectation of the
+    estimate is (1 − 1/G) G times the gradient of the expected reward, since a rollout is a part of its own baseline. No loss that
+    works token by token can say so."""
+    size, group = 3, 2
+    random = torch.Generator().manual_seed(4)
+    first, second = (torch.randn(n, size, generator=random, dtype=torch.float64) for n in (1, size))
+    other = [x + 0.8 * torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (first, second)]
+    first.requires_grad_(), second.requires_grad_()
+    sequences = list(itertools.product(range(size), repeat=2))
+    rewards = torch.randn(len(sequences), generator=random, dtype=torch.float64)
+
+    def logprobs(tables: Sequence[Tensor], sequence: tuple[int, ...]) -> Tensor:
+        a, b = sequence
+        return torch.stack([tables[0].log_softmax(-1)[0, a], tables[1].log_softmax(-1)[a, b]])
+
+    policy = [logprobs((first, second), sequence) for sequence in sequences]
+    drawn = [logprobs(other, sequence) for sequence in sequences]
+    expected = sum(reward * p.sum().exp() for reward, p in zip(rewards, policy, strict=True))
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(expected, (first, second), retain_graph=True)])
+    total, per_token = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    for members in itertools.product(range(len(sequences)), repeat=group):
+        reward = rewards[list(members)]
+        tokens = Tokens(
+            logprob_S=torch.cat([policy[i] for i in members]),
+            sampled_S=torch.cat([drawn[i] for i in members]),
+            drawn_S=torch.cat([drawn[i] for i in members]),
+            advantage_S=(reward - reward.mean()).repeat_interleave(2),
+            std_S=torch.ones(4, dtype=torch.float64),
+            rollout_S=torch.tensor([0, 0, 1, 1]),
+            reference_S=None,
+        )
+        probability = torch.cat([drawn[i] for i in members]).sum().exp()
+        for found, sums in ((exact(tokens, 1.0), total), (slope(tokens, LossSettings(ratio="tis"), 1.0), per_token)):
+            grads = torch.autograd.grad(tokens.logprob_S, (first, second), -found.slope_S, retain_graph=True)
+            sums += probability * torch.cat([g.flatten() for g in grads])
+    torch.testing.assert_close(total, wanted * (1 - 1 / group) * group)
+    assert float((per_token - total).norm()) > 0.05 * float(total.norm())
+
+
+# Effective sample size
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=200), st.floats(1e-3, 1e3))
+def test_the_effective_share_lies_in_its_bounds_and_knows_no_scale(values: list[float], scale: float):
+    weights = np.array(values)
+    share = effective_share(weights)
+    assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
+    assert effective_share(weights * scale) == pytest.approx(share)
+
+
+@given(st.integers(1, 500), st.integers(0, 500))
+def test_a_mask_leaves_its_share(kept: int, dropped: int):
+    assert effective_share(np.repeat([0.3, 0.0], [kept, dropped])) == pytest.approx(kept / (kept + dropped))
+    assert math.isnan(effective_share(np.zeros(kept)))
+
+
+def test_two_weights_and_log_normal_ones_have_the_share_that_arithmetic_gives():
+    assert effective_share(np.array([1.0, 3.0])) == pytest.approx(16 / 20)
+    weights = np.exp(0.5 * np.random.default_rng(0).normal(size=400_000))
+    assert effective_share(weights) == pytest.approx(math.exp(-0.25), rel=0.02)
+
+
+def test_length_norm_has_the_share_of_its_lengths(bigrams: None):
+    model, groups = Bigram(1), random_groups(5)
+    own = with_logprobs(model, groups)
+    found = bench(model, own, reference=Bigram(2), count=20)
+    lengths = np.array([stream.acted[1:].sum() for group in groups for stream in group])
+    wanted = len(lengths) ** 2 / (lengths.sum() * (1 / lengths).sum())
+    for name in ("length norm", "gspo"):
+        assert found.row(name).ess == pytest.approx(wanted, rel=1e-4)
+    for name in ("ours", "reinforce", "cispo", "tis", "icepop", "dppo", EXACT):
+        assert found.row(name).ess == pytest.approx(1, abs=1e-6)
+    assert found.row("std norm").ess < 0.999 < found.row("ours").ess, "groups weigh differently"
+
+
+# Gradients of groups
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_groups_gradients_add_up_to_the_batch_s(bigrams: None, name: str):
+    model, reference, groups = Bigram(1), Bigram(2), random_groups(3)
+    found = group_gradients(model, groups, LOSSES, reference=reference)
+    parts = [module.group_tokens(model, group, group, reference, replay=NO_REPLAY) for group in groups]
+    sizes = [int(part.rollout_S.max()) + 1 for part in parts]
+    whole = Tokens(*(torch.cat([getattr(p, field) for p in parts]) for field in Tokens._fields))
+    starts = np.repeat(np.cumsum([0, *sizes[:-1]]), [len(p.rollout_S) for p in parts])
+    whole = whole._replace(rollout_S=whole.rollout_S + torch.from_numpy(starts))
+    (wanted,) = torch.autograd.grad(published(name, whole, 16, len(whole.rollout_S)), model.table)
+    if "std" in name or name == "grpo":  # `published` has one group's deviation
+        wanted = sum(
+            torch.autograd.grad(published(name, part, 16, len(whole.rollout_S)), model.table, retain_graph=True)[0]
+            for part in [module.group_tokens(model, group, group, reference, replay=NO_REPLAY) for group in groups]
+        )
+    assert found.of(name).dtype == torch.float64
+    torch.testing.assert_close(found.of(name), wanted.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
+    counts = [2.0, 0.0, 1.0, 1.0]
+    one = [group_gradients(model, [group], LOSSES, reference=reference).of(name) for group in groups]
+    shares = [len(part.rollout_S) for part in parts] if not LOSSES[name].length_norm else sizes
+    recombined = sum(c * g * s / sum(shares) for c, g, s in zip(counts, one, shares, strict=True))
+    torch.testing.assert_close(found.of(name, counts), recombined, atol=1e-12, rtol=1e-9)
+
+
+def test_inner_products_are_those_of_the_vectors(bigrams: None):
+    found = group_gradients(Bigram(1), random_groups(3), LOSSES, reference=Bigram(2))
+    products = found.products()
+    for k, m in itertools.product(range(4), repeat=2):
+        one, other = (np.eye(4)[place].tolist() for place in (k, m))
+        for a, b in (("ours", "ours"), ("grpo", "k3"), ("gspo", EXACT)):
+            at = products[found.names.index(a), k, found.names.index(b), m]
+            assert at == pytest.approx(float(found.of(a, one) @ found.of(b, other)), rel=1e-9, abs=1e-15)
+
+
+def test_negated_advantages_turn_every_gradient_round(bigrams: None):
+    model, groups = Bigram(1), random_groups(8)
+    own = with_logprobs(model, groups)
+    plain = {name: s for name, s in LOSSES.items() if not s.beta}
+    one, other = (group_gradients(model, batch, plain) for batch in (own, negated(own)))
+    for name in (*plain, EXACT):
+        torch.testing.assert_close(one.of(name), -other.of(name))
+    assert float(one.of(OURS).norm()) > 0.01
+
+
+def test_on_policy_the_rows_agree_and_nothing_is_masked(make_model, converse):
+    """On the real model and its packing: to the last bit, because one forward pass gives both sides of the ratio."""
+    attempts = converse(Engine(make_model(3), stop=frozenset[int](), slots=8, max_length=96), 8)
+    values = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    groups = [
+        [as_stream(done, float(a)) for done, a in zip(attempts[4 * k : 4 * k + 4], row - row.mean(), strict=True)]
+        for k, row in enumerate(values)
+    ]
+    model = make_model(3)
+    before = [weight.clone() for weight in model.parameters()]
+    own = with_logprobs(model, groups)
+    found = bench(model, own, reference=make_model(5), count=50)
+    assert found.gap == {"logprob_gap_p50": 0.0, "logprob_gap_p99": 0.0, "k3": 0.0}
+    assert all(row.masked == 0 == row.reasons["capped"] for row in found.rows)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    same = [number for number, row in enumerate(found.rows) if row.loss in ("ours", "cispo", "tis", "icepop", EXACT)]
+    assert len(same) == 5 and (np.abs(found.cosines[np.ix_(same, same)] - 1) < 1e-12).all()
+    gradients = group_gradients(model, own, LOSSES, reference=make_model(5))
+    assert len({tuple(gradients.place_LK[number]) for number in same}) == 1, "one backward pass serves them all"
+    k1, k2 = (found.row(name) for name in ("k1", "k2"))
+    assert k1.cosine == pytest.approx(k2.cosine, abs=1e-6) and k1.cosine < 1 - 1e-4
+    near = group_gradients(model, groups, LOSSES, reference=make_model(5))
+    assert np.abs(near.gap_S).max() < 1e-4, "what the engine recorded is the same but for rounding"
+
+
+def as_stream(done: Any, advantage: float) -> Stream:
+    from composer_nb.harness.rewards import Reward
+    from composer_nb.trainer.rl import Scored, to_stream
+
+    return to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
+
+
+def test_the_bench_s_variance_is_that_of_resampled_batches(bigrams: None):
+    """Brute force: whole batches of resampled groups, each through autograd again, with the batch's denominator."""
+    model, groups = Bigram(1), random_groups(6, groups=3)
+    found = bench(model, groups, {OURS: LossSettings()}, count=10).row(OURS)
+    tokens = sum(int(stream.acted[1:].sum()) for group in groups for stream in group)
+    gradients = []
+    for picked in itertools.product(range(3), repeat=3):
+        total = torch.zeros_like(model.table)
+        for k in picked:
+            part = module.group_tokens(model, groups[k], groups[k], None, replay=NO_REPLAY)
+            total += torch.autograd.grad(published("ours", part, 12, tokens), model.table)[0]
+        gradients.append(total.flatten())
+    stacked = torch.stack(gradients)
+    whole = group_gradients(model, groups, {OURS: LossSettings()}).of(OURS)
+    spread = float(((stacked - whole) ** 2).sum(1).mean() / (whole @ whole))
+    assert found.variance == pytest.approx(spread, rel=1e-5) and found.norm == pytest.approx(float(whole.norm()))
+
+
+# The table
+
+
+def test_rows_add_up_and_the_first_is_what_others_are_held_against(bigrams: None):
+    model, groups = Bigram(1), random_groups(7)
+    dead = [replace(stream, advantage=0 * stream.advantage) for stream in groups[1]]
+    found = bench(model, [groups[0], dead, *groups[2:]], reference=Bigram(2), count=200)
+    assert [row.loss for row in found.rows] == [*LOSSES, EXACT]
+    assert (found.groups, found.live) == (4, 3)
+    lengths = [sum(int(stream.acted[1:].sum()) for stream in group) for group in groups]
+    for row in found.rows:
+        assert sum(row.reasons.values()) == pytest.approx(1)
+        assert row.masked == row.reasons["above"] + row.reasons["below"]
+        low, high = row.noise_interval
+        assert 0 < low <= high and 0 <= row.noise_share <= 1 and 0 < row.variance
+    assert found.row("reinforce").masked == found.row(EXACT).masked == 0 < found.row("ours").masked
+    assert found.row("ours").reasons["no advantage"] == pytest.approx(lengths[1] / sum(lengths))
+    first = found.rows[0]
+    assert first.cosine == pytest.approx(1) and first.excess == 0 and first.excess_interval == (0, 0)
+    assert np.allclose(found.cosines, found.cosines.T) and np.allclose(np.diag(found.cosines), 1)
+    again = bench(model, [groups[0], dead, *groups[2:]], reference=Bigram(2), count=200)
+    assert again.rows == found.rows, "the same seed, the same table"
+
+
+def test_a_batch_that_teaches_nothing_has_no_numbers_rather_than_wrong_ones(bigrams: None):
+    model = Bigram(1)
+    dead = [[replace(s, advantage=0 * s.advantage) for s in group] for group in random_groups(2)]
+    pulled = {OURS: LossSettings(), "k1": LOSSES["k1"]}
+    found = bench(model, dead, pulled, reference=Bigram(2), count=10)
+    assert found.row("k1").norm > 0 and math.isnan(found.row("k1").cosine), (
+        "the reference pulls, with nothing to compare to"
+    )
+    row = found.row(OURS)
+    assert row.norm == 0 and row.masked == 0 and row.reasons["no advantage"] == 1 and found.live == 0
+    assert all(math.isnan(x) for x in (row.ess, row.cosine, row.noise, row.variance, *row.noise_interval))
+
+
+def test_what_drew_the_batch_matters_to_the_exact_gradient_alone(bigrams: None):
+    model, groups = Bigram(1), random_groups(7)
+    own = with_logprobs(Bigram(4, 0.5), groups)
+    found = {name: group_gradients(model, groups, LOSSES, drawn=drawn, reference=model) for name, drawn in
+             (("recorded", None), ("another", own))}  # fmt: skip
+    for name in LOSSES:
+        assert torch.equal(found["recorded"].of(name), found["another"].of(name))
+    assert not torch.allclose(found["recorded"].of(EXACT), found["another"].of(EXACT))
+
+
+def test_what_can_not_be_told_is_refused(bigrams: None):
+    model, groups = Bigram(1), random_groups(0)
+    with pytest.raises(ValueError, match="1 groups: the noise"):
+        bench(model, groups[:1])
+    with pytest.raises(ValueError, match="give the loss another"):
+        bench(model, groups, {EXACT: LossSettings()})
+    with pytest.raises(ValueError, match="same streams"):
+        bench(model, groups, {OURS: LossSettings()}, drawn=groups[:2])
+    with pytest.raises(ValueError, match="loss.beta"):
+        bench(model, groups)
+    mixed = replace(groups[0][0], advantage=np.arange(len(groups[0][0].acted), dtype=np.float32))
+    with pytest.raises(ValueError, match="one advantage"):
+        bench(model, [[mixed, *groups[0][1:]], groups[1]], {OURS: LossSettings()})

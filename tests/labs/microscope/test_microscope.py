@@ -1,0 +1,443 @@
+"""The mismatch microscope: one fault at a time is planted into a record, and it is named; none is planted, and none is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.kernels.formats.groupwise import rounded
+from composer_nb.labs.microscope.causes import CAUSES, engines, path, trainer_of
+from composer_nb.labs.microscope.evidence import UNEXPLAINED
+from composer_nb.labs.microscope.frozen import Batch, Rendering
+from composer_nb.labs.microscope.microscope import Report, examine, figures, kl_divergence
+from composer_nb.labs.microscope.numerics import Program, compiled, observe, record
+from composer_nb.labs.retrace import with_checks
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.variants import Numerics, variant
+
+NEVER = frozenset[int]()
+BF16 = torch.bfloat16
+LATENT = {
+    "family": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+    "routed_scaling_factor": 1.5,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts_per_tok": 3},
+    "deepseek_v3": {**LATENT, "num_experts_per_tok": 3},
+}
+
+
+@pytest.fixture(params=list(SHAPES))
+def model(request, make_model) -> Model:
+    made = make_model(3, **SHAPES[request.param])
+    for layer in made.layers:
+        if layer.router_bias is not None:
+            layer.router_bias.copy_(torch.rand(len(layer.router_bias)) * 0.1)
+    return made
+
+
+@pytest.fixture
+def batch(model, converse) -> Batch:
+    """Rows that an engine wrote; recorded anew by what is taken for the engine."""
+    return Batch.of(converse(Engine(model, stop=NEVER, slots=5, max_length=96), 5))
+
+
+def engine_of(model: Model, **choices: Any) -> Program:
+    return Program(model=model, **choices)
+
+
+def with_trace(batch: Batch, row: int, **streams: Any) -> Batch:
+    """Row `row` with other routes or gates on record, and checks that vouch for them."""
+    segment = batch.rows[row]
+    changed = replace(segment, trace=with_checks(replace(segment.trace, **streams), segment.token_ids))
+    return replace(batch, rows=(*batch.rows[:row], changed, *batch.rows[row + 1 :]))
+
+
+def taken_up(model: Model, batch: Batch) -> Batch:
+    """The record of an engine that really computed with the routes and gates on record: they stay, log-probabilities follow."""
+    made = record(engine_of(model, replay="weights"), batch)
+    rows = tuple(replace(new, trace=old.trace) for new, old in zip(made.rows, batch.rows, strict=True))
+    return replace(made, rows=rows)
+
+
+def with_another_weight(model: Model, layer: int, expert: int) -> Model:
+    made = variant(model, Numerics())
+    with torch.no_grad():
+        made.layers[layer].w_out[expert, 3] += 0.5
+    return made
+
+
+# What is planted: from model, honest record and a place to the record with the fault
+
+
+Plant = Callable[[Model, Batch, int, int, int], Batch]
+
+
+def foreign_expert(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+    routes = batch.rows[row].trace.routes.copy()
+    used = set(routes[token, layer].tolist())
+    routes[token, layer, -1] = min(set(range(model.config.num_experts)) - used)
+    only = np.arange(len(routes)) == token  # all that comes after is routed on what became of it
+    made = with_trace(batch, row, routes=routes, route_valid=only)
+    return record(engine_of(model, replay="ids+order"), made)
+
+
+def swapped_order(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+    routes, gates = batch.rows[row].trace.routes.copy(), batch.rows[row].trace.gates.copy()
+    for x in (routes, gates):
+        x[token, layer] = np.roll(x[token, layer], 1)
+    return taken_up(model, with_trace(batch, row, routes=routes, gates=gates))
+
+
+def dropped_route(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+    valid = batch.rows[row].trace.route_valid.copy()
+    valid[token] = False
+    return with_trace(batch, row, route_valid=valid)
+
+
+def rounded_gates(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+    gates = torch.from_numpy(batch.rows[row].trace.gates).to(BF16).float().numpy()
+    return taken_up(model, with_trace(batch, row, gates=gates))
+
+
+def of_the_record(**choices: Any) -> Plant:
+    return lambda model, batch, row, token, layer: record(engine_of(model, **choices), batch)
+
+
+def displaced(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+    positions = [np.arange(len(each.token_ids)) for each in batch.rows]
+    positions[row][token + 1 :] += 1
+    return record(engine_of(model), replace(batch, positions=tuple(positions)))
+
+
+def another_template(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+    """The trainer renders one token that was read as another one."""
+    rendered = [Rendering(each.token_ids.copy(), each.acted) for each in batch.rows]
+    read = np.flatnonzero(~batch.rows[row].acted)
+    rendered[row].token_ids[read[token % len(read)]] ^= 1
+    return replace(batch, rendered=tuple(rendered))
+
+
+def split_otherwise(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+    """The trainer's tokenizer makes two tokens of one that was written."""
+    rendered = [Rendering(each.token_ids, each.acted) for each in batch.rows]
+    written = np.flatnonzero(batch.rows[row].acted)
+    at = int(written[1 + token % (len(written) - 1)])
+    one, two = ((int(batch.rows[row].token_ids[at]) + step) % model.config.vocab_size for step in (1, 2))
+    ids = np.concatenate([rendered[row].token_ids[:at], [one, two], rendered[row].token_ids[at + 1 :]])
+    acted = np.insert(rendered[row].acted, at, True)
+    rendered[row] = Rendering(ids.astype(np.int32), acted)
+    return replace(batch, rendered=tuple(rendered))
+
+
+PLANTED: dict[str, tuple[str, Plant]] = {
+    "another tokenisation": ("tokens", split_otherwise),
+    "another template token": ("template", another_template),
+    "shifted positions on record": ("position and shift", displaced),
+    "positions shifted from the first answer on": ("position and shift", of_the_record(jump=1)),
+    "another rope base": ("position and shift", of_the_record(rope_theta=1e6)),
+    "log-probs off by one": ("position and shift", of_the_record(shift=1)),
+    "log-probs early by one": ("position and shift", of_the_record(shift=-1)),
+    "temperature 0.7": ("log-prob mode", of_the_record(temperature=0.7)),
+    "temperature 1.3": ("log-prob mode", of_the_record(temperature=1.3)),
+    "top-p 0.8": ("log-prob mode", of_the_record(top_p=0.8)),
+    "bf16 head": ("head dtype", of_the_record(head=BF16)),
+    "a dropped route": ("route ids", dropped_route),
+    "a foreign expert": ("route ids", foreign_expert),
+    "swapped order": ("order", swapped_order),
+    "rounded gates": ("gate weights", rounded_gates),
+    "bf16 attention": ("attention", of_the_record(attention=BF16)),
+    "int4 experts": ("GEMM", of_the_record(numerics=Numerics(expert_bits=4))),
+    "int8 experts": ("GEMM", of_the_record(numerics=Numerics(expert_bits=8))),
+    "bf16 router": ("GEMM", of_the_record(numerics=Numerics(router_dtype=BF16))),
+}
+
+
+def in_both(names: Sequence[str], quick: set[str]) -> Any:
+    """Every name in both families; in the second only `quick` ones when time counts."""
+    cases = [pytest.param("qwen3_moe", name, id=f"qwen3_moe-{name}") for name in names]
+    for name in names:
+        marks = () if name in quick else (pytest.mark.slow,)
+        cases.append(pytest.param("deepseek_v3", name, id=f"deepseek_v3-{name}", marks=marks))
+    return pytest.mark.parametrize(("model", "name"), cases, indirect=["model"])
+
+
+@in_both(
+    list(PLANTED), {"a foreign expert", "swapped order", "rounded gates", "positions shifted from the first answer on"}
+)
+def test_a_planted_fault_is_named_by_the_record_alone(model, batch, name: str):
+    """Nobody tells the microscope anything about the engine."""
+    cause, plant = PLANTED[name]
+    honest = record(engine_of(model), batch)
+    report = examine(model, plant(model, honest, 2, 6, 1))
+    assert report.named == (cause,), [finding.text for finding in report.findings]
+    assert report.left.most <= report.tolerance, "nothing is left to explain"
+
+
+def test_nothing_is_named_where_nothing_is_planted(model, batch):
+    for made in (batch, record(engine_of(model), batch), record(engine_of(model, layout="cache"), batch)):
+        report = examine(model, made)
+        assert report.named == () and report.left.most < report.tolerance / 3
+        assert report.first is None and report.flip is None
+        assert not any(step.found for step in report.steps)
+
+
+@pytest.mark.parametrize("name", ["temperature 0.7", "a foreign expert", "int4 experts"])
+def test_a_fault_in_a_declared_engine_is_named_beside_others_of_its_own(model, batch, name: str):
+    """Attention of another kernel is declared, and what is planted is not."""
+    cause, plant = PLANTED[name]
+    honest = record(engine_of(model), batch)
+    report = examine(model, plant(model, honest, 1, 4, 1), engine_of(model, layout="rows"))
+    assert set(report.named) == {cause}, [finding.text for finding in report.findings]
+
+
+def test_a_weight_that_differs_is_named_with_its_tensor_and_expert(model, batch):
+    layer = model.config.first_k_dense_replace
+    other = with_another_weight(model, layer, 4)
+    made = record(engine_of(other), batch)
+    report = examine(model, made, engine_of(other))
+    assert report.named == ("weights",) and report.left.most == 0
+    [finding] = report.findings
+    assert f"model.layers.{layer}.mlp.experts.4.down_proj.weight" in finding.text and "1 tensors" in finding.text
+    assert report.first is not None and report.first_in == "experts"
+    assert (report.first.layer, report.first.experts) == (layer, (4,))
+    routes = made.rows[report.first.row].trace.routes[: report.first.token + 1, 0]
+    assert 4 in routes[-1] and (report.first.row > 0 or not (routes[:-1] == 4).any()), "the first token that met it"
+
+
+def test_a_weight_that_nobody_told_of_is_left_unexplained_and_localised(model, batch):
+    layer = model.config.first_k_dense_replace
+    report = examine(model, record(engine_of(with_another_weight(model, layer, 4)), batch))
+    assert report.named == (UNEXPLAINED,) and report.left.most > report.tolerance
+    assert f"first disagree in layer {layer + 1}" in report.findings[0].text
+
+
+def test_everything_at_once_is_named_and_explained(model, batch):
+    other = with_another_weight(model, 1, 2)
+    engine = engine_of(
+        other,
+        jump=1,
+        shift=1,
+        temperature=0.7,
+        head=BF16,
+        layout="rows",
+        attention=BF16,
+        numerics=Numerics(expert_bits=4),
+        replay="weights",
+    )
+    made = record(replace(engine, replay="none"), batch)
+    for row in range(len(made.rows)):
+        trace = made.rows[row].trace
+        routes, gates = trace.routes.copy(), torch.from_numpy(trace.gates).to(BF16).float().numpy()
+        routes[2, 1, :2], gates[2, 1, :2] = routes[2, 1, [1, 0]], gates[2, 1, [1, 0]]
+        used = set(routes[4, 0].tolist())
+        routes[4, 0, -1] = min(set(range(6)) - used)
+        made = with_trace(made, row, routes=routes, gates=gates)
+    taken = record(engine, made)
+    made = replace(
+        made, rows=tuple(replace(new, trace=old.trace) for new, old in zip(taken.rows, made.rows, strict=True))
+    )
+    split = tuple(split_otherwise(model, made, 0, 3, 0).rendered)
+    changed = another_template(model, made, 1, 2, 0).rendered[1]
+    report = examine(model, replace(made, rendered=(split[0], changed, *split[2:])), engine)
+    assert report.named == tuple(cause.name for cause in CAUSES)
+    assert report.left.most == 0 and report.start.most > 0.1 and report.start.missing > 0
+    for figure in ("p50", "p99", "k1", "k3"):
+        total = sum(report.contributions(figure).values())
+        assert total == pytest.approx(getattr(report.start, figure) - getattr(report.left, figure))
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_wherever_a_fault_is_it_is_named_there(data):
+    model, batch = _case()
+    name = data.draw(
+        st.sampled_from(
+            [
+                "a dropped route",
+                "a foreign expert",
+                "swapped order",
+                "another template token",
+                "shifted positions on record",
+            ]
+        )
+    )
+    cause, plant = PLANTED[name]
+    row = data.draw(st.integers(0, len(batch.rows) - 1))
+    token = data.draw(st.integers(0, len(batch.rows[row].token_ids) - 3))
+    layer = data.draw(st.integers(0, 1))
+    made = plant(model, batch, row, token, layer)
+    report = examine(model, made)
+    if name == "shifted positions on record":  # after the last step of a row positions matter to nothing
+        assert report.named in ((cause,), ())
+    else:
+        assert report.named == (cause,), [finding.text for finding in report.findings]
+    for finding in report.findings:
+        assert finding.where is not None and finding.where.row == row
+        if name == "another template token":
+            assert batch.rows[row].token_ids[finding.where.token] != made.rendered[row].token_ids[finding.where.token]
+        else:
+            assert finding.where.token == token + (name == "shifted positions on record")
+        if finding.where.layer is not None and name != "a dropped route":
+            assert finding.where.layer == layer
+            assert finding.where.experts == tuple(made.rows[row].trace.routes[token, layer].tolist())
+
+
+_MADE: list[tuple[Model, Batch]] = []
+
+
+def _case() -> tuple[Model, Batch]:
+    """One model and its honest record, for all examples."""
+    return _MADE[0]
+
+
+@pytest.fixture(autouse=True)
+def _made(make_model, converse):
+    if not _MADE:
+        model = make_model(3, num_experts_per_tok=3)
+        made = Batch.of(converse(Engine(model, stop=NEVER, slots=3, max_length=96), 3))
+        _MADE.append((model, record(engine_of(model), made)))
+
+
+# The path from trainer to engine
+
+
+def test_the_path_ends_at_the_engine_and_each_step_is_one_cause(model, batch):
+    made = replace(batch, rendered=tuple(Rendering(row.token_ids, row.acted) for row in batch.rows))
+    own, engine = trainer_of(model, made), replace(engines(model)["bf16"], replay="weights", shift=1, temperature=0.5)
+    programs = path(own, engine)
+    assert programs[-1] == engine and len(programs) == len(CAUSES)
+    for before, after, cause in zip([own, *programs], programs, CAUSES, strict=False):
+        changed = {name for name in Program.__dataclass_fields__ if getattr(before, name) != getattr(after, name)}
+        assert changed <= set(cause.fields)
+    assert {name for cause in CAUSES for name in cause.fields} == set(Program.__dataclass_fields__)
+
+
+@in_both(
+    ["padded", "alone", "bf16", "bf16-head", "bf16-attention", "bf16-router", "int8-experts", "int4-experts"],
+    {"int4-experts"},
+)
+def test_all_causes_put_in_leave_nothing(model, batch, name: str):
+    engine = engines(model)[name]
+    report = examine(model, record(engine, batch), engine)
+    assert report.left.most <= 1e-5 and report.left.kl < 1e-9
+    wanted = {"padded": (), "alone": (), "bf16-head": ("head dtype",), "bf16-attention": ("attention",)}
+    assert report.named == wanted.get(name, ("GEMM",)) or name == "bf16"
+    if name == "bf16":
+        assert {"head dtype", "GEMM"} <= set(report.named) <= {"head dtype", "GEMM", "attention"}
+    assert (report.start.k3 > 1e-9) == bool(report.named)
+
+
+def test_the_compiled_kernel_is_an_engine_that_differs_by_rounding(make_model, converse):
+    model = make_model(3)
+    engine = engines(model)["compiled"]
+    made = Batch.of(converse(Engine(model, stop=NEVER, slots=4, max_length=96), 4))
+    assert np.abs(observe(engine, made).logprob_S.numpy() - made.of_written("logprob")).max() < 1e-6, "as it wrote them"
+    report = examine(model, made, engine)
+    assert report.named == () and report.streams is None and report.first is None
+    with pytest.raises(ValueError, match="float32 Qwen3-MoE"):
+        examine(
+            make_model(3, **LATENT),
+            Batch.of(converse(Engine(make_model(3, **LATENT), stop=NEVER, slots=2, max_length=96), 2)),
+            Program(model=make_model(3, **LATENT), forward=compiled),
+        )
+
+
+def test_kl_over_the_vocabulary_is_what_samples_estimate():
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.normal(size=(4000, 9)))
+    engine, trainer = (
+        logits.log_softmax(-1),
+        (logits + torch.from_numpy(random.normal(0, 0.3, logits.shape))).log_softmax(-1),
+    )
+    token = torch.distributions.Categorical(logits=engine).sample()[:, None]
+    gap = (trainer - engine).gather(1, token)[:, 0].numpy()
+    exact = kl_divergence(engine, trainer).numpy()
+    assert np.allclose(
+        exact,
+        torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (engine, trainer))),
+    )
+    found = figures(gap, exact)
+    assert found.k1 == pytest.approx(found.kl, rel=0.25) and found.k3 == pytest.approx(found.kl, rel=0.1)
+    assert (kl_divergence(engine.float(), engine.float()) == 0).all()
+    assert figures(np.array([np.nan]), np.array([np.nan])).missing == 1
+
+
+def test_what_is_left_is_told_by_policy_version(model, batch):
+    """Rows of an older version were written with other weights; the newest agree."""
+    old = record(engine_of(with_another_weight(model, 1, 2)), batch)
+    new = record(engine_of(model), batch)
+    rows = [replace(row, policy_version=np.where(row.acted, 6, -1).astype(np.int32)) for row in old.rows[:2]]
+    rows += [replace(row, policy_version=np.where(row.acted, 7, -1).astype(np.int32)) for row in new.rows[2:]]
+    report = examine(model, Batch(rows=tuple(rows)))
+    assert report.named == (UNEXPLAINED,) and set(report.versions) == {6, 7}
+    assert report.versions[7].most <= report.tolerance < report.versions[6].most
+
+
+def test_bad_input_is_named(model, batch, make_model):
+    with pytest.raises(ValueError, match="nothing to compare"):
+        Batch(rows=())
+    with pytest.raises(ValueError, match="the model has"):
+        examine(make_model(3, num_hidden_layers=4), batch)
+    with pytest.raises(ValueError, match="positions"):
+        examine(make_model(3, **SHAPES[model.config.family] | {"max_position_embeddings": 8}), batch)
+    with pytest.raises(ValueError, match="row 1: .* runs"):
+        rendered = [Rendering(row.token_ids, row.acted) for row in batch.rows]
+        rendered[1] = Rendering(rendered[1].token_ids, np.zeros_like(rendered[1].acted))
+        replace(batch, rendered=tuple(rendered))
+    with pytest.raises(ValueError, match="must be on"):
+        record(engine_of(model, written=False), batch)
+
+
+def test_a_record_that_is_not_finite_is_refused(model, batch):
+    made = record(engine_of(model), batch)
+    row, *others = made.rows
+    acted = int(np.flatnonzero(row.acted)[1])
+    logprob, gates = row.logprob.copy(), row.trace.gates.copy()
+    logprob[0] = np.nan  # of a token that was read: nobody asks
+    logprob[acted], gates[3, 1, 0] = np.nan, np.inf
+    for bad, said in (
+        (replace(row, logprob=logprob), f"row 0: logprob of token {acted} is not finite"),
+        (replace(row, trace=replace(row.trace, gates=gates)), "row 0: gates of token 3 is not finite"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Batch(rows=(bad, *others))
+
+
+def test_rounding_of_experts_is_that_of_the_format(model, batch):
+    """An int4 engine computes with the rounded weights, written out here."""
+    plain = variant(model, Numerics())
+    with torch.no_grad():
+        for layer in plain.layers:
+            if not layer.dense:
+                for weight in (layer.w_in, layer.w_out):
+                    weight.copy_(rounded(weight, bits=4, group=32, dim=1))
+    seen = observe(Program(model=model, numerics=Numerics(expert_bits=4)), batch)
+    assert torch.equal(seen.logprob_S, observe(Program(model=plain), batch).logprob_S)
+
+
+def test_a_report_is_plain_data(model, batch):
+    import json
+
+    report: Report = examine(model, batch, engines(model)["int4-experts"])
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["named"] == list(report.named) and len(found["steps"]) == len(CAUSES) and "streams" not in found

@@ -1,0 +1,215 @@
+"""Re-scoring gives back what was trained on, and its gradients are autograd's."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rewards import Reward, RewardSettings
+from composer_nb.harness.rollout import Rollout
+from composer_nb.labs.rewards.rescore import (
+    Gradients,
+    Lab,
+    Scores,
+    StoredBatch,
+    judge,
+    open_lab,
+    policy_gradients,
+    rescore,
+    settings_at,
+    shuffled,
+    stored_batch,
+    stored_scores,
+    verdict,
+)
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.loss import policy_loss
+from composer_nb.trainer.learning.packing import flatten, score
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.services.journal import Journal, request_change
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_run: RunDir) -> Lab:
+    return open_lab(tiny_run)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_unchanged_terms_give_the_stored_advantages_bit_for_bit(tiny_run: RunDir, step: int):
+    batch = stored_batch(tiny_run, step)
+    stored, again = stored_scores(batch), rescore(batch, batch.settings.reward)
+    assert len(stored.advantage_R) == 16 and stored.live_P.any()
+    assert again.advantage_R.tobytes() == stored.advantage_R.tobytes()
+    assert again.reward_R.tobytes() == stored.reward_R.tobytes()
+    assert again.terms == stored.terms
+
+
+@pytest.mark.parametrize(("step", "name"), [(1, "start"), (3, "before_final")])
+def test_the_gradient_has_the_length_that_the_trainer_logged(tiny_run: RunDir, step: int, name: str):
+    lab = open_lab(tiny_run, step)
+    logged = tiny_run.steps("rl")[step - 1]
+    # The trainer adds up the squares of all weights in float32, which is good for three digits.
+    assert lab.gradients.norm(lab.stored.advantage_R) == pytest.approx(logged["grad_norm"], rel=1e-3)
+    trained_R = np.abs(lab.stored.advantage_R) > 1e-6
+    k3 = lab.gradients.k3_R[trained_R].sum() / lab.gradients.tokens_R[trained_R].sum()
+    assert k3 == pytest.approx(logged["k3"], abs=1e-9)
+
+
+def test_a_step_that_is_not_there_is_refused(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+    with pytest.raises(ValueError, match=r"RL step 4: its rollouts are not in .* those of \[1, 2, 3\]"):
+        stored_batch(tiny_run, 4)
+    with pytest.raises(ValueError, match="weights that RL step 2 started from are not kept"):
+        open_lab(tiny_run, 2)
+    run = copy_of(tiny_run)
+    (run.path / "rollouts" / "rl_00001_0.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"rl_00001_0\.parquet: damaged"):
+        stored_batch(run, 2)
+
+
+def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
+):
+    run = copy_of(tiny_run)
+    request_change(run, "reward.effort.weight", 0.25)
+    journal = Journal(run)
+    assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0, 0]
+    with journal.transaction():
+        journal.judge(1, 1)  # taken up when one step was done
+    journal.close()
+    request_change(run, "reward.effort.weight", 0.75)
+    journal = Journal(run)
+    journal.judge(2, None)  # refused: never in force
+    journal.close()
+    assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0.25, 0.25]
+
+
+# Gradients
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{ratio: {"loss.ratio": ratio} for ratio in ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo")},
+    "narrow": {"loss.clip_low": 0.01, "loss.clip_high": 0.02},
+    "length": {"loss.length_norm": True},
+    "replay": {"replay.level": "ids+order"},
+}
+
+
+def batch_of(attempts: list[Attempt], size: int, **values: Any) -> StoredBatch:
+    """Groups of `size`, with advantages that nobody needs."""
+    scored = [Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts]
+    groups = tuple(tuple(scored[at : at + size]) for at in range(0, len(scored), size))
+    return StoredBatch(step=1, groups=groups, settings=override(Settings(), values))
+
+
+def autograd(model: Model, batch: StoredBatch, advantage_R: np.ndarray) -> tuple[torch.Tensor, float]:
+    """The gradient of the whole batch's loss in one backward pass, and how many tokens were masked."""
+    everyone = [scored for group in batch.groups for scored in group]
+    streams = [to_stream(replace(s, advantage=float(a))) for s, a in zip(everyone, advantage_R, strict=True)]
+    flat = flatten(streams, batch.settings.replay)
+    logprob_S, _ = score(model, flat, flat.recorded)
+    loss, metrics = policy_loss(
+        logprob_S,
+        flat.sampled_S,
+        flat.advantage_S,
+        flat.rollout_S,
+        batch.settings.loss,
+        batch.settings.rl.denominator(batch.settings.loss),
+    )
+    gradient = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([part.reshape(-1) for part in gradient]).double(), metrics["masked"]
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_lengths_and_angles_are_those_of_autograd(
+    make_model: Callable[..., Model], converse: Callable[..., list[Attempt]], values: dict[str, Any]
+):
+    """At weights that have moved on since sampling, so that ratios differ from 1 and clips mask tokens."""
+    attempts = converse(Engine(make_model(), stop=[], slots=8, max_length=96, temperature=1.0, seed=1), 6)
+    model = make_model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(7)))
+    batch = batch_of(attempts, 3, **values)
+    gradients = policy_gradients(model, batch)
+    random = np.random.default_rng(3)
+    one_R, other_R = random.normal(size=(2, 6))
+    other_R[2] = 0.0
+    (one, masked), (other, _) = autograd(model, batch, one_R), autograd(model, batch, other_R)
+    assert masked > 0 or values != CASES["narrow"]
+    assert gradients.norm(one_R) == pytest.approx(float(one.norm()), rel=1e-4)
+    assert gradients.norm(other_R) == pytest.approx(float(other.norm()), rel=1e-4)
+    expected = float(one @ other / (one.norm() * other.norm()))
+    assert gradients.cosine(one_R, other_R) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_kl_weight_is_refused(lab: Lab, make_model: Callable[..., Model]):
+    batch = replace(lab.batch, settings=override(lab.batch.settings, {"loss.beta": 0.1}))
+    with pytest.raises(ValueError, match=r"loss\.beta is above 0"):
+        policy_gradients(make_model(), batch)
+
+
+def test_a_negated_reward_turns_the_gradient_around(lab: Lab):
+    unchanged = judge(lab, lab.batch.settings.reward)
+    weights = lab.batch.settings.reward.weights
+    negated = judge(lab, RewardSettings(weights={name: -weight for name, weight in weights.items()}))
+    doubled = judge(lab, RewardSettings(weights={name: 2 * weight for name, weight in weights.items()}))
+    assert unchanged.cosine == pytest.approx(1.0, abs=1e-12)
+    assert negated.cosine == pytest.approx(-1.0, abs=1e-6)
+    assert doubled.cosine == pytest.approx(1.0, abs=1e-6)
+    assert (unchanged.revived, unchanged.silenced, unchanged.flipped) == ([], [], [])
+    assert negated.flipped == np.flatnonzero(lab.stored.live_P).tolist() == doubled.flipped + negated.flipped
+    nothing = judge(lab, RewardSettings(weights={}))
+    assert math.isnan(nothing.cosine) and nothing.silenced == negated.flipped and not nothing.scores.live_P.any()
+
+
+def test_shuffling_deals_out_the_same_rewards(lab: Lab):
+    dealt = shuffled(lab.batch, 5)
+    assert sorted(dealt.reward_R) == sorted(lab.stored.reward_R)
+    assert not np.array_equal(dealt.reward_R, lab.stored.reward_R)
+    assert np.array_equal(dealt.reward_R, shuffled(lab.batch, 5).reward_R)
+    sums = [dealt.advantage_R[dealt.group_R == group].sum() for group in range(4)]
+    assert np.allclose(sums, 0, atol=1e-6)
+
+
+# Groups
+
+
+def scores_of(task: Any, rewards: list[list[float]], solved: list[list[int]]) -> Scores:
+    def one(reward: float, passed: int, mean: float) -> Scored:
+        rollout = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
+        done = Attempt(task=task, rollout=rollout, grade=Grade(status="graded", tests={"x": bool(passed)}))
+        return Scored(attempt=done, reward=Reward(total=reward), advantage=reward - mean)
+
+    return Scores.of(
+        [
+            [one(r, s, float(np.mean(group))) for r, s in zip(group, marks, strict=True)]
+            for group, marks in zip(rewards, solved, strict=True)
+        ]
+    )
+
+
+def test_live_groups_and_agreement_with_the_tests(task: Any):
+    scores = scores_of(task, [[1, 1, 1], [0.5, 0.2, 0.9], [0, 1, 0]], [[1, 1, 1], [1, 0, 0], [0, 1, 0]])
+    assert scores.live_P.tolist() == [False, True, True]
+    assert scores.agreement == 3 / 4
+    assert scores_of(task, [[1, 1, 0]], [[1, 0, 0]]).agreement == 3 / 4
+    assert math.isnan(scores_of(task, [[1, 0]], [[1, 1]]).agreement)
+
+
+def test_what_became_of_each_group(task: Any):
+    solved = [[1, 0]] * 4
+    old = scores_of(task, [[1, 1], [1, 0], [1, 0], [1, 0]], solved)
+    new = scores_of(task, [[1, 0], [1, 1], [0, 1], [3, 0]], solved)
+    flat = Gradients(gram=np.eye(16), k3_R=np.zeros(8), tokens_R=np.ones(8))
+    batch = StoredBatch(step=1, groups=(), settings=Settings())
+    found = verdict(Lab(batch=batch, stored=old, gradients=flat), new)
+    assert (found.revived, found.silenced, found.flipped) == ([0], [1], [2])

@@ -1,0 +1,120 @@
+"""Stored rollouts through another model: what an engine of it would have recorded, checked against plain forwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.policy import route_checks
+from composer_nb.harness.rewards import Reward
+from composer_nb.labs import retrace as module
+from composer_nb.labs.retrace import recompute, reroute, retrace
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.variants import PAIRS, variant
+from composer_nb.trainer.recipe.mismatch import compare, figures, measure_mismatch
+from composer_nb.trainer.rl import Scored, to_stream
+
+NEVER = frozenset[int]()
+
+
+@pytest.fixture
+def attempts(make_model, converse):
+    return converse(Engine(make_model(3), stop=NEVER, slots=6, max_length=96), 6)
+
+
+def segments(attempts):
+    return [segment for done in attempts for segment in done.rollout.segments]
+
+
+def test_the_model_that_sampled_finds_what_it_recorded(make_model, attempts):
+    for old, new in zip(segments(attempts), segments(retrace(make_model(3), attempts)), strict=True):
+        assert np.allclose(new.logprob, old.logprob, atol=2e-5) and (new.logprob[~new.acted] == 0).all()
+        assert np.array_equal(new.trace.routes[:-1], old.trace.routes[:-1])
+        assert np.array_equal(new.trace.checks[:-1], old.trace.checks[:-1])
+        assert np.array_equal(new.trace.route_valid, old.trace.route_valid)
+        assert np.allclose(new.trace.gates[:-1], old.trace.gates[:-1], atol=1e-5)
+        assert np.allclose(new.trace.margins[:-1], old.trace.margins[:-1], atol=1e-5)
+        assert {name: x.dtype for name, x in vars_of(new).items()} == {
+            name: x.dtype for name, x in vars_of(old).items()
+        }
+
+
+def vars_of(segment):
+    return {name: getattr(segment.trace, name) for name in ("routes", "gates", "margins", "route_valid", "checks")}
+
+
+def test_numbers_are_those_of_a_plain_forward_however_rows_are_cut(make_model, attempts, monkeypatch):
+    model = make_model(5)
+    monkeypatch.setattr(module, "BUDGET", 70)
+    for segment, seen in zip(segments(attempts), recompute(model, segments(attempts)), strict=True):
+        ids = torch.from_numpy(segment.token_ids).long()[None]
+        with torch.no_grad():
+            logits, routes = model(ids)
+        plain = torch.distributions.Categorical(logits=logits[0, :-1])
+        assert np.allclose(seen.logprob[1:], plain.log_prob(ids[0, 1:]), atol=1e-4) and seen.logprob[0] == 0
+        assert np.allclose(seen.entropy[1:], plain.entropy(), atol=1e-4) and seen.entropy[0] == 0
+        assert np.array_equal(seen.trace.routes[:-1], routes[0, :-1].numpy())
+
+
+def test_a_bf16_engine_reads_as_it_writes(make_model, converse):
+    """Attention in float32, logits in float32: reading its own rollouts, the engine in bf16 finds nearly its own numbers, far
+    nearer than the float32 model does."""
+    engine = make_model(3).to(torch.bfloat16)
+    attempts = converse(Engine(engine, stop=NEVER, slots=12, max_length=96), 12)
+    again = retrace(engine, attempts)
+    apart = {
+        name: np.concatenate(
+            [(new.logprob - old.logprob)[old.acted] for new, old in zip(each, segments(attempts), strict=True)]
+        )
+        for name, each in (("itself", segments(again)), ("float32", segments(retrace(make_model(3), attempts))))
+    }
+    assert np.median(np.abs(apart["itself"])) < 0.2 * np.median(np.abs(apart["float32"]))
+
+
+def test_replay_takes_the_routes_on_record(make_model, attempts):
+    other = make_model(5)
+    own, forced = (recompute(other, segments(attempts), replay=on) for on in (False, True))
+    assert any((a.trace.routes != b.trace.routes).any() for a, b in zip(own, forced, strict=True))
+    for segment, seen in zip(segments(attempts), forced, strict=True):
+        assert np.array_equal(seen.trace.routes[:-1], segment.trace.routes[:-1])
+
+
+def test_what_is_retraced_can_be_compared_and_replayed(make_model, attempts):
+    model = make_model(3)
+    for pair in PAIRS.values():
+        made = retrace(variant(model, pair.engine), attempts)
+        streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0)) for done in made]
+        assert not any(stream.route_fault() for stream in streams)
+        found = compare(variant(model, pair.trainer), made)
+        assert figures(found) == measure_mismatch(variant(model, pair.trainer), made)
+        assert found.flips_NL.shape == found.margins_NL.shape and len(found.off_S) == len(found.flipped_S)
+    same = compare(model, retrace(model, attempts))
+    assert not same.flips_NL.any() and np.abs(same.off_S).max() < 5e-5
+
+
+def test_routes_of_others_pass_for_its_own_and_are_wrong(make_model, attempts):
+    [segment] = attempts[0].rollout.segments
+    shifted = np.concatenate([segment.trace.routes[:1], segment.trace.routes[:-1]])
+    [forged] = reroute(attempts[0], shifted).rollout.segments
+    places = np.arange(len(shifted))
+    assert np.array_equal(forged.trace.checks[:-1], route_checks(places, segment.token_ids, shifted)[:-1])
+    assert forged.trace.checks[-1] == 0
+    made = reroute(attempts[0], shifted)
+    assert not to_stream(Scored(attempt=made, reward=Reward(total=0.0), advantage=0.0)).route_fault()
+    found = compare(make_model(3), [made])
+    assert np.abs(found.on_S).max() > 100 * np.abs(found.off_S).max()
+    with pytest.raises(ValueError, match="for a rollout with routes of"):
+        reroute(attempts[0], shifted[1:])
+
+
+def test_a_row_that_is_too_long_is_refused(make_model, attempts):
+    model = make_model(3, max_position_embeddings=8)
+    with pytest.raises(ValueError, match="exceeds model.max_position_embeddings"):
+        recompute(model, segments(attempts))
+    [segment] = attempts[0].rollout.segments
+    wrong = replace(segment, trace=replace(segment.trace, routes=segment.trace.routes[:, :1]))
+    with pytest.raises(ValueError, match="replayed routes are of 1 layers"):
+        recompute(make_model(3), [wrong], replay=True)

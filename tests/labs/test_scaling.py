@@ -1,0 +1,75 @@
+"""Loss against tokens: lines through points that lie on one, and bytes counted by decoding."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from composer_nb.labs.scaling import bits_per_byte, bytes_per_token, fit_loss
+from composer_nb.trainer.learning.data import Row, code_rows
+
+TOKENS = [1e3, 3e3, 1e4, 5e4, 2e5]
+
+
+@given(intercept=st.floats(-5, 5), slope=st.floats(-2, 2))
+def test_points_on_a_line_give_that_line(intercept: float, slope: float):
+    x = np.log(TOKENS)
+    straight = fit_loss(TOKENS, intercept + slope * x)
+    assert straight.shape == "log-linear"
+    assert (straight.intercept, straight.slope) == pytest.approx((intercept, slope), abs=1e-6)
+    assert straight.predict(math.e * 1e5) - straight.predict(1e5) == pytest.approx(slope, abs=1e-6)
+    power = fit_loss(TOKENS, np.exp(intercept + slope * x), "power")
+    assert power.slope == pytest.approx(slope, abs=1e-6)
+    assert power.predict(2e6) / power.predict(1e6) == pytest.approx(2**slope, rel=1e-6), "a share a doubling"
+
+
+def test_a_line_through_other_points_is_that_of_least_squares():
+    random = np.random.default_rng(0)
+    loss = 4 - 0.3 * np.log(TOKENS) + random.normal(0, 0.1, len(TOKENS))
+    design = np.stack([np.ones(len(TOKENS)), np.log(TOKENS)], 1)
+    wanted = np.linalg.lstsq(design, loss, rcond=None)[0]
+    found = fit_loss(TOKENS, loss)
+    assert (found.intercept, found.slope) == pytest.approx(wanted.tolist())
+    assert found.predict(TOKENS) == pytest.approx(design @ wanted)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loss", "shape"),
+    [
+        ([], [], "log-linear"),
+        ([10.0], [1.0], "log-linear"),
+        ([10.0, 10.0], [1.0, 2.0], "log-linear"),
+        ([10.0, 20.0], [1.0], "log-linear"),
+        ([0.0, 20.0], [1.0, 2.0], "log-linear"),
+        ([10.0, 20.0], [1.0, math.nan], "log-linear"),
+        ([10.0, 20.0], [1.0, 0.0], "power"),
+    ],
+)
+def test_what_no_line_goes_through_is_refused(tokens, loss, shape):
+    with pytest.raises(ValueError, match="a line needs|line needs"):
+        fit_loss(tokens, loss, shape)
+
+
+def test_bytes_are_those_of_the_text(tokenizer: Tokenizer):
+    texts = ["def f(xs):\n    return 'äß✓' * 3  # ∑\n" * 20]
+    rows = code_rows(texts, tokenizer, 1.0)
+    text = b"".join(tokenizer.decode(row.token_ids[1:].tolist()).encode() for row in rows if row is rows[0])
+    first = bytes_per_token(rows[:1], tokenizer)
+    # A cut inside a character decodes to signs that stand for it; everything else is exact.
+    assert first * (len(rows[0].token_ids) - 1) == pytest.approx(len(text), abs=4)
+    ids = tokenizer.encode("abc", add_special_tokens=False).ids
+    special = tokenizer.token_to_id("<|end|>")
+    row = Row(np.array([special, *ids, special], np.int32), np.ones(len(ids) + 2, np.float32))
+    assert bytes_per_token([row], tokenizer) == pytest.approx(3 / (len(ids) + 1)), "special tokens are no text"
+    with pytest.raises(ValueError, match="nothing to predict"):
+        bytes_per_token([], tokenizer)
+
+
+def test_a_byte_of_which_nothing_is_known_costs_eight_bits():
+    assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
+    assert bits_per_byte([math.log(2)] * 2, 2.0) == pytest.approx([0.5, 0.5])

@@ -1,0 +1,145 @@
+"""Stored runs that went to an extreme, made from a run that is there, and notebooks run on them without a kernel."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.bench import summarise
+from composer_nb.harness.files import write_json
+from composer_nb.harness.store import load_attempts, save_attempts
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.settings import from_dict
+from composer_nb.trainer.recipe.report import POLICIES
+from composer_nb.trainer.records.batches import load_batch, save_batch
+from composer_nb.trainer.records.rundir import RunDir, to_json
+from composer_nb.trainer.rl import batch_metrics, ledger, score_groups, step_point
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NOT_LEARNT = {"infra_errors", "version", "staleness", "time", "lr", "logit_scale", "tune_pass_at_1", "tune_greedy"}
+"""Metrics that a step without anything to learn has all the same, beside those of its rollouts."""
+
+
+def solves(run: RunDir, passed: bool) -> None:
+    """Make every rollout and every held-out attempt of a run pass its tests, or fail them."""
+    info = {name: run.finished(f"eval_{name}") for name in POLICIES}
+    tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
+    for name, found in info.items():
+        file = run.path / "rollouts" / f"eval_{name}.parquet"
+        done = [graded(each, passed) for each in load_attempts(file, tasks)]
+        save_attempts(file, done)
+        greedy = len({each.task.id for each in done})
+        assert found is not None
+        run.finish(f"eval_{name}", found["seconds"], summarise(done[:-greedy], done[-greedy:]))
+    rescored(run, lambda done: graded(done, passed))
+
+
+def graded(done: Attempt, passed: bool) -> Attempt:
+    """Return the attempt with every test passed, or failed."""
+    tests = dict.fromkeys(done.grade.tests or {"test_hidden": passed}, passed)
+    return replace(done, grade=replace(done.grade, status="graded", tests=tests))
+
+
+def pays_for_nothing(run: RunDir) -> None:
+    """Give every rollout the reward 0, so that no group teaches, no batch trains and no weight changes."""
+    settings = run.settings()
+    settings["reward"]["weights"] = {}
+    write_json(run.path / "settings.json", settings)
+    rescored(run, lambda done: done)
+    for name in ("before_final", "final"):
+        shutil.rmtree(run.path / "weights" / name)
+        shutil.copytree(run.path / "weights" / "start", run.path / "weights" / name)
+    numerics = run.finished("numerics")
+    assert numerics is not None
+    numerics["weights"] |= {"delta_bytes": 0, "changed_fraction": 0.0}
+    run.finish("numerics", numerics.pop("seconds"), numerics)
+
+
+def rescored(run: RunDir, change: Callable[[Attempt], Attempt]) -> None:
+    """Change the rollouts of every RL step, and with them rewards, advantages, metrics and ledger."""
+    settings = from_dict(run.settings())
+    tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
+    for point in run.steps("rl"):
+        number, sums, tokens = point.pop("step"), Counter[str](), Counter[str]()
+        for file in sorted((run.path / "rollouts").glob(f"rl_{number - 1:05d}_*.parquet")):
+            attempts = [[change(scored.attempt) for scored in group] for group in load_batch(file, tasks)]
+            groups = score_groups(attempts, settings.reward, settings.loss)
+            save_batch(file, groups)
+            sums.update(batch_metrics(groups))
+            tokens.update(ledger(groups, settings.loss))
+        point |= step_point(dict(sums))
+        if not sums["live_groups"]:
+            point |= dict.fromkeys(point.keys() - step_point(dict(sums)).keys() - NOT_LEARNT)
+        with closing(run.connect()) as db, db:
+            db.execute("UPDATE step SET metrics = ? WHERE stage = 'rl' AND step = ?", (to_json(point), number))
+            db.execute("DELETE FROM ledger WHERE stage = 'rl' AND step = ?", (number,))
+            db.executemany("INSERT INTO ledger VALUES ('rl', ?, ?, ?)", [(number, *pair) for pair in tokens.items()])
+
+
+def cut_off(run: RunDir, steps: int = 2) -> None:
+    """Leave a run as it is when it is killed after so many RL steps. The weights before the next one are published already."""
+    shorten(run, steps)
+    for name in ("rollouts/eval_final.parquet", "rollouts/eval_final.safetensors", "said.log"):
+        (run.path / name).unlink()
+    shutil.rmtree(run.path / "weights" / "final")
+    with closing(run.connect()) as db, db:
+        db.execute("DELETE FROM stage WHERE name IN ('rl', 'eval_final', 'numerics')")
+
+
+def ran_out_of_time(run: RunDir, steps: int = 2) -> None:
+    """Leave a run as it is when RL ends after so many steps because its time is over, and all the rest is done."""
+    shorten(run, steps)
+    for file in (run.path / "rollouts").glob("rl_00002_*"):
+        file.unlink()
+    info = run.finished("rl")
+    assert info is not None
+    run.finish("rl", info.pop("seconds"), info | {"stopped_early": True, "sampled": sum(run.ledger().values())})
+
+
+def shorten(run: RunDir, steps: int) -> None:
+    with closing(run.connect()) as db, db:
+        db.execute("DELETE FROM step WHERE stage = 'rl' AND step > ?", (steps,))
+        db.execute("DELETE FROM ledger WHERE stage = 'rl' AND step > ?", (steps,))
+        db.execute("UPDATE checkpoint SET step = ? WHERE stage = 'rl'", (steps,))
+    run.clean()
+
+
+def execute(name: str, parameters: dict[str, Any]) -> str:
+    """Run a notebook's code in this process, show what its cells end with, and return the text that it put out. Raises what a
+    cell raises, and a numeric warning as an error, since a reader would see it."""
+    book = nbformat.read(FOLDER / f"{name}.ipynb", 4)
+    space: dict[str, Any] = {"__name__": f"notebook_{name}"}
+    said = io.StringIO()
+    with warnings.catch_warnings(), redirect_stdout(said):
+        warnings.simplefilter("error", RuntimeWarning)
+        for number, cell in enumerate(cell for cell in book.cells if cell.cell_type == "code"):
+            *body, last = ast.parse(cell.source).body
+            ends = [last.value] if isinstance(last, ast.Expr) else []
+            for part in (ast.Module([*body, *([] if ends else [last])], []), *map(ast.Expression, ends)):
+                code = compile(part, f"{name}, code cell {number}", "exec" if isinstance(part, ast.Module) else "eval")
+                if (shown := eval(code, space)) is not None:
+                    print(*as_text(shown))
+            if "parameters" in cell.metadata.get("tags", []):
+                space |= parameters
+    return said.getvalue()
+
+
+def as_text(shown: Any) -> Sequence[str]:
+    """What JupyterLab asks of an object that a cell ends with."""
+    if hasattr(shown, "_repr_mimebundle_") and (bundle := shown._repr_mimebundle_()):
+        return [json.dumps(bundle, default=str)]
+    ways = ("_repr_png_", "_repr_html_")
+    made = [getattr(shown, way)() for way in ways if hasattr(shown, way)]
+    return [repr(shown), *(each for each in made if isinstance(each, str))]

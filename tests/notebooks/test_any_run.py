@@ -1,0 +1,69 @@
+"""No notebook fails because of what a run found: runs that went to an extreme are read like any other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from extremes import cut_off, execute, pays_for_nothing, ran_out_of_time, solves
+
+from composer_nb.trainer.records.rundir import RunDir
+
+EXTREMES: dict[str, Callable[[RunDir], None]] = {
+    "nothing solved": lambda run: solves(run, False),
+    "everything solved": lambda run: solves(run, True),
+    "all groups dead": pays_for_nothing,
+    "cut off": cut_off,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "01_mid_training": {"steps": 24, "tokens": 256, "demonstrations": 16, "hidden": 32, "looks": 8},
+    "04_reward_design": {"shuffles": 20},
+    "05_router_replay": {"rollouts": 8},
+    "06_rl_run": {},
+    "08_weight_sync": {},
+    "10_compare_runs": {},
+}
+OFTEN = {("04_reward_design", "all groups dead"), ("05_router_replay", "all groups dead"), ("06_rl_run", "cut off")} | {
+    ("10_compare_runs", "cut off"),
+    ("08_weight_sync", "all groups dead"),
+    ("01_mid_training", "everything solved"),
+}
+"""One extreme a notebook, which `make test` reads too."""
+READ = [
+    pytest.param(
+        book,
+        extreme,
+        marks=[]
+        if (book, extreme) in OFTEN
+        else [pytest.mark.whole if extreme == "nothing solved" else pytest.mark.slow],
+        id=f"{book}, {extreme}",
+    )
+    for extreme in EXTREMES
+    for book in SMALL
+]
+
+
+@pytest.mark.parametrize(("book", "extreme"), READ)
+def test_a_run_of_any_outcome_can_be_read(
+    book: str, extreme: str, tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
+) -> None:
+    run = copy_of(tiny_run)
+    EXTREMES[extreme](run)
+    two = {"first": str(tiny_run.path), "second": str(run.path)}
+    there = two if book == "10_compare_runs" else {"run_dir": str(run.path)}
+    said = execute(book, there | SMALL[book])
+    assert not re.search(r"(?<!\w)nan(?!\w)", said, re.I), "a missing value is told by a word or a dash"
+
+
+@pytest.mark.parametrize("extreme", ["all groups dead", "out of time", "everything solved"])
+@pytest.mark.whole
+def test_the_tour_of_any_outcome_comes_to_its_end(
+    extreme: str, tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
+) -> None:
+    run = copy_of(tiny_run)
+    {**EXTREMES, "out of time": ran_out_of_time}[extreme](run)
+    said = execute("00_tour", {"run_dir": str(run.path)})
+    unchanged = "the last batch had no group that teaches, so none of"
+    assert (unchanged in said) == (extreme == "all groups dead")

@@ -1,0 +1,205 @@
+"""Questions with known answers: from docstrings, tests, bugs and rollouts, and how answers to them are scored."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Rollout, Turn
+from composer_nb.harness.search.embedding import Embedding
+from composer_nb.harness.search.index import CodeIndex
+from composer_nb.harness.tasks.task import Task
+from scripts.retrieval.measure import answers, figures, ranks, score, table
+from scripts.retrieval.questions import Question, mine
+from scripts.retrieval.traces import Lines, Step, followed, labels, steps_of, trace_questions, traced
+
+SOURCE = '''"""A module."""
+
+
+class Shelf:
+    """Holds books."""
+
+    def lend(self, book, days=14):
+        """Gives a book to a reader. The date of its return is days later, counted from the day of lending.
+
+        More text.
+        """
+        self.due[book] = self.today + days
+        return self.due[book]
+
+    def same(self):
+        """Twice the same sentence here."""
+        return 1
+
+    def other(self):
+        """Twice the same sentence here."""
+        return 2
+
+    def nothing(self):
+        """Does nothing at all, ever."""
+        raise NotImplementedError
+
+    def inline(self): """On the line of its def."""; return 3
+'''
+TEST = """from shelf import Shelf
+
+
+def test_lend_twice():
+    shelf = Shelf()
+    assert shelf.lend("novel") > 3
+"""
+FILES = {"shelf.py": SOURCE.encode(), "tests/test_shelf.py": TEST.encode(), "bad.py": b"def (", "note.md": b"Shelf"}
+
+
+def test_a_docstring_asks_for_its_function() -> None:
+    mined = mine(FILES)
+    found = {question.kind: question for question in mined.questions}
+    assert [question.kind for question in mined.questions].count(
+        "docstring"
+    ) == 1  # the others are short, double or idle
+    asked = found["docstring"]
+    assert (asked.text, asked.path, asked.first, asked.last) == ("Gives a book to a reader", "shelf.py", 7, 13)
+    assert found["bug"].text.startswith("shelf.py: ") and "The date of its return" in found["bug"].text
+    assert found["test"].first == 7 and "novel" in found["test"].text and "shelf.lend" not in found["test"].text
+
+
+def test_no_answer_is_given_away_and_lines_stay() -> None:
+    text = mine(FILES).files["shelf.py"].decode()
+    assert text.count("\n") == SOURCE.count("\n")
+    assert "Gives a book" not in text and "Twice the same" not in text and "A module" in text
+    assert text.split("\n")[11] == SOURCE.split("\n")[11]
+    compile(text, "shelf.py", "exec")
+
+
+def test_an_answer_shares_half_of_the_lines() -> None:
+    built = CodeIndex.build(FILES, Embedding(terms=np.zeros(1, np.uint64), vectors=np.zeros((1, 4), np.float32)))
+    spans, inside = built.spans("shelf.py")
+
+    def right(first: int, last: int) -> list[list[int]]:
+        asked = Question(text="", path="shelf.py", first=first, last=last, kind="docstring")
+        found = answers(built, asked)
+        assert not (found & ~inside).any()
+        return spans[found].tolist()
+
+    assert right(7, 13) == [[7, 13]] and right(10, 16) == [[7, 13], [15, 17]] and right(11, 14) == [[7, 13]]
+
+
+def test_ranks_of_the_ways_to_search() -> None:
+    files = {
+        f"m{n}.py": f"def part_{word}(x):\n    return {word}(x)\n".encode()
+        for n, word in enumerate(["alpha", "beta", "gamma"])
+    }
+    built = CodeIndex.build(files, Embedding(terms=np.zeros(1, np.uint64), vectors=np.zeros((1, 4), np.float32)))
+    asked = [Question(text="the beta part", path="m1.py", first=1, last=2, kind="docstring"),
+             Question(text="nothing alike", path="m1.py", first=1, last=2, kind="docstring")]  # fmt: skip
+    found = ranks(built, asked)
+    assert {way: rank.tolist() for way, rank in found.items()} == {
+        "grep": [1.0, np.inf], "bm25": [1.0, np.inf], "embedding": [np.inf, np.inf], "fused": [1.0, np.inf],
+    }  # fmt: skip
+
+
+def test_figures_and_their_intervals() -> None:
+    rank = np.array([1, 6, 11, np.inf])
+    assert {name: each.tolist() for name, each in figures(rank).items()} == {
+        "recall@5": [1, 0, 0, 0], "recall@10": [1, 1, 0, 0], "mrr": [1, 1 / 6, 1 / 11, 0],
+    }  # fmt: skip
+    sure, wide = score(np.ones(50)), score(np.tile([0.0, 1.0], 200))
+    assert (sure.mean, sure.low, sure.high) == (1, 1, 1)
+    assert (
+        wide.mean == 0.5 and wide.low == pytest.approx(0.451, abs=0.01) and wide.high == pytest.approx(0.549, abs=0.01)
+    )
+    both = table({"fused": np.ones(9), "bm25": np.full(9, 2.0)})["fused - bm25"]
+    assert both["mrr"].mean == 0.5 and both["recall@5"].mean == 0
+
+
+def turn(name: str, error: str | None = None, **arguments: object) -> Turn:
+    return Turn(call=json.dumps({"name": name, "arguments": arguments}), observation="", error=error)
+
+
+CODE = {"f.py": "a\nb\nc\nd\ne\n", "g.py": "x\ny\n"}
+
+
+def test_a_rollout_asks_for_what_it_came_to_edit() -> None:
+    turns = [
+        turn("codebase_search", query="where is d", target_directories=[]),
+        turn("read_file", path="g.py"),
+        turn("read_file", target_file="f.py", offset=1, limit=2),
+        Turn(call="no JSON", observation="", error="InvalidArguments"),
+        turn("search_replace", file_path="f.py", old_string="d\n", new_string="D\n"),
+        turn("edit_line", error="InvalidArguments", path="g.py", line=1, text="z"),
+        turn("codebase_search", query="and after that"),
+    ]
+    wanted = (Lines(path="f.py", first=4, last=4), Lines(path="f.py", first=1, last=2))
+    assert list(labels(steps_of("mend f", turns, CODE))) == [("mend f", wanted), ("where is d", wanted)]
+    assert [(q.text, q.path, q.first, q.last, q.kind) for q in trace_questions("mend f", turns[-3:], CODE)] == [
+        ("mend f", "f.py", 4, 4, "trace")
+    ]
+
+
+def test_what_was_read_after_the_edit_or_elsewhere_is_no_answer() -> None:
+    edit, read = Lines(path="f.py", first=2, last=2), Lines(path="f.py", first=4, last=5)
+    other = Lines(path="g.py", first=1, last=1)
+    steps = [Step(said="q"), Step(read=other), Step(edited=edit), Step(read=read)]
+    assert list(labels(steps)) == [("q", (edit,))]
+    assert list(labels([Step(said="q"), Step(read=other)])) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "lines", "after", "wanted"),
+    [
+        ("a\nb\nc", (2, 3), "new\na\nb\nc", (3, 4)),  # as where the answer adds lines above
+        ("a\nstub\nc", (2, 2), "a\nx\ny\nz\nc", (2, 4)),  # a body that is gone, and the whole of it
+        ("a\nx\ny\nc", (2, 3), "a\nb\nc", (2, 2)),
+        ("a\nx", (2, 2), "a", (1, 1)),
+        ("a\nx\nc", (2, 2), "a\nc", (2, 2)),  # nothing is left of it: where it stood
+    ],
+)
+def test_lines_are_found_again_in_another_state_of_the_file(
+    before: str, lines: tuple[int, int], after: str, wanted: tuple[int, int]
+) -> None:
+    asked = Question(text="q", path="f.py", first=lines[0], last=lines[1], kind="trace")
+    found = followed(asked, before, after)
+    assert (found.first, found.last) == wanted
+    assert followed(asked, before, before) == asked
+
+
+def test_rollouts_on_tasks_of_a_repository_ask_it_as_it_is_when_right() -> None:
+    def attempt(text: str, right: str, *turns: Turn) -> Attempt:
+        task = Task.model_construct(
+            id="t", instruction=text, files={"f.py": text, "same.py": "s\n"}, solution={"f.py": right}
+        )
+        rollout = Rollout(task_id="t", segments=(), turns=turns, files={}, stop="finished")
+        return Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
+
+    whole = "one\ntwo\nthree\n"
+    edit = turn("search_replace", file_path="f.py", old_string="gap\n", new_string="two\nthree\n")
+    other = turn("search_replace", file_path="f.py", old_string="on\n", new_string="one\n")
+    files, asked = traced(
+        [
+            attempt("one\ngap\n", whole, edit),
+            attempt("on\ntwo\nthree\n", whole, other),
+            attempt("on\ntwo\nthree\n", whole, other),
+        ]
+    )
+    assert files == {"f.py": whole.encode(), "same.py": b"s\n"}
+    assert [(q.first, q.last) for q in asked] == [(2, 3), (1, 1)]
+    with pytest.raises(ValueError, match="no rollouts"):
+        traced([])
+
+
+def test_the_tools_of_tiny_models_are_known() -> None:
+    turns = [
+        turn("read_file", path="f.py"),
+        turn("edit_line", path="f.py", line=5, text="E"),
+        turn("edit_line", path="f.py", line=6, text=""),
+    ]
+    steps = steps_of("", turns, CODE)
+    assert steps[1:] == [
+        Step(read=Lines(path="f.py", first=1, last=5)),
+        Step(edited=Lines(path="f.py", first=5, last=5)),
+        Step(),
+    ]

@@ -1,0 +1,95 @@
+"""Training of search's embedding: it learns what words mean each other, leaks nothing, and is the same twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from composer_nb.harness.search.chunks import chunk_file
+from scripts.retrieval.questions import Question
+from scripts.retrieval.training import (
+    RetrievalSettings,
+    draw,
+    heldout,
+    make_vocabulary,
+    prepare,
+    recall,
+    to_embedding,
+    train,
+)
+
+ASKED = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "julia", "kilo", "lima"]
+SAID = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+SETTINGS = RetrievalSettings(width=16, steps=60, batch=24, further=8, names=0.3, drop=0.0, learning_rate=0.05)
+
+
+def repository(first: int) -> tuple[dict[str, bytes], list[Question]]:
+    """Functions in which a word stands for another one, always the same; each file has a name of its own."""
+    files = {f"m{first + n}.py": f"def f{first + n}():\n    return {said}\n".encode() for n, said in enumerate(SAID)}
+    asked = [
+        Question(text=f"what does {word} mean", path=f"m{first + n}.py", first=1, last=2, kind="docstring")
+        for n, word in enumerate(ASKED)
+    ]
+    files |= {"words.md": " ".join(ASKED).encode(), "again.md": " ".join(ASKED).encode()}
+    return files, asked
+
+
+def trained(seed: int = 0) -> tuple[dict[str, float], np.ndarray, list[float]]:
+    parts = [repository(first) for first in (0, 20)]
+    vocabulary = make_vocabulary([files for files, _ in parts], 200)
+    repositories = [prepare(str(n), files, asked, vocabulary) for n, (files, asked) in enumerate(parts)]
+    settings = RetrievalSettings(**{name: getattr(SETTINGS, name) for name in SETTINGS.__slots__} | {"seed": seed})
+    vectors, losses = train(repositories, vocabulary, settings)
+    return vocabulary, vectors, losses
+
+
+def test_learns_what_words_alone_do_not_say() -> None:
+    vocabulary, vectors, losses = trained()
+    files, asked = repository(40)  # never seen
+    unseen = prepare("unseen", files, asked, vocabulary)
+    start = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)
+    assert recall(unseen, vectors, depth=1) == 1.0 and recall(unseen, start, depth=1) < 0.5
+    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+
+
+def test_twice_the_same() -> None:
+    (_, one, losses), (_, two, again), (_, other, _) = trained(), trained(), trained(1)
+    assert losses == again and one.tobytes() == two.tobytes() and one.tobytes() != other.tobytes()
+
+
+def test_searching_encodes_as_training_did() -> None:
+    vocabulary, vectors, _ = trained()
+    files, asked = repository(0)
+    made = prepare("0", files, asked, vocabulary)
+    embedding = to_embedding(vectors, vocabulary)
+    places, weights = made.chunks.row(0)
+    wanted = (vectors[places] * weights[:, None]).sum(axis=0)
+    assert (np.diff(embedding.terms.astype(object)) > 0).all()
+    paths = sorted(files)
+    chunk = chunk_file(paths[0], files[paths[0]])
+    found = embedding.encode(chunk.terms, chunk.weights, chunk.counts)
+    np.testing.assert_allclose(found[0], wanted / np.linalg.norm(wanted), atol=1e-5)
+
+
+def test_shared_terms_are_hidden_from_the_answer() -> None:
+    files = {f"{n}.py": f"def rotate_{word}(rotate):\n    return {word}\n".encode() for n, word in enumerate(SAID)}
+    asked = [Question(text="rotate it", path=f"{n}.py", first=1, last=2, kind="docstring") for n in range(12)]
+    vocabulary = make_vocabulary([files], 50)
+    made = prepare("x", files, asked, vocabulary)
+    hidden = RetrievalSettings(batch=8, further=0, names=0.0, drop=0.0, hide_shared=1.0)
+    shown = RetrievalSettings(batch=8, further=0, names=0.0, drop=0.0, hide_shared=0.0)
+    for settings, wanted in ((hidden, 0), (shown, 8)):
+        questions, chunks, right, place = draw(made, settings, np.random.default_rng(0))
+        shared = [bool(set(q[0]) & set(chunks[r][0])) for q, r in zip(questions, right, strict=True)]
+        assert sum(shared) == wanted and len(place) == 8
+
+
+def test_the_split_is_by_name_alone() -> None:
+    names = [f"package{n}" for n in range(2000)]
+    assert 0.17 < np.mean([heldout(name) for name in names]) < 0.23
+    assert [heldout(name) for name in names] == [heldout(name) for name in names]
+
+
+def test_nothing_to_train_on_is_said() -> None:
+    with pytest.raises(ValueError, match="no repository has a question"):
+        train([], {"a": 1.0}, SETTINGS)

@@ -1,0 +1,114 @@
+"""Tiny models and rollouts that tests of the trainer and of the labs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.policy import Request
+from composer_nb.harness.rollout import Kind, Rollout, Segment
+from composer_nb.harness.tasks.task import Task
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+
+MakeModel = Callable[..., Model]
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 96,
+    "rope_theta": 700.0,
+}
+TESTS = "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"
+
+
+@pytest.fixture
+def make_model() -> MakeModel:
+    """`make_model(seed, **sizes)`: a tiny model whose norms are not 1 and whose routers have decided opinions."""
+
+    def make(seed: int = 0, **sizes: Any) -> Model:
+        torch.manual_seed(seed)
+        model = Model(ModelConfig(**SIZES | sizes))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "norm" in name:
+                    weight.copy_(0.5 + torch.rand_like(weight))
+                if name == "final_norm":  # a distribution with some entropy, not one certain token
+                    weight.mul_(0.15)
+                if name.endswith("router"):
+                    weight.mul_(2)
+                if name in ("embed", "head"):
+                    weight.copy_(torch.randn_like(weight))
+        return model
+
+    return make
+
+
+@pytest.fixture
+def task() -> Task:
+    return Task(
+        id="t",
+        instruction="add one",
+        files={"f.py": "def f(x):\n    return x\n", "test_f.py": TESTS},
+        tests={"hidden.py": TESTS},
+        source_scope=("f.py",),
+    )
+
+
+@pytest.fixture
+def converse(task: Task) -> Callable[..., list[Attempt]]:
+    """`converse(engine, count, seed)`: `count` rollouts of three turns each with random observations between them."""
+
+    def run(engine: Engine, count: int, seed: int = 0, turns: int = 3, max_tokens: int = 9) -> list[Attempt]:
+        random = np.random.default_rng(seed)
+        vocabulary = engine.model.config.vocab_size
+        streams: list[tuple[list[int], list[int], list[float]]] = [([], [], []) for _ in range(count)]
+        for _ in range(turns):
+            requests = []
+            for rollout, (ids, kinds, logprobs) in enumerate(streams):
+                news = random.integers(0, vocabulary, random.integers(1, 8)).tolist()
+                requests.append(Request(rollout=rollout, token_ids=news, max_tokens=max_tokens))
+                ids += news
+                kinds += [int(Kind.OBSERVATION)] * len(news)
+                logprobs += [0.0] * len(news)
+            for completion, (ids, kinds, logprobs) in zip(engine.generate(requests), streams, strict=True):
+                ids += completion.token_ids
+                kinds += [int(Kind.TOOL_CALL)] * len(completion.token_ids)
+                logprobs += completion.logprobs
+        return [_attempt(task, stream, engine, rollout) for rollout, stream in enumerate(streams)]
+
+    return run
+
+
+def _attempt(task: Task, stream: tuple[list[int], list[int], list[float]], engine: Engine, rollout: int) -> Attempt:
+    ids, kinds, logprobs = stream
+    segment = Segment(
+        token_ids=np.array(ids, np.int32),
+        kind=np.array(kinds, np.uint8),
+        logprob=np.array(logprobs, np.float32),
+        policy_version=np.where(np.array(kinds) == Kind.TOOL_CALL, engine.version, -1).astype(np.int32),
+        trace=engine.release(rollout),
+    )
+    done = Rollout(task_id=task.id, segments=(segment,), turns=(), files=dict(task.files), stop="turns")
+    return Attempt(task=task, rollout=done, grade=Grade(status="graded", tests={"hidden.py::test_0": False}))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Small, but with merges."""
+    text = "def f(xs):\n    return sum(x for x in xs if x > 3)\nfix f.py: sum of the items that are more than 3\n"
+    return train_tokenizer([text] * 4, 420)

@@ -1,0 +1,159 @@
+"""Global packing: nothing lost or twice, limits kept, close to the best there is, and far better than first-fit."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from composer_nb.trainer.learning.balance import Cost, Packing, deal_out, first_fit, pack
+from composer_nb.trainer.learning.packing import Stream, families, tree_tokens
+from composer_nb.trainer.models.footprint import plan_memory
+from composer_nb.trainer.models.transformer import ModelConfig
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+QUADRATIC = Cost(linear=1.0, quadratic=0.1)
+DURATIONS = Path(__file__).parents[3] / "data" / "durations.csv"
+
+
+def costs(lengths: list[int], cost: Cost = QUADRATIC) -> list[float]:
+    return [cost.row(length) for length in lengths]
+
+
+def check(packing: Packing, lengths: list[int], ranks: int, limit: int) -> None:
+    everyone = [item for row in packing.items for part in row for item in part]
+    assert sorted(everyone) == list(range(len(lengths))), "nothing lost, nothing twice"
+    assert {len(row) for row in packing.items} == {ranks}, "as many micro-batches on each rank"
+    for row, load_R in zip(packing.items, packing.load_MR, strict=True):
+        assert any(row), "no micro-batch is empty on all ranks"
+        for part, load in zip(row, load_R, strict=True):
+            assert len(part) == 1 or sum(lengths[item] for item in part) <= limit
+            assert load == pytest.approx(sum(QUADRATIC.row(lengths[item]) for item in part))
+    assert packing.imbalance >= packing.imbalance_free - 1e-9 and packing.imbalance_free >= -1e-9
+
+
+@example([2, 4, 5, 5, 5, 5, 8, 12, 24], 1, 5)  # of which a micro-batch was left without items
+@given(LENGTHS, st.integers(1, 5), st.integers(5, 90))
+def test_every_item_is_dealt_once_within_the_limit_and_never_slower_than_first_fit(lengths, ranks: int, limit: int):
+    packing, plain = pack(lengths, costs(lengths), ranks, limit), first_fit(lengths, costs(lengths), ranks, limit)
+    check(packing, lengths, ranks, limit)
+    check(plain, lengths, ranks, limit)
+    assert packing.step <= plain.step * (1.01 + 1e-9)
+    assert packing.items == pack(lengths, costs(lengths), ranks, limit).items, "every rank finds the same"
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(2, 3))
+def test_one_micro_batch_is_within_graham_s_bound_of_the_best(lengths: list[int], ranks: int):
+    weight = costs(lengths)
+    best = min(
+        max(sum(w for w, rank in zip(weight, dealt, strict=True) if rank == r) for r in range(ranks))
+        for dealt in product(range(ranks), repeat=len(lengths))
+    )
+    found = pack(lengths, weight, ranks, sum(lengths)).step
+    assert best - 1e-9 <= found <= best * (4 / 3 - 1 / (3 * ranks)) * 1.01 + 1e-9
+
+
+def best_step(lengths: list[int], weight: list[float], ranks: int, count: int, limit: int) -> float:
+    """By trying every assignment."""
+    best = np.inf
+    for dealt in product(range(ranks * count), repeat=len(lengths)):
+        tokens, load = np.zeros(ranks * count), np.zeros(ranks * count)
+        np.add.at(tokens, list(dealt), lengths)
+        np.add.at(load, list(dealt), weight)
+        if (tokens <= limit).all():
+            best = min(best, float(load.reshape(count, ranks).max(1).sum()))
+    return best
+
+
+def test_with_a_limit_it_is_close_to_the_best_of_all_packings_with_as_many_micro_batches():
+    random, ratios = np.random.default_rng(0), []
+    for _ in range(12):
+        lengths = random.integers(1, 30, 6).tolist()
+        limit = max(max(lengths), int(sum(lengths) / 3.2))
+        found = pack(lengths, costs(lengths), 2, limit)
+        if len(found.items) == 2:
+            ratios.append(found.step / best_step(lengths, costs(lengths), 2, 2, limit))
+    assert len(ratios) >= 6 and min(ratios) > 1 - 1e-9
+    assert max(ratios) < 1.05 and np.mean(ratios) < 1.01
+
+
+def durations(count: int) -> list[int]:
+    rows = [line.split(",") for line in DURATIONS.read_text().splitlines() if line[0].isdigit()]
+    return [4 * int(row[3]) for row in rows[:count]]
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(128, 8), (512, 8)])
+def test_the_imbalance_of_a_heavy_tailed_batch_is_a_third_of_first_fit_s_or_less(count: int, ranks: int):
+    lengths, cost = durations(count), Cost(linear=8000.0, quadratic=1.0)  # about Qwen3-30B-A3B's
+    assert max(lengths) > 3 * np.median(lengths)
+    weight = costs(lengths, cost)
+    packing, plain = (how(lengths, weight, ranks, 65536) for how in (pack, first_fit))
+    assert packing.imbalance * 3 <= plain.imbalance
+    assert packing.imbalance < 0.06 and plain.imbalance > 0.2
+
+
+def stream(tokens: list[int]) -> Stream:
+    count = len(tokens)
+    return Stream(
+        token_ids=np.array(tokens, np.int32),
+        acted=np.arange(count) > 0,
+        logprob=np.zeros(count, np.float32),
+        advantage=np.zeros(count, np.float32),
+        routes=np.zeros((count, 1, 1), np.uint8),
+    )
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=25), min_size=1, max_size=12),
+    st.integers(2, 4),
+    st.integers(8, 60),
+)
+def test_streams_are_dealt_once_and_the_tree_of_each_micro_batch_keeps_the_limit(rows, ranks: int, limit: int):
+    streams = [stream(row) for row in rows]
+    parts, packing = deal_out(streams, families(streams), ranks, limit, QUADRATIC)
+    everyone = [id(s) for part in parts for batch in part for s in batch]
+    assert sorted(everyone) == sorted(map(id, streams))
+    assert {len(part) for part in parts} == {len(packing.items)} and len(parts) == ranks
+    for batch in (batch for part in parts for batch in part):
+        assert len(batch) <= 1 or tree_tokens(batch) <= limit
+
+
+def test_a_group_stays_together_until_ranks_would_wait_for_it():
+    def group(token: int) -> list[Stream]:
+        return [stream([token] * 20 + [number, number]) for number in range(4)]
+
+    both = [*group(7), *group(8)]
+    parts, _ = deal_out(both, families(both), 2, 1000, Cost(linear=1.0, quadratic=0.0))
+    assert [{int(s.token_ids[0]) for s in part[0]} for part in parts] in ([{7}, {8}], [{8}, {7}])
+    parts, _ = deal_out(both[:4], families(both[:4]), 4, 1000, Cost(linear=1.0, quadratic=0.0))
+    assert [len(part[0]) for part in parts] == [1, 1, 1, 1], "four ranks would rather not wait"
+
+
+def test_costs_are_those_of_the_model_s_products():
+    c = ModelConfig(tie_word_embeddings=False)
+    found, cost = plan_memory(c), Cost.of(c)
+    assert cost.linear == 6 * (found.active - found.embedding)
+    # 4 layers of 4 heads of width 32: a score and a weighted value are 2 · 32 operations each, backward costs twice forward.
+    assert cost.quadratic == 3 * 4 * 4 * (2 * 32 + 2 * 32)
+    assert cost.row(10) == pytest.approx(10 * cost.linear + 55 * cost.quadratic)
+
+
+def test_a_cost_is_found_again_in_what_it_would_take():
+    lengths = [64, 128, 512, 2048, 4096]
+    cost = Cost(linear=3e-6, quadratic=2e-9)
+    found = Cost.fit(lengths, costs(lengths, cost))
+    assert found.linear == pytest.approx(3e-6) and found.quadratic == pytest.approx(2e-9)
+    flat = Cost.fit(lengths, [length**0.9 for length in lengths])
+    assert flat.quadratic == 0 and flat.linear > 0
+    with pytest.raises(ValueError, match="two different lengths"):
+        Cost.fit([5, 5], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(("tokens", "limit", "ranks"), [([], 5, 1), ([0], 5, 1), ([3], 0, 1), ([3], 5, 0)])
+def test_nothing_to_pack_is_refused(tokens: list[int], limit: int, ranks: int):
+    with pytest.raises(ValueError, match="packing needs"):
+        pack(tokens, [1.0] * len(tokens), ranks, limit)

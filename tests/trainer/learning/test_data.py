@@ -1,0 +1,180 @@
+"""Corpora, rows of code, demonstrations, and rows on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from composer_nb.harness.rollout import Kind, Rollout, Segment
+from composer_nb.trainer.learning.data import (
+    CODE_ROW,
+    Batch,
+    Row,
+    code_rows,
+    demonstration_row,
+    load_rows,
+    read_corpus,
+    save_rows,
+)
+
+
+def make_corpus(root: Path, count: int = 60) -> Path:
+    for number in range(count):
+        path = root / f"pack{number % 3}" / f"module_{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"x = {number}\n")
+    return root
+
+
+# Corpora
+
+
+def test_a_corpus_is_split_by_name_and_known_by_its_digest(tmp_path: Path):
+    corpus = read_corpus(str(make_corpus(tmp_path / "a")))
+    assert len(corpus.names) == 60 == len(corpus.train) + len(corpus.validation)
+    assert corpus.names == sorted(corpus.names) and corpus.names[0] == "pack0/module_0.py"
+    held = [name for name in corpus.names if hashlib.md5(name.encode()).digest()[0] < 13]
+    numbers = [int(name.split("_")[1].removesuffix(".py")) for name in held]
+    assert corpus.validation == [f"x = {number}\n" for number in numbers] and held
+    assert read_corpus(str(make_corpus(tmp_path / "b"))) == corpus, "wherever it lies"
+    (tmp_path / "b" / "pack0" / "module_0.py").write_text("x = -1\n")
+    assert read_corpus(str(tmp_path / "b")).digest != corpus.digest
+    (tmp_path / "a" / "pack0" / "module_0.py").rename(tmp_path / "a" / "pack0" / "other.py")
+    assert read_corpus(str(tmp_path / "a")).digest != corpus.digest
+
+
+def test_tests_installed_packages_and_unreadable_files_are_left_out(tmp_path: Path):
+    plain = read_corpus(str(make_corpus(tmp_path)))
+    for folder in ("test", "pack0/tests", "lib2to3/deep", "encodings", "site-packages/x", "__pycache__", "idlelib"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "skipped.py").write_text("x = 'no'\n")
+    (tmp_path / "latin.py").write_bytes(b"x = '\xe9'\n")
+    (tmp_path / "notes.txt").write_text("not Python")
+    (tmp_path / "folder.py").mkdir()
+    assert read_corpus(str(tmp_path)) == plain
+    (tmp_path / "test.py").write_text("x = 1\n")
+    assert "test.py" in read_corpus(str(tmp_path)).names, "a file may be called test"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_twenty_files_are_enough_and_leave_something_to_validate_on(tmp_path: Path, seed: int):
+    for number in range(20):
+        (tmp_path / f"m{seed}_{number}.py").write_text(f"x = {number}\n")
+    corpus = read_corpus(str(tmp_path))
+    assert corpus.validation and len(corpus.train) >= 10
+    (tmp_path / f"m{seed}_0.py").unlink()
+    with pytest.raises(ValueError, match=r"data.code='.*': only 19 usable Python files; at least 20 are needed"):
+        read_corpus(str(tmp_path))
+
+
+def test_a_corpus_that_is_no_folder_is_refused():
+    with pytest.raises(ValueError, match=r"data.code='no/such/folder': neither 'stdlib' nor a folder"):
+        read_corpus("no/such/folder")
+
+
+def test_the_standard_library_is_a_corpus():
+    corpus = read_corpus("stdlib")
+    assert {"ast.py", "json/decoder.py"} <= set(corpus.names) and len(corpus.names) > 300
+    assert 0.01 < len(corpus.validation) / len(corpus.names) < 0.12
+    assert not any(name.startswith(("test/", "idlelib/", "encodings/")) for name in corpus.names)
+
+
+# Rows of code
+
+
+def test_rows_of_code_are_the_texts_one_after_another(tokenizer: Tokenizer):
+    texts = [f"def f_{n}(xs):\n    return {n} * sum(xs)\n" * 9 for n in range(8)]
+    rows = code_rows(texts, tokenizer, 0.5)
+    stream = [i for text in texts for i in tokenizer.encode(text, add_special_tokens=False).ids]
+    assert len(rows) == len(stream) // (CODE_ROW - 1) > 2
+    bos = tokenizer.token_to_id("<|bos|>")
+    joined: list[int] = []
+    for row in rows:
+        assert row.token_ids.dtype == np.int32 and row.weight.dtype == np.float32
+        assert row.token_ids[0] == bos and row.token_ids.shape == row.weight.shape == (CODE_ROW,)
+        assert (row.weight == 0.5).all()
+        joined += row.token_ids[1:].tolist()
+    assert joined == stream[: len(joined)]
+    for limit in (0, 1, 2):
+        few = code_rows(texts, tokenizer, 0.5, limit=limit)
+        assert [row.token_ids.tolist() for row in few] == [row.token_ids.tolist() for row in rows[:limit]]
+
+
+def test_code_that_spells_out_a_special_token_does_not_become_one(tokenizer: Tokenizer):
+    [row, *_] = code_rows(["x = '<|end|><|bos|>'\n" * 40], tokenizer, 1.0)
+    assert not set(row.token_ids[1:].tolist()) & set(range(7))
+
+
+# Demonstrations
+
+
+def test_a_demonstration_weighs_what_the_agent_wrote_more_than_what_it_read():
+    kinds = [Kind.PROMPT, Kind.PROMPT, Kind.TOOL_CALL, Kind.TOOL_CALL, Kind.OBSERVATION, Kind.THINKING, Kind.SUMMARY]
+    segment = Segment(
+        token_ids=np.arange(7, dtype=np.int32),
+        kind=np.array(kinds, np.uint8),
+        logprob=np.zeros(7, np.float32),
+        policy_version=np.zeros(7, np.int32),
+    )
+    rollout = Rollout(task_id="t", segments=(segment,), turns=(), files={}, stop="finished")
+    row = demonstration_row(rollout, 0.2)
+    assert row.token_ids.tolist() == list(range(7)) and row.weight.dtype == np.float32
+    assert row.weight.tolist() == pytest.approx([0.2, 0.2, 1, 1, 0.2, 1, 1])
+
+
+def test_a_batch_lines_up_each_token_with_the_next_one():
+    rows = [Row(np.array([5, 6, 7], np.int32), np.array([9, 0.5, 1], np.float32)), Row(*[np.array([8, 9])] * 2)]
+    batch = Batch.of(rows)
+    assert batch.lengths == [2, 1]
+    assert batch.inputs_N.tolist() == [5, 6, 8] and batch.targets_N.tolist() == [6, 7, 9]
+    assert batch.weight_N.tolist() == [0.5, 1, 9] and batch.inputs_N.dtype == torch.int64
+
+
+# On disk
+
+rows_of_any_kind = st.lists(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(0, 1, width=32)), min_size=1, max_size=20),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(table=rows_of_any_kind)
+def test_rows_come_back_as_they_were(tmp_path: Path, table: list[list[tuple[int, float]]]):
+    rows = [Row(np.array([i for i, _ in row], np.int32), np.array([w for _, w in row], np.float32)) for row in table]
+    save_rows(rows, tmp_path / "r.npz")
+    again = load_rows(tmp_path / "r.npz")
+    assert len(again) == len(rows)
+    for a, b in zip(rows, again, strict=True):
+        assert a.token_ids.dtype == b.token_ids.dtype and a.weight.dtype == b.weight.dtype
+        assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.weight, b.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.npz"]
+
+
+def test_damage_anywhere_in_a_file_of_rows_is_named(tmp_path: Path):
+    path = tmp_path / "r.npz"
+    save_rows([Row(np.arange(50, dtype=np.int32), np.ones(50, np.float32))] * 4, path)
+    whole = path.read_bytes()
+    for keep in (0, 1, 10, 100, len(whole) // 2, len(whole) - 30, len(whole) - 1):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match=r"r.npz: damaged .*delete it and run again"):
+            load_rows(path)
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 0xFF
+    path.write_bytes(changed)
+    with pytest.raises(ValueError, match=r"r.npz: damaged"):
+        load_rows(path)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"r.npz: damaged"):
+        load_rows(path)
+    np.savez(path, lengths=np.array([3]), token_ids=np.arange(3))
+    with pytest.raises(ValueError, match=r"r.npz: damaged"):
+        load_rows(path)

@@ -1,0 +1,336 @@
+"""The policy-gradient loss against a plain loop in float64, and the estimators against enumeration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from composer_nb.trainer.learning.loss import LossSettings, advantages, kl_estimate, kl_penalty, policy_loss, trained
+
+RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo")
+
+
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    return torch.clamp(x, low, high)
+
+
+def by_hand(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tuple[Tensor, int]:
+    """The sum of the terms over `denominator`, one token at a time, and how many tokens get no gradient from a mask."""
+    total, masked = 0 * case["logprob"].sum(), 0
+    rollouts = case["rollout"].tolist()
+    for i, mine in enumerate(rollouts):
+        logprob, sampled, a = case["logprob"][i], case["sampled"][i], case["advantage"][i]
+        members = [j for j, other in enumerate(rollouts) if other == mine]
+        r = torch.exp(logprob - sampled)
+        if s.ratio == "gspo":
+            r = torch.exp(sum(case["logprob"][j] - case["sampled"][j] for j in members) / len(members))
+        kept = True
+        if s.ratio in ("ppo", "gspo"):
+            kept = not ((a > 0 and r > 1 + s.clip_high) or (a < 0 and r < 1 - s.clip_low))
+            term = -r * a if kept else -clamp(r, 1 - s.clip_low, 1 + s.clip_high).detach() * a
+        elif s.ratio == "none":
+            term = -a * logprob
+        elif s.ratio == "cispo":
+            term = -clamp(r, 1 - s.clip_low, 1 + s.clip_high).detach() * a * logprob
+        elif s.ratio == "tis":
+            term = -clamp(r, 0, s.tis_cap).detach() * a * logprob
+        elif s.ratio == "icepop":
+            kept = s.icepop_low <= r.item() <= s.icepop
+            term = -r.detach() * a * logprob if kept else 0 * logprob
+        else:
+            moved = (torch.exp(logprob) - torch.exp(sampled)).item()
+            kept = not ((a > 0 and moved > s.dppo) or (a < 0 and -moved > s.dppo))
+            term = -r * a if kept else 0 * logprob
+        masked += not kept
+        total = total + term / (len(members) if s.length_norm else 1)
+    return total / denominator, masked
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Tensor]:
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    n = sum(lengths)
+    # Steps of 0.01 keep log-ratios off the borders of clips and masks, where float32 and float64 may disagree.
+    sampled = [-draw(st.integers(1, 400)) / 100 for _ in range(n)]
+    change = [draw(st.integers(-250, 250)) / 100 for _ in range(n)]
+    rollout = [i for i, length in enumerate(lengths) for _ in range(length)]
+    by_rollout = draw(st.lists(st.sampled_from([-1.0, -0.3, 0.0, 0.25, 2.0]), min_size=n, max_size=n))
+    order = draw(st.permutations(range(n)))
+    return {
+        "sampled": torch.tensor(sampled, dtype=torch.float64),
+        "logprob": torch.tensor([min(s + c, -1e-3) for s, c in zip(sampled, change, strict=True)], dtype=torch.float64),
+        "advantage": torch.tensor(by_rollout, dtype=torch.float64),
+        "rollout": torch.tensor([rollout[i] for i in order]),
+    }
+
+
+def near_a_border(case: dict[str, Tensor], s: LossSettings) -> bool:
+    ratio = case["logprob"] - case["sampled"]
+    means = torch.stack([ratio[case["rollout"] == mine].mean() for mine in case["rollout"]])
+    moved = (case["logprob"].exp() - case["sampled"].exp()).abs()
+    borders = [math.log(x) for x in (1 - s.clip_low, 1 + s.clip_high, s.tis_cap, s.icepop, s.icepop_low, 0.8, 1.2)]
+    gaps = [(x - border).abs().min() for x in (ratio, means) for border in borders]
+    return min(float(gap) for gap in [*gaps, (moved - s.dppo).abs().min()]) < 1e-5
+
+
+def ours(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tuple[Tensor, Tensor, dict[str, float]]:
+    logprob = case["logprob"].float().requires_grad_()
+    inputs = [case["sampled"].float(), case["advantage"].float(), case["rollout"].clone()]
+    before = [x.detach().clone() for x in (logprob, *inputs)]
+    loss, metrics = policy_loss(logprob, *inputs, s, denominator)
+    (slope,) = torch.autograd.grad(loss, logprob)
+    assert all(torch.equal(x.detach(), y) for x, y in zip((logprob, *inputs), before, strict=True))
+    return loss.detach(), slope, metrics
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@settings(max_examples=15, deadline=None)
+@given(case=cases(), length_norm=st.booleans(), denominator=st.sampled_from([1.0, 64.0]))
+def test_every_ratio_equals_its_formula_and_so_does_its_gradient(
+    ratio: Any, case: dict[str, Tensor], length_norm: bool, denominator: float
+):
+    s = LossSettings(
+        ratio=ratio, length_norm=length_norm, clip_low=0.2, clip_high=0.28, tis_cap=3.0, icepop_low=0.4, icepop=3.5
+    )
+    assume(not near_a_border(case, s))
+    exact = {**case, "logprob": case["logprob"].clone().requires_grad_()}
+    wanted, masked = by_hand(exact, s, denominator)
+    (slope,) = torch.autograd.grad(wanted, exact["logprob"])
+    loss, found, metrics = ours(case, s, denominator)
+    torch.testing.assert_close(loss.double(), wanted.detach(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.double(), slope, atol=2e-5, rtol=2e-5)
+    ratio_N = (case["logprob"] - case["sampled"]).exp()
+    assert metrics["tokens"] == len(ratio_N)
+    assert metrics["masked"] == masked
+    assert metrics["ratio_off_20"] == int(((ratio_N - 1).abs() > 0.2).sum())
+    assert metrics["k3"] == pytest.approx(float((ratio_N - 1 - ratio_N.log()).sum()), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("length_norm", [False, True])
+@settings(max_examples=8, deadline=None)
+@given(a=cases(), b=cases())
+def test_losses_and_metrics_of_parts_add_up_to_those_of_the_whole(
+    ratio: Any, length_norm: bool, a: dict[str, Tensor], b: dict[str, Tensor]
+):
+    """So it is the same however a batch is cut into microbatches and dealt over ranks."""
+    s = LossSettings(ratio=ratio, length_norm=length_norm)
+    whole = {name: torch.cat([a[name], b[name]]) for name in a}
+    whole["rollout"][len(a["rollout"]) :] += int(a["rollout"].max()) + 1
+    loss, slope, metrics = ours(whole, s, 7.0)
+    parts = [ours(part, s, 7.0) for part in (a, b)]
+    torch.testing.assert_close(loss, parts[0][0] + parts[1][0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(slope, torch.cat([part[1] for part in parts]), atol=1e-6, rtol=1e-5)
+    for name, value in metrics.items():
+        assert value == pytest.approx(parts[0][2][name] + parts[1][2][name], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@settings(max_examples=15, deadline=None)
+@given(case=cases())
+def test_tokens_that_train_are_those_with_an_advantage_and_no_mask(ratio: Any, case: dict[str, Tensor]):
+    s = LossSettings(ratio=ratio)
+    assume(not near_a_border(case, s))
+    streams = [case[name].float() for name in ("logprob", "sampled", "advantage")]
+    with torch.no_grad():
+        moves = trained(*streams, case["rollout"], s)
+    live = streams[2] != 0
+    if ratio == "gspo":  # its ratio is the rollout's, so a rollout's tokens move together
+        for rollout in set(case["rollout"].tolist()):
+            mine = case["rollout"] == rollout
+            assert len(set(moves[mine].tolist())) == 1 and (live[mine].any() or not moves[mine].any())
+        return
+    _, masked = by_hand(case, s, 1.0)
+    assert not moves[~live].any()
+    stopped = int((live & ~moves).sum())
+    assert stopped == masked if live.all() else stopped <= masked  # a mask may fall on a token without advantage, too
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_on_policy_every_choice_is_the_plain_policy_gradient(ratio: Any):
+    sampled = -torch.rand(12) * 3
+    logprob = sampled.clone().requires_grad_()
+    rollout = torch.arange(12) // 4
+    advantage = torch.randn(3)[rollout]
+    loss, metrics = policy_loss(logprob, sampled, advantage, rollout, LossSettings(ratio=ratio), 5.0)
+    (slope,) = torch.autograd.grad(loss, logprob)
+    torch.testing.assert_close(slope, -advantage / 5)
+    assert metrics == {"masked": 0.0, "ratio_off_20": 0.0, "k3": 0.0, "ratio_cut": 0.0, "tokens": 12.0}
+
+
+@pytest.mark.parametrize("cap", [1.5, 5.0])
+def test_tis_is_cispo_without_a_lower_bound(cap: float):
+    sampled, logprob = -torch.rand(200) * 3, (-torch.rand(200) * 3).requires_grad_()
+    rest = (sampled, torch.randn(200), torch.arange(200) // 9)
+    one, _ = policy_loss(logprob, *rest, LossSettings(ratio="tis", tis_cap=cap), 5.0)
+    other, _ = policy_loss(logprob, *rest, LossSettings(ratio="cispo", clip_low=1.0, clip_high=cap - 1), 5.0)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logprob)[0] for loss in (one, other)), atol=0, rtol=0)
+
+
+def test_a_probability_that_has_all_but_vanished_gives_finite_numbers():
+    for ratio in RATIOS:
+        logprob = torch.tensor([-200.0, -0.1], requires_grad=True)
+        sampled, advantage = torch.tensor([-0.1, -200.0]), torch.tensor([1.0, -1.0])
+        loss, found = policy_loss(logprob, sampled, advantage, torch.tensor([0, 1]), LossSettings(ratio=ratio), 1.0)
+        (slope,) = torch.autograd.grad(loss, logprob)
+        assert loss.isfinite() and slope.isfinite().all() and found["ratio_cut"] == 2, "cut off, and said so"
+
+
+# Advantages
+
+rewards = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=16)
+
+
+@settings(deadline=None)
+@given(rewards, st.booleans())
+def test_advantages_sum_to_zero(values: list[float], std_norm: bool):
+    found = advantages(torch.tensor(values), std_norm)
+    assert found.dtype == torch.float32
+    assert abs(float(found.double().sum())) < 1e-4
+    if not std_norm:
+        mean = math.fsum(values) / len(values)
+        assert found.tolist() == pytest.approx([value - mean for value in values], abs=1e-5)
+
+
+@settings(deadline=None)
+@given(st.floats(-10, 10, width=32), st.integers(1, 16), st.booleans())
+def test_a_group_of_equal_rewards_teaches_nothing_at_all(value: float, size: int, std_norm: bool):
+    assert advantages(torch.full((size,), value), std_norm).tolist() == [0.0] * size
+
+
+def test_dividing_by_the_standard_deviation_is_what_it_says():
+    values = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0])
+    spread = math.sqrt(0.6 * 0.4)
+    assert advantages(values, True).tolist() == pytest.approx([(v - 0.6) / spread for v in values.tolist()], rel=1e-4)
+    torch.testing.assert_close(advantages(values * 100 - 7, True), advantages(values, True), atol=1e-4, rtol=1e-4)
+
+
+# Kullback-Leibler estimators, by enumeration
+
+
+def pair(seed: int, size: int = 9) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_k1_and_k3_are_unbiased_and_k2_and_k3_never_negative(seed: int):
+    policy, reference = (logits.log_softmax(-1) for logits in pair(seed))
+    divergence = float((policy.exp() * (policy - reference)).sum())
+    k1, k2, k3 = (kl_estimate(policy, reference, kind) for kind in ("k1", "k2", "k3"))
+    for unbiased in (k1, k3):
+        assert float((policy.exp() * unbiased).sum()) == pytest.approx(divergence)
+    torch.testing.assert_close(k1, policy - reference)
+    torch.testing.assert_close(k2, (policy - reference) ** 2 / 2)
+    torch.testing.assert_close(k3, (reference - policy).exp() - 1 - (reference - policy))
+    assert bool((k2 >= 0).all()) and bool((k3 >= 0).all()) and bool((k1 < 0).any())
+    for kind in ("k1", "k2", "k3"):
+        assert not kl_estimate(policy, policy, kind).any()
+
+
+@pytest.mark.parametrize("ratio", ["ppo", "none", "tis", "dppo"])
+def test_k1_inside_the_advantage_has_the_gradient_of_the_divergence(ratio: Any):
+    """Every outcome once, its advantage weighted by its probability: the expectation that sampling estimates."""
+    policy_logits, reference_logits = pair(5)
+    policy_logits.requires_grad_()
+    policy, reference = policy_logits.log_softmax(-1), reference_logits.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), policy_logits, retain_graph=True)
+    penalty = -0.3 * kl_estimate(policy.detach(), reference, "k1") * policy.detach().exp()
+    rollout = torch.arange(9)
+    loss, _ = policy_loss(policy, policy.detach(), penalty, rollout, LossSettings(ratio=ratio), 1.0)
+    (slope,) = torch.autograd.grad(loss, policy_logits)
+    torch.testing.assert_close(slope, 0.3 * wanted)
+
+
+def penalised(case: dict[str, Tensor], reference: Tensor, s: LossSettings, denominator: float) -> Tensor:
+    """Slope of the whole loss, as a learner adds it up."""
+    logprob = case["logprob"].clone().requires_grad_()
+    taken, penalty = kl_penalty(logprob, reference, case["rollout"], s, denominator)
+    assert not taken.requires_grad
+    loss, _ = policy_loss(logprob, case["sampled"], case["advantage"] - taken, case["rollout"], s, denominator)
+    (slope,) = torch.autograd.grad(loss + penalty, logprob)
+    return slope
+
+
+@pytest.mark.parametrize("length_norm", [False, True])
+@settings(max_examples=25, deadline=None)
+@given(case=cases(), gap=st.floats(-2, 2))
+def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: float, length_norm: bool):
+    """k1 inside the advantage, so under the clip; k2 and k3 beside it, whatever the clip does; all of it float64 arithmetic."""
+    reference = case["logprob"] + gap * torch.linspace(-1, 1, len(case["logprob"]), dtype=torch.float64)
+    plain = LossSettings(length_norm=length_norm)
+    assume(not near_a_border(case, plain))
+    length = torch.bincount(case["rollout"])[case["rollout"]] if length_norm else 1.0
+    free = penalised(case, case["logprob"], plain, 7.0)
+    apart = case["logprob"] - reference
+    wanted = {
+        "k1": penalised({**case, "advantage": case["advantage"] - 0.3 * apart}, case["logprob"], plain, 7.0),
+        "k2": free + 0.3 * apart / length / 7.0,
+        "k3": free + 0.3 * (1 - (-apart).exp()) / length / 7.0,
+    }
+    for kind, slope in wanted.items():
+        s = LossSettings(length_norm=length_norm, beta=0.3, kl=kind)  # type: ignore[arg-type]
+        torch.testing.assert_close(penalised(case, reference, s, 7.0), slope, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_policy_k1_and_k2_pull_alike_and_to_the_reference_and_k3_to_first_order(seed: int):
+    """By enumeration: the expectation over the policy of each penalty's slope, in the space of logits."""
+    policy_logits, direction = pair(seed)
+    found: dict[tuple[str, float], Tensor] = {}
+    for step in (1.0, 1e-3):
+        reference = (policy_logits + step * direction).log_softmax(-1)
+        for kind in ("k1", "k2", "k3"):
+            logits = policy_logits.clone().requires_grad_()
+            policy = logits.log_softmax(-1)
+            probability, s = policy.detach().exp(), LossSettings(ratio="none", beta=1.0, kl=kind)  # type: ignore[arg-type]
+            leaf = policy.detach().clone().requires_grad_()
+            taken, penalty = kl_penalty(leaf, reference, torch.arange(9), s, 1.0)
+            loss, _ = policy_loss(leaf, leaf.detach(), -taken, torch.arange(9), s, 1.0)
+            (slope,) = torch.autograd.grad(loss + penalty, leaf)
+            (found[kind, step],) = torch.autograd.grad(policy, logits, probability * slope)
+        logits = policy_logits.clone().requires_grad_()
+        policy = logits.log_softmax(-1)
+        (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+        torch.testing.assert_close(found["k1", step], exact)
+        torch.testing.assert_close(found["k2", step], exact)
+    assert float((found["k3", 1.0] - found["k1", 1.0]).norm()) > 0.05 * float(found["k1", 1.0].norm())
+    torch.testing.assert_close(found["k3", 1e-3], found["k1", 1e-3], rtol=1e-2, atol=1e-8)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"beta": -0.1}, "loss.beta"),
+        ({"clip_low": 0.0}, "loss.clip_low"),
+        ({"clip_low": 1.01}, "loss.clip_low"),
+        ({"clip_high": 0.0}, "loss.clip_high"),
+        ({"tis_cap": 0.0}, "loss.tis_cap"),
+        ({"icepop": 1.0}, "loss.icepop"),
+        ({"icepop_low": 0.0}, "loss.icepop_low"),
+        ({"icepop_low": 1.0}, "loss.icepop_low"),
+        ({"dppo": 0.0}, "loss.dppo"),
+        ({"dppo": math.nan}, "loss.dppo"),
+        ({"tis_cap": math.nan}, "loss.tis_cap"),
+        ({"clip_high": math.nan}, "loss.clip_high"),
+        ({"beta": math.nan}, "loss.beta"),
+        ({"beta": math.inf}, "loss.beta"),
+        ({"ratio": "pop"}, "loss.ratio='pop'"),
+        ({"kl": "k4"}, "loss.kl='k4'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(changes: dict[str, Any], name: str):
+    with pytest.raises(ValueError, match=name):
+        LossSettings(**changes)
+    with pytest.raises(ValueError, match=name):
+        replace(LossSettings(), **changes)

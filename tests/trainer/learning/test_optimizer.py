@@ -1,0 +1,171 @@
+"""The flat optimiser: AdamW to the letter, masters under published weights, and resumption bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.models.transformer import Model
+
+
+def gradients(model: Model, seed: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(p.shape, generator=generator) * scale for p in model.parameters()]
+
+
+def give(model: Model, slopes: list[Tensor]) -> None:
+    """As `backward` does: added to what is there."""
+    for parameter, slope in zip(model.parameters(), slopes, strict=True):
+        (parameter * slope).sum().backward()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("clip", [1e9, 0.7], ids=["unclipped", "clipped"])
+def test_it_is_adamw_tensor_by_tensor(make_model, weight_decay: float, clip: float):
+    model = make_model(1)
+    twin = copy.deepcopy(model)
+    ours = FlatAdamW(model, weight_decay=weight_decay)
+    theirs = torch.optim.AdamW(twin.parameters(), betas=(0.9, 0.95), weight_decay=weight_decay, fused=False)
+    for step in range(6):
+        lr = 1e-2 / (step + 1)
+        slopes = gradients(model, step)
+        ours.zero_()
+        give(model, slopes)
+        norm = ours.step(lr, clip)
+        for parameter, slope in zip(twin.parameters(), slopes, strict=True):
+            parameter.grad = slope.clone()
+        wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
+        theirs.param_groups[0]["lr"] = lr
+        theirs.step()
+        assert norm == pytest.approx(float(wanted), rel=1e-5)
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_parameters_and_gradients_are_views_of_the_flat_vectors(make_model):
+    model = make_model(1)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    optimizer = FlatAdamW(model)
+    assert torch.equal(optimizer.weights, before)
+    model(torch.tensor([[1, 2, 3]]))[0].sum().backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert torch.equal(flat, optimizer.gradients) and flat.norm() > 0
+    optimizer.zero_()
+    assert not any(p.grad.any() for p in model.parameters())
+    optimizer.step(0.1, 1.0)
+    optimizer.weights.zero_()
+    assert not any(p.any() for p in model.parameters()), "still views after a step"
+
+
+def test_a_gradient_longer_than_the_clip_is_scaled_and_a_shorter_one_left_alone(make_model):
+    model = make_model(1)
+    optimizer = FlatAdamW(model)
+    for clip, kept in ((0.5, 0.5), (1e6, None)):
+        optimizer.zero_()
+        give(model, gradients(model, 0))
+        before = float(optimizer.gradients.norm())
+        assert optimizer.step(0.0, clip) == pytest.approx(before, rel=1e-6)
+        assert float(optimizer.gradients.norm()) == pytest.approx(kept or before, rel=1e-5)
+
+
+def test_the_norm_of_millions_of_gradients_is_exact():
+    layer = torch.nn.Linear(2000, 1000, bias=False)
+    optimizer = FlatAdamW(layer)
+    torch.randn(optimizer.gradients.shape, generator=torch.Generator().manual_seed(0), out=optimizer.gradients)
+    wanted = math.sqrt(math.fsum((optimizer.gradients.double() ** 2).tolist()))
+    assert optimizer.step(0.0, clip=1e9) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_published_weights_are_the_masters_rounded(make_model):
+    model = make_model(1)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = FlatAdamW(model, published=torch.bfloat16)
+    for parameter, original in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, original.bfloat16().float()), "already at the start"
+    for step in range(5):
+        optimizer.zero_()
+        give(model, gradients(model, step))
+        optimizer.step(1e-3, 1.0)
+        assert torch.equal(optimizer.weights, optimizer.master.bfloat16().float())
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert torch.equal(flat, optimizer.weights)
+    assert not torch.equal(optimizer.weights, optimizer.master), "the masters know more"
+
+
+def test_steps_too_small_for_bf16_add_up_in_the_masters(make_model):
+    model = make_model(1)
+    optimizer = FlatAdamW(model, published=torch.bfloat16)
+    start, first = optimizer.weights.clone(), None
+    for step in range(400):
+        optimizer.gradients.fill_(1.0)
+        optimizer.step(1e-6, 1e9)
+        first = first if step else float((optimizer.weights != start).float().mean())
+    moved = float((optimizer.weights != start).float().mean())
+    assert first < 0.02 < 0.1 < moved
+    torch.testing.assert_close(optimizer.master.detach(), start - 400e-6, atol=5e-3, rtol=5e-3)
+
+
+def test_masters_make_the_same_steps_whatever_is_published(make_model):
+    flats = []
+    for published in (None, torch.bfloat16):
+        model = make_model(1)
+        optimizer = FlatAdamW(model, published=published)
+        for step in range(3):
+            optimizer.zero_()
+            give(model, gradients(model, step))
+            optimizer.step(1e-3, 1.0)
+        flats.append(optimizer.master.detach().clone())
+    assert torch.equal(*flats)
+
+
+@pytest.mark.parametrize("published", [None, torch.bfloat16])
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: Path, published, done: int):
+    def steps(model: Model, optimizer: FlatAdamW, numbers: range) -> None:
+        for step in numbers:
+            optimizer.zero_()
+            give(model, gradients(model, step))
+            optimizer.step(1e-2, 1.0)
+
+    model = make_model(1)
+    optimizer = FlatAdamW(model, weight_decay=0.1, published=published)
+    steps(model, optimizer, range(done))
+    save_file(optimizer.state(), tmp_path / "state.safetensors")
+    steps(model, optimizer, range(done, 5))
+
+    other = make_model(2)
+    resumed = FlatAdamW(other, weight_decay=0.1, published=published)
+    steps(other, resumed, range(90, 92))  # what it did before must not matter
+    resumed.load(load_file(tmp_path / "state.safetensors"))
+    steps(other, resumed, range(done, 5))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    kept, again = optimizer.state(), resumed.state()
+    assert kept.keys() == again.keys() >= {"master", "step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_a_state_of_another_model_is_refused(make_model):
+    state = FlatAdamW(make_model(1)).state()
+    optimizer = FlatAdamW(make_model(1, vocab_size=60))
+    before = optimizer.weights.clone()
+    with pytest.raises(ValueError, match=r"holds \d+ weights, the model \d+: the model's settings changed"):
+        optimizer.load(state)
+    assert torch.equal(optimizer.weights, before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_stops_the_run_before_it_reaches_the_weights(make_model, bad: float):
+    optimizer = FlatAdamW(make_model(1))
+    before = optimizer.weights.clone()
+    optimizer.gradients[7] = bad
+    with pytest.raises(FloatingPointError, match="lr"):
+        optimizer.step(1e-3, 1.0)
+    assert torch.equal(optimizer.weights, before)

@@ -1,0 +1,166 @@
+"""The prefix tree: as many tokens as there are distinct beginnings, and what is computed is what each row alone gives."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.harness.policy import route_checks
+from composer_nb.kernels.moe.routing import Replay
+from composer_nb.trainer.learning.packing import (
+    FlatBatch,
+    Stream,
+    families,
+    flatten,
+    microbatches,
+    moved,
+    score,
+    tree_tokens,
+)
+from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 7,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "max_position_embeddings": 64,
+}
+FEW = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=20), min_size=1, max_size=9)
+
+
+def stream(tokens: list[int], seed: int = 0, prompt: int = 1) -> Stream:
+    random = np.random.default_rng([seed, *tokens])
+    acted = random.random(len(tokens)) < 0.6
+    acted[:prompt], acted[prompt] = False, True
+    logprob, advantage = random.normal(size=(2, len(tokens))).astype(np.float32)
+    routes = random.permuted(np.tile(np.arange(4, dtype=np.uint8), (len(tokens), 2, 1)), axis=2)[:, :, :2]
+    return Stream(
+        token_ids=np.array(tokens, np.int32),
+        acted=acted,
+        logprob=logprob,
+        advantage=advantage,
+        routes=routes,
+        route_valid=np.arange(len(tokens)) < len(tokens) - 1,
+        checks=route_checks(np.arange(len(tokens)), np.array(tokens), routes),
+    )
+
+
+def beginnings(streams: list[Stream], routed: bool = False) -> set[Any]:
+    """Every distinct beginning that is forwarded, by brute force."""
+    found: set[Any] = set()
+    for s in streams:
+        path = [(int(t), r.tobytes() if routed else b"") for t, r in zip(s.token_ids, s.routes, strict=True)]
+        found |= {tuple(path[: n + 1]) for n in range(len(path) - 1)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(ModelConfig(**SIZES))
+
+
+def recorded(streams: list[Stream], replay: bool) -> tuple[FlatBatch, Replay | None]:
+    batch = flatten(streams, FULL if replay else NO_REPLAY)
+    return batch, batch.recorded
+
+
+@given(FEW, st.booleans())
+def test_the_tree_holds_each_beginning_once(rows: list[list[int]], replay: bool):
+    streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
+    batch = flatten(streams, FULL if replay else NO_REPLAY)
+    assert len(batch.inputs_N) == len(beginnings(streams, replay))
+    assert tree_tokens(streams) == len(beginnings(streams))
+    assert sorted(batch.order_N.tolist()) == list(range(len(batch.inputs_N)))
+    acted = [s.acted[1:] for s in streams]
+    assert batch.token_S.tolist() == [int(t) for s, a in zip(streams, acted, strict=True) for t in s.token_ids[1:][a]]
+    assert batch.rollout_S.tolist() == [n for n, a in enumerate(acted) for _ in range(int(a.sum()))]
+
+
+@given(FEW, st.booleans())
+def test_scores_and_gradients_are_those_of_each_row_alone(model: Model, rows: list[list[int]], replay: bool):
+    streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
+    logprob, entropy = score(model, *recorded(streams, replay))
+    weight = torch.linspace(0.5, 1.5, len(logprob))
+    slopes = torch.autograd.grad((logprob * weight).sum(), list(model.parameters()))
+    alone = [score(model, *recorded([s], replay)) for s in streams]
+    wanted = torch.cat([w[0] for w in alone])
+    torch.testing.assert_close(logprob, wanted, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat([w[1] for w in alone]), atol=2e-6, rtol=1e-5)
+    expected = torch.autograd.grad((wanted * weight).sum(), list(model.parameters()))
+    for found, right in zip(slopes, expected, strict=True):
+        torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
+
+
+@given(FEW)
+def test_every_row_of_routes_is_forwarded_with_its_own_token_after_its_own_beginning(rows: list[list[int]]):
+    streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
+    batch = flatten(streams, FULL)
+    assert batch.recorded is not None and batch.rows == sum(len(row) - 1 for row in rows)
+    forwarded: set[Any] = set()
+    for bucket in batch.buckets:  # the paths as attention sees them
+        for path in bucket.token_M.view(bucket.rows, -1).tolist():
+            steps = zip(path, batch.inputs_N[path].tolist(), batch.recorded.experts[path].to(torch.uint8), strict=True)
+            whole = [(token, routes.numpy().tobytes()) for _, token, routes in steps]
+            forwarded |= {(tuple(whole[: n + 1]), path[n]) for n in range(len(path)) if path[n] or not n}
+    beginning = {path: node for path, node in forwarded if path in beginnings(streams, True)}
+    assert set(beginning) == beginnings(streams, True)
+    assert sorted(beginning.values()) == list(range(len(batch.inputs_N))), "each once"
+
+
+def test_a_batch_made_without_routes_replays_none():
+    assert flatten([stream([1, 2, 3])]).recorded is None
+
+
+def test_a_lone_row_is_the_model_itself(model: Model):
+    s = stream([1, 2, 3, 4, 5, 6, 1, 2])
+    logits, _ = model(torch.from_numpy(s.token_ids).long()[None, :-1])
+    wanted = logits[0].log_softmax(-1)[s.acted[1:], torch.from_numpy(s.token_ids[1:][s.acted[1:]]).long()]
+    torch.testing.assert_close(score(model, flatten([s]))[0], wanted, atol=1e-6, rtol=1e-6)
+
+
+@given(FEW, st.integers(1, 60))
+def test_microbatches_hold_every_stream_once_within_the_budget(rows: list[list[int]], budget: int):
+    streams = [stream(row) for row in rows]
+    chunks = microbatches(streams, budget)
+    assert sorted(map(id, sum(chunks, []))) == sorted(map(id, streams))
+    for chunk in chunks:
+        assert chunk and (tree_tokens(chunk) <= budget or len(chunk) == 1)
+
+
+@given(FEW)
+def test_families_share_a_prompt(rows: list[list[int]]):
+    streams = [stream(row, prompt=min(2, len(row) - 1)) for row in rows]
+    found = families(streams)
+    assert sorted(n for family in found for n in family) == list(range(len(streams)))
+    prompts = [{streams[n].token_ids[: streams[n].acted.argmax()].tobytes() for n in family} for family in found]
+    assert all(len(prompt) == 1 for prompt in prompts) and len(set.union(*prompts)) == len(found)
+
+
+def tensors(x: Any) -> list[torch.Tensor]:
+    """Of a batch and of all that it holds."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    parts = x if isinstance(x, list) else [getattr(x, f.name) for f in fields(x)] if is_dataclass(x) else []
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def test_a_batch_moves_with_everything_in_it():
+    batch = flatten([stream([1, 2, 3, 4]), stream([1, 2, 5])], FULL)
+    there = moved(batch, "meta")
+    assert [x.shape for x in tensors(there)] == [x.shape for x in tensors(batch)] and len(tensors(batch)) > 10
+    assert {x.device.type for x in tensors(there)} == {"meta"} and {x.device.type for x in tensors(batch)} == {"cpu"}
+    assert (there.rows, there.counts) == (batch.rows, batch.counts)

@@ -1,0 +1,168 @@
+"""Routes that are not those of the stream's own tokens are refused before anything is learnt from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.policy import Trace, route_checks
+from composer_nb.harness.rewards import Reward
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.packing import Stream, flatten
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import FULL
+from composer_nb.trainer.recipe.mismatch import measure_mismatch
+from composer_nb.trainer.rl import Learner, Scored, to_stream
+
+LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
+NAMES = ("routes", "route_valid", "checks")
+
+
+@pytest.fixture
+def attempts(make_model, converse):
+    return converse(Engine(make_model(3), stop=frozenset({7, 8, 9}), slots=4, max_length=96), 4)
+
+
+@pytest.fixture
+def streams(attempts) -> list[Stream]:
+    return [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0)) for done in attempts]
+
+
+def rows(stream: Stream, pick: Any) -> Stream:
+    """`stream` with other rows of what the engine recorded."""
+    return replace(stream, **{name: pick(getattr(stream, name)) for name in NAMES})
+
+
+def other(stream: Stream, routes: np.ndarray) -> Stream:
+    """What an engine of another model would have recorded: other routes, in their places."""
+    return replace(stream, routes=routes, checks=route_checks(np.arange(len(routes)), stream.token_ids, routes))
+
+
+def routed(stream: Stream, change: Any) -> Stream:
+    routes = stream.routes.copy()
+    change(routes)
+    return other(stream, routes)
+
+
+def unknown(stream: Stream, token: int) -> Stream:
+    valid = stream.route_valid.copy()
+    valid[token] = False
+    return replace(stream, route_valid=valid)
+
+
+def twice(routes: np.ndarray) -> None:
+    routes[4, 1, 0] = routes[4, 1, 1]
+
+
+def moved(stream: Stream, order: Any) -> Stream:
+    """Rows of the forwarded tokens in another order, all else in place."""
+    return rows(stream, lambda x: np.concatenate([x[:-1][np.asarray(order)], x[-1:]]))
+
+
+OTHER = r"the routes at token \d+ of \d+ were recorded at another token or place$"
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "none recorded": (lambda s: rows(s, lambda x: x[:0]), r"tokens, but routes of 0$"),
+    "first dropped": (lambda s: rows(s, lambda x: x[1:]), r"tokens, but routes of \d+$"),
+    "last dropped": (lambda s: rows(s, lambda x: x[:-1]), r"tokens, but routes of \d+$"),
+    "one too many": (lambda s: rows(s, lambda x: np.concatenate([x, x[-1:]])), r"tokens, but routes of \d+$"),
+    "routes alone cut": (lambda s: replace(s, routes=s.routes[:-1]), r"tokens, but routes of \d+ and \d+$"),
+    "no checks": (lambda s: replace(s, checks=s.checks[:0]), r"tokens, but routes of 0 and \d+$"),
+    "routes alone shifted": (lambda s: replace(s, routes=np.roll(s.routes, 1, 0)), OTHER),
+    "shifted within": (lambda s: moved(s, np.roll(np.arange(len(s.token_ids) - 1), 1)), OTHER),
+    "shifted back within": (lambda s: moved(s, np.roll(np.arange(len(s.token_ids) - 1), -1)), OTHER),
+    "two rows swapped": (lambda s: moved(s, [*range(6), 7, 6, *range(8, len(s.token_ids) - 1)]), OTHER),
+    "one row twice": (lambda s: moved(s, [*range(6), 5, *range(7, len(s.token_ids) - 1)]), OTHER),
+    "layers swapped": (lambda s: replace(s, routes=s.routes[:, ::-1]), OTHER),
+    "order of experts": (lambda s: replace(s, routes=s.routes[:, :, ::-1]), OTHER),
+    "other tokens": (lambda s: replace(s, token_ids=(s.token_ids + 1) % 61), OTHER),
+    "validity alone cut": (lambda s: replace(s, route_valid=s.route_valid[1:]), r"tokens, but routes of \d+ and \d+$"),
+    "shifted on": (lambda s: rows(s, lambda x: np.roll(x, 1, 0)), r"token 0 of \d+ was forwarded and has no routes$"),
+    "shifted back": (lambda s: rows(s, lambda x: np.roll(x, -1, 0)), r"token \d+ of \d+ was forwarded"),
+    "a turn lost": (lambda s: rows(s, lambda x: np.concatenate([x[6:], x[-1:].repeat(6, 0)])), r"token \d+ of"),
+    "one missing": (lambda s: unknown(s, 5), r"token 5 of \d+ was forwarded and has no routes$"),
+    "last recorded": (lambda s: replace(s, route_valid=np.ones_like(s.route_valid)), "routes of the last token"),
+    "fewer layers": (
+        lambda s: other(s, s.routes[:, :1]),
+        r"routes of 1 layers and 2 experts a token, the model has 2 and 2$",
+    ),
+    "more experts": (
+        lambda s: other(s, s.routes.repeat(2, 2)),
+        r"routes of 2 layers and 4 experts a token, the model has 2 and 2$",
+    ),
+    "out of range": (lambda s: routed(s, lambda r: r.__setitem__((3, 0, 0), 6)), "expert 6 of a model with 6$"),
+    "expert twice": (lambda s: routed(s, twice), "one expert twice for one token$"),
+}
+
+
+@pytest.mark.parametrize("name", list(DAMAGE))
+def test_damaged_routes_are_refused_before_a_step(make_model, streams, name: str):
+    spoil, complaint = DAMAGE[name]
+    for place in range(len(streams)):
+        batch = [*streams[:place], spoil(streams[place]), *streams[place + 1 :]]
+        model = make_model(3)
+        learner = Learner(model, FlatAdamW(model), LossSettings(), replay=FULL)
+        before = learner.optimizer.weights.clone()
+        where = rf"stream {place} of 4 can not be replayed \(replay\.level\): .*"
+        with pytest.raises(ValueError, match=where + complaint):
+            learner.learn(batch, Ranks(), Random(0), **LEARN)
+        assert torch.equal(learner.optimizer.weights, before)
+    learner.learn(streams, Ranks(), Random(0), **LEARN)
+    assert not torch.equal(learner.optimizer.weights, before), "the streams as they are do train"
+
+
+def test_every_shift_of_every_part_is_refused(streams):
+    """Any rows from any place on, moved by any distance: what a lost or doubled message would do."""
+    for stream in streams:
+        count = len(stream.token_ids) - 1
+        for start in range(count - 1):
+            for by in (1, 2, 5, count // 2):
+                order = np.arange(count)
+                order[start:] = np.minimum(order[start:] + by, count - 1)  # `by` rows lost at `start`
+                shifted = moved(stream, order)
+                assert "were recorded at another" in shifted.route_fault()
+                alone = replace(shifted, checks=stream.checks)
+                alike = np.array_equal(alone.routes, stream.routes)
+                assert alike or "were recorded at another" in alone.route_fault()
+        assert not stream.route_fault()
+
+
+def test_checks_are_apart_wherever_token_place_or_routes_are():
+    random = np.random.default_rng(0)
+    place, token = (grid.ravel() for grid in np.meshgrid(np.arange(64), np.arange(64)))
+    routes = np.broadcast_to(random.integers(0, 8, (1, 4, 2)).astype(np.uint8), (64 * 64, 4, 2))
+    assert len(np.unique(route_checks(place, token, routes))) == 64 * 64
+    many = np.unique(random.integers(0, 8, (5000, 4, 2)).astype(np.uint8), axis=0)
+    alike = np.zeros(len(many), np.int64)
+    assert len(np.unique(route_checks(alike, alike, many))) == len(many)
+    wide = random.integers(0, 384, (100, 60, 8)).astype(np.uint16)
+    checks = route_checks(np.arange(100), np.arange(100), wide)
+    wide[:, 59, 7] ^= 1
+    assert (checks != route_checks(np.arange(100), np.arange(100), wide)).all()
+    assert route_checks(np.arange(0), np.arange(0), wide[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGE.keys() - {"other tokens"}))
+def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
+    weights = []
+    for batch in (streams, [DAMAGE[name][0](stream) for stream in streams]):
+        model = make_model(3)
+        learner = Learner(model, FlatAdamW(model), LossSettings())
+        learner.learn(batch, Ranks(), Random(0), **LEARN)
+        weights.append(learner.optimizer.weights)
+    assert torch.equal(*weights)
+
+
+def test_packing_and_measuring_refuse_them_too(make_model, attempts, streams):
+    with pytest.raises(ValueError, match=r"stream 1 of 2 can not be replayed: token 0"):
+        flatten([streams[0], rows(streams[1], lambda x: np.roll(x, 1, 0))], FULL)
+    [segment] = attempts[2].rollout.segments
+    bare = replace(attempts[2].rollout, segments=(replace(segment, trace=Trace()),))
+    with pytest.raises(ValueError, match=r"stream 2 of 4 can not be replayed"):
+        measure_mismatch(make_model(3), [*attempts[:2], replace(attempts[2], rollout=bare), attempts[3]])

@@ -1,0 +1,323 @@
+"""Supervised training: its schedule, how batches are dealt and shared, and that ranks add up to one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.settings import MidtrainSettings, RlSettings
+from composer_nb.trainer.learning.data import CODE_ROW, Row, deal, mixture, mixture_code
+from composer_nb.trainer.learning.optimizer import FlatAdamW, trapezoid
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
+from composer_nb.trainer.models.transformer import Model, ModelConfig, balance_loss
+from composer_nb.trainer.recipe.recipe import midtrain_plan
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_hidden_layers=2, head_dim=8, moe_intermediate_size=8, max_position_embeddings=64
+)
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(CONFIG)
+
+
+def rows(count: int, seed: int = 0) -> list[Row]:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(2, 30, count)
+    return [
+        Row(random.integers(0, 31, n).astype(np.int32), random.choice([0.0, 0.2, 1.0], n).astype(np.float32))
+        for n in lengths
+    ]
+
+
+def as_rank(rank: int, world: int) -> Ranks:
+    """A place among ranks without the others."""
+    ranks = Ranks()
+    ranks.rank, ranks.world = rank, world
+    return ranks
+
+
+def by_hand(net: Model, batch: list[Row]) -> tuple[torch.Tensor, float]:
+    """Sum of the weighted cross-entropy, one row at a time, and the sum of weights."""
+    total = torch.zeros(())
+    for row in batch:
+        ids = torch.from_numpy(row.token_ids).long()
+        losses = F.cross_entropy(net(ids[None, :-1])[0][0], ids[1:], reduction="none")
+        total = total + (losses * torch.from_numpy(row.weight[1:])).sum()
+    return total, float(sum(row.weight[1:].sum() for row in batch))
+
+
+# One step
+
+
+def test_the_loss_is_the_weighted_mean_over_tokens_and_the_step_descends_it():
+    net, batch = model(), rows(5)
+    total, weight = by_hand(net, batch)
+    wanted = torch.autograd.grad(total / weight, list(net.parameters()), allow_unused=True)
+    optimizer = FlatAdamW(net)
+    before = optimizer.weights.clone()
+    found = train_step(net, batch, optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
+    assert found["loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
+    assert found["tokens"] == sum(len(row.token_ids) - 1 for row in batch)
+    assert found["grad_norm"] == pytest.approx(float(optimizer.gradients.norm()), rel=1e-6)
+    flat = torch.cat([g.flatten() for g in wanted])
+    torch.testing.assert_close(optimizer.gradients, flat, atol=1e-6, rtol=1e-4)
+    assert not torch.equal(optimizer.weights, before)
+    later = [train_step(net, batch, optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1.0)["loss"] for _ in range(20)]
+    assert later[-1] < found["loss"] - 0.1
+
+
+def test_the_agent_s_loss_is_the_plain_mean_over_tokens_that_weigh_one():
+    net, batch = model(), rows(5)
+    chosen = [Row(row.token_ids, (row.weight == 1.0).astype(np.float32)) for row in batch]
+    total, weight = by_hand(net, chosen)
+    assert cross_entropy(net, batch, Ranks()) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
+    assert cross_entropy(net, batch, Ranks(), budget=1) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
+    found = train_step(net, batch, FlatAdamW(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
+    assert found["agent_loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
+    context = [Row(row.token_ids, np.full(len(row.weight), 0.5, np.float32)) for row in batch]
+    assert math.isnan(train_step(net, context, FlatAdamW(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)["agent_loss"])
+
+
+def test_the_balance_loss_reaches_the_routers():
+    net, batch = model(), rows(4)
+    slopes = []
+    for balance in (0.0, 0.5):
+        optimizer = FlatAdamW(net)
+        train_step(net, batch, optimizer, Ranks(), lr=0.0, balance=balance, clip=1e9)
+        slopes.append(optimizer.gradients.clone())
+    joined = _balance(net, batch)
+    wanted = torch.autograd.grad(0.5 * joined, list(net.parameters()), allow_unused=True)
+    flat = torch.cat(
+        [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(wanted, net.parameters(), strict=True)]
+    )
+    assert flat.norm() > 1e-3
+    torch.testing.assert_close(slopes[1] - slopes[0], flat, atol=2e-5, rtol=1e-3)
+
+
+def _balance(net: Model, batch: list[Row]) -> torch.Tensor:
+    from composer_nb.trainer.learning.data import Batch
+    from composer_nb.trainer.models.transformer import PackedRows
+
+    joined = Batch.of(batch)
+    packed = PackedRows.of_lengths(joined.lengths, CONFIG)
+    return balance_loss(net.trunk(joined.inputs_N, packed.position_N, packed.attend)[1])
+
+
+# Two real processes
+
+BATCHES = [list(range(5)), [3], [0, 2, 4, 5, 6, 7]]
+BALANCE = [0.0, 0.0, 0.3]
+
+
+def _train(ranks: Ranks) -> dict[str, object]:
+    torch.set_num_threads(1)
+    net, data = model(), rows(8)
+    optimizer = FlatAdamW(net, weight_decay=0.1)
+    slopes, metrics = [], []
+    for numbers, balance in zip(BATCHES, BALANCE, strict=True):
+        mine = share(data, numbers, ranks)
+        metrics.append(train_step(net, mine, optimizer, ranks, lr=1e-3, balance=balance, clip=1e9))
+        slopes.append(optimizer.gradients.clone())
+    return {
+        "slopes": slopes,
+        "metrics": metrics,
+        "weights": optimizer.weights.clone(),
+        "held": cross_entropy(net, data, ranks),
+        "sums": ranks.sums({"a": 1.5 + ranks.rank, "b": 2.0**40 + ranks.rank}),
+        "gathered": ranks.gather({"rank": ranks.rank, "first": ranks.first}),
+    }
+
+
+def _one_of_two(rank: int, folder: str) -> None:
+    ranks = Ranks(rank, 2, Path(folder) / "rendezvous")
+    found = _train(ranks)
+    ranks.barrier()
+    torch.save(found, f"{folder}/{rank}.pt")
+    ranks.close()
+
+
+def test_two_ranks_train_like_one_on_the_union(tmp_path: Path):
+    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)
+    a, b = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert torch.equal(a["weights"], b["weights"]), "the ranks stay together bit for bit"
+    assert a["metrics"] == b["metrics"] and a["held"] == b["held"]
+    assert a["sums"] == b["sums"] == {"a": 4.0, "b": 2.0**41 + 1}
+    assert a["gathered"] == b["gathered"] == [{"rank": 0, "first": True}, {"rank": 1, "first": False}]
+    one = _train(Ranks())
+    for step in (0, 1):
+        torch.testing.assert_close(a["slopes"][step], one["slopes"][step], atol=1e-6, rtol=1e-3)
+        assert a["metrics"][step] == pytest.approx(one["metrics"][step], rel=1e-4, nan_ok=True)
+    # The balance loss is each rank's own, averaged; cross-entropy is that of the union.
+    net, data = model(), rows(8)
+    optimizer = FlatAdamW(net, weight_decay=0.1)
+    for numbers in BATCHES[:2]:
+        train_step(net, [data[n] for n in numbers], optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
+    total, weight = by_hand(net, [data[n] for n in BATCHES[2]])
+    parts = [_balance(net, share(data, BATCHES[2], as_rank(rank, 2))) for rank in range(2)]
+    slopes = torch.autograd.grad(total / weight + 0.3 * (parts[0] + parts[1]) / 2, list(net.parameters()))
+    torch.testing.assert_close(a["slopes"][2], torch.cat([g.flatten() for g in slopes]), atol=2e-5, rtol=2e-3)
+
+
+# Schedule
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    factors = [trapezoid(step, 100, 0.1, 0.5) for step in range(100)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[9:50] == [1.0] * 41
+    assert factors[-1] == pytest.approx(0.03)
+    drops = np.diff(factors[49:])
+    assert drops == pytest.approx(np.full(50, -0.97 / 50))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.floats(0, 0.5), st.floats(0, 1), st.floats(0, 1))
+def test_the_schedule_is_between_nothing_and_one_and_never_turns_back(
+    steps: int, warmup: float, rest: float, floor: float
+):
+    constant = warmup + rest * (1 - warmup)
+    factors = [trapezoid(step, steps, warmup, constant, floor) for step in range(steps)]
+    assert all(0 < factor <= 1 or factor == floor for factor in factors)
+    top = factors.index(max(factors))
+    assert factors[:top] == sorted(factors[:top]) and factors[top:] == sorted(factors[top:], reverse=True)
+    if constant < 1:
+        assert factors[-1] == pytest.approx(floor)
+
+
+def test_a_slow_run_of_rl_is_not_cut_off_at_a_high_learning_rate():
+    rl = RlSettings(steps=100, warmup=10, lr=1.0, max_seconds=300.0)
+    fast = [rl.rate(step, 2.0 * step) for step in range(100)]
+    assert fast == [replace(rl, max_seconds=0.0).rate(step, 2.0 * step) for step in range(100)]
+    slow = [rl.rate(step, 6.0 * step) for step in range(50)]
+    assert slow[:26] == fast[:26] and slow[9:] == sorted(slow[9:], reverse=True)
+    assert slow[-1] < 0.1 < fast[49] and rl.rate(50, 900.0) == pytest.approx(0.05)
+
+
+# Dealing
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=25)
+
+
+def of_lengths(sizes: list[int]) -> list[Row]:
+    return [Row(np.zeros(n, np.int32), np.ones(n, np.float32)) for n in sizes]
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(1, 100), st.integers(0, 99))
+def test_every_row_is_dealt_once_before_any_a_second_time(sizes: list[int], budget: int, seed: int):
+    data = of_lengths(sizes)
+    batches = list(islice(deal(data, budget, Random(seed)), 3 * len(sizes)))
+    assert batches == list(islice(deal(data, budget, Random(seed)), 3 * len(sizes)))
+    dealt = [number for batch in batches for number in batch]
+    epochs = [dealt[at : at + len(sizes)] for at in range(0, len(dealt) - len(sizes) + 1, len(sizes))]
+    assert len(epochs) >= 3 and all(sorted(epoch) == list(range(len(sizes))) for epoch in epochs)
+    for batch, following in zip(batches, batches[1:], strict=False):
+        cost = sum(sizes[number] for number in batch)
+        assert batch and (cost <= budget or len(batch) == 1)
+        assert cost + sizes[following[0]] > budget, "no batch ends before it is full"
+
+
+def test_nothing_can_be_dealt_from_nothing():
+    with pytest.raises(ValueError, match="no rows"):
+        next(deal([], 100, Random(0)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths, st.integers(1, 4), st.data())
+def test_ranks_share_a_batch_without_gap_or_overlap_and_about_evenly(sizes: list[int], world: int, data: st.DataObject):
+    everyone = of_lengths(sizes)
+    numbers = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))
+    parts = [share(everyone, numbers, as_rank(rank, world)) for rank in range(world)]
+    assert sorted(map(id, sum(parts, []))) == sorted(id(everyone[n]) for n in numbers)
+    loads = [sum(len(row.token_ids) for row in part) for part in parts]
+    assert max(loads) - min(loads) <= max((sizes[n] for n in numbers), default=0)
+
+
+# The mixture of mid-training, and its loop
+
+
+def coded(count: int) -> list[Row]:
+    """Rows of code, known by their first token."""
+    return [Row(np.full(CODE_ROW, number, np.int32), np.full(CODE_ROW, 0.5, np.float32)) for number in range(count)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.integers(1, 60),
+    tokens=st.integers(300, 900),
+    code_first=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    code_share=st.sampled_from([0.0, 0.2, 0.6]),
+)
+def test_a_mixture_has_code_first_and_then_its_share(steps: int, tokens: int, code_first: float, code_share: float):
+    code, shown = coded(mixture_code(steps, tokens, code_first, code_share)), rows(50)
+    options = {"steps": steps, "tokens": tokens, "code_first": code_first, "code_share": code_share, "seed": 3}
+    batches = list(mixture(code, shown, **options))
+    again = list(mixture(code, shown, **options))
+    assert all(all(map(lambda a, b: a is b, *both)) for both in zip(batches, again, strict=True))
+    assert len(batches) == steps
+    first = round(code_first * steps)
+    is_code = [[len(row.token_ids) == CODE_ROW for row in batch] for batch in batches]
+    assert all(all(flags) for flags in is_code[:first])
+    later = sum(sum(flags) for flags in is_code[first:]) * CODE_ROW
+    owed = tokens * code_share * (steps - first)
+    assert owed - CODE_ROW < later <= owed, "never more code than its share, and less than a row less"
+    if not first:
+        taken = [row.token_ids[0] for batch in batches for row in batch if len(row.token_ids) == CODE_ROW]
+        assert taken == list(range(len(taken))), "in order, none twice while there are others"
+
+
+def test_without_demonstrations_or_code_there_is_nothing_to_mix():
+    options = {"steps": 4, "tokens": 300, "code_share": 0.2, "seed": 0}
+    with pytest.raises(ValueError, match="no rows to train on"):
+        list(mixture([], rows(3), code_first=0.5, **options))
+    with pytest.raises(ValueError, match="no rows to train on"):
+        list(mixture(coded(9), [], code_first=0.5, **options))
+    assert len(list(mixture(coded(9), [], code_first=1.0, **options))) == 4, "no demonstration is needed"
+
+
+def test_the_loop_is_its_steps_and_its_looks_change_nothing():
+    watched, batches = rows(6, 9), [rows(3, seed) for seed in range(7)]
+    m = MidtrainSettings(steps=7, lr=1e-2)
+    plan = midtrain_plan(m, {"watched": watched})
+    by_step = model()
+    optimizer, each = FlatAdamW(by_step, weight_decay=m.weight_decay), []
+    for step, batch in enumerate(batches):
+        lr = m.lr * trapezoid(step, m.steps, m.warmup, m.constant)
+        mine = share(batch, range(len(batch)), Ranks())
+        each.append(train_step(by_step, mine, optimizer, Ranks(), lr=lr, balance=m.balance, clip=m.clip))
+    for looks, wanted in ((10, [1, 2, 3, 4, 5, 6, 7]), (3, [2, 4, 6, 7]), (1, [7])):
+        net = model()
+        loop = supervise(net, FlatAdamW(net, weight_decay=m.weight_decay), batches, plan, Ranks(), looks=looks)
+        points = dict(loop)
+        assert list(points) == wanted
+        assert torch.equal(net.embed, by_step.embed)
+        assert points[7]["watched"] == cross_entropy(by_step, watched, Ranks())
+        since = each[(wanted[-2] if len(wanted) > 1 else 0) :]
+        for name in ("loss", "grad_norm", "tokens", "agent_loss"):
+            assert points[7][name] == pytest.approx(np.mean([one[name] for one in since]))
+
+
+def test_the_loop_goes_on_from_where_it_stopped():
+    batches, plan = [rows(3, seed) for seed in range(6)], midtrain_plan(MidtrainSettings(steps=6), {})
+    whole, part = model(), model()
+    points = dict(supervise(whole, FlatAdamW(whole), batches, plan, Ranks(), looks=3))
+    optimizer = FlatAdamW(part)
+    for step, _ in supervise(part, optimizer, batches, plan, Ranks(), looks=3):
+        if step == 4:
+            break
+    rest = dict(supervise(part, optimizer, batches, plan, Ranks(), begin=4, looks=3))
+    assert rest == {6: points[6]} and torch.equal(part.embed, whole.embed)

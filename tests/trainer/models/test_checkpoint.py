@@ -1,0 +1,256 @@
+"""Checkpoints: read and written like `transformers` does, and clear about what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from composer_nb.trainer.models import checkpoint
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.models.transformer import Model
+
+IDS = torch.arange(40).view(2, 20)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["whole", "sharded"])
+def test_a_checkpoint_that_transformers_saved_loads_to_the_same_logits(oracle, tmp_path: Path, tied: bool, shard: str):
+    theirs = oracle(tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path / "m", max_shard_size=shard)
+    assert (tmp_path / "m" / "model.safetensors.index.json").exists() == (shard == "20KB")
+    ours = load_pretrained(tmp_path / "m")
+    assert ours.config.rope_theta == 300.0 and ours.config.num_experts == 6
+    assert ours.config.tie_word_embeddings == tied
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS)[0], theirs(IDS).logits, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_we_save_is_what_transformers_saves(make_model, tmp_path: Path, tied: bool, dtype: torch.dtype):
+    from transformers import Qwen3MoeForCausalLM
+
+    model = make_model(1, tie_word_embeddings=tied)
+    save_pretrained(model, tmp_path / "ours", dtype=dtype)
+    theirs = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert theirs.dtype == dtype
+    theirs.save_pretrained(tmp_path / "theirs")
+    a, b = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs"))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype == dtype and torch.equal(a[name], b[name]), name
+    assert theirs.config.rope_parameters["rope_theta"] == 700.0 and theirs.config.norm_topk_prob
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_what_was_loaded_gives_the_same_bytes(make_model, tmp_path: Path, dtype: torch.dtype):
+    save_pretrained(make_model(2, tie_word_embeddings=False), tmp_path / "a", dtype=dtype)
+    loaded = load_pretrained(tmp_path / "a")
+    assert all(weight.dtype == torch.float32 for weight in loaded.parameters())
+    save_pretrained(loaded, tmp_path / "b", dtype=dtype)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"], "nothing is left over"
+
+
+def test_a_float32_round_trip_is_exact_and_bf16_rounds_once(make_model, tmp_path: Path):
+    model = make_model(3)
+    save_pretrained(model, tmp_path / "m", dtype=torch.float32)
+    exact, rounded = load_pretrained(tmp_path / "m"), load_pretrained(tmp_path / "m", dtype=torch.bfloat16)
+    assert exact.config == model.config
+    triples = zip(model.parameters(), exact.parameters(), rounded.parameters(), strict=True)
+    for mine, same, half in triples:
+        assert torch.equal(mine, same) and half.dtype == torch.bfloat16 and torch.equal(mine.bfloat16(), half)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dtype_of_the_model_is_kept(make_model, tmp_path: Path, dtype: torch.dtype):
+    model = make_model(3).to(dtype)
+    save_pretrained(model, str(tmp_path / "m"))
+    assert {tensor.dtype for tensor in load_file(tmp_path / "m" / "model.safetensors").values()} == {dtype}
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert torch.equal(load_pretrained(tmp_path / "m", dtype=dtype).embed, model.embed)
+
+
+def test_the_tokenizer_travels_with_the_weights_and_a_second_save_replaces_the_first(make_model, tmp_path: Path):
+    (tmp_path / "t.json").write_text("{}")
+    save_pretrained(make_model(1), tmp_path / "m")
+    save_pretrained(make_model(2), tmp_path / "m", tokenizer=tmp_path / "t.json")
+    assert (tmp_path / "m" / "tokenizer.json").read_text() == "{}"
+    assert torch.equal(load_pretrained(tmp_path / "m").embed, make_model(2).embed)
+
+
+def test_a_save_that_fails_leaves_what_was_there_before(make_model, tmp_path: Path, monkeypatch):
+    save_pretrained(make_model(1), tmp_path / "m")
+
+    def full_disk(*_args, **_kwargs):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_shard", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            save_pretrained(make_model(2), tmp_path / "m")
+    assert torch.equal(load_pretrained(tmp_path / "m").embed, make_model(1).embed)
+    save_pretrained(make_model(2), tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+# What is wrong with a checkpoint
+
+
+@pytest.fixture
+def saved(make_model, tmp_path: Path) -> Path:
+    save_pretrained(make_model(1, tie_word_embeddings=False), tmp_path / "m", dtype=torch.float32)
+    return tmp_path / "m"
+
+
+def edit_config(path: Path, remove: str = "", **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text()) | changes
+    config.pop(remove, None)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_a_folder_without_config_is_not_a_checkpoint(saved: Path):
+    (saved / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        load_pretrained(saved)
+
+
+def test_a_damaged_config_is_named(saved: Path):
+    (saved / "config.json").write_text('{"hidden')
+    with pytest.raises(ValueError, match="config.json: not JSON"):
+        load_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen2_moe"},
+        {"model_type": None},
+        {"hidden_act": "gelu"},
+        {"use_sliding_window": True},
+        {"attention_bias": True},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_variant_that_would_be_computed_wrongly_is_refused(saved: Path, changes: dict[str, object]):
+    edit_config(saved, **changes)
+    with pytest.raises(ValueError, match=f"{next(iter(changes))}.*not supported"):
+        load_pretrained(saved)
+
+
+def test_gates_are_not_normalised_where_a_config_says_nothing(saved: Path):
+    assert load_pretrained(saved).config.norm_topk_prob
+    edit_config(saved, remove="norm_topk_prob")
+    assert not load_pretrained(str(saved)).config.norm_topk_prob
+    edit_config(saved, norm_topk_prob=None)
+    assert not load_pretrained(saved).config.norm_topk_prob
+
+
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "num_experts", "num_attention_heads", "vocab_size"])
+def test_a_size_that_the_config_lacks_is_not_guessed(saved: Path, name: str):
+    edit_config(saved, remove=name)
+    with pytest.raises(ValueError, match=f"config.json: lacks {name}$"):
+        load_pretrained(saved)
+
+
+def test_a_missing_shard_is_named(saved: Path):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors: this shard of the checkpoint is missing"):
+        load_pretrained(saved)
+
+
+def test_a_missing_one_of_several_shards_is_named(oracle, tmp_path: Path):
+    oracle().save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    gone = sorted((tmp_path / "m").glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=gone.name):
+        load_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_damaged_index_is_named(oracle, tmp_path: Path, text: str):
+    oracle().save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json: .*damaged"):
+        load_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, -1])
+def test_a_shard_that_was_cut_short_is_named(saved: Path, keep: int):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model.safetensors: this shard is damaged"):
+        load_pretrained(saved)
+
+
+def test_tensors_that_do_not_fit_the_config_are_named(saved: Path):
+    file = saved / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    save_file({**tensors, name: tensors[name].T.contiguous()}, file)
+    with pytest.raises(ValueError, match=rf"{name} is \(16, 32\), config.json says \(32, 16\)"):
+        load_pretrained(saved)
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"one tensor is missing, first {name}"):
+        load_pretrained(saved)
+    edit_config(saved, num_experts=5)
+    with pytest.raises(ValueError, match="5 tensors are unknown"):
+        load_pretrained(saved)
+
+
+def test_loading_draws_no_random_numbers(saved: Path):
+    torch.manual_seed(9)
+    wanted = torch.rand(3)
+    torch.manual_seed(9)
+    loaded = load_pretrained(saved)
+    assert isinstance(loaded, Model) and torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "uint8", "float8_e5m2"])
+def test_weights_of_other_dtypes_are_named_before_any_is_read(saved: Path, monkeypatch, dtype: str):
+    file, name = saved / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: torch.zeros(32, 32).to(getattr(torch, dtype))}, file)
+    monkeypatch.setattr(checkpoint, "empty_model", None)  # would fail if the model were made
+    with pytest.raises(ValueError, match=f"{name} is of dtype .*, it must be F64 or F32 or F16 or BF16"):
+        load_pretrained(saved)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_named(saved: Path, value: float):
+    file, name = saved / "model.safetensors", "model.layers.0.mlp.experts.3.up_proj.weight"
+    tensors = load_file(file)
+    tensors[name][7, 9] = value
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"model.safetensors: {name} holds NaN, infinity"):
+        load_pretrained(saved)
+
+
+def test_weights_beyond_the_dtype_that_is_asked_for_are_named(saved: Path):
+    file, name = saved / "model.safetensors", "model.norm.weight"
+    tensors = load_file(file)
+    tensors[name][7] = -70_000.0
+    save_file(tensors, file)
+    assert load_pretrained(saved, dtype=torch.bfloat16).final_norm[7] == -70_144.0
+    with pytest.raises(ValueError, match=f"{name} holds NaN, infinity, or a number beyond torch.float16"):
+        load_pretrained(saved, dtype=torch.float16)
+
+
+def test_a_model_in_memory_stays_as_it_is_where_names_or_forms_do_not_fit(make_model):
+    model, other = make_model(1), make_model(2)
+    tensors = checkpoint.published(other)
+    name = next(reversed(tensors))
+    for wrong in (tensors[name].to(torch.int8), tensors[name][:-1]):
+        with pytest.raises(ValueError, match=name):
+            checkpoint.from_hugging_face(model, {**tensors, name: wrong})
+    assert torch.equal(model.embed, make_model(1).embed)
+    checkpoint.from_hugging_face(model, tensors)
+    assert torch.equal(model.embed, other.embed.bfloat16().float())

@@ -1,0 +1,300 @@
+"""Both families against `transformers`, over random small shapes: logits, gradients, decoding, heads that predict ahead.
+
+`transformers` computes norms, softmaxes and routers in float32 whatever the model's dtype is. Where float64 is compared these
+islands are lifted: the oracle's modules see a torch whose float32 is float64.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from composer_nb.harness.policy import Request
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.checkpoint import hugging_face_views, load_pretrained
+from composer_nb.trainer.models.transformer import Model, PackedRows
+
+VOCABULARY, LENGTH = 61, 37
+SEEDS = range(12)
+
+
+class _Wide(types.ModuleType):
+    """torch, but for the names of float32."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@contextmanager
+def lifted(family: str) -> Iterator[None]:
+    import transformers.models.deepseek_v3.modeling_deepseek_v3 as deepseek
+    import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen
+
+    module: Any = {"qwen3_moe": qwen, "deepseek_v3": deepseek}[family]
+    module.torch = _Wide("torch")
+    try:
+        yield
+    finally:
+        module.torch = torch
+
+
+def make(family: str, seed: int) -> nn.Module:
+    """A model of `transformers` of random sizes, with weights far from their start values."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    random = np.random.default_rng(seed)
+
+    def pick(*values: Any) -> Any:
+        return values[random.integers(len(values))]
+
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": pick(32, 64),
+        "moe_intermediate_size": pick(16, 48),
+        "num_hidden_layers": pick(2, 3),
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": pick(True, False),
+        "rms_norm_eps": pick(1e-6, 1e-3),
+        "attn_implementation": "eager",
+    }
+    theta = pick(1e4, 3e5)
+    torch.manual_seed(seed)
+    if family == "qwen3_moe":
+        stretch = {"factor": 4.0, "original_max_position_embeddings": pick(64, 128)} if seed % 3 == 2 else {}
+        config = Qwen3MoeConfig(
+            **common,
+            num_key_value_heads=pick(1, 2, 4),
+            head_dim=pick(8, 16),
+            num_experts=pick(5, 8),
+            num_experts_per_tok=pick(1, 2, 5),
+            norm_topk_prob=seed % 4 != 1,
+            intermediate_size=pick(24, 40),
+            mlp_only_layers=[0] if seed % 4 == 1 else [],
+            decoder_sparse_step=2 if seed % 4 == 3 else 1,
+            rope_parameters={"rope_type": "yarn" if stretch else "default", "rope_theta": theta, **stretch},
+        )
+        model: nn.Module = Qwen3MoeForCausalLM(config)
+    else:
+        stretch = {"factor": 8.0, "original_max_position_embeddings": pick(8, 64)}
+        both = pick({"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {})
+        rope = {"rope_type": "yarn", **stretch, **both} if seed % 3 else {"rope_type": "default"}
+        groups = pick(1, 2, 4)
+        config = DeepseekV3Config(
+            **common,
+            num_key_value_heads=4,
+            intermediate_size=pick(64, 88),
+            n_routed_experts=8,
+            n_shared_experts=pick(1, 2),
+            first_k_dense_replace=pick(0, 1),
+            num_experts_per_tok=pick(2, 4),
+            n_group=groups,
+            topk_group=pick(*(g for g in (1, 2, 4) if g <= groups and 8 // groups * g >= 4)),
+            q_lora_rank=pick(None, 24),
+            kv_lora_rank=16,
+            qk_rope_head_dim=pick(4, 8),
+            qk_nope_head_dim=pick(8, 16),
+            v_head_dim=pick(8, 24),
+            routed_scaling_factor=pick(1.0, 2.827),
+            num_mtp_layers=pick(0, 2),
+            rope_parameters={**rope, "rope_theta": theta},
+        )
+        model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            drawn = torch.randn_like(weight)
+            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else drawn * weight.shape[-1] ** -0.5)
+            if "embed" in name or "lm_head" in name:
+                weight.copy_(drawn * 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # else nothing tells choice from gate
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
+    model.set_experts_implementation("eager")
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=[(f, s) for f in ("qwen3_moe", "deepseek_v3") for s in SEEDS], ids=str)
+def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, nn.Module, Path]:
+    """A model of `transformers`, and where it was saved."""
+    family, seed = request.param
+    path = tmp_path_factory.mktemp("pair") / "m"
+    oracle = make(family, seed)
+    oracle.save_pretrained(path)
+    return family, oracle, path
+
+
+def tokens(seed: int = 0, rows: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def far(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def test_logits_are_those_of_transformers(pair: tuple[str, nn.Module, Path]):
+    family, oracle, path = pair
+    ours, ids = load_pretrained(path), tokens()
+    assert ours.config.family == family
+    with torch.no_grad():
+        theirs = oracle(ids).logits
+        assert theirs.std() > 0.1, "a trivial model would prove nothing"
+        assert far(ours(ids)[0], theirs) <= 5e-5
+        oracle.double()
+        try:
+            with lifted(family):
+                assert far(ours.double()(ids)[0], oracle(ids).logits) <= 1e-10
+        finally:
+            oracle.float()
+
+
+def test_gradients_are_those_of_transformers(pair: tuple[str, nn.Module, Path]):
+    family, oracle, path = pair
+    ours, ids = load_pretrained(path).double(), tokens(1)
+    pull = torch.randn(2, LENGTH, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    oracle.double()
+    oracle.zero_grad()
+    try:
+        with lifted(family):
+            (oracle(ids).logits * pull).sum().backward()
+        (ours(ids)[0] * pull).sum().backward()
+        theirs = _by_name(oracle)
+    finally:
+        oracle.float()
+    mine = _gradients(ours)
+    assert theirs.keys() <= mine.keys()
+    ahead = ours.config.num_hidden_layers  # heads that predict ahead take no part
+    assert all(f"layers.{ahead}" in name or "bias" in name for name in mine.keys() - theirs.keys())
+    largest = max(float(g.abs().max()) for g in theirs.values())
+    for name, gradient in theirs.items():
+        assert float((mine[name] - gradient).abs().max()) <= 1e-8 * max(float(gradient.abs().max()), 1e-6 * largest), (
+            name
+        )
+
+
+def _gradients(model: Model) -> dict[str, Tensor]:
+    """Under Hugging Face's names: a model whose weights are the gradients is read out."""
+    for weight in model.parameters():
+        weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    return {name: view.clone() for name, view in hugging_face_views(model).items()}
+
+
+def _by_name(oracle: nn.Module) -> dict[str, Tensor]:
+    """Gradients of `transformers`' weights, an expert a tensor."""
+    found = {}
+    for name, weight in oracle.named_parameters():
+        gradient = (
+            torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+        )  # a cast casts gradients too
+        if name.endswith("experts.gate_up_proj"):
+            for expert, part in enumerate(gradient):
+                where = name.replace("gate_up_proj", f"{expert}.")
+                found[where + "gate_proj.weight"], found[where + "up_proj.weight"] = part.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for expert, part in enumerate(gradient):
+                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = part
+        else:
+            found[name] = gradient
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("seed", [1, 5])
+def test_greedy_decoding_of_256_tokens_is_that_of_transformers(tmp_path: Path, family: str, seed: int):
+    oracle = make(family, seed)
+    oracle.save_pretrained(tmp_path / "m")
+    ours, prompt = load_pretrained(tmp_path / "m").double(), tokens(3, 1, 9)
+    engine = Engine(ours, stop=frozenset(), slots=2, max_length=300, temperature=0)
+    [done] = engine.generate([Request(rollout=0, token_ids=prompt[0].tolist(), max_tokens=256)])
+    oracle.double()
+    with lifted(family), torch.no_grad():
+        whole = oracle.generate(
+            prompt, max_new_tokens=256, do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None
+        )
+        assert done.token_ids == whole[0, 9:].tolist()
+    assert len(set(done.token_ids)) > 3, "and says more than one thing"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cached_decoding_is_the_full_forward_pass(pair: tuple[str, nn.Module, Path], dtype: torch.dtype):
+    _, _, path = pair
+    model = load_pretrained(path, dtype=dtype)
+    engine = Engine(model, stop=frozenset(), slots=2, max_length=64, seed=4)
+    prompt = tokens(4, 1, 20)[0].tolist()
+    [done] = engine.generate([Request(rollout=0, token_ids=prompt, max_tokens=30)])
+    trace = engine.release(0)
+    with torch.no_grad():
+        logits, routes = model(torch.tensor([[*prompt, *done.token_ids]])[:, :-1])
+    wanted = logits[0, 19:].log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    exact = {torch.float32: 5e-5, torch.float64: 1e-12}[dtype]
+    assert np.abs(np.array(done.logprobs) - wanted.double().numpy()).max() < exact
+    assert np.array_equal(trace.routes[:-1], routes[0].numpy()), "and so are the experts"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_heads_that_predict_ahead_are_those_of_transformers(tmp_path: Path, seed: int):
+    from transformers.modeling_layers import MtpModel
+
+    oracle = make("deepseek_v3", seed)
+    oracle.config.num_mtp_layers = 2
+    oracle.save_pretrained(tmp_path / "m")
+    heads = MtpModel(oracle, 2).eval()
+    heads.set_experts_implementation("eager")
+    with torch.no_grad():
+        for name, weight in heads.layers.named_parameters():
+            drawn = torch.randn_like(weight) * weight.shape[-1] ** -0.5
+            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else drawn)
+        for name, buffer in heads.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
+    path = tmp_path / "m"
+    save_file(
+        load_file(path / "model.safetensors") | _as_stored(heads, oracle.config.num_hidden_layers),
+        path / "model.safetensors",
+    )
+    ours = load_pretrained(path).double()
+    assert ours.config.num_nextn_predict_layers == 2
+
+    ids, places = tokens(6, 1), torch.arange(LENGTH)[None]
+    packed = PackedRows.of_lengths([LENGTH], ours.config)
+    oracle.double(), heads.double()
+    with lifted("deepseek_v3"), torch.no_grad():
+        theirs = oracle.model(ids).last_hidden_state
+        hidden, _ = ours.trunk(ids[0], packed.position_N, packed.attend)
+        for depth in range(2):  # row by row one token fewer: there must be a token to look at
+            ids, places, theirs, hidden = ids[:, 1:], places[:, 1:], theirs[:, :-1], hidden[:-1]
+            theirs = heads.forward_layer(depth, theirs, places, None, input_ids=ids)
+            rows = PackedRows.of_lengths([ids.shape[1]], ours.config)
+            hidden, routing = ours.ahead(depth, hidden, ids[0], places[0], rows.attend)
+            assert far(hidden, theirs[0]) <= 1e-10
+            assert len(routing.experts_NK) == ids.shape[1]
+
+
+def _as_stored(heads: nn.Module, layers: int) -> dict[str, Tensor]:
+    """Their weights under the names of DeepSeek's own checkpoint."""
+    inside = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
+    found: dict[str, Tensor] = {}
+    for depth, layer in enumerate(heads.layers):
+        prefix = f"model.layers.{layers + depth}."
+        for name, tensor in layer.state_dict().items():
+            first = name.split(".")[0]
+            if name.endswith("experts.gate_up_proj"):
+                for expert, part in enumerate(tensor):
+                    for kind, half in zip(("gate", "up"), part.chunk(2), strict=True):
+                        found[f"{prefix}mlp.experts.{expert}.{kind}_proj.weight"] = half.clone()
+            elif name.endswith("experts.down_proj"):
+                for expert, part in enumerate(tensor):
+                    found[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = part.clone()
+            elif first in inside:
+                found[prefix + name.replace(first, inside[first], 1)] = tensor.clone()
+            else:
+                found[prefix + name.removeprefix("mtp_block.")] = tensor.clone()
+    return found

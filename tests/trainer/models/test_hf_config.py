@@ -1,0 +1,186 @@
+"""config.json: what a wrapper must state itself, and one line for each thing that is not supported."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_nb.trainer.models.hf_config import _STATED, FloatBlocks, PackedIntegers, config_json, read_config
+from composer_nb.trainer.models.transformer import Yarn
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+KIMI, QWEN = (json.loads((CONFIGS / name).read_text()) for name in ("kimi_k25.json", "qwen3_30b_a3b.json"))
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def described(tmp_path: Path, config: object):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return read_config(tmp_path / "config.json")
+
+
+def test_kimi_k25_is_read_from_its_text_config(tmp_path: Path):
+    found = described(tmp_path, KIMI)
+    c = found.model
+    assert found.prefix == "language_model." and found.format == PackedIntegers(bits=4, group=32)
+    assert (c.family, c.num_experts, c.num_experts_per_tok, c.n_group, c.num_attention_heads) == (
+        "deepseek_v3",
+        384,
+        8,
+        1,
+        64,
+    )
+    assert (c.head_dim, c.v_head_dim, c.rms_norm_eps, c.rope_theta) == (192, 128, 1e-5, 50_000.0)
+    assert c.yarn == Yarn(factor=64.0) and c.num_nextn_predict_layers == 0
+    (tmp_path / "text.json").write_text(config_json(c, torch.bfloat16))
+    assert read_config(tmp_path / "text.json").model == c, "written again, without the wrapper"
+
+
+@pytest.mark.parametrize("name", _STATED)
+def test_a_wrapper_takes_no_default_of_a_class(tmp_path: Path, name: str):
+    config = copy.deepcopy(KIMI)
+    del config["text_config"][name]
+    with pytest.raises(ValueError, match=rf"config.json: lacks text_config.{name}$"):
+        described(tmp_path, config)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_theta"])
+def test_nor_does_it_for_positions(tmp_path: Path, name: str):
+    config = copy.deepcopy(KIMI)
+    del config["text_config"][name]
+    with pytest.raises(ValueError, match=rf"config.json: lacks (text_config\.)?{name}$"):
+        described(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type='llama' is not supported, only 'qwen3_moe'"),
+        (
+            {"architectures": ["Qwen3MoeForSequenceClassification"]},
+            "architectures='Qwen3MoeForSequenceClassification' is not",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            "architectures='DeepseekV3ForCausalLM' is not supported with model_type",
+        ),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 must lie in 1..model.num_experts=128"),
+        ({"hidden_size": "2048"}, "hidden_size='2048' is not supported, only a value of type int"),
+        ({"hidden_size": 2048.0}, "hidden_size=2048.0 is not supported"),
+        ({"num_experts": True}, "num_experts=True is not supported"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3 is not supported, only a list of layers"),
+        ({"decoder_sparse_step": 0}, "model.decoder_sparse_step=0 must be at least 1"),
+        ({"decoder_sparse_step": 49}, "at least one layer must have experts"),
+        ({"rope_scaling": "yarn"}, "rope_parameters or rope_scaling is 'yarn', no JSON object"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures='Qwen3MoeForCausalLM' is no list of names"),
+        ({"architectures": [["x"]]}, "architectures=[['x']] is no list of names"),
+        ({"rope_theta": 0}, "model.rope_theta=0 must be above 0"),
+        ({"rope_theta": float("nan")}, "model.rope_theta=nan must be above 0"),
+        ({"rms_norm_eps": -1e-6}, "model.rms_norm_eps=-1e-06 must be at least 0"),
+        ({"rms_norm_eps": float("nan")}, "model.rms_norm_eps=nan must be at least 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_theta=1000000.0, and rope_theta=500000.0 in rope_parameters or rope_scaling: which of them?",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": float("inf"), "original_max_position_embeddings": 4096}},
+            "model.yarn.factor",
+        ),
+        ({"quantization_config": 4}, "quantization_config is no JSON object"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config: quant_method='gptq' is not supported",
+        ),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: fmt='e5m2' is not supported"),
+        ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size=None is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as error:
+        described(tmp_path, QWEN | changes)
+    assert message in str(error.value) and str(error.value).startswith(str(tmp_path / "config.json"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": -1}, "model.q_lora_rank=-1 must be at least 0"),
+        ({"n_shared_experts": -1}, "model.n_shared_experts=-1 must be at least 0"),
+        ({"num_nextn_predict_layers": -1}, "model.num_nextn_predict_layers=-1 must be at least 0"),
+        ({"routed_scaling_factor": float("nan")}, "model.routed_scaling_factor=nan must be above 0"),
+    ],
+)
+def test_so_are_sizes_of_deepseek_that_mean_nothing(tmp_path: Path, changes: dict[str, Any], message: str):
+    config = copy.deepcopy(KIMI)
+    config["text_config"] |= changes
+    with pytest.raises(ValueError) as error:
+        described(tmp_path, config)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_bits": 3}, "num_bits=3 is not supported"),
+        ({"symmetric": False}, "symmetric=False is not supported"),
+        ({"strategy": "channel"}, "strategy='channel' is not supported"),
+        ({"actorder": "group"}, "actorder='group' is not supported"),
+        ({"group_size": -1}, "group_size=-1 is not supported"),
+        ({"type": "float"}, "type='float' is not supported"),
+    ],
+)
+def test_other_integers_are_refused(tmp_path: Path, changes: dict[str, Any], message: str):
+    config = copy.deepcopy(KIMI)
+    config["text_config"]["quantization_config"]["config_groups"]["group_0"]["weights"] |= changes
+    with pytest.raises(ValueError, match=message):
+        described(tmp_path, config)
+
+
+def test_other_wrappers_of_integers_are_refused(tmp_path: Path):
+    config = copy.deepcopy(KIMI)
+    config["text_config"]["quantization_config"]["format"] = "marlin-24"
+    with pytest.raises(ValueError, match="format='marlin-24' is not supported"):
+        described(tmp_path, config)
+    config["text_config"]["quantization_config"] |= {"format": "pack-quantized", "config_groups": {}}
+    with pytest.raises(ValueError, match="config_groups of more or less than one group"):
+        described(tmp_path, config)
+    config["text_config"] = None
+    with pytest.raises(ValueError, match="lacks text_config"):
+        described(tmp_path, config)
+
+
+def test_yarn_guesses_no_length(tmp_path: Path):
+    config = copy.deepcopy(KIMI["text_config"])
+    for name in ("original_max_position_embeddings", "factor"):
+        with pytest.raises(ValueError, match=f"of type 'yarn' lacks {name}"):
+            described(tmp_path, config | {"rope_scaling": config["rope_scaling"] | {name: None}})
+
+
+def test_yarn_of_kimi_k2_is_a_step(tmp_path: Path):
+    config = copy.deepcopy(KIMI["text_config"])
+    config["rope_scaling"] |= {"beta_fast": 1.0, "factor": 32.0}
+    assert described(tmp_path, config).model.yarn == Yarn(factor=32.0, beta_fast=1.0, beta_slow=1.0)
+
+
+def test_float_blocks_are_read_for_either_family(tmp_path: Path):
+    assert described(tmp_path, QWEN | {"quantization_config": FP8}).format == FloatBlocks(rows=128, columns=128)
+    assert described(tmp_path, QWEN).format is None
+
+
+def test_yarn_of_qwen3_is_written_and_read_again(tmp_path: Path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    c = described(tmp_path, QWEN | {"rope_scaling": yarn}).model
+    assert c.yarn == Yarn(factor=4.0, original_max_position_embeddings=32768, mscale_all_dim=0.0)
+    (tmp_path / "config.json").write_text(config_json(c, torch.bfloat16))
+    assert read_config(tmp_path / "config.json").model == c
+    with pytest.raises(ValueError, match="this form of YaRN"):
+        described(tmp_path, QWEN | {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}})
+    with pytest.raises(ValueError, match="mscale_all_dim=0"):
+        replace(c, yarn=Yarn(factor=4.0))

@@ -1,0 +1,321 @@
+"""Checkpoints there and back: every byte of what `transformers` wrote, and the same logits on both sides."""
+
+from __future__ import annotations
+
+import json
+import struct
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from composer_nb.trainer.models import shards
+from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, load_pretrained, save_pretrained
+
+IDS = torch.arange(120).view(2, 60) % 61
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+AHEAD: dict[str, Any] = {
+    "family": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 2,
+    "tie_word_embeddings": False,
+    "qk_norm_gain": 1.0,
+}
+"""A DeepSeek-V3 with two heads that predict ahead."""
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def written(oracle, tmp_path: Path) -> Callable[..., Path]:
+    """A checkpoint as `transformers` writes it, and what lies beside one on the hub."""
+
+    def write(family: str, dtype: torch.dtype = torch.bfloat16, shard: str = "20KB", **sizes: Any) -> Path:
+        from transformers import AutoModelForCausalLM
+
+        oracle(family, **sizes).save_pretrained(tmp_path / "wide")
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=dtype)
+        theirs.save_pretrained(tmp_path / "m", max_shard_size=shard)
+        (tmp_path / "m" / "tokenizer.json").write_text('{"a": "ä"}')
+        (tmp_path / "m" / "chat_template.jinja").write_text("{{ messages }}\r\n")
+        (tmp_path / "m" / "docs").mkdir()
+        (tmp_path / "m" / "docs" / "picture.png").write_bytes(bytes(range(256)))
+        return tmp_path / "m"
+
+    return write
+
+
+# Against transformers
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
+        },
+        {  # Kimi K2's
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 300.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                **{"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            }
+        },
+    ],
+    ids=["yarn", "plain", "kimi-k2"],
+)
+def test_deepseek_of_transformers_loads_to_the_same_logits(oracle, tmp_path: Path, sizes: dict[str, Any]):
+    theirs = oracle("deepseek_v3", **sizes)
+    theirs.save_pretrained(tmp_path / "m", max_shard_size="30KB")
+    ours = load_pretrained(tmp_path / "m")
+    assert ours.config.num_nextn_predict_layers == 0, "transformers leaves them out of what it saves"
+    with torch.no_grad():
+        wanted = theirs(IDS).logits
+        torch.testing.assert_close(ours(IDS)[0], wanted, atol=2e-4, rtol=1e-3)
+    assert float(wanted.std()) > 0.5
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 30_000])
+def test_deepseek_of_ours_is_what_transformers_loads_and_saves(make_model, tmp_path: Path, shard_bytes: int | None):
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(2, **AHEAD | {"num_nextn_predict_layers": 0})
+    for layer in model.layers[1:]:
+        layer.router_bias.copy_(torch.randn(6) * 0.2 + 1e-4)
+    save_pretrained(model, tmp_path / "ours", dtype=torch.bfloat16, shard_bytes=shard_bytes or shards.SHARD_BYTES)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes or "1GB")
+    ours, other = (tensors_of(tmp_path / who) for who in ("ours", "theirs"))
+    assert ours.keys() == other.keys()
+    for name, tensor in ours.items():
+        wide = name.endswith(ROUTER_BIAS)
+        assert tensor.dtype == other[name].dtype == (torch.float32 if wide else torch.bfloat16), name
+        assert torch.equal(tensor, other[name]), name
+    if shard_bytes:
+        indexes = [json.loads((tmp_path / who / shards.INDEX).read_text()) for who in ("ours", "theirs")]
+        assert indexes[0]["metadata"] == indexes[1]["metadata"]
+        assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
+        assert all(file.stat().st_size < 35_000 for file in (tmp_path / "ours").glob("*.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load_pretrained(tmp_path / "ours")(IDS)[0], theirs.float()(IDS).logits, atol=2e-4, rtol=1e-3
+        )
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_heads_that_predict_ahead_survive(make_model, tmp_path: Path):
+    model = make_model(3, **AHEAD)
+    save_pretrained(model, tmp_path / "m", dtype=torch.float32, shard_bytes=20_000)
+    loaded = load_pretrained(tmp_path / "m")
+    assert loaded.config == model.config and len(loaded.aheads) == 2
+    theirs = hugging_face_views(loaded)
+    for name, view in hugging_face_views(model).items():
+        assert torch.equal(view, theirs[name]), name
+    assert "model.layers.3.shared_head.norm.weight" in theirs
+
+
+# The same bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["whole", "sharded"])
+def test_what_is_loaded_and_saved_untouched_has_the_same_bytes(
+    written, tmp_path: Path, family: str, dtype: torch.dtype, shard: str
+):
+    source = written(family, dtype, shard)
+    before = contents(source)
+    assert len(list(source.glob("*.safetensors"))) > 1 or shard == "1GB"
+    if family == "deepseek_v3":
+        dtypes = {name: tensor.dtype for name, tensor in tensors_of(source).items()}
+        assert {kind for name, kind in dtypes.items() if name.endswith(ROUTER_BIAS)} == {torch.float32}
+        assert dtypes["lm_head.weight"] == dtype
+    save_pretrained(load_pretrained(source), tmp_path / "out", like=source)
+    assert contents(tmp_path / "out") == before
+    save_pretrained(load_pretrained(source, dtype=dtype), source, like=source)
+    assert contents(source) == before, "onto itself"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out", "wide"], "nothing is left over"
+
+
+def test_what_changed_is_what_changes(written, tmp_path: Path):
+    source = written("deepseek_v3")
+    model = load_pretrained(source)
+    with torch.no_grad():
+        model.layers[2].w_in[3, 5, 16 + 7] = 1.0 + 2**-8  # the up matrix begins at 16; between two numbers of bf16
+    save_pretrained(model, tmp_path / "out", like=source)
+    before, after = contents(source), contents(tmp_path / "out")
+    changed = [name for name in before if before[name] != after[name]]
+    assert before.keys() == after.keys() and len(changed) == 1
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    a, b = tensors_of(source), tensors_of(tmp_path / "out")
+    assert [key for key in a if not torch.equal(a[key], b[key])] == [name]
+    a[name][7, 5] = 1.0
+    assert torch.equal(a[name], b[name])
+
+
+def test_a_header_in_an_odd_order_with_padding_is_kept_to_the_byte(make_model, tmp_path: Path):
+    save_pretrained(make_model(1, tie_word_embeddings=False), tmp_path / "m", dtype=torch.float32)
+    file = tmp_path / "m" / "model.safetensors"
+    given = load_file(file)
+    order = sorted(given, key=lambda name: name[::-1])
+    parts, places, offset = [], {}, 0
+    for name in order:
+        parts.append(given[name].numpy().tobytes())
+        place = {"shape": list(given[name].shape), "data_offsets": [offset, offset := offset + len(parts[-1])]}
+        places[name] = {**place, "dtype": "F32"}
+    listed = {name: places[name] for name in sorted(given, reverse=True)} | {
+        "__metadata__": {"who": "ä", "format": "pt"}
+    }
+    text = json.dumps(listed, indent=1, ensure_ascii=False).encode() + b"  \n  "
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+    (tmp_path / "m" / "config.json").write_text(
+        json.dumps(json.loads((tmp_path / "m" / "config.json").read_text()), indent=7)
+    )
+    before = contents(tmp_path / "m")
+    save_pretrained(load_pretrained(tmp_path / "m"), tmp_path / "out", like=tmp_path / "m")
+    assert contents(tmp_path / "out") == before
+
+
+def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
+    """To a checkpoint in one file."""
+    save_file({**load_file(path / "model.safetensors"), **added}, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_what_a_checkpoint_repeats_is_checked_and_written_from_the_model(make_model, tmp_path: Path):
+    source = tmp_path / "m"
+    save_pretrained(make_model(3, **AHEAD), source, dtype=torch.bfloat16)
+    given = load_file(source / "model.safetensors")
+    again = {
+        f"model.layers.{layer}.embed_tokens.weight": given["model.embed_tokens.weight"].clone() for layer in (2, 3)
+    }
+    again["model.layers.3.shared_head.head.weight"] = given["lm_head.weight"].clone()
+    again["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
+    add_tensors(source, again)
+    before = contents(source)
+    model = load_pretrained(source)
+    save_pretrained(model, tmp_path / "out", like=source)
+    assert contents(tmp_path / "out") == before
+    with torch.no_grad():
+        model.embed[7] = 3.0
+    save_pretrained(model, tmp_path / "out", like=source)
+    after = tensors_of(tmp_path / "out")
+    assert torch.equal(after["model.layers.2.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert float(after["model.layers.3.embed_tokens.weight"][7, 0]) == 3.0
+    assert torch.equal(after["model.layers.0.self_attn.rotary_emb.inv_freq"], torch.arange(4.0))
+    add_tensors(source, {"model.layers.3.shared_head.head.weight": given["model.embed_tokens.weight"].clone()})
+    with pytest.raises(
+        ValueError, match="model.layers.3.shared_head.head.weight must repeat lm_head.weight, but differs"
+    ):
+        load_pretrained(source)
+
+
+# What is refused
+
+
+def test_a_model_of_other_sizes_is_not_written_like_a_source(make_model, tmp_path: Path):
+    save_pretrained(make_model(1), tmp_path / "m", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="m: num_experts_per_tok is 2 there, the model's is 3"):
+        save_pretrained(make_model(1, num_experts_per_tok=3), tmp_path / "out", like=tmp_path / "m")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_weights_that_would_go_stale_are_refused(make_model, tmp_path: Path):
+    model = make_model(1)
+    save_pretrained(model, tmp_path / "m", dtype=torch.bfloat16)
+    (tmp_path / "m" / "original").mkdir()
+    (tmp_path / "m" / "original" / "consolidated.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="consolidated.safetensors: weights that would not be those of the model"):
+        save_pretrained(model, tmp_path / "out", like=tmp_path / "m")
+
+
+def test_a_folder_is_not_written_into_its_source_nor_around_it(make_model, tmp_path: Path):
+    model = make_model(1)
+    save_pretrained(model, tmp_path / "a" / "m", dtype=torch.bfloat16)
+    for target in (tmp_path / "a", tmp_path / "a" / "m" / "new"):
+        with pytest.raises(ValueError, match="lie in each other"):
+            save_pretrained(model, target, like=tmp_path / "a" / "m")
+    with pytest.raises(ValueError, match="those of `like`"):
+        save_pretrained(model, tmp_path / "b", like=tmp_path / "a" / "m", dtype=torch.float32)
+    assert load_pretrained(tmp_path / "a" / "m").config == load_pretrained(tmp_path / "a" / "m").config
+
+
+# Memory
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of tensors that operations made and that are still there; the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.made = {key: one for key, one in self.made.items() if not one[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_loading_holds_the_model_and_one_tensor(written, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    source = written("deepseek_v3", vocab_size=509)
+    live: set[int] = set()
+    opened: set[int] = set()
+    most = {"tensors": 0, "files": 0, "reads": 0}
+
+    class Counted:
+        def __init__(self, *given: Any) -> None:
+            self.inner = safe_open(*given)
+            opened.add(id(self))
+            weakref.finalize(self, opened.discard, id(self))
+            most["files"] = max(most["files"], len(opened))
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            tensor = self.inner.get_tensor(name)
+            live.add(id(tensor))
+            weakref.finalize(tensor, live.discard, id(tensor))
+            most["tensors"], most["reads"] = max(most["tensors"], len(live)), most["reads"] + 1
+            return tensor
+
+    monkeypatch.setattr(shards, "safe_open", Counted)
+    with Alive() as alive:
+        model = load_pretrained(source, dtype=dtype)
+    assert most["reads"] == len(hugging_face_views(model)), "each tensor is read once"
+    assert most["tensors"] == 1 and most["files"] <= 2 and not live
+    held = sum(view.numel() * view.itemsize for view in hugging_face_views(model).values())
+    largest = model.embed.numel() * 4
+    assert held <= alive.peak <= held + largest

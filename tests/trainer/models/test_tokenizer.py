@@ -1,0 +1,63 @@
+"""The tokenizer that a run trains: any text comes back, special tokens are apart, and damage is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.compact import SPECIALS
+from composer_nb.trainer.models.tokenizer import load_tokenizer, train_tokenizer
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(exclude_categories=("Cs",))) | st.text("ab1 \n_<|>é"))
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str):
+    safe = text.replace("<|", "< |")
+    ids = tokenizer.encode(safe, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == safe
+    assert not set(ids) & set(range(len(SPECIALS)))
+
+
+def test_special_tokens_come_first_and_digits_stand_alone(tokenizer: Tokenizer):
+    assert [tokenizer.token_to_id(token) for token in SPECIALS] == list(range(7))
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("x1203").ids] == ["x", "1", "2", "0", "3"]
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("the sum of\n    return").ids]
+    assert pieces[-4:] == [" sum", " of", "\n    ", "return"], "a word takes its space, a newline its indentation"
+
+
+def test_training_is_reproducible_and_fills_the_vocabulary():
+    texts = [Path(__file__).read_text()] * 2
+    one, two = train_tokenizer(texts, 500), train_tokenizer(iter(texts), 500)
+    assert one.to_str() == two.to_str() and one.get_vocab_size() == 500
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused():
+    with pytest.raises(ValueError, match="tokenizer.vocab_size=262: at least 263 are needed"):
+        train_tokenizer(["x"], 262)
+    assert train_tokenizer(["x"], 263).get_vocab_size() == 263
+
+
+def test_a_tokenizer_is_loaded_from_beside_its_weights(tokenizer: Tokenizer, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json: a checkpoint needs its tokenizer"):
+        load_tokenizer(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).to_str() == tokenizer.to_str()
+
+
+def test_a_tokenizer_without_our_special_tokens_is_refused(tokenizer: Tokenizer, tmp_path: Path):
+    saved = json.loads(tokenizer.to_str().replace("<|to|>", "<|TO|>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"lacks the tokens \['<\|to\|>'\]"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 300])
+def test_a_damaged_tokenizer_is_named(tokenizer: Tokenizer, tmp_path: Path, keep: int):
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str()[:keep])
+    with pytest.raises(ValueError, match=r"tokenizer.json: damaged"):
+        load_tokenizer(tmp_path)

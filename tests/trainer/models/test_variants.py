@@ -1,0 +1,86 @@
+"""Engines beside trainers: what each pair changes, what it leaves alone, and what replay mends of it."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+
+from composer_nb.kernels.formats.groupwise import rounded
+from composer_nb.kernels.moe.routing import Rule, route
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.variants import ENGINES, PAIRS, TOUR, EngineName, Numerics, as_engine, variant
+from composer_nb.trainer.recipe.mismatch import measure_mismatch
+
+NEVER = frozenset[int]()
+
+
+def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
+    model = make_model(3)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    made = variant(model, Numerics(expert_bits=4, router_bits=8, router_dtype=torch.bfloat16))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items()), "a copy"
+    assert not any(weight.requires_grad for weight in made.parameters())
+    assert made.router_dtype == torch.bfloat16 and model.router_dtype is None
+    for name, weight in made.state_dict().items():
+        if name.endswith(("w_in", "w_out")):
+            assert torch.equal(weight, rounded(before[name], bits=4, group=32, dim=1)) and weight.dtype == torch.float32
+        elif name.endswith("router"):
+            assert torch.equal(weight, rounded(before[name], bits=8, group=64))
+        else:
+            assert torch.equal(weight, before[name]) and weight.dtype == torch.float32
+
+
+def test_every_engine_of_the_settings_is_there_and_float32_is_the_model_itself(make_model):
+    model = make_model(3)
+    assert set(ENGINES) == set(typing.get_args(EngineName)) == {*PAIRS, "float32", "int8-experts"}
+    assert as_engine(model, "float32") is model
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        exact = model(ids)[0]
+        made = {name: as_engine(model, name) for name in ENGINES if name != "float32"}
+        gaps = {name: float((engine(ids)[0] - exact).abs().mean()) for name, engine in made.items()}
+    assert 0 < gaps["int8-experts"] < gaps["int4-experts"], "fewer bits, further away"
+
+
+def test_plain_numerics_are_the_model_itself_and_bf16_is_bf16_throughout(make_model):
+    model = make_model(3)
+    ids = torch.arange(20)[None]
+    assert torch.equal(variant(model, Numerics())(ids)[0], model(ids)[0])
+    made = variant(model, PAIRS["bf16"].engine)
+    assert {weight.dtype for weight in made.parameters()} == {torch.bfloat16}
+    wanted = make_model(3).to(torch.bfloat16)(ids)[0]
+    assert torch.equal(made(ids)[0], wanted)
+
+
+def test_a_router_in_bf16_rounds_scores_and_so_flips_experts():
+    x = torch.randn(4000, 16, generator=torch.Generator().manual_seed(0))
+    router = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    routing, exact = route(x, router, Rule(chosen=2)), route(x, router.float(), Rule(chosen=2))
+    assert torch.equal(routing.probs_NE, (x.bfloat16() @ router.T).float().softmax(-1))
+    assert routing.gates_NK.dtype == torch.float32
+    flipped = (routing.experts_NK.sort(-1).values != exact.experts_NK.sort(-1).values).any(-1)
+    assert 0 < flipped.float().mean() < 0.05
+    assert exact.margin_N[flipped].max() < 0.1 * exact.margin_N.mean(), "near ties"
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_every_pair_has_a_gap_that_replay_narrows(make_model, converse, name: str):
+    model = make_model(3)
+    engine = Engine(variant(model, PAIRS[name].engine), stop=NEVER, slots=24, max_length=96)
+    found = measure_mismatch(variant(model, PAIRS[name].trainer), converse(engine, 24))
+    assert 0 < found["routes_differ"] < 0.1
+    assert 0 < found["on"]["logprob_gap_p99"] < found["off"]["logprob_gap_p99"]
+    assert 0 < found["on"]["k3"] < found["off"]["k3"]
+
+
+def test_replay_does_not_mend_other_weights(make_model, converse):
+    model = make_model(3)
+    engine = Engine(variant(model, Numerics(expert_bits=4)), stop=NEVER, slots=16, max_length=96)
+    found = measure_mismatch(model, converse(engine, 16))
+    assert found["on"]["logprob_gap_p50"] > 0.5 * found["off"]["logprob_gap_p50"] > 1e-3
+
+
+def test_the_tour_s_pair_is_one_of_them():
+    assert TOUR in PAIRS

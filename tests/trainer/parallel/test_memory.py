@@ -1,0 +1,166 @@
+"""What a rank needs: within a tenth of the peak of torch's allocator, cut as the mesh says, refused with settings that fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.cli import main
+from composer_nb.settings import override
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.muon import OptimizerSettings, make_optimizer
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.parallel.memory import Load, estimate, require_memory
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+
+
+def measured_peak(step: Callable[[], object]) -> int:
+    """Most bytes that were live at once in torch's CPU allocator while `step` ran, of those that it allocated itself."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = step()
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    del kept
+    return peak
+
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+GROUPED: dict[str, Any] = {
+    "vocab_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "moe_intermediate_size": 96,
+}
+LATENT: dict[str, Any] = {
+    "family": "deepseek_v3",
+    "vocab_size": 512,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 96,
+}
+HEAVY = GROUPED | {"vocab_size": 2048, "hidden_size": 256, "num_experts": 16, "moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "optimizer", "recompute"),
+    [(GROUPED, 8, "adamw", False), (GROUPED, 8, "muon", True), (LATENT, 4, "adamw", False), (HEAVY, 1, "adamw", False)],
+    ids=["activations", "recomputed", "latent", "weights"],
+)
+def test_the_peak_is_within_a_tenth_of_the_allocator_s(
+    sizes: dict[str, Any], rows: int, optimizer: Any, recompute: bool
+):
+    c, length = ModelConfig(**sizes), 256
+    random = np.random.default_rng(0)
+    ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)
+    data = [Row(row, np.ones(length + 1, np.float32)) for row in ids]
+
+    def two_steps() -> object:
+        model = Model(c)
+        model.recompute = recompute
+        made = make_optimizer(model, OptimizerSettings(name=optimizer), published=torch.bfloat16)
+        for _ in range(2):
+            train_step(model, data, made, Ranks(), lr=1e-3, balance=1e-3, clip=1.0)
+        return made
+
+    load = Load(tokens=rows * length, longest=length, optimizer=optimizer, recompute=recompute)
+    assert estimate(c, Mesh(), load).peak == pytest.approx(measured_peak(two_steps), rel=0.1)
+
+
+def test_the_allocator_s_peak_is_that_of_known_tensors():
+    def step() -> None:
+        a = torch.zeros(1000, 250)
+        b = torch.zeros(1000, 500)
+        del a
+        c = torch.zeros(1000, 100)
+        del b, c
+
+    assert measured_peak(step) == pytest.approx(4 * 1000 * 750, rel=0.01)
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))
+def test_cutting_keeps_every_weight_once_in_each_copy(shard: int, cp: int, ep: int, copies: int):
+    c = ModelConfig(**GROUPED)
+    world = 8 * copies
+    mesh = Mesh.of(MeshSettings(shard=shard, cp=cp, ep=ep), world)
+    whole, need = estimate(c, Mesh(), Load()), estimate(c, mesh, Load())
+    expert = 4 * 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts * c.num_hidden_layers
+    parts = (whole.weights - expert) / mesh.fsdp + expert / (mesh.ep * mesh.expert_shard)
+    assert need.weights == need.gradients == pytest.approx(parts, abs=16)
+    assert need.optimizer == pytest.approx(3 * parts, abs=64), "two moments and the published weights"
+    silent = {name for name, size in need.traffic.items() if not size}
+    assert ("all-to-all of tokens" in silent) == (mesh.ep == 1)
+    assert ("all-gather of keys and values" in silent) == (mesh.cp == 1)
+    assert ("all-reduce of gradients" in silent) == (mesh.replicate == mesh.expert_replicate == 1)
+
+
+def test_what_is_sent_is_what_the_collectives_say():
+    c = ModelConfig(**GROUPED)
+    mesh = Mesh.of(MeshSettings(shard=4, cp=2, ep=8), 8)
+    need = estimate(c, mesh, Load(tokens=1024, microbatches=3))
+    n, layers, d = 512, 4, 128
+    assert need.traffic["all-to-all of tokens"] == 4 * (n * 2 * d) * 4 * 7 // 8 * layers * 3
+    assert need.traffic["all-gather of keys and values"] == n * 2 * 2 * 32 * 4 * layers * 3
+    others = estimate(c, Mesh(), Load()).weights // 4 - 3 * d * 96 * 8 * layers
+    assert need.traffic["all-gather of weights"] == pytest.approx(2 * others * 7 / 8 * 4 * 3, rel=1e-6)
+    again = estimate(c, mesh, Load(tokens=1024, microbatches=3, recompute=True, mx_dispatch=True)).traffic
+    assert again["all-to-all of tokens"] == pytest.approx(
+        n * 2 * d * 7 / 8 * layers * 3 * (2 * (33 / 32 + 4) + 8), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+def test_what_does_not_fit_is_refused_with_settings_that_do(share: float):
+    c, load = ModelConfig(**GROUPED), Load(tokens=4096, longest=512)
+    settings, ranks = MeshSettings(), 2
+    limit = int(share * require_memory(c, settings, ranks, load, 2**62).peak)
+    with pytest.raises(ValueError, match=r"a rank needs .* would \(") as refusal:
+        require_memory(c, settings, ranks, load, limit)
+    named = dict(re.findall(r"([\w.]+)=(\w+)", str(refusal.value)))
+    mesh = override(settings, {name[5:]: value for name, value in named.items() if name.startswith("mesh.")})
+    changed = Load(
+        tokens=int(named.get("rl.microbatch_tokens", 4096)), longest=512, recompute=named.get("rl.recompute") == "true"
+    )
+    assert require_memory(c, mesh, int(named.get("ranks", ranks)), changed, limit).peak <= limit
+
+
+def test_what_no_mesh_can_hold_is_refused():
+    with pytest.raises(ValueError, match="no setting that was tried"):
+        require_memory(ModelConfig(**GROUPED), MeshSettings(), 1, Load(), 1000)
+
+
+def test_the_command_tells_what_a_rank_needs(capsys: pytest.CaptureFixture[str]):
+    kimi = ["plan", "--model", str(CONFIGS / "kimi_k25.json"), "--mesh", "shard=128,cp=2,ep=8"]
+    assert main([*kimi, "--ranks", "256", "--tokens", "32768", "--half", "--recompute", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weights"] == pytest.approx(4 * 1.026e12 / 256, rel=0.01)
+    assert main([*kimi, "--ranks", "256", "--tokens", "32768", "--half", "--memory", "80"]) != 0
+    assert "would" in capsys.readouterr().err
+    assert main([*kimi[:3], "--mesh", "cp=3", "--ranks", "8"]) != 0
+    assert "mesh.cp=3 does not divide ranks=8; mesh.cp=2 would" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""Meshes: both grids cover the ranks, places are what a grid of numbers says, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.trainer.parallel.mesh import Axis, Mesh, MeshSettings
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    dense = draw(st.tuples(SIZES, SIZES, st.sampled_from([1, 2])))
+    world = math.prod(dense)
+    ep = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    cut = draw(st.sampled_from([n for n in range(1, world // ep + 1) if world // ep % n == 0]))
+    replicate, shard, cp = dense
+    return Mesh(replicate=replicate, shard=shard, cp=cp, expert_replicate=world // (ep * cut), expert_shard=cut, ep=ep)
+
+
+def rows(grid: np.ndarray, *axes: int) -> list[list[int]]:
+    """Groups along `axes` of a grid of ranks, by NumPy alone."""
+    others = [axis for axis in range(grid.ndim) if axis not in axes]
+    return grid.transpose(*others, *axes).reshape(-1, math.prod(grid.shape[axis] for axis in axes)).tolist()
+
+
+@given(meshes())
+def test_groups_are_those_of_two_grids_of_ranks(mesh: Mesh):
+    dense = np.arange(mesh.world).reshape(mesh.dense_shape)
+    experts = np.arange(mesh.world).reshape(mesh.expert_shape)
+    wanted = {
+        "replicate": rows(dense, 0),
+        "shard": rows(dense, 1),
+        "cp": rows(dense, 2),
+        "fsdp": rows(dense, 1, 2),
+        "data": rows(dense, 0, 1),
+        "world": rows(dense, 0, 1, 2),
+        "expert_replicate": rows(experts, 0),
+        "expert_shard": rows(experts, 1),
+        "ep": rows(experts, 2),
+    }
+    assert set(wanted) == set(get_args(Axis))
+    for axis, groups in wanted.items():
+        for group in groups:
+            assert len(group) == getattr(mesh, axis)
+            assert [mesh.place(rank)[axis] for rank in group] == list(range(len(group)))  # type: ignore[index]
+
+
+@given(meshes(), st.integers(1, 4))
+def test_an_expert_group_holds_every_expert_once(mesh: Mesh, each: int):
+    experts = each * mesh.ep
+    mesh.require_experts(experts)
+    for group in rows(np.arange(mesh.world).reshape(mesh.expert_shape), 2):
+        assert [expert for rank in group for expert in mesh.experts(rank, experts)] == list(range(experts))
+
+
+def test_two_ranks_a_row_and_eight_an_expert_group_fit_eight_ranks():
+    mesh = Mesh.of(MeshSettings(shard=4, cp=2, ep=8), 8)
+    assert mesh.dense_shape == (1, 4, 2) and mesh.expert_shape == (1, 1, 8)
+    assert [mesh.place(rank)["cp"] for rank in range(8)] == [0, 1] * 4
+    assert [mesh.place(rank)["ep"] for rank in range(8)] == list(range(8))
+
+
+def test_by_default_every_rank_holds_everything():
+    mesh = Mesh.of(MeshSettings(), 6)
+    assert mesh.dense_shape == mesh.expert_shape == (6, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "expert_shard"),
+    [(16, {"shard": 8, "cp": 2, "ep": 8}, 2), (16, {"shard": 4, "ep": 8}, 1), (24, {"shard": 12, "ep": 8}, 1)],
+)
+def test_experts_are_cut_as_finely_as_the_rest_where_they_can_be(ranks: int, settings: dict, expert_shard: int):
+    assert Mesh.of(MeshSettings(**settings), ranks).expert_shard == expert_shard
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "named"),
+    [
+        (8, {"cp": 3}, "mesh.cp"),
+        (8, {"cp": 2, "shard": 8}, "mesh.shard"),
+        (6, {"ep": 4}, "mesh.ep"),
+        (2, {"ep": 8}, "mesh.ep"),
+        (8, {"ep": 2, "expert_shard": 3}, "mesh.expert_shard"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_a_value_that_works(ranks: int, settings: dict, named: str):
+    with pytest.raises(ValueError, match=f"{named}={settings[named[5:]]} does not divide") as refusal:
+        Mesh.of(MeshSettings(**settings), ranks)
+    [(name, value)] = re.findall(r"mesh\.(\w+)=(\d+) would", str(refusal.value))
+    assert Mesh.of(MeshSettings(**{**settings, name: int(value)}), ranks).world == ranks
+
+
+@pytest.mark.parametrize("experts", [1, 4, 6, 12])
+def test_experts_that_can_not_be_dealt_evenly_are_refused_with_a_value_that_works(experts: int):
+    with pytest.raises(ValueError, match=f"mesh.ep=8 does not divide model.num_experts={experts}") as refusal:
+        Mesh.of(MeshSettings(ep=8), 8).require_experts(experts)
+    [value] = re.findall(r"mesh\.ep=(\d+) would", str(refusal.value))
+    Mesh.of(MeshSettings(ep=int(value)), 8).require_experts(experts)
+
+
+def test_machines_with_too_few_devices_are_refused():
+    mesh = Mesh.of(MeshSettings(cp=4), 8)
+    mesh.require_devices([8])
+    mesh.require_devices([4, 4])
+    with pytest.raises(ValueError, match=r"ranks=8: 2 machine\(s\) with 6 device\(s\).*ranks=6"):
+        mesh.require_devices([4, 2])
+    with pytest.raises(ValueError, match=r"mesh\.cp=4 .*mesh\.cp=2 would"):
+        mesh.require_devices([6, 6])
+
+
+@pytest.mark.parametrize("name", ["shard", "cp", "ep", "expert_shard"])
+def test_sizes_below_one_are_refused(name: str):
+    with pytest.raises(ValueError, match=rf"mesh\.{name}=-1"):
+        MeshSettings(**{name: -1})
+
+
+def test_grids_of_different_ranks_are_refused():
+    with pytest.raises(ValueError, match="must be equal"):
+        Mesh(replicate=2, ep=4)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        Mesh(replicate=2, expert_replicate=2).place(2)

@@ -1,0 +1,393 @@
+"""Many ranks against one process: losses, gradients and updates, on every mesh that its ranks can form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from composer_nb.harness.policy import route_checks
+from composer_nb.kernels.quantize import mx_quantize
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.muon import OptimizerSettings, make_optimizer
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import ReplaySettings
+from composer_nb.trainer.models.checkpoint import published
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.parallel.checkpoint import restore, save
+from composer_nb.trainer.parallel.checkpoint import whole as whole_state
+from composer_nb.trainer.parallel.fsdp import shard
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+from composer_nb.trainer.parallel.owned import held
+from composer_nb.trainer.parallel.team import Team
+from composer_nb.trainer.rl import Learner
+from tests.trainer.forked import on_ranks
+
+SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts=8)
+GQA = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=8, moe_intermediate_size=16, max_position_embeddings=64)
+MLA = ModelConfig(
+    **SIZES,
+    family="deepseek_v3",
+    num_key_value_heads=4,
+    head_dim=12,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    moe_intermediate_size=16,
+    intermediate_size=40,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+ADAMW = OptimizerSettings()
+RATE = 3.0
+"""Of the scale of all logits, which learns beside the weights."""
+REPLAY = ReplaySettings(level="ids+order")
+
+
+def streams(config: ModelConfig, count: int, seed: int = 0) -> list[Stream]:
+    """Rollouts of uneven lengths, two of each prompt, with routes that the router would not choose."""
+    rng = np.random.default_rng(seed)
+    found = []
+    prompt = np.zeros(0, np.int32)
+    for number in range(count):
+        if number % 2 == 0:
+            prompt = rng.integers(0, config.vocab_size, rng.integers(2, 9)).astype(np.int32)
+        rest = rng.integers(0, config.vocab_size, rng.integers(3, 24)).astype(np.int32)
+        ids = np.concatenate([prompt, rest])
+        acted = np.arange(len(ids)) >= len(prompt)
+        acted[len(prompt) + 2 :: 5] = False
+        routes = rng.random((len(ids), config.moe_layers, config.num_experts)).argsort(-1)
+        routes = routes[..., : config.num_experts_per_tok].astype(np.uint8)
+        routes[: len(prompt)] = np.arange(config.num_experts_per_tok)
+        found.append(
+            Stream(
+                token_ids=ids,
+                acted=acted,
+                logprob=rng.normal(-4, 0.3, len(ids)).astype(np.float32),
+                advantage=np.where(acted, rng.normal(), 0).astype(np.float32),
+                routes=routes,
+                route_valid=np.arange(len(ids)) < len(ids) - 1,
+                checks=route_checks(np.arange(len(ids)), ids, routes),
+            )
+        )
+    return found
+
+
+def made(config: ModelConfig, dtype: torch.dtype, recompute: bool) -> Model:
+    torch.manual_seed(1)
+    model = Model(config).to(dtype)
+    model.recompute = recompute
+    return model
+
+
+def learn(learner: Learner, ranks: Ranks, given: list[Stream], steps: range = range(2)) -> list[dict[str, float]]:
+    return [
+        learner.learn(
+            given, ranks, Random(step), minibatches=2, denominator=500.0, lr=1e-3, clip=0.02, budget=48
+        )
+        for step in steps
+    ]  # fmt: skip
+
+
+def whole(model: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """All weights and gradients, under the names of the model in one piece."""
+    found = {}
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, f"{name} has no gradient"
+        pair = [x.full_tensor() if isinstance(x, DTensor) else x for x in (weight.detach(), weight.grad)]
+        found[name.replace(".experts.", ".")] = (pair[0], pair[1])
+    return found
+
+
+def assert_same(found: Model, expected: Model, within: float) -> None:
+    """Weights, and the gradients of the last optimiser step, to `within` of the largest number of their tensor."""
+    ours = whole(found)
+    for name, theirs in whole(expected).items():
+        for what, one, other in zip(("weight", "gradient"), ours[name], theirs, strict=True):
+            error = float((one - other).abs().max() / other.abs().max())
+            assert error <= within, f"{name}: a {what} is off by {error:.1e}"
+
+
+def same(
+    config: ModelConfig,
+    mesh: MeshSettings,
+    *,
+    count: int = 12,
+    dtype: torch.dtype = torch.float64,
+    within: float = 1e-12,
+    recompute: bool = False,
+    replay: ReplaySettings | None = None,
+    loss: LossSettings | None = None,
+    optimizer: OptimizerSettings = ADAMW,
+    batches: int = 2,
+) -> None:
+    """Batches of two optimiser steps each by the ranks, and by each rank alone."""
+    team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
+    alone, cut = (made(config, dtype, recompute) for _ in range(2))
+    shard(cut, team)
+    given, settings = streams(config, count), loss or LossSettings(ratio="none")
+    rate = RATE if dtype == torch.float64 else 0.0
+    learners = [
+        Learner(alone, make_optimizer(alone, optimizer, scale_rate=rate), settings),
+        Learner(cut, ShardedOptimizer(cut, team, optimizer, scale_rate=rate), settings),
+    ]
+    for learner in learners:
+        learner.replay = replay or learner.replay
+    [one, many] = [
+        learn(learner, ranks, given, range(batches)) for learner, ranks in zip(learners, (Ranks(), team), strict=True)
+    ]
+    for expected, found in zip(one, many, strict=True):
+        if team.mesh.data > 1:  # tokens that rollouts share are counted once a micro-batch, and those are others then
+            expected, found = ({**point, "replay_overlap": 0.0} for point in (expected, found))
+        found = {name: value for name, value in found.items() if not name.startswith("imbalance")}
+        assert found == pytest.approx(expected, rel=max(within, 1e-9), abs=1e-12)
+    assert_same(cut, alone, within)
+
+
+def _dense() -> None:
+    same(GQA, MeshSettings(shard=2))
+
+
+def _replicated() -> None:
+    same(GQA, MeshSettings())
+
+
+def _experts() -> None:
+    same(GQA, MeshSettings(shard=2, ep=2))
+
+
+def _latent_experts() -> None:
+    same(MLA, MeshSettings(shard=2, ep=2), recompute=True)
+
+
+def _context() -> None:
+    same(GQA, MeshSettings(cp=2))
+
+
+def _latent_context() -> None:
+    same(MLA, MeshSettings(cp=2, ep=2))
+
+
+def _replayed() -> None:
+    same(GQA, MeshSettings(cp=2, ep=2), replay=REPLAY, recompute=True)
+
+
+FLOAT32 = 12 * 256**0.5 * 2**-24
+"""How far sums in another order may be apart: 1.1e-5. Ranks add in another order than one process, and so do other vector units.
+
+A sum of n numbers is then off by about sqrt(n) roundings of 2**-24 (Higham and Mary, 2019). Here n is up to 256, the tokens of a
+batch, and about a dozen sums follow one another on the way forward and back.
+"""
+
+
+def _few() -> None:
+    same(GQA, MeshSettings(shard=2, ep=2), count=1)
+
+
+def _float32() -> None:
+    same(MLA, MeshSettings(shard=2, ep=2), dtype=torch.float32, within=FLOAT32, batches=1)
+
+
+def _quantised() -> None:
+    """As one process whose experts read the rows that travelled."""
+    team, given = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(GQA, 12)
+    alone, cut = (made(GQA, torch.float64, False) for _ in range(2))
+    shard(cut, team, quantised=True)
+
+    def rounded(x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        return Model._experts(alone, x + (mx_quantize(x.float()).dequantize(x.dtype) - x).detach(), *values)
+
+    alone._experts = rounded  # type: ignore[method-assign]
+    plain = made(GQA, torch.float64, False)
+    runs = ((alone, FlatAdamW(alone), Ranks()), (cut, ShardedOptimizer(cut, team, ADAMW), team))
+    for model, optimizer, ranks in (*runs, (plain, FlatAdamW(plain), Ranks())):
+        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))
+    assert_same(cut, alone, 1e-9)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_same(cut, plain, 1e-6)
+
+
+def _mixed() -> None:
+    """Layers compute in bfloat16, weights and sums of gradients are float32."""
+    team, given = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(MLA, 12)
+    alone, cut = (made(MLA, torch.float32, False) for _ in range(2))
+    shard(cut, team, torch.bfloat16)
+    [one, many] = [
+        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))[0]
+        for model, optimizer, ranks in (
+            (alone, FlatAdamW(alone), Ranks()),
+            (cut, ShardedOptimizer(cut, team, ADAMW), team),
+        )
+    ]
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05) and many["grad_norm"] != one["grad_norm"]
+    assert {weight.dtype for weight in cut.parameters()} == {torch.float32}
+    assert {weight.grad.dtype for weight in cut.parameters() if weight.grad is not None} == {torch.float32}
+
+
+def _uneven_loss() -> None:
+    same(
+        GQA, MeshSettings(cp=2), count=5, loss=LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_norm=True)
+    )
+
+
+TWO = {
+    "dense": _dense,
+    "replicated": _replicated,
+    "experts": _experts,
+    "latent experts": _latent_experts,
+    "context": _context,
+    "latent context": _latent_context,
+    "replayed": _replayed,
+    "few": _few,
+    "float32": _float32,
+    "losses of whole rollouts": _uneven_loss,
+    "mixed precision": _mixed,
+    "dispatch in MXFP8": _quantised,
+}
+
+
+def _hybrid() -> None:
+    same(GQA, MeshSettings(shard=2, ep=2, expert_shard=1))
+
+
+def _experts_cut() -> None:
+    same(GQA, MeshSettings(shard=4, ep=2), replay=REPLAY)
+
+
+def _context_hybrid() -> None:
+    same(MLA, MeshSettings(cp=2, ep=4), recompute=True, replay=REPLAY)
+
+
+def _one_stream() -> None:
+    same(MLA, MeshSettings(shard=2, cp=2, ep=2), count=1)
+
+
+def _muon() -> None:
+    same(MLA, MeshSettings(shard=4, ep=2), optimizer=OptimizerSettings(name="muon"))
+
+
+FOUR = {
+    "muon": _muon,
+    "hybrid": _hybrid,
+    "experts cut": _experts_cut,
+    "context hybrid": _context_hybrid,
+    "one stream": _one_stream,
+}
+
+
+def _all() -> None:
+    same(GQA, MeshSettings(shard=4, cp=2, ep=8), replay=REPLAY, recompute=True)
+
+
+def _all_latent() -> None:
+    same(MLA, MeshSettings(shard=2, cp=2, ep=8), count=7)
+
+
+EIGHT = {"context 2 and experts 8": _all, "context 2 and experts 8, latent": _all_latent}
+
+
+def cut_learner(mesh: MeshSettings) -> tuple[Learner, Team]:
+    team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
+    model = shard(made(MLA, torch.float32, False), team)
+    optimizer = ShardedOptimizer(model, team, OptimizerSettings(), published=torch.bfloat16, scale_rate=RATE)
+    return Learner(model, optimizer, LossSettings(ratio="none")), team
+
+
+def _saves(folder: Path) -> None:
+    """A step, a checkpoint that is written while the next step is learnt, and what that comes to."""
+    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=8))
+    given = streams(MLA, 6)
+    learn(learner, team, given, range(1))
+    saving = save(learner.optimizer, folder / "saved", torch.distributed.new_group(backend="gloo"))
+    learn(learner, team, given, range(1, 2))
+    saving.result()
+    found = learner.optimizer.state()
+    state = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    if team.first:
+        torch.save(state, folder / "next.pt")
+
+
+def _goes_on(folder: Path) -> None:
+    learner, team = cut_learner(MeshSettings(shard=torch.distributed.get_world_size()))
+    restore(learner.optimizer, folder / "saved")
+    learn(learner, team, streams(MLA, 6), range(1, 2))
+    for name, expected in torch.load(folder / "next.pt").items():
+        found = learner.optimizer.state()[name]
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def _publishes(folder: Path) -> None:
+    """What the ranks hold makes up what one process would publish, nothing twice."""
+    learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=2))
+    learn(learner, team, streams(MLA, 6), range(1))
+    parts = team.gather(held(learner.model, team))
+    alone = made(MLA, torch.float32, False)
+    optimizer = make_optimizer(alone, ADAMW, published=torch.bfloat16, scale_rate=RATE)
+    learn(Learner(alone, optimizer, LossSettings(ratio="none")), Ranks(), streams(MLA, 6), range(1))
+    expected = published(alone)
+    assert sum(map(len, parts)) == len(expected) and {n for part in parts for n in part} == expected.keys()
+    assert all(parts), "every rank has a share"
+    for name, tensor in ((name, tensor) for part in parts for name, tensor in part.items()):
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=1e-6)
+
+
+def _is_read_by_one_process(folder: Path) -> None:
+    """A checkpoint that a rank alone has written is the state of an optimiser that is not cut, with its scale or without."""
+    for rate in (RATE, 0.0):
+        team = Team(Mesh.of(MeshSettings(), 1))
+        cut = shard(made(GQA, torch.float32, False), team)
+        one = ShardedOptimizer(cut, team, ADAMW, published=torch.bfloat16, scale_rate=rate)
+        alone = made(GQA, torch.float32, False)
+        other = make_optimizer(alone, ADAMW, published=torch.bfloat16, scale_rate=rate)
+        for model, optimizer, ranks in ((cut, one, team), (alone, other, Ranks())):
+            learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, streams(GQA, 6), range(1))
+        save(one, folder / f"{rate}", torch.distributed.new_group(backend="gloo")).result()
+        found, expected = whole_state(folder / f"{rate}", alone), other.state()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-7)
+        other.load(found)
+
+
+def test_a_checkpoint_of_ranks_is_read_by_one_process(tmp_path: Path):
+    assert not on_ranks(1, {"is read": _is_read_by_one_process}, tmp_path, tmp_path)
+
+
+def test_two_ranks_are_one_process(tmp_path: Path):
+    assert not on_ranks(2, TWO, tmp_path)
+
+
+@pytest.mark.slow  # likewise
+def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
+    assert not on_ranks(8, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
+    assert not on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
+    assert not on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
+    model = made(MLA, torch.float32, False)
+    optimizer = make_optimizer(model, ADAMW, published=torch.bfloat16, scale_rate=RATE)
+    learner = Learner(model, optimizer, LossSettings(ratio="none"))
+    optimizer.load(whole_state(tmp_path / "saved", model))
+    learn(learner, Ranks(), streams(MLA, 6), range(1, 2))
+    expected = torch.load(tmp_path / "next.pt")
+    flat = torch.cat([expected[f"master.{name}"].reshape(-1) for name, _ in model.named_parameters()])
+    torch.testing.assert_close(optimizer.state()["master"], flat, rtol=1e-5, atol=1e-7)
+
+
+def test_four_ranks_are_one_process(tmp_path: Path):
+    assert not on_ranks(4, FOUR, tmp_path)
+
+
+@pytest.mark.slow  # eight processes on two cores
+def test_eight_ranks_are_one_process(tmp_path: Path):
+    assert not on_ranks(8, EIGHT, tmp_path)

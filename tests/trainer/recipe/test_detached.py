@@ -1,0 +1,90 @@
+"""Following a run from its files; `test_services_ray.py` starts one for real."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.files import write_json
+from composer_nb.settings import Settings, override, to_dict
+from composer_nb.trainer.recipe import launch
+from composer_nb.trainer.recipe.detached import follow, start_detached, stop
+from composer_nb.trainer.recipe.launch import RunFailed, start_or_resume
+from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.services.head import holder
+
+LAUNCHER = """
+import signal, sys, time
+from pathlib import Path
+from composer_nb.trainer.recipe import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have it ignored
+def ranks(run, world, say):
+    say("step 1")
+    time.sleep(60)
+launch._run_ranks = ranks
+try:
+    launch.start_or_resume(Path(sys.argv[1]), say=lambda line: None)
+except KeyboardInterrupt:
+    sys.exit(1)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = create(tmp_path / "runs", "tour")
+    write_json(made.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
+    return made
+
+
+def test_what_a_run_says_can_be_read_elsewhere_and_how_it_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    assert follow(run.path, said.append) == "dead" and not said
+    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: [say(f"step {n}") for n in range(30)])
+    here: list[str] = []
+    start_or_resume(run.path, say=here.append)
+    assert follow(run.path, said.append) == "complete"
+    assert said == here[-20:] and said[-1].startswith("the run is complete")
+
+    def failing(run: RunDir, world: int, say: object) -> None:
+        raise RunFailed("rank 0 ended with 1: oh")
+
+    monkeypatch.setattr(launch, "_run_ranks", failing)
+    with pytest.raises(RunFailed):
+        start_or_resume(run.path, say=here.append)
+    assert follow(run.path, said.append, lines=1) == "dead" and said[-1] == "rank 0 ended with 1: oh"
+
+
+def test_a_live_run_is_followed_until_it_is_stopped(run: RunDir) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.path)])
+    said: list[str] = []
+    begun = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        begun.set()
+
+    while holder(run.path / "launch.lock") is None:
+        assert process.poll() is None
+        time.sleep(0.02)
+    follower = threading.Thread(target=follow, args=(run.path, say))
+    follower.start()
+    assert begun.wait(120)
+    assert start_detached(run.path).path == run.path, "it is live, and left alone"
+    assert holder(run.path / "launch.lock") == process.pid
+    assert stop(run.path) and process.wait() == 1
+    follower.join(120)
+    assert said == ["step 1", "KeyboardInterrupt"] and not stop(run.path)
+
+
+def test_it_is_refused_before_it_is_started(run: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="other settings"):
+        start_detached(run.path, Settings(seed=9))
+    with pytest.raises(FileNotFoundError, match="no run here"):
+        start_detached(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="no run here"):
+        follow(tmp_path / "elsewhere")

@@ -1,0 +1,108 @@
+"""One setting, `kernels.recipe`, reaches the experts of the trainer and of the engine, and both then read the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.policy import Request
+from composer_nb.labs.rewards.rescore import model_before
+from composer_nb.settings import Settings, from_dict, override, to_dict
+from composer_nb.trainer.engine import Engine, pack
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.transformer import Kernels, Model, ModelConfig
+from composer_nb.trainer.models.variants import PAIRS, batch_invariant, variant
+from tests.conftest import TINY
+
+CONFIG = ModelConfig(
+    vocab_size=31,
+    hidden_size=64,
+    num_hidden_layers=2,
+    head_dim=16,
+    moe_intermediate_size=32,
+    max_position_embeddings=64,
+)
+
+
+def model(recipe: str = "bf16") -> Model:
+    torch.manual_seed(0)
+    made = Model(CONFIG)
+    made.kernels = override(Settings(), {"kernels.recipe": recipe}).kernels
+    return made
+
+
+def rows(count: int = 8) -> list[Row]:
+    """Sequences in which each token is the one before plus a step that the row keeps."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        ids = (random.integers(0, 31) + random.integers(1, 4) * np.arange(24)) % 31
+        found.append(Row(ids.astype(np.int32), np.ones(24, np.float32)))
+    return found
+
+
+def losses(recipe: str, steps: int = 40) -> list[float]:
+    net = model(recipe)
+    optimizer = FlatAdamW(net)
+    return [train_step(net, rows(), optimizer, Ranks(), lr=3e-3, balance=1e-3, clip=1.0)["loss"] for _ in range(steps)]
+
+
+def test_a_model_learns_in_mxfp8_as_in_high_precision():
+    plain, low = losses("bf16"), losses("mxfp8")
+    assert plain != low and abs(low[0] - plain[0]) < 0.02 * plain[0]
+    assert low[-1] < 0.5 * low[0] and abs(low[-1] - plain[-1]) < 0.05 * plain[0]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_engine_and_trainer_read_the_same_numbers(recipe: str):
+    """What the engine decodes one by one is, to the last bit, what a forward pass over all of it gives."""
+    net = batch_invariant(model(recipe))
+    assert pack(net) is None and pack(model()) is not None, "the compiled engine has no formats"
+    engine = Engine(net, stop=frozenset(), slots=4, max_length=64, temperature=1.0)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    done = engine.generate([Request(rollout=n, token_ids=ids, max_tokens=20) for n, ids in enumerate(prompts)])
+    alone = Engine(net, stop=frozenset(), slots=4, max_length=64, temperature=1.0)
+    (single,) = alone.generate([Request(rollout=1, token_ids=prompts[1], max_tokens=20)])
+    assert single.token_ids == done[1].token_ids and single.logprobs == done[1].logprobs, "whatever is beside it"
+    plain = Engine(batch_invariant(model()), stop=frozenset(), slots=4, max_length=64)
+    other = plain.generate([Request(rollout=1, token_ids=prompts[1], max_tokens=20)])[0]
+    assert other.logprobs != single.logprobs
+    ids = torch.tensor([[*prompts[1], *single.token_ids]])
+    with torch.no_grad():
+        logits, _ = net(ids)
+    read = logits[0, 4:-1].log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
+    torch.testing.assert_close(read, torch.tensor(single.logprobs), atol=2e-5, rtol=0)
+
+
+def test_other_forms_of_a_model_keep_its_kernels():
+    net = model("mxfp8")
+    assert variant(net, PAIRS["bf16"].engine).kernels == net.kernels == Kernels(recipe="mxfp8")
+
+
+def test_the_setting_is_checked_and_saved():
+    chosen = override(Settings(), {"kernels.recipe": "nvfp4", "kernels.backend": "torch"})
+    assert from_dict(to_dict(chosen)).kernels == Kernels(recipe="nvfp4", backend="torch")
+    with pytest.raises(ValueError, match=r"kernels\.recipe='fp4': must be 'bf16', 'mxfp8', 'fp8_block128' or 'nvfp4'"):
+        override(Settings(), {"kernels.recipe": "fp4"})
+    with pytest.raises(ValueError, match="kernels.recipe='fp8_block128': .* must be multiples of 128"):
+        override(Settings(), {"kernels.recipe": "fp8_block128", "model.hidden_size": 64})
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_a_whole_run_in_mxfp8(tmp_path: Path):
+    """Mid-training, fine-tuning, RL and scores, from settings alone."""
+    from composer_nb.trainer.recipe.launch import start_or_resume
+
+    chosen: dict[str, Any] = {**TINY, "kernels.recipe": "mxfp8", "midtrain.steps": 12, "rl.steps": 2, "ranks": 1}
+    run = start_or_resume(None, override(Settings(), chosen), runs=tmp_path, name="low", say=lambda line: None)
+    assert model_before(run, 1).kernels.recipe == "mxfp8"
+    assert run.finished("eval_final") is not None and len(run.steps("rl")) == 2
+    assert all(np.isfinite(step["loss"]) for step in run.steps("midtrain"))

@@ -1,0 +1,208 @@
+"""Starting the ranks: one launcher a run, honest last words, forks that take over what they say and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.files import write_json
+from composer_nb.settings import Settings, override, to_dict
+from composer_nb.trainer.recipe import launch
+from composer_nb.trainer.recipe.detached import start_detached
+from composer_nb.trainer.recipe.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
+from composer_nb.trainer.records.rundir import RunDir, create
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from composer_nb.trainer.recipe import launch
+def ranks(run, world, say):
+    print("runs", flush=True)
+    time.sleep(60)
+launch._run_ranks = ranks
+launch.start_or_resume(Path(sys.argv[1]), say=lambda line: None)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = create(tmp_path / "runs", "tour")
+    write_json(made.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
+    return made
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: None)
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A shell script that stands for every rank."""
+    script = tmp_path / "worker"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(launch.sys, "executable", str(script))
+    return script
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_launch", lambda run, settings, say: None)
+    said: list[str] = []
+
+    def call(**dotted: int) -> RunDir:
+        settings = override(Settings(), {"seed": 1, **dotted})
+        return start_or_resume(None, settings, runs=tmp_path / "runs", resume=True, say=said.append)
+
+    first = call()
+    assert call().path == first.path and not said
+    other = call(seed=2)
+    assert other.path != first.path and len(said) == 1 and first.path.name in said[0]
+    made = other.path / "provenance.json"
+    write_json(made, json.loads(made.read_text()) | {"package_digest": "another"})
+    assert call(seed=2).path != other.path
+    (tmp_path / "runs" / "tour").unlink()
+    (tmp_path / "runs" / "tour").symlink_to("gone")
+    assert call().path.is_dir()
+
+
+def test_a_second_launcher_is_refused_until_the_first_is_dead(run: RunDir, no_ranks: None) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "runs\n"
+    message = f"{run.path.name} is being run by process {holder.pid}"
+    with pytest.raises(RunBusy, match=message):
+        start_or_resume(run.path, say=quiet)
+    with pytest.raises(RunBusy, match=message):
+        start_or_resume(run.path.parent / "tour", say=quiet)  # by its other name
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    start_or_resume(run.path, say=quiet)
+    start_or_resume(run.path, say=quiet)
+
+
+def test_a_launcher_is_refused_in_its_own_process_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, done = threading.Event(), threading.Event()
+
+    def ranks(run: RunDir, world: int, say: object) -> None:
+        started.set()
+        done.wait(20)
+
+    monkeypatch.setattr(launch, "_run_ranks", ranks)
+    first = threading.Thread(target=start_or_resume, args=(run.path,), kwargs={"say": quiet})
+    first.start()
+    try:
+        assert started.wait(20)
+        with pytest.raises(RunBusy, match=f"process {os.getpid()}"):
+            start_or_resume(run.path, say=quiet)
+    finally:
+        done.set()
+        first.join()
+
+
+def test_a_launcher_that_failed_frees_its_run(run: RunDir, no_ranks: None) -> None:
+    with pytest.raises(ValueError, match="other settings"):
+        start_or_resume(run.path, Settings(seed=99), say=quiet)
+    start_or_resume(run.path, say=quiet)
+
+
+def test_the_ranks_do_not_hold_the_lock(run: RunDir, worker: Path, tmp_path: Path) -> None:
+    """Otherwise a child that outlives its launcher would keep everybody out."""
+    worker.write_text(f"#!/bin/sh\nls -l /proc/$$/fd > {tmp_path}/open-$8\n")
+    start_or_resume(run.path, say=quiet)
+    for rank in range(2):
+        held = (tmp_path / f"open-{rank}").read_text()
+        assert f"rank{rank}.log" in held and "launch.lock" not in held
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("kill -9 $$", r"rank [01] ended with -9: it said nothing"),
+        ("echo oh >&2; kill -9 $$", r"rank [01] ended with -9: oh \("),
+        ("printf 'oh \\377' >&2; exit 3", r"rank [01] ended with 3: oh . \("),
+    ],
+)
+def test_last_words_are_of_this_launch(run: RunDir, worker: Path, program: str, words: str) -> None:
+    worker.write_text(f"#!/bin/sh\n{program}\n")
+    for rank in range(2):
+        (run.path / f"rank{rank}.log").write_text("ValueError: of the day before\n")
+    with pytest.raises(RunFailed, match=words):
+        start_or_resume(run.path, say=quiet)
+    assert (run.path / "rank0.log").read_text(errors="replace").startswith("ValueError: of the day before\n")
+
+
+def test_the_journal_names_ranks_and_folder_while_they_are_there(run: RunDir, worker: Path, tmp_path: Path) -> None:
+    worker.write_text(f"#!/bin/sh\nsleep 0.3\ncat {run.path}/journal/*.jsonl > {tmp_path}/seen-$8\n")
+    start_or_resume(run.path, say=quiet)
+    seen = (tmp_path / "seen-0").read_text()
+    assert seen.count('"kind": "process"') == 2 and seen.count('"kind": "directory"') == 1
+    assert f'"run_id": "{run.path.name}"' in seen
+    assert not list((run.path / "journal").iterdir())
+
+
+def test_a_fork_takes_over_what_the_stages_before_rl_made_and_nothing_else(run: RunDir, tmp_path: Path) -> None:
+    before = [
+        *("data/tokenizer.json", "data/rl.jsonl", "weights/base/model.safetensors"),
+        *("weights/midtrained/model.safetensors", "weights/start/config.json", "rollouts/eval_base.parquet"),
+        *("rollouts/eval_midtrained.safetensors", "rollouts/eval_start.parquet"),
+    ]
+    after = [
+        *("weights/control/model.safetensors", "weights/final/config.json", "weights/before_final/config.json"),
+        *("weights/v000012/config.json", "rollouts/eval_control.parquet", "rollouts/eval_final.safetensors"),
+        *("rollouts/rl_00001_0.parquet", "rollouts/eval_tune_000010.parquet", "checkpoints/rl-000001.safetensors"),
+    ]
+    for name in (*before, *after):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(name)
+    for stage in (*BEFORE_RL, "control", "eval_control"):
+        run.finish(stage, 1.0, {})
+    forked = fork(run, Settings(), runs=tmp_path / "forks")
+    found = {
+        str(path.relative_to(forked.path))
+        for folder in ("data", "weights", "rollouts", "checkpoints")
+        for path in (forked.path / folder).rglob("*")
+        if path.is_file()
+    }
+    assert found == set(before)
+    assert forked.finished("control") is None and forked.finished("eval_start") is not None
+
+
+def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_not(tmp_path: Path, monkeypatch):
+    run = create(tmp_path, "lost")
+    ends = [RunFailed("services ended with 1: it said nothing (services.log)", 1), RunFailed("gone", LOST), None]
+
+    def one(*given: object) -> None:
+        if (end := ends.pop(0)) is not None:
+            raise end
+
+    monkeypatch.setattr(launch, "_run_processes", one)
+    said: list[str] = []
+    launch._run_services(run, said.append)
+    assert ends == [] and len(said) == 2
+    ends = [RunFailed("services ended with 1: rl.lr is too high (services.log)", 1)]
+    with pytest.raises(RunFailed, match="rl.lr"):
+        launch._run_services(run, said.append)
+
+
+@pytest.mark.parametrize("start", [start_or_resume, start_detached])
+@pytest.mark.parametrize(("code", "wrong"), [("nowhere", "neither 'stdlib' nor a folder"), (".", "only 0 usable")])
+def test_code_that_is_not_there_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., RunDir], code: str, wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"data.code='{code}': {wrong}"):
+        start(None, override(Settings(), {"data.code": code}), runs=tmp_path / "runs")
+    assert not list(tmp_path.iterdir())

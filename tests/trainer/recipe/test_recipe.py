@@ -1,0 +1,192 @@
+"""The promises of a run as a whole: one seed gives one result, and a killed run is the run that was not killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from composer_nb import settings as config
+from composer_nb.harness.files import write_json
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.settings import Settings, from_dict, override, to_dict
+from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
+from composer_nb.trainer.recipe.prepare import _drop_leaks
+from composer_nb.trainer.records.rundir import RunDir, create
+
+MICRO: dict[str, Any] = {
+    "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
+    "model.num_hidden_layers": 2,
+    "data.demonstrations": 32,
+    "data.mistaken_demonstrations": 16,
+    "data.rl_tasks": 24,
+    "data.heldout_tasks": 12,
+    "data.tune_tasks": 8,
+    "midtrain.steps": 10,
+    "midtrain.tokens": 256,
+    "sft.steps": 2,
+    "sft.tokens": 256,
+    "services.on": False,
+    "rl.steps": 4,
+    "rl.prompts": 2,
+    "rl.group": 4,
+    "rl.checkpoint_every": 1,
+    "rl.evaluate_every": 3,
+    "eval.samples": 1,
+    "limits.tokens": 144,
+    "limits.turn_tokens": 24,
+    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+}
+
+pytestmark = pytest.mark.whole
+WEIGHTS = ("midtrained", "start", "final")
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+def metrics(run: RunDir) -> list[dict[str, Any]]:
+    """All lines of metrics.jsonl, without times."""
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def sampled(run: RunDir) -> dict[str, list[Any]]:
+    """Everything that was sampled and how it was scored, by file."""
+    columns = ["task_id", "token_ids", "logprob", "policy_version", "passed"]
+    files = sorted((run.path / "rollouts").glob("*.parquet"))
+    return {file.name: pq.read_table(file, columns=columns).to_pylist() for file in files}
+
+
+def weights(run: RunDir) -> dict[str, bytes]:
+    return {name: (run.path / "weights" / name / "model.safetensors").read_bytes() for name in WEIGHTS}
+
+
+def same(one: RunDir, other: RunDir) -> None:
+    assert metrics(one) == metrics(other)
+    assert sampled(one) == sampled(other)
+    assert one.ledger() == other.ledger()
+    assert weights(one) == weights(other)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run on two ranks that nobody disturbed."""
+    settings = override(Settings(), MICRO)
+    return start_or_resume(None, settings, runs=tmp_path_factory.mktemp("whole"), say=quiet)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run on one rank."""
+    settings = override(Settings(), MICRO | {"ranks": 1})
+    return start_or_resume(None, settings, runs=tmp_path_factory.mktemp("alone"), say=quiet)
+
+
+def test_every_task_is_trained_on_once_and_every_token_is_accounted_for(whole: RunDir) -> None:
+    rows = [row for name, part in sampled(whole).items() if name.startswith("rl_") for row in part]
+    tasks = [row["task_id"] for row in rows]
+    assert len(set(tasks)) == 4 * 2 and all(tasks.count(task) == 4 for task in tasks)
+    written = sum(sum(value != 0.0 for value in row["logprob"]) for row in rows)
+    assert sum(whole.ledger().values()) == sum(step["sampled"] for step in whole.steps("rl")) >= written > 0
+
+
+def test_a_complete_run_returns_at_once_and_changes_nothing(whole: RunDir) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
+    start_or_resume(whole.path, say=quiet)
+    assert before == {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
+
+
+def test_twice_with_one_seed_on_one_rank_is_the_same(alone: RunDir, tmp_path: Path) -> None:
+    same(start_or_resume(None, from_dict(alone.settings()), runs=tmp_path, say=quiet), alone)
+    assert len(set(weights(alone).values())) == len(WEIGHTS), "each stage has learnt something"
+
+
+def test_killed_at_five_random_points_it_is_the_same_run(whole: RunDir, tmp_path: Path) -> None:
+    run = create(tmp_path, "killed")
+    write_json(run.path / "settings.json", to_dict(override(Settings(), MICRO)))
+    write_json(run.path / "provenance.json", {})
+    rng = random.Random(7)
+    program = (
+        "import sys; from pathlib import Path; from composer_nb.trainer.recipe.launch import start_or_resume as s; "
+    )
+    command = [sys.executable, "-c", program + "s(Path(sys.argv[1]))", str(run.path)]
+    for _ in range(5):
+        process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + rng.uniform(3.0, 10.0)
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        family = process.children(recursive=True)
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(family, timeout=patience(10))
+        assert not alive, f"left behind: {alive}"
+    same(start_or_resume(run.path, say=quiet), whole)
+    assert not list(run.path.rglob("*.part*"))
+
+
+def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> None:
+    settings = override(Settings(), MICRO | {"control_steps": 2, "services.on": True})
+    forked = start_or_resume(fork(whole, settings, runs=tmp_path, name="control").path, say=quiet)
+    assert forked.finished("eval_control") is not None and forked.finished("rl") is None
+    with pytest.raises(ValueError, match="a fork can not change seed"):
+        fork(whole, override(settings, {"seed": 5}), runs=tmp_path, name="other")
+
+
+def test_too_few_tasks_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.rl_tasks=24: must be at least rl\.steps × rl\.prompts \(80\)"):
+        override(Settings(), MICRO | {"rl.steps": 40})
+
+
+def test_too_few_tasks_that_differ_is_one_clear_line(whole: RunDir, tmp_path: Path) -> None:
+    for name in ("heldout", "tune", "rl"):
+        shutil.copy(whole.path / "data" / f"{name}.jsonl", tmp_path / f"{name}-000.jsonl")
+    shutil.copy(whole.path / "data" / "rl.jsonl", tmp_path / "rl-001.jsonl")
+    stages: Any = SimpleNamespace(settings=override(Settings(), MICRO | {"rl.steps": 14, "data.rl_tasks": 28}))
+    with pytest.raises(ValueError, match=r"only \d+ are there; raise data\.rl_tasks or lower rl\.steps"):
+        _drop_leaks(stages, tmp_path)
+
+
+def test_a_damaged_shard_is_one_clear_line(whole: RunDir, tmp_path: Path) -> None:
+    run = fork(whole, override(Settings(), MICRO), runs=tmp_path, name="damaged")
+    file = run.path / "weights" / "start" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RunFailed, match="damaged"):
+        start_or_resume(run.path, say=quiet)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk that is small enough to fill")
+def test_a_full_disk_is_one_clear_line_and_the_run_goes_on_when_there_is_room(alone: RunDir, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        run = fork(alone, from_dict(alone.settings()), runs=disk, name="tour")
+        free = shutil.disk_usage(disk).free
+        (disk / "other").write_bytes(bytes(free - (1 << 20)))
+        with pytest.raises(RunFailed, match="the disk is full: free some space"):
+            start_or_resume(run.path, say=quiet)
+        (disk / "other").unlink()
+        start_or_resume(run.path, say=quiet)
+        assert run.ledger() == alone.ledger() and weights(run) == weights(alone)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_other_settings_than_the_run_began_with_are_refused(whole: RunDir) -> None:
+    with pytest.raises(ValueError, match="other settings"):
+        start_or_resume(whole.path, override(Settings(), MICRO | {"seed": 9}), say=quiet)

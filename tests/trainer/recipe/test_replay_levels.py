@@ -1,0 +1,164 @@
+"""Replay in the trainer: levels, the trainer's own routes, tokens without routes, recomputed layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.rewards import Reward
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.packing import Stream, flatten, score
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
+from composer_nb.trainer.learning.routes import require_routes
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.variants import Numerics, variant
+from composer_nb.trainer.recipe.mismatch import gap_figures
+from composer_nb.trainer.rl import Learner, Scored, to_stream
+
+LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
+SHARP = {"num_experts": 8, "num_experts_per_tok": 3}
+
+
+def streams_of(attempts: Any) -> list[Stream]:
+    made = [Scored(attempt=a, reward=Reward(total=0.0), advantage=1.0 - n % 3) for n, a in enumerate(attempts)]
+    return [to_stream(scored) for scored in made]
+
+
+@pytest.fixture
+def streams(make_model, converse) -> list[Stream]:
+    """Of an engine in bf16, whose routers now and then think otherwise."""
+    engine = variant(make_model(3, **SHARP), Numerics(dtype=torch.bfloat16))
+    return streams_of(converse(Engine(engine, stop=frozenset({7, 8, 9}), slots=24, max_length=96), 24))
+
+
+def learnt(model: Model, streams: list[Stream], replay: ReplaySettings) -> tuple[Learner, dict[str, float]]:
+    learner = Learner(model, FlatAdamW(model), LossSettings(), replay=replay)
+    return learner, learner.learn(streams, Ranks(), Random(0), **LEARN)
+
+
+def gap(model: Model, streams: list[Stream], replay: ReplaySettings) -> float:
+    batch = flatten(streams, replay)
+    with torch.no_grad():
+        logprob_S, _ = score(model, batch, batch.recorded)
+    return gap_figures((logprob_S - batch.sampled_S).double().numpy())["k3"]
+
+
+def test_every_level_narrows_the_gap_and_trains(make_model, streams):
+    model = make_model(3, **SHARP)
+    off = gap(model, streams, NO_REPLAY)
+    for level in ("ids", "ids+order", "weights"):
+        replay = ReplaySettings(level=level)
+        assert gap(model, streams, replay) < off
+        _, metrics = learnt(make_model(3, **SHARP), streams, replay)
+        assert 0.9 < metrics["replay_overlap"] < 1 and metrics["replay_implausible"] == 0
+
+
+def test_a_filter_that_keeps_nothing_foreign_is_no_replay_of_sets(make_model, streams):
+    """At 1 what is kept is what the router scores at least as high as its own last choice."""
+    model = make_model(4, **SHARP)  # other weights: routes are often implausible
+    _, strict = learnt(model, streams, ReplaySettings(level="ids", plausible=1.0))
+    assert strict["replay_overlap"] == 1.0 and strict["replay_implausible"] > 0.1
+    _, loose = learnt(make_model(4, **SHARP), streams, ReplaySettings(level="ids", plausible=1e-6))
+    assert loose["replay_implausible"] < 0.01
+
+
+def test_the_trainer_s_own_routes_hold_through_all_minibatches(make_model, streams, monkeypatch):
+    """R2: a model that learns at a high rate still trains the second minibatch on the experts from before the first."""
+    used: list[torch.Tensor] = []
+    model = make_model(3, **SHARP)
+    trunk = model.trunk
+
+    def watched(ids: Any, at: Any, attend: Any, replay: Any = None, *more: Any) -> Any:
+        if replay is not None and torch.is_grad_enabled():
+            used.append(replay.experts)
+        return trunk(ids, at, attend, replay, *more)
+
+    fresh, order = make_model(3, **SHARP), []
+    model.trunk = watched  # type: ignore[method-assign]
+    bare = [replace(s, routes=s.routes[:0], route_valid=s.route_valid[:0], checks=s.checks[:0]) for s in streams]
+    settings = ReplaySettings(level="ids+order", source="trainer")
+    learner = Learner(model, FlatAdamW(model), LossSettings(), replay=settings)
+    made = Learner._batch
+
+    def noted(self: Learner, chunk: Any, ranks: Ranks) -> Any:
+        order.append(chunk)
+        return made(self, chunk, ranks)
+
+    monkeypatch.setattr(Learner, "_batch", noted)
+    metrics = learner.learn(bare, Ranks(), Random(0), **{**LEARN, "lr": 0.05})
+    assert len(used) == len(order) > 2 and metrics["replay_overlap"] < 1, "the router has moved on"
+    for experts, chunk in zip(used, order, strict=True):
+        seen: list[Any] = []
+        with torch.no_grad():
+            score(fresh, flatten(chunk), seen=seen)
+        assert torch.equal(experts, torch.stack([r.experts_NK for r in seen], 1))
+
+
+def test_tokens_without_routes_are_allowed_up_to_a_share(make_model, streams):
+    model = make_model(3, **SHARP)
+    holes = []
+    for stream in streams:
+        valid = stream.route_valid.copy()
+        valid[1:3] = False
+        holes.append(replace(stream, route_valid=valid))
+    with pytest.raises(ValueError, match="token 1 of .* was forwarded and has no routes$"):
+        require_routes(holes, model.config, FULL)
+    some = replace(FULL, missing=0.5)
+    require_routes(holes, model.config, some)
+    with pytest.raises(ValueError, match="replay.missing is 1.0%"):
+        require_routes(holes, model.config, replace(FULL, missing=0.01))
+    batch = flatten(holes, some)
+    assert batch.recorded is not None and batch.recorded.valid_N is not None
+    assert int((~batch.recorded.valid_N).sum()) > 0
+    _, metrics = learnt(model, holes, some)
+    assert np.isfinite(metrics["grad_norm"])
+
+
+@pytest.mark.parametrize("replay", [NO_REPLAY, FULL, ReplaySettings(level="weights")])
+def test_recomputed_layers_give_the_same_gradients_on_the_same_routes(make_model, streams, replay: ReplaySettings):
+    found = []
+    for recompute in (False, True):
+        model = make_model(3, **SHARP)
+        model.recompute = recompute
+        learner, metrics = learnt(model, streams, replay)
+        found.append((learner.optimizer.weights.clone(), metrics))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_at_level_weights_gates_on_record_part_beginnings(make_model, streams):
+    one = streams[0]
+    other = replace(one, gates=one.gates * np.float32(0.5))
+    assert len(flatten([one, other], FULL).inputs_N) == len(one.token_ids) - 1
+    assert len(flatten([one, other], ReplaySettings(level="weights")).inputs_N) == 2 * (len(one.token_ids) - 1)
+    bare = replace(one, gates=one.gates[:0])
+    weights = ReplaySettings(level="weights")
+    for wrong in (bare, replace(one, gates=one.gates.astype(np.float64))):
+        with pytest.raises(
+            ValueError, match=r"stream 0 of 1 can not be replayed: gates of .*replay.level is 'weights'"
+        ):
+            flatten([wrong], weights)
+    for wrong in (replace(one, gates=one.gates * np.float32("nan")), replace(one, gates=one.gates * np.float32(0.5))):
+        with pytest.raises(ValueError, match="do not add up to 1"):
+            require_routes([wrong], make_model(3, **SHARP).config, weights)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"level": "all"}, "replay.level='all': must be one of none, ids"),
+        ({"source": "both"}, "replay.source='both'"),
+        ({"plausible": 1.5}, "replay.plausible=1.5"),
+        ({"missing": -0.1}, "replay.missing=-0.1"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ReplaySettings(**wrong)

@@ -1,0 +1,230 @@
+"""The report says what the files say."""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from composer_nb.harness.files import write_json
+from composer_nb.trainer.recipe.reader import open_run, solved_by_task, telling_step, weights_before
+from composer_nb.trainer.recipe.report import STAGES, build_report, last_live, reward_trend
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.views.report import fact_rows, last_update, page, score_rows, table, write_report
+
+PROMISED = {
+    "eval": ("base", "midtrained", "start", "final"),
+    "train": (
+        *("steps", "samples", "tokens", "staleness_bound", "staleness_max", "staleness_mean"),
+        *("trainer_idle", "tokens_accounted"),
+    ),
+    "replay": ("off", "on"),
+    "weights": ("versions", "full_bytes", "delta_bytes", "changed_fraction"),
+    "rewards": ("terms", "infra_errors", "flagged"),
+    "wall_s": ("midtrain", "rl", "eval", "total"),
+}
+SCORES = (
+    *("pass_at_1", "pass_greedy", "best_of_k", "k", "n_tasks", "ci95", "tokens_per_task", "tool_calls_per_task"),
+    "invalid_call_rate",
+)
+
+
+@pytest.fixture(scope="module")
+def report(tiny_run):
+    return build_report(tiny_run)
+
+
+def test_holds_everything_that_others_rely_on(report):
+    for part, names in PROMISED.items():
+        assert set(names) <= set(report[part]), part
+    for name in PROMISED["eval"]:
+        assert set(SCORES) <= set(report["eval"][name]), name
+    for name in ("off", "on"):
+        assert {"logprob_gap_p50", "logprob_gap_p99", "k3"} <= set(report["replay"][name])
+    assert report["complete"] is True
+    assert report["seed"] == 0 and "torch" in report["versions"]
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_rl_figures_are_those_of_the_stored_rollouts(tiny_run, report):
+    rows = pd.concat(pd.read_parquet(path) for path in sorted((tiny_run.path / "rollouts").glob("rl_*.parquet")))
+    train = report["train"]
+    assert train["samples"] == len(rows) == 3 * 4 * 4
+    assert train["sampled"] == sum(int((np.array(v) >= 0).sum()) for v in rows["policy_version"])
+    assert train["tokens"] == sum(map(len, rows["token_ids"]))
+    assert train["tokens_accounted"] == 1.0
+    assert sum(report["ledger"].values()) == train["sampled"]
+    dead = rows["advantage"].abs() <= 1e-6
+    written = rows["policy_version"].map(lambda v: int((np.array(v) >= 0).sum()))
+    assert report["ledger"].get("zero_advantage", 0) == written[dead].sum()
+    assert report["rewards"]["mean"] == pytest.approx(rows["reward"].mean())
+    assert sum(report["rewards"]["terms"].values()) == pytest.approx(rows["reward"].mean())
+    assert train["staleness_max"] == train["staleness_bound"] == 0
+    assert 0 < train["trainer_idle"] < 1
+
+
+def test_scores_are_those_of_the_stored_attempts(tiny_run, report):
+    for name, scores in report["eval"].items():
+        solved = solved_by_task(tiny_run, name)
+        assert len(solved) == scores["n_tasks"]
+        assert np.mean(list(solved.values())) == pytest.approx(scores["pass_at_1"])
+    low, high = report["gain"]["ci95"]
+    assert low <= report["gain"]["pass_at_1"] <= high
+
+
+def test_seconds_add_up(tiny_run, report):
+    seconds = dict(tiny_run.query("SELECT name, seconds FROM stage"))
+    assert report["wall_s"]["total"] == pytest.approx(sum(seconds.values()))
+    assert report["wall_s"]["eval"] == pytest.approx(sum(v for k, v in seconds.items() if k.startswith("eval_")))
+    assert report["wall_s"]["rl"] == seconds["rl"]
+
+
+@pytest.mark.parametrize("reached", [0, 3, 5, 8, 9])
+def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], RunDir], reached: int):
+    run = copy_of(tiny_run)
+    order = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
+    assert order == list(STAGES)
+    with closing(sqlite3.connect(run.path / "run.db")) as db, db:
+        for name in order[reached:]:
+            db.execute("DELETE FROM stage WHERE name = ?", (name,))
+            for other in ("step", "ledger", "checkpoint"):
+                db.execute(f"DELETE FROM {other} WHERE stage = ?", (name,))
+    found = build_report(run)
+    assert found["complete"] is False and list(found["stages"]) == order[:reached]
+    present = {"eval": "eval_base", "midtrain": "midtrain", "train": "rl", "gain": "eval_final", "replay": "numerics"}
+    for part, stage in present.items():
+        assert (part in found) == (stage in order[:reached]), part
+    Console(file=(run.path / "shown").open("w"), width=130).print(table(found))
+    assert "still to come" in (run.path / "shown").read_text()
+
+
+def made_up_run(path: Path) -> RunDir:
+    """Two RL steps of round numbers; 100 of 150 sampled tokens are in the ledger."""
+    run = RunDir(path)
+    write_json(run.path / "settings.json", {"seed": 3, "rl": {"minibatches": 2, "shuffle_rewards": False}})
+    point = {"sampled": 75.0, "tokens": 200.0, "samples": 8.0, "solved": 0.5, "staleness": 0, "infra_errors": 1.0}
+    point |= {"flagged": 0.0, "time": {"wall_s": 5.0, "sample_s": 3.0, "wait_s": 0.5, "train_s": 1.0}}
+    steps = [(1, point), (2, {**point, "staleness": 1})]
+    run.commit("rl", 2, {}, steps, [(1, {"trained": 60, "zero_advantage": 15}), (2, {"trained": 25})], seconds=10.0)
+    return run
+
+
+def test_a_lost_token_and_a_stale_step_show(tmp_path: Path):
+    found = build_report(made_up_run(tmp_path))
+    assert found["train"]["tokens_accounted"] == pytest.approx(100 / 150)
+    assert found["train"]["staleness_max"] == 1 and found["train"]["staleness_mean"] == 0.5
+    assert found["train"]["trainer_idle"] == pytest.approx(1 - 2 / 10)
+    assert found["train"]["optimizer_steps_per_batch"] == 2
+    assert found["rewards"]["infra_errors"] == 2
+    assert found["wall_s"] == {"rl": 10.0, "total": 10.0}
+    assert found["complete"] is False
+
+
+FLAT, UP = [0.0] * 40, [step / 40 for step in range(40)]
+SENTENCES = {
+    "both": (UP, UP, "reward rose from 0.11 to 0.86, and solved rollouts with it, from 11% to 86%"),
+    "hacked": (
+        UP,
+        FLAT,
+        "reward rose from 0.11 to 0.86, solved rollouts did not (from 0% to 0%): this is reward hacking",
+    ),
+    "solved": (FLAT, UP, "solved rollouts rose from 11% to 86%; reward did not"),
+    "neither": (FLAT, FLAT, "neither reward"),
+    "fell": (UP[::-1], UP[::-1], "neither reward"),
+    "noise": ([0.4, 0.6] * 20, [0.0, 0.1] * 20, "neither reward"),
+    "few": (UP[:7], UP[:7], "7 steps are too few"),
+}
+
+
+@pytest.mark.parametrize(("reward", "solved", "sentence"), SENTENCES.values(), ids=SENTENCES)
+def test_a_reward_that_rises_alone_is_called_hacking(reward: list[float], solved: list[float], sentence: str):
+    points = zip(reward, solved, strict=True)
+    steps = [{"step": n, "reward": r, "solved": s} for n, (r, s) in enumerate(points, 1)]
+    assert reward_trend(steps).startswith(sentence)
+
+
+def test_an_update_that_changed_nothing_is_said_in_words():
+    some = {"full_bytes": 2000, "delta_bytes": 100, "changed_fraction": 0.03}
+    assert last_update(some) == "100 of 2,000 bytes (5.0%); 3.0% of the weights changed"
+    none = some | {"delta_bytes": 0, "changed_fraction": 0.0}
+    assert last_update(none) == "the last batch had no group that teaches, so none of 2,000 bytes changed"
+    store = {"full": 1, "full_bytes": 2100.0, "delta": 9, "delta_bytes": 120.0}
+    assert last_update(none | {"store": store}).endswith("the 9 deltas that were published had 120 bytes on average")
+
+
+@pytest.mark.parametrize(("live", "last", "told"), [((1, 1, 0), 2, 2), ((0, 0, 0), None, 3), ((0, 1, 1), 3, 3)])
+def test_the_step_to_look_at_is_the_last_that_taught(
+    tiny_run, copy_of: Callable[[RunDir], RunDir], live: tuple[int, ...], last: int | None, told: int
+):
+    run = copy_of(tiny_run)
+    with closing(run.connect()) as db, db:
+        for step, groups in enumerate(live, 1):
+            change = "UPDATE step SET metrics = json_set(metrics, '$.live_groups', ?) WHERE stage = 'rl' AND step = ?"
+            db.execute(change, (groups, step))
+    assert last_live(run.steps("rl")) == last and telling_step(run) == told
+    with_weights = {2: 1, 3: 3}[told]  # the weights before the second step are not kept
+    assert telling_step(run, weights=True) == with_weights
+
+
+def test_weights_of_a_run_that_was_cut_off_are_not_taken_for_those_before_its_last_step(
+    tiny_run, copy_of: Callable[[RunDir], RunDir]
+):
+    run = copy_of(tiny_run)
+    assert weights_before(run, 3) == run.path / "weights" / "before_final"
+    with closing(run.connect()) as db, db:
+        db.execute("DELETE FROM stage WHERE name = 'rl'")
+        db.execute("DELETE FROM step WHERE stage = 'rl' AND step = 3")
+    assert weights_before(run, 2) is None, "they are those before the third"
+    assert telling_step(run, weights=True) == 1
+
+
+def test_a_figure_without_data_is_a_dash(tmp_path: Path):
+    run = made_up_run(tmp_path)
+    without = {"solved": 0.5, "staleness": None, "mixed_versions": None, "sampled": 0.0, "tokens": 0.0, "samples": 0.0}
+    rest = {"infra_errors": 0.0, "flagged": 0.0, "time": {"wall_s": 0.0, "train_s": 0.0}}
+    with closing(run.connect()) as db, db:
+        db.execute("DELETE FROM step")
+        db.execute("DELETE FROM ledger")
+        db.execute("UPDATE checkpoint SET seconds = 0")
+        db.execute("INSERT INTO step VALUES ('rl', 1, ?)", (json.dumps(without | rest),))
+    found = build_report(run)
+    train = found["train"]
+    assert [train[name] for name in ("staleness_max", "staleness_mean", "mixed_versions", "trainer_idle")] == [None] * 4
+    facts = dict(fact_rows(found))
+    assert facts["every token accounted for"] == "–" and facts["trainer idle"] == "– of RL's time"
+    assert facts["staleness in batches"] == "– on average, – at most, bound 0"
+    score = dict.fromkeys(("pass_at_1", "best_of_k", "tool_calls_per_task", "tokens_per_task", "runs_tests"), 0.0)
+    score |= {"ci95": [0.0, 0.0], "k": 1, "n_tasks": 1, "invalid_call_rate": None, "retries_after_failed_test": None}
+    _, row = score_rows({"start": score})
+    assert row[3] == row[8] == row[10] == "–" and row[9] == "0%"
+    html = page(found | {"eval": {"start": score}}, {})
+    assert "<td>–</td>" in html and "nan%" not in html and ">nan" not in html
+
+
+def test_the_page_needs_nothing_but_itself(tiny_run, copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(tiny_run)
+    found = write_report(run, {"dot": ("a <dot>", b"\x89PNG\r\n")})
+    page = (run.path / "report.html").read_text()
+    assert json.loads((run.path / "report.json").read_text()) == found
+    assert "http" not in page.replace("http-equiv", "") and "href" not in page and "<script" not in page
+    assert page.count("src=") == page.count("src='data:image/png;base64,") == 1
+    assert "a &lt;dot&gt;" in page and f"{found['eval']['final']['pass_at_1']:.3f}" in page
+    assert (run.path / "figures" / "dot.png").read_bytes() == b"\x89PNG\r\n"
+
+
+def test_looking_for_a_run_makes_none(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*run\.db is missing"):
+        open_run(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_named(tiny_run, copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(tiny_run)
+    (run.path / "rollouts" / "rl_00001_0.parquet").write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match=r"rl_00001_0\.parquet: damaged"):
+        build_report(run)

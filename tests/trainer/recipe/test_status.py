@@ -1,0 +1,258 @@
+"""Looking at a run: what is seen at every moment of it, and that nothing of it is touched."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.files import write_json
+from composer_nb.settings import Settings, override, to_dict
+from composer_nb.trainer.recipe.reader import ReadOnly
+from composer_nb.trainer.recipe.status import Status, prompts, read_status, wait_until
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.schedule import Dispatch, Event, Finished, Joined, Schedule, Train, Trained
+from composer_nb.trainer.services.journal import Journal, request_change
+from composer_nb.trainer.services.orchestrator import Orchestrator
+
+SAMPLED = 3
+"""Tokens of every rollout that `train` pretends."""
+
+
+@contextmanager
+def live(run: RunDir) -> Iterator[None]:
+    """This process carries the run."""
+    fd = os.open(run.path / "launch.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.truncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def tree(path: Path) -> dict[str, tuple[int, int]]:
+    """Every file with its size and the time of its last change."""
+    return {str(f.relative_to(path)): (f.stat().st_size, f.stat().st_mtime_ns) for f in path.rglob("*")}
+
+
+def step(reward: float = 0.0, wall: float = 1.0) -> dict[str, Any]:
+    return {"reward": reward, "solved": 0.0, "staleness": 0.0, "time": {"wall_s": wall, "train_s": wall / 4}}
+
+
+def train(run: RunDir, steps: int, after: int = 0) -> None:
+    """RL whose rollouts and steps take no time, until `steps` are done and `after` more rollouts: a real orchestrator, a real
+    journal, and what belongs together in one transaction."""
+    orchestrator = Orchestrator(Schedule(prompts=2, group=2, ahead=1, bound=2))
+    journal = Journal(run)
+    waiting: list[Event] = [Joined(at=0.0, worker="engine-1", capacity=5)]
+    left = after
+    while waiting:
+        event = waiting.pop(0)
+        if orchestrator.version == steps and isinstance(event, Finished):
+            if not left:
+                continue
+            left -= 1
+        with journal.transaction():
+            if isinstance(event, Trained):
+                tokens = SAMPLED * 4
+                journal.log_step(event.step + 1, step(), {"trained": tokens - 5, "zero_advantage": 5})
+                journal.log_version(event.step + 1, event.step, f"hash {event.step + 1}")
+            commands = orchestrator.handle(event)
+            for command in commands:
+                if isinstance(command, Train):
+                    journal.log_batch(command, 1e-3)
+            journal.save(orchestrator.snapshot())
+        for command in commands:
+            if isinstance(command, Dispatch):
+                name = {"slot": command.slot, "attempt": command.attempt}
+                waiting += [
+                    Finished(at=0.0, **name, place=p, oldest_version=orchestrator.version, tokens=9, sampled=SAMPLED)
+                    for p in command.places
+                ]
+            elif isinstance(command, Train) and command.step < steps:
+                waiting.append(Trained(at=0.0, step=command.step))
+    journal.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run that was made and not started."""
+    made = RunDir(tmp_path / "runs" / "it")
+    write_json(made.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20, "rl.max_seconds": 0.0})))
+    return made
+
+
+def test_a_finished_run_is_seen_whole_and_left_as_it_is(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]) -> None:
+    run = copy_of(tiny_run)
+    before = tree(run.path)
+    seen = read_status(run.path)
+    assert tree(run.path) == before
+    assert (seen.state, seen.stage, seen.pid, seen.left_s) == ("complete", "", None, None)
+    assert list(seen.steps) == run.steps("rl") and (seen.done, seen.total) == (3, 3)
+    assert dict(seen.ledger) == run.ledger() and seen.sampled is None
+    assert sum(seen.ledger.values()) == sum(point["sampled"] for point in seen.steps)
+    assert seen.last_line.startswith("the run is complete") and "numerics" in seen.stages
+    assert (seen.served, seen.slots, seen.engines, seen.bound) == (None, (), (), 0)
+    (run.path / "said.log").unlink()
+    assert read_status(run.path).state == "complete", "its stages say so as well"
+
+
+def test_looking_makes_no_run_and_changes_none(run: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no run here"):
+        read_status(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        ReadOnly(run.path).finish("rl", 1.0, {})
+    before = tree(run.path)
+    for folder in (run.path / "weights", run.path / "figures"):
+        folder.rmdir()
+        ReadOnly(run.path).steps("rl")
+        assert not folder.exists()
+    assert tree(run.path).keys() < before.keys()
+
+
+def test_state_is_that_of_the_lock_and_of_the_last_words(run: RunDir) -> None:
+    seen = read_status(run.path)
+    assert (seen.state, seen.last_line, seen.stage, seen.done) == ("dead", "", "tokenizer", 0)
+    said = run.path / "said.log"
+    said.write_text("midtrain …\nmidtrain 20/100: loss 1.0\nhalf a li")
+    with live(run):
+        seen = read_status(run.path)
+        assert (seen.state, seen.pid, seen.last_line) == ("live", os.getpid(), "midtrain 20/100: loss 1.0")
+        assert seen.quiet_s is not None and 0 <= seen.quiet_s < 60
+    assert read_status(run.path).state == "dead"
+    said.write_text("a\nthe run is complete after 3 s: here\n")
+    assert (read_status(run.path).state, read_status(run.path).stage) == ("complete", "")
+
+
+def finish(run: RunDir, *stages: str) -> None:
+    for name in stages:
+        run.finish(name, 1.0, {})
+
+
+def test_how_far_it_is_and_what_is_left(run: RunDir) -> None:
+    finish(run, "tokenizer", "data")
+    run.commit("midtrain", 500, {}, [(500, {"loss": 1.0})], seconds=10.0)
+    with live(run):
+        seen = read_status(run.path)
+        assert (seen.stage, seen.done, seen.total, seen.left_s) == ("midtrain", 500, 2000, pytest.approx(30.0))
+    finish(run, "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
+    walls = [60.0, *[2.0] * 5]  # the first step waited for the services to start
+    run.commit("rl", 6, {}, [(at + 1, step(wall=wall)) for at, wall in enumerate(walls)])
+    assert read_status(run.path).left_s is None, "nobody works on it"
+    with live(run):
+        seen = read_status(run.path)
+        assert (seen.stage, seen.done, seen.total, seen.left_s) == ("rl", 6, 20, pytest.approx(28.0))
+        write_json(run.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20, "rl.max_seconds": 75.0})))
+        assert read_status(run.path).left_s == pytest.approx(5.0), "its time will be up"
+
+
+def test_a_line_that_is_being_written_is_not_read(run: RunDir) -> None:
+    run.commit("rl", 2, {}, [(1, step(0.1)), (2, step(0.2))])
+    for at, reward in ((2, 0.2), (3, 0.3), (4, 0.4)):
+        run.log("rl", at, step(reward))
+    text = (run.path / "metrics.jsonl").read_text()
+    for cut in range(len(text) - len(text.splitlines()[-1]), len(text)):
+        (run.path / "metrics.jsonl").write_text(text[:cut])
+        if cut % 17 == 0:
+            with live(run):
+                assert [point["reward"] for point in read_status(run.path).steps] == [0.1, 0.2, 0.3]
+    (run.path / "metrics.jsonl").write_text(text)
+    with live(run):
+        assert [(p["step"], p["reward"]) for p in read_status(run.path).steps] == [
+            (1, 0.1),
+            (2, 0.2),
+            (3, 0.3),
+            (4, 0.4),
+        ]
+    assert len(read_status(run.path).steps) == 2, "of a dead run only what is durable: the rest will be done again"
+
+
+def test_the_books_add_up_at_every_moment_of_a_run_that_writes(run: RunDir) -> None:
+    seen: list[Status] = []
+    with live(run):
+        writer = threading.Thread(target=train, args=(run, 300))
+        writer.start()
+        while writer.is_alive():
+            seen.append(read_status(run.path))
+        writer.join()
+        seen.append(read_status(run.path))
+    counted = [one for one in seen if one.sampled is not None]
+    assert all(sum(one.ledger.values()) == one.sampled for one in counted)
+    assert all(len(one.steps) == one.trained == one.versions for one in counted)
+    assert counted[-1].trained == 300 and len({one.sampled for one in counted}) > 3, "it was seen at several moments"
+
+
+def test_work_under_way_is_that_of_the_orchestrator(run: RunDir) -> None:
+    train(run, 3, after=1)
+    seen = read_status(run.path)
+    assert seen.trained == 3 and seen.served == 3 and not seen.engines
+    snapshot = json.loads(run.query("SELECT snapshot FROM orchestrator")[0][0])
+    assert [slot.slot for slot in seen.slots] == [group["slot"] for group in snapshot["groups"]] != []
+    assert sum(slot.done for slot in seen.slots) * SAMPLED == snapshot["held_tokens"] == seen.ledger["held"] > 0
+    assert sum(slot.running for slot in seen.slots) > 0
+    assert all(slot.size == 2 >= slot.done + slot.running for slot in seen.slots)
+
+
+def test_engines_and_changes_are_the_newest(run: RunDir) -> None:
+    train(run, 2)
+    rows = [(1, "engine-1", "a", 9, 0.5, 0.1), (1, "engine-2", "a", 9, 0.5, 0.1), (2, "engine-1", "b", 9, 0.2, 0.05)]
+    with run.connect() as db:
+        db.executemany("INSERT INTO served VALUES (?, ?, ?, ?, ?, ?)", rows)
+    request_change(run, "services.bound", "5")
+    seen = read_status(run.path)
+    assert [(e.name, e.version, e.hash) for e in seen.engines] == [("engine-2", 1, "a"), ("engine-1", 2, "b")]
+    assert [(c.name, c.value, c.step) for c in seen.changes] == [("services.bound", "5", None)] and seen.bound == 2
+    journal = Journal(run)
+    journal.judge(1, 2)
+    journal.close()
+    seen = read_status(run.path)
+    assert [c.step for c in seen.changes] == [2] and seen.bound == 5
+
+
+def test_waiting_ends_with_what_was_waited_for_with_the_run_or_with_patience(run: RunDir) -> None:
+    assert wait_until(run.path, lambda seen: False, 60.0).state == "dead", "a run that is over changes no more"
+    with live(run):
+        assert wait_until(run.path, lambda seen: seen.state == "live", 60.0).pid == os.getpid()
+        (run.path / "said.log").write_text("data …\n")
+        with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'data …'"):
+            wait_until(run.path, lambda seen: False, 0.1, poll_s=0.02)
+
+
+def test_prompts_of_a_log_of_batches(run: RunDir) -> None:
+    train(run, 5, after=1)
+    found = prompts(run.path)
+    assert found is not None and not found.skipped and not found.twice
+    assert found.trained == tuple(range(10)) and found.in_flight
+    with run.connect() as db:
+        [(text,)] = db.execute("SELECT train FROM batch WHERE step = 2").fetchall()
+        lost, again = json.loads(text)["slots"]
+        db.execute("UPDATE batch SET train = ? WHERE step = 2", (json.dumps(json.loads(text) | {"slots": [again, 0]}),))
+    found = prompts(run.path)
+    assert found is not None and (found.skipped, found.twice) == ((lost,), (0,))
+
+
+def test_prompts_of_the_plain_loop_are_those_of_its_rollouts(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
+) -> None:
+    found = prompts(tiny_run.path)
+    assert found is not None and found.trained == tuple(range(3 * 4)) and not (found.skipped or found.twice)
+    run = copy_of(tiny_run)
+    first, second = (run.path / "rollouts" / f"rl_0000{at}_0.parquet" for at in (0, 1))
+    second.unlink()
+    assert prompts(run.path) is None, "an excerpt does not tell"
+    second.write_bytes(first.read_bytes())
+    found = prompts(run.path)
+    assert found is not None and (found.twice, found.skipped) == ((0, 2), (4, 6)), (
+        "one of two ranks has every other prompt"
+    )

@@ -1,0 +1,262 @@
+"""The run directory: what is durable, what a killed run leaves, and what cleaning up after it keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_nb.harness.files import write_json
+from composer_nb.trainer.records.rundir import RunDir, create, provenance, versions
+
+
+def state(value: float) -> dict[str, Tensor]:
+    return {"master": torch.full((5,), float(value)), "step": torch.tensor(float(value))}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def files(run: RunDir) -> list[str]:
+    return sorted(path.name for path in (run.path / "checkpoints").iterdir())
+
+
+# Stages and steps
+
+
+def test_a_damaged_database_and_damaged_settings_are_named(run: RunDir):
+    for text, says in ((None, "settings.json is not there"), ("{", "settings.json: damaged"), ("[]", "no JSON object")):
+        if text is not None:
+            (run.path / "settings.json").write_text(text)
+        with pytest.raises(ValueError, match=says):
+            run.settings()
+    for file in run.path.glob("run.db*"):
+        file.unlink()
+    (run.path / "run.db").write_bytes(b"not a database" * 99)
+    with pytest.raises(ValueError, match=r"run.db: .*not a database"):
+        run.query("SELECT 1")
+
+
+def test_a_finished_stage_says_what_it_found(run: RunDir):
+    assert run.finished("data") is None
+    run.finish("data", 1.5, {"tasks": 3, "nested": {"a": [1, 2]}})
+    run.finish("other", 2.0, {})
+    assert RunDir(run.path).finished("data") == {"seconds": 1.5, "tasks": 3, "nested": {"a": [1, 2]}}
+    run.finish("data", 2.5, {"tasks": 4})
+    assert run.finished("data") == {"seconds": 2.5, "tasks": 4}
+
+
+def test_a_checkpoint_brings_everything_since_the_last_one(run: RunDir):
+    assert run.checkpoint("rl") is None and run.steps("rl") == [] and run.ledger() == {}
+    run.commit(
+        "rl",
+        2,
+        state(2),
+        [(1, {"x": 0.5}), (2, {"x": 1.5})],
+        [(1, {"trained": 10}), (2, {"trained": 5, "zero": 1})],
+        7.5,
+    )
+    run.commit("sft", 9, state(9), [(9, {"y": 1})])
+    run.commit("rl", 4, state(4), [(4, {"x": 3}), (3, {"x": 2})], [(3, {"trained": 2})], 9.0)
+    step, tensors, seconds = RunDir(run.path).checkpoint("rl")
+    assert (step, seconds) == (4, 9.0)
+    assert tensors.keys() == {"master", "step"} and all(torch.equal(tensors[name], state(4)[name]) for name in tensors)
+    assert run.steps("rl") == [{"step": n, "x": x} for n, x in ((1, 0.5), (2, 1.5), (3, 2), (4, 3))]
+    assert run.ledger() == {"trained": 17, "zero": 1}
+    assert files(run) == ["rl-000004.safetensors", "sft-000009.safetensors"], "the one before is gone"
+
+
+def test_a_step_that_is_done_again_replaces_itself(run: RunDir):
+    for value in (1, 2):
+        run.commit("rl", 3, state(value), [(3, {"x": value})], [(3, {"trained": value})])
+    assert run.steps("rl") == [{"step": 3, "x": 2}] and run.ledger() == {"trained": 2}
+    assert float(run.checkpoint("rl")[1]["step"]) == 2 and files(run) == ["rl-000003.safetensors"]
+
+
+def test_views_of_one_flat_vector_can_be_saved(run: RunDir):
+    flat = torch.arange(12.0)
+    run.commit("rl", 1, {"a": flat.view(3, 4).T}, [])
+    assert torch.equal(run.checkpoint("rl")[1]["a"], flat.view(3, 4).T)
+
+
+# Interruptions
+
+
+def test_a_crash_while_the_file_is_written_leaves_the_last_checkpoint(run: RunDir, monkeypatch):
+    run.commit("rl", 1, state(1), [(1, {"x": 1})])
+
+    def killed(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.commit("rl", 2, state(2), [(2, {"x": 2})])
+    (run.path / "checkpoints" / "rl-000002.safetensors.1.part").touch()  # SIGKILL leaves this too
+    again = RunDir(run.path)
+    assert again.checkpoint("rl")[0] == 1 and again.steps("rl") == [{"step": 1, "x": 1}]
+    again.clean()
+    assert files(run) == ["rl-000001.safetensors"]
+
+
+def test_a_crash_before_the_pointer_moves_changes_nothing(run: RunDir):
+    run.commit("rl", 1, state(1), [(1, {"x": 1})], [(1, {"trained": 1})])
+    with pytest.raises(sqlite3.ProgrammingError):
+        run.commit("rl", 2, state(2), [(2, {"x": 2})], [(2, {"trained": object()})])  # fails within the transaction
+    assert "rl-000002.safetensors" in files(run), "the file is there, but nothing points to it"
+    assert run.checkpoint("rl")[0] == 1 and run.steps("rl") == [{"step": 1, "x": 1}]
+    assert run.ledger() == {"trained": 1}
+    run.clean()
+    assert files(run) == ["rl-000001.safetensors"] and run.checkpoint("rl")[0] == 1
+
+
+def test_a_crash_after_the_pointer_has_moved_leaves_only_rubbish(run: RunDir, monkeypatch):
+    run.commit("rl", 1, state(1), [])
+
+    def killed(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.commit("rl", 2, state(2), [(2, {"x": 2})])
+    assert len(files(run)) == 2
+    run.clean()
+    assert files(run) == ["rl-000002.safetensors"] and run.checkpoint("rl")[0] == 2
+
+
+KILLED = """
+import sys, os, signal, torch
+from pathlib import Path
+from composer_nb.trainer.records.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+for step in range(1, 10_000):
+    run.log("rl", step, {"x": step})
+    run.commit("rl", step, {"master": torch.full((200_000,), float(step))}, [(step, {"x": step})], [(step, {"t": 1})])
+    print(step, flush=True)
+"""
+
+
+def test_a_run_that_is_killed_at_any_moment_has_a_checkpoint_that_fits_its_books(run: RunDir):
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line) >= 5:
+            break
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    again = RunDir(run.path)
+    again.clean()
+    step, tensors, _ = again.checkpoint("rl")
+    assert step >= 5 and bool((tensors["master"] == step).all())
+    assert [row["step"] for row in again.steps("rl")] == list(range(1, step + 1))
+    assert again.ledger() == {"t": step} and len(files(again)) == 1
+    assert len((run.path / "metrics.jsonl").read_text().splitlines()) == step
+
+
+def test_cleaning_removes_what_is_half_written_and_rebuilds_the_metrics(run: RunDir):
+    run.commit("rl", 2, state(2), [(1, {"x": 1}), (2, {"x": 2})])
+    run.log("rl", 2, {"x": 2})
+    run.log("rl", 3, {"x": 3})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "st')
+    half = run.path / "weights" / "final.part"
+    half.mkdir()
+    (half / "model.safetensors").write_text("half")
+    whole = run.path / "weights" / "final"
+    whole.mkdir()
+    (whole / "model.safetensors").write_text("whole")
+    for name in ("data/a.npz.part.npz", "rollouts/b.parquet.part"):
+        (run.path / name).write_text("half")
+    for name in ("data/a.npz", "rollouts/b.parquet", "figures/parts.png"):
+        (run.path / name).write_text("whole")
+    run.clean()
+    run.clean()
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"stage": "rl", "step": 1, "x": 1}, {"stage": "rl", "step": 2, "x": 2}]
+    assert not half.exists() and (whole / "model.safetensors").read_text() == "whole"
+    kept = sorted(path.name for folder in ("data", "rollouts", "figures") for path in (run.path / folder).iterdir())
+    assert kept == ["a.npz", "b.parquet", "parts.png"]
+
+
+def test_metrics_are_appended_a_line_a_step(run: RunDir):
+    for step in (1, 2):
+        run.log("midtrain", step, {"loss": 1 / step, "agent_loss": None})
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[1]) == {"stage": "midtrain", "step": 2, "loss": 0.5, "agent_loss": None}
+
+
+@pytest.mark.parametrize("keep", [0, 20, -3, None], ids=["empty", "header", "tail", "missing"])
+def test_a_damaged_checkpoint_is_named(run: RunDir, keep: int | None):
+    run.commit("rl", 1, state(1), [])
+    file = run.path / "checkpoints" / "rl-000001.safetensors"
+    if keep is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"rl-000001.safetensors: the checkpoint is damaged or missing"):
+        run.checkpoint("rl")
+
+
+# Where runs lie
+
+
+def test_a_name_points_to_the_newest_of_its_runs(tmp_path: Path):
+    first, second = (create(tmp_path / "runs", "tour") for _ in range(2))
+    assert first.path != second.path and first.path.name.startswith("tour-2")
+    link = tmp_path / "runs" / "tour"
+    assert link.is_symlink() and link.resolve() == second.path and not os.path.isabs(os.readlink(link))
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == sorted(["tour", first.path.name, second.path.name])
+
+
+def test_a_name_that_is_a_folder_already_is_refused_before_anything_is_made(tmp_path: Path):
+    (tmp_path / "tour").mkdir()
+    with pytest.raises(ValueError, match=r"tour is a folder of its own; choose another run name"):
+        create(tmp_path, "tour")
+    assert [path.name for path in tmp_path.iterdir()] == ["tour"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ""])
+def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(ValueError, match="run name"):
+        create(tmp_path / "runs", name)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_json_is_replaced_whole(tmp_path: Path, monkeypatch):
+    write_json(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_provenance_names_code_and_machine(monkeypatch):
+    found = provenance()
+    assert found["versions"] == versions() and found["versions"]["torch"] == torch.__version__
+    assert len(found["package_digest"]) == 64 and found["package_digest"] == provenance()["package_digest"]
+    assert found["cores"] >= 1 and json.loads(json.dumps(found)) == found
+    monkeypatch.setattr("composer_nb.provenance._git", lambda *_: None)
+    without = provenance()
+    assert without["commit"] is None and without["changed"] is None, "unknown is not unchanged"
+
+
+def test_what_was_not_measured_is_null_on_disk(tmp_path: Path):
+    run = create(tmp_path, "run")
+    point = {"entropy": float("nan"), "time": {"wall_s": 1.0}, "ages": (0.5, float("inf"))}
+    run.log("rl", 1, point)
+    run.commit("rl", 1, {"w": torch.zeros(2)}, [(1, point)])
+    wanted = {"step": 1, "entropy": None, "time": {"wall_s": 1.0}, "ages": [0.5, None]}
+    assert run.steps("rl") == [wanted]
+    assert json.loads((run.path / "metrics.jsonl").read_text()) == {"stage": "rl", **wanted}

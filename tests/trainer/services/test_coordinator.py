@@ -1,0 +1,546 @@
+"""Asynchronous RL on threads of one process: what it promises of batches, versions, faults and resuming."""
+
+from __future__ import annotations
+
+import copy
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from composer_nb import settings as config
+from composer_nb.harness.files import write_json
+from composer_nb.labs.rewards.rescore import weights_of
+from composer_nb.settings import Settings, override, to_dict
+from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.replay import replay
+from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.records.batches import batch_file, load_batch
+from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.services import coordinator, services
+from composer_nb.trainer.services.actors import ActorDied, ThreadRemote, Threads
+from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
+from composer_nb.trainer.services.journal import REFUSED, request_change
+from composer_nb.trainer.services.services import EngineService, TrainerService, store_url
+from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.store import Store
+from composer_nb.views.report import pictures
+
+MICRO: dict[str, Any] = {
+    "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
+    "model.num_hidden_layers": 2,
+    "ranks": 1,
+    "data.demonstrations": 32,
+    "data.mistaken_demonstrations": 16,
+    "data.rl_tasks": 40,
+    "data.heldout_tasks": 8,
+    "data.tune_tasks": 4,
+    "midtrain.steps": 10,
+    "midtrain.tokens": 256,
+    "sft.steps": 2,
+    "sft.tokens": 256,
+    "services.on": False,
+    "rl.steps": 4,
+    "rl.prompts": 2,
+    "rl.group": 4,
+    "rl.minibatches": 2,
+    "services.engines": 2,
+    "rl.checkpoint_every": 2,
+    "rl.evaluate_every": 0,
+    "eval.samples": 1,
+    "limits.tokens": 144,
+    "limits.turn_tokens": 24,
+    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+}
+IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of the plain loop."""
+    folder = tmp_path_factory.mktemp("loop")
+    return start_or_resume(None, override(Settings(), MICRO), runs=folder, say=lambda line: None)
+
+
+@pytest.fixture
+def begun(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings]]:
+    """`begun(name, settings)`: a fork of the run, about to begin RL."""
+
+    def make(name: str, changes: dict[str, Any]) -> tuple[RunDir, Settings]:
+        settings = override(Settings(), MICRO | {"services.on": True} | changes)
+        return fork(loop, settings, runs=tmp_path, name=name), settings
+
+    return make
+
+
+def go(run: RunDir, settings: Settings, actors: Threads | None = None) -> dict[str, Any]:
+    actors = actors or Threads()
+    try:
+        return Coordinator(run, settings, actors, lambda line: None).go()
+    finally:
+        actors.close()
+
+
+class Gone(Exception):
+    """In place of a SIGKILL."""
+
+
+def cut_off(run: RunDir, settings: Settings, after: int, method: str = "_carry_out") -> list[str]:
+    """Goes on with the run until the coordinator has called `method` that often; returns what it said."""
+    said: list[str] = []
+    actors = Threads()
+    coordinator = Coordinator(run, settings, actors, said.append)
+    count, own = 0, getattr(coordinator, method)
+
+    def stop(*values: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise Gone
+        return own(*values)
+
+    setattr(coordinator, method, stop)
+    with pytest.raises(Gone):
+        coordinator.go()
+    coordinator.journal.close()
+    actors.close()
+    return said
+
+
+def points(run: RunDir) -> list[dict[str, Any]]:
+    """Metrics of RL's steps that do not tell of time or of services."""
+    apart = {"time", "staleness", "staleness_max", "mixed_versions", "in_flight", "infra_errors"}
+    return [{name: value for name, value in step.items() if name not in apart} for step in run.steps("rl")]
+
+
+def trained(run: RunDir) -> list[tuple[int, list[str]]]:
+    """(step, task ids) of every stored batch."""
+    files = sorted((run.path / "rollouts").glob("rl_*.parquet"))
+    return [(int(f.name[3:8]), pq.read_table(f, columns=["task_id"])["task_id"].to_pylist()) for f in files]
+
+
+def weights(run: RunDir, name: str = "final") -> bytes:
+    return (run.path / "weights" / name / "model.safetensors").read_bytes()
+
+
+def versions(run: RunDir) -> dict[int, str]:
+    return dict(run.query("SELECT version, hash FROM version"))
+
+
+def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
+    run, settings = begun("services", IN_STEP)
+    info = go(run, settings)
+    assert points(run) == points(loop)
+    assert len(set(versions(run).values())) > 1, "equal, and not because nothing was learnt"
+    assert weights(run) == weights(loop) and weights(run, "before_final") == weights(loop, "before_final")
+    columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage"]
+    for step in range(4):
+        name = f"rollouts/rl_{step:05d}_0.parquet"
+        ours, theirs = (pq.read_table(r.path / name, columns=columns).to_pylist() for r in (run, loop))
+        assert ours == theirs
+    assert info["staleness"]["total"] == [(0, 4 * 2 * 4)] and info["versions"] == 8
+    assert run.ledger() == {**loop.ledger(), "unused_at_the_end": 0}
+
+
+@pytest.fixture
+def ahead(begun) -> tuple[RunDir, Settings, dict[str, Any]]:
+    """A finished asynchronous run."""
+    run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
+    return run, settings, go(run, settings)
+
+
+def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for(ahead):
+    run, settings, info = ahead
+    batches = trained(run)
+    ids = [task for _, tasks in batches for task in tasks]
+    assert [step for step, _ in batches] == list(range(8))
+    assert len(set(ids)) == 8 * 2 and all(ids.count(task) == 4 for task in set(ids)), "no prompt skipped, none twice"
+    steps = run.steps("rl")
+    assert [step["step"] for step in steps] == list(range(1, 9))
+    assert max(step["staleness_max"] for step in steps) <= settings.services.bound
+    assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
+    assert sum(run.ledger().values()) == info["sampled"] > 0
+    assert run.query("SELECT COUNT(*) FROM rollout WHERE slot < 16") == [(0,)], "trained rollouts are in their files"
+
+
+def test_the_report_tells_of_staleness_and_shows_it(ahead):
+    run, settings, info = ahead
+    run.finish("rl", 3600.0, info)
+    report = build_report(run)["train"]
+    assert (
+        report["staleness_bound"] == settings.services.bound >= report["staleness_max"] >= report["staleness_mean"] > 0
+    )
+    assert report["in_flight"] + report["in_queue"] == pytest.approx(report["staleness_mean"], abs=1e-6)
+    assert report["tokens_accounted"] == 1.0 and 0 < report["trainer_idle"] < 1
+    assert sum(report["lengths"]["trained"].values()) == 8 * 2 * 4
+    assert pictures(run)["staleness"][1].startswith(b"\x89PNG")
+
+
+def test_engines_run_what_was_published_at_every_version(ahead):
+    run, _, _ = ahead
+    made = versions(run)
+    assert sorted(made) == [2 * (step + 1) for step in range(8)]
+    served = run.query("SELECT version, hash FROM served")
+    assert served and all(made[version] == hash for version, hash in served)
+
+
+def test_the_log_of_batches_replays_to_the_same_versions(ahead):
+    """The trainer alone, on the stored batches in logged order, makes the same weights at every step."""
+    run, settings, _ = ahead
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
+    found = list(replay(run, settings, 8))
+    assert [r.step for r in found] == list(range(1, 9)) and all(r.same for r in found)
+    assert {r.version: r.now for r in found} == versions(run) and len(set(versions(run).values())) > 1
+    assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
+    with pytest.raises(ValueError, match="--step 9 is not there yet"):
+        list(replay(run, settings, 9))
+
+
+def test_a_run_of_the_plain_loop_can_not_be_replayed(loop: RunDir):
+    with pytest.raises(ValueError, match="plain loop"):
+        list(replay(loop, override(Settings(), MICRO), 2))
+
+
+class Flaky(Threads):
+    """Services of which some die at a call of theirs: `dies[method]` are the numbers of the calls that find them dead."""
+
+    def __init__(self, **dies: set[int]) -> None:
+        super().__init__()
+        self.dies, self.calls = dies, dict.fromkeys(dies, 0)
+
+    def make(self, kind: Any, *values: Any, name: str, threads: int = 1) -> ThreadRemote:
+        remote = super().make(kind, *values, name=name, threads=threads)
+        invoke = remote._invoke
+
+        def sometimes(method: str, given: tuple[Any, ...]) -> Any:
+            if method in self.dies:
+                self.calls[method] += 1
+                if self.calls[method] in self.dies[method]:
+                    remote.dead = True
+                    raise ActorDied(f"{name} was killed")
+            return invoke(method, given)
+
+        remote._invoke = sometimes  # type: ignore[method-assign]
+        return remote
+
+
+@pytest.mark.parametrize(
+    "dies", [{"work": {4, 9}}, {"exchange": {6, 40}}, {"learn": {2, 5}}, {"state": {1}}, {"update": {2, 3}}]
+)
+def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[int]]):
+    run, settings = begun("flaky", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6})
+    actors = Flaky(**dies)
+    info = go(run, settings, actors)
+    [(method, numbers)] = dies.items()
+    assert actors.calls[method] >= min(numbers), "it did die"
+    ids = [task for _, tasks in trained(run) for task in tasks]
+    assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
+    assert sum(run.ledger().values()) == info["sampled"]
+    assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
+
+
+def test_an_engine_that_is_born_before_its_version_waits_for_it(begun):
+    run, settings = begun("early", IN_STEP)
+    trainer: list[TrainerService] = []
+    publish = threading.Timer(1.0, lambda: trainer.append(TrainerService(run.path, settings)))
+    publish.start()
+    engine = EngineService(run.path, settings, 0, 0, "early")
+    publish.join()
+    assert trainer[0].version == 0 and engine.status()["version"] == 0
+
+
+def test_layers_are_recomputed_where_the_setting_says_so_and_nothing_else_changes(begun, monkeypatch):
+    computed, own = 0, Model._layer
+
+    def counted(self: Model, *given: Any) -> Any:
+        nonlocal computed
+        computed += torch.is_grad_enabled()
+        return own(self, *given)
+
+    monkeypatch.setattr(Model, "_layer", counted)
+    finals, counts = [], []
+    for on in (False, True):
+        run, settings = begun(f"recompute-{on}", IN_STEP | {"rl.steps": 1, "rl.recompute": on})
+        go(run, settings)
+        finals.append(weights(run))
+        counts.append(computed)
+        computed = 0
+    assert finals[0] == finals[1] and counts[1] == 2 * counts[0] > 0
+
+
+def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: RunDir, begun):
+    """In step the result does not depend on how often, or where, it was interrupted."""
+    run, settings = begun("resumed", IN_STEP)
+
+    for after in (3, 4, 3):
+        cut_off(run, settings, after)
+    go(run, settings)
+    assert points(run) == points(loop) and weights(run) == weights(loop)
+
+
+def test_settings_change_while_a_run_is_live_and_are_noted(begun):
+    run, settings = begun("live", {"services.ahead": 1, "services.bound": 2, "rl.steps": 5})
+    request_change(run, "services.bound", 4)
+    request_change(run, "model.hidden_size", 8)
+    request_change(run, "reward.weights", {"solved": 3.0})
+    said: list[str] = []
+    actors = Threads()
+    try:
+        coordinator = Coordinator(run, settings, actors, said.append)
+        coordinator.go()
+    finally:
+        actors.close()
+    assert coordinator.settings.services.bound == 4 and coordinator.settings.reward.weights == {"solved": 3.0}
+    assert coordinator.settings.model == settings.model
+    assert any("model.hidden_size can not be changed" in line for line in said)
+    assert run.query("SELECT name, step FROM change ORDER BY number") == [
+        ("services.bound", 0),
+        ("model.hidden_size", REFUSED),
+        ("reward.weights", 0),
+    ]
+
+
+WRONG: dict[str, Any] = {"services.bound": 0, "rl.prompts": 4, "reward.weights": {"nosuch": 1.0}, "rl.group": 0}
+
+
+def test_what_was_refused_is_not_in_force_after_a_resume_either(begun):
+    run, settings = begun("refused", {"services.ahead": 1, "services.bound": 2, "rl.steps": 4})
+    for name, value in WRONG.items():
+        request_change(run, name, value)
+    said = cut_off(run, settings, 2, "_learnt")
+    assert sum(line.startswith("refused: ") for line in said) == len(WRONG)
+    assert [step for (step,) in run.query("SELECT step FROM change")] == [REFUSED] * len(WRONG)
+    go(run, settings)
+    assert len(run.steps("rl")) == 4
+
+
+def test_a_change_that_came_after_a_checkpoint_does_not_change_what_is_done_again(begun):
+    """Steps since the checkpoint are trained again, on the group size that they had."""
+    run, settings = begun(
+        "regrouped", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.checkpoint_every": 5}
+    )
+    cut_off(run, settings, 2, "_learnt")
+    request_change(run, "rl.group", 6)
+    cut_off(run, settings, 2, "_learnt")
+    go(run, settings)
+    made = [len(tasks) for _, tasks in trained(run)]
+    assert len(run.steps("rl")) == 6 and made[:2] == [8, 8] and made[-1] == 12
+
+
+def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
+    few = {"services.full_every": 1, "rl.checkpoint_every": 20, "rl.minibatches": 2, "rl.steps": 5}
+    run, settings = begun("pruned", {"services.ahead": 1, "services.bound": 2} | few)
+    cut_off(run, settings, 4, "_learnt")
+    go(run, settings)
+    assert len(run.steps("rl")) == 5
+
+
+def test_two_runs_may_share_a_store(begun, tmp_path: Path):
+    shared = {"services.ahead": 1, "services.bound": 2, "services.store": str(tmp_path / "shared")}
+    first, settings = begun("first", shared)
+    second, _ = begun("second", shared)
+    cut_off(first, settings, 1, "_learnt")
+    go(second, settings)
+    go(first, settings)
+    assert {path.name for path in (tmp_path / "shared").iterdir()} == {first.path.name, second.path.name}
+
+
+def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
+    run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
+
+    class Stillborn(Threads):
+        def make(self, kind: Any, *values: Any, name: str, threads: int = 1) -> Any:
+            made = super().make(kind, *values, name=name, threads=threads)
+            if name.startswith("environment"):
+                made.dead = True
+            return made
+
+    with pytest.raises(RunStopped, match="services.deaths"):
+        go(run, settings, Stillborn())
+
+
+@pytest.mark.parametrize("dies", [{"at": {1}}, {"finish": {1}}])
+def test_a_trainer_that_dies_at_birth_or_at_the_end_is_started_again_with_all_else(
+    begun, dies: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
+):
+    run, _ = begun("birth", {"rl.steps": 2})
+    monkeypatch.setattr(coordinator, "_end_when_lost", lambda actors: None)
+    monkeypatch.setattr(coordinator, "RayActors", lambda *place, **named: Flaky(**dies))
+    with pytest.raises(SystemExit) as ended:
+        coordinator.main([str(run.path)])
+    assert ended.value.code == coordinator.LOST and run.finished("rl") is None
+    monkeypatch.setattr(coordinator, "RayActors", lambda *place, **named: Threads())
+    coordinator.main([str(run.path)])
+    assert run.finished("rl") is not None and len(trained(run)) == 2
+
+
+def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
+    run, settings = begun("short", {"rl.max_seconds": 0.01, "rl.steps": 6})
+    info = go(run, settings)
+    assert info["stopped_early"] and len(run.steps("rl")) == 1
+    assert (run.path / "weights" / "final" / "config.json").is_file()
+
+
+def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained_again(
+    begun, monkeypatch: pytest.MonkeyPatch
+):
+    clock = count(8000)
+    monkeypatch.setattr(Coordinator, "seconds", property(lambda self: min(next(clock) / 1e4, 0.99)))
+    run, settings = begun("late", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.max_seconds": 1.0})
+    go(run, settings, Flaky(learn={3, 5}))
+    rates = [step["lr"] for step in run.steps("rl")]
+    assert any(rate < settings.rl.rate(step) for step, rate in enumerate(rates)), "time was short"
+    assert all(r.same for r in replay(run, settings, len(rates)))
+
+
+def test_an_engine_that_runs_other_weights_than_were_published_stops_the_run(begun, monkeypatch: pytest.MonkeyPatch):
+    run, settings = begun("wrong", {"rl.steps": 4})
+    monkeypatch.setattr("composer_nb.trainer.services.services.EngineService._model", _spoiled)
+    with pytest.raises(RunStopped, match="the trainer made"):
+        go(run, settings)
+
+
+def _spoiled(self: Any, tensors: Any) -> Any:
+    model = empty_model(self._config)
+    from_hugging_face(model, tensors)
+    model.final_norm.data[0] += 1
+    return model
+
+
+def test_damaged_versions_are_never_served(begun):
+    """Every second delta is spoilt on its way: the engine asks the trainer, and runs the right weights all the same."""
+    run, settings = begun("damaged", {"services.ahead": 1, "services.bound": 3, "rl.steps": 6})
+    actors = Threads()
+    coordinator = Coordinator(run, settings, actors, lambda line: None)
+    learnt = coordinator._learnt
+
+    def spoil(step: int, found: dict[str, Any]) -> Any:
+        if step % 2:
+            folder = run.path / "weights" / "versions" / f"v{found['version']:06d}"
+            for _ in range(500):
+                if (folder / "manifest.json").is_file():
+                    break
+                time.sleep(0.01)
+            for file in folder.glob("*.safetensors"):
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                part = file.with_suffix(".part")  # whoever has read it already keeps what it read
+                part.write_bytes(data)
+                part.replace(file)
+        return learnt(step, found)
+
+    coordinator._learnt = spoil  # type: ignore[method-assign]
+    try:
+        coordinator.go()
+    finally:
+        actors.close()
+    made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
+    assert all(made[version] == hash for version, hash, _ in served if version in made)
+    assert any(size == 0 for *_, size in served), "some came from the trainer itself"
+
+
+def test_what_a_trainer_gives_is_of_one_moment(begun, monkeypatch: pytest.MonkeyPatch):
+    """Weights that are asked for while a batch is learnt are those of the version they are said to be, and a state that was given
+    stays as it was."""
+    run, settings = begun("moment", IN_STEP | {"rl.steps": 1})
+    go(run, settings)  # which leaves a batch to learn from
+    actors, learning, made = Threads(), threading.Event(), services.published
+
+    def slowly(model: Model, *more: Any) -> Any:
+        learning.set()
+        time.sleep(0.2)
+        return made(model, *more)
+
+    monkeypatch.setattr(services, "published", slowly)
+    other = begun("again", IN_STEP | {"rl.steps": 1})[0]
+    coordinator = Coordinator(other, settings, actors, lambda line: None)
+    try:
+        coordinator._make_trainer()
+        before = coordinator.trainer.wait("state")[1]
+        as_given = copy.deepcopy(before)
+        streams = coordinator.streams(load_batch(batch_file(run.path, 0), coordinator.by_id))
+        learning.clear()
+        learnt = coordinator.trainer.call("learn", 0, 1e-3, streams, [])
+        assert learning.wait(60)
+        version, tensors = coordinator.trainer.call("tensors").result()
+        learnt.result()
+        coordinator.trainer.wait("close")
+    finally:
+        coordinator.journal.close()
+        actors.close()
+    assert state_hash(tensors) == Store(store_url(other.path, settings)).manifest(version).hash
+    assert all(torch.equal(before[name], as_given[name]) for name in as_given)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        sqlite3.OperationalError("database or disk is full"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        OSError(28, "No space left on device", "rollouts/rl_000001_000.parquet"),
+    ],
+)
+def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    class Full:
+        def __init__(self, *given: Any) -> None:
+            raise error
+
+    run = RunDir(tmp_path / "full")
+    write_json(run.path / "settings.json", to_dict(Settings()))
+    monkeypatch.setattr(coordinator, "RayActors", lambda *given, **more: Threads())
+    monkeypatch.setattr(coordinator, "_end_when_lost", lambda actors: None)
+    monkeypatch.setattr(coordinator, "Coordinator", Full)
+    with pytest.raises(SystemExit, match=r"the disk is full: free some space for .*full, then go on with --resume"):
+        coordinator.main([str(run.path)])
+
+
+def test_settings_that_do_not_fit_are_refused_before_anything_starts(begun):
+    run, settings = begun("unfit", {})
+    for changes, what in (({"services.bound": 0}, "services.bound"), ({"services.window": 2.0}, "services.window")):
+        with pytest.raises(ValueError, match=what):
+            go(run, override(settings, changes))
+
+
+@pytest.mark.parametrize("live", [0, 2])
+def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_something(
+    begun, monkeypatch: pytest.MonkeyPatch, live: int
+):
+    """A batch whose groups are all dead makes versions that change nothing: the last update is an earlier one."""
+    run, settings = begun("dead", IN_STEP | {"services.full_every": 1})
+    streams, given = Coordinator.streams, [0]
+
+    def some(self: Coordinator, groups: Any) -> Any:
+        given[0] += 1
+        return streams(self, groups) if given[0] <= live else []
+
+    monkeypatch.setattr(Coordinator, "streams", some)
+    go(run, settings)
+    start, before = (
+        state_hash(published(load_pretrained(run.path / "weights" / n))) for n in ("start", "before_final")
+    )
+    made, per_step = {0: start} | versions(run), settings.rl.minibatches
+    assert made[live * per_step] == made[settings.rl.steps * per_step], "nothing changed after the last live batch"
+    assert before == made[max(0, live - 1) * per_step]
+
+
+def test_the_last_live_step_is_the_last_that_trained_on_a_token(tmp_path: Path):
+    run = create(tmp_path, "run")
+    assert run.last_live_step() == 0
+    counts = [{"trained": 9}, {"trained": 4, "zero_advantage": 5}, {"zero_advantage": 9}, {"trained": 0}]
+    run.commit("rl", 4, {"w": torch.zeros(1)}, [], list(enumerate(counts, 1)))
+    assert run.last_live_step() == 2
+    run.finish("rl", 1.0, {})
+    for name in ("start", "before_final", "final"):
+        (run.path / "weights" / name).mkdir()
+    named = {step: weights_of(run, step).name for step in (1, 2, 3, 4)}
+    assert named == {1: "start", 2: "before_final", 3: "final", 4: "final"}

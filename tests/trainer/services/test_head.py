@@ -1,0 +1,202 @@
+"""A head's life: up, attach, renew, lease, down, SIGKILL and reap. What it carries here is a process and a folder, not Ray;
+`test_services_ray.py` has a real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.sandbox.journal import started
+from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.trainer.services import head
+from composer_nb.trainer.services.head import HeadGone, attach, down, find, held, holder, renew, resolve, up
+
+STAND_IN = """
+import subprocess, sys, tempfile
+from pathlib import Path
+from composer_nb.trainer.services import head
+
+class Cluster:
+    address = "127.0.0.1:4711"
+    def __init__(self, address, namespace, journal):
+        self.folder = Path(tempfile.mkdtemp(prefix="head-", dir=sys.argv[3]))
+        self.process = subprocess.Popen(["sleep", "600"])
+        self.noted = [journal.made("directory", self.folder), journal.made("process", self.process.pid)]
+        self.journal = journal
+        (self.folder / "pid").write_text(str(self.process.pid))
+    def lost(self):
+        return None if self.process.poll() is None else "it is gone"
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        (self.folder / "pid").unlink()
+        (self.folder / ".composer_nb-journal").unlink()
+        self.folder.rmdir()
+        for resource in self.noted:
+            self.journal.gone(resource)
+
+if sys.argv[3] == "refused":
+    sys.exit("no room for a head")
+head.Cluster = Cluster
+head.main(sys.argv[1:3])
+"""
+
+
+@pytest.fixture
+def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where heads keep what they carry. Their process is as light as can be."""
+    where = tmp_path / "carried"
+    where.mkdir()
+
+    def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
+        _, folder, lease_s = words
+        with log.open("ab") as out:
+            command = [sys.executable, "-c", STAND_IN, folder, lease_s, str(where)]
+            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        threading.Thread(target=process.wait, daemon=True).start()
+        return process
+
+    monkeypatch.setattr(head, "detach", detach)
+    yield where
+    for folder in tmp_path.glob("*/head.json"):
+        down(folder.parent)
+
+
+def wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + patience(30)
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def below(carried: Path) -> tuple[int, int]:
+    """(pid, clock tick of its start) of what the head carries."""
+    pid = int(next(carried.glob("*/pid")).read_text())
+    tick = started(pid)
+    assert tick is not None
+    return pid, tick
+
+
+def test_up_attach_renew_down(carried: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    with pytest.raises(HeadGone, match=f"composer-nb up {folder}"), attach(folder):
+        pass
+    first = up(folder, 100.0)
+    assert first.address == "127.0.0.1:4711" and first.until == first.started + 100.0 and find(folder) == first
+    assert os.getsid(first.pid) == first.pid, "it is in no session of ours"
+    pid, tick = below(carried)
+    again = up(folder, 500.0)
+    assert again.pid == first.pid and again.until > first.until + 390
+    assert renew(folder, 1.0).until == again.until, "a lease is never shortened"
+    with attach(folder) as found:
+        assert found.address == resolve(str(folder)) == "127.0.0.1:4711"
+    assert resolve("10.0.0.1:6379") == "10.0.0.1:6379" and resolve("") == ""
+    assert down(folder) and not down(folder)
+    assert find(folder) is None and started(first.pid) is None and started(pid) != tick
+    assert not list(carried.iterdir()) and not list((folder / "journal").iterdir())
+    assert "it was told to" in (folder / "head.log").read_text()
+    with pytest.raises(HeadGone), held(str(folder)):
+        pass
+
+
+def test_it_ends_of_its_lease_but_not_under_anybody(carried: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    up(folder, 1.0)
+    with held(str(folder)):
+        time.sleep(2.5)
+        assert find(folder) is not None, "its lease has run out, but it is held"
+    wait(lambda: find(folder) is None)
+    assert "its lease has run out" in (folder / "head.log").read_text()
+    wait(lambda: holder(folder / "head.lock") is None)
+    assert not list(carried.iterdir())
+
+
+def test_who_holds_it_and_is_killed_holds_it_no_more(carried: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    up(folder, 1.0)
+    code = "import sys, time; from pathlib import Path; from composer_nb.trainer.services.head import attach\n" + (
+        "with attach(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    user = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert user.stdout is not None
+    if user.stdout.readline() == "held\n":  # else it came too late
+        time.sleep(1.5)
+        assert find(folder) is not None
+    user.kill()
+    user.wait()
+    user.stdout.close()
+    wait(lambda: find(folder) is None)
+
+
+def test_reap_ends_what_a_killed_head_left(carried: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    killed = up(folder)
+    pid, tick = below(carried)
+    os.kill(killed.pid, signal.SIGKILL)
+    wait(lambda: holder(folder / "head.lock") is None)
+    assert find(folder) is None and started(pid) == tick, "what it carried lives on"
+    done = reap(tmp_path)
+    assert done.processes == (str(pid),) and len(done.directories) == 1 and not done.failed
+    assert started(pid) != tick and not list(carried.iterdir())
+    renewed = up(folder)
+    assert renewed.pid != killed.pid and find(folder) == renewed
+
+
+def test_it_ends_when_what_it_carries_dies(carried: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    up(folder)
+    os.kill(below(carried)[0], signal.SIGKILL)
+    wait(lambda: holder(folder / "head.lock") is None)
+    assert "ended: it is gone" in (folder / "head.log").read_text() and not list(carried.iterdir())
+
+
+def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as out:
+            command = [sys.executable, "-c", STAND_IN, words[1], words[2], "refused"]
+            process = subprocess.Popen(command, stdout=out, stderr=out)
+        threading.Thread(target=process.wait, daemon=True).start()
+        return process
+
+    monkeypatch.setattr(head, "detach", detach)
+    with pytest.raises(ValueError, match="ended with 1: no room for a head"):
+        up(tmp_path / "head")
+    with pytest.raises(ValueError, match="lease_s=0"):
+        up(tmp_path / "head", 0.0)
+
+
+def test_a_number_that_was_left_in_a_lock_names_nobody(tmp_path: Path) -> None:
+    """A holder writes its number after it took the lock; whoever looks in between must not take the one before for it."""
+    lock = tmp_path / "lock"
+    assert holder(lock) is None
+    lock.write_text(f"{os.getppid()}\n")
+    assert holder(lock) is None
+    code = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); print(); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline()
+    assert holder(lock) == 0
+    lock.write_text(f"{other.pid}\n")
+    assert holder(lock) == other.pid
+    other.kill()
+    other.wait()
+    other.stdout.close()
+    assert holder(lock) is None
+
+
+def test_a_detached_process_has_a_session_and_a_lease_of_its_own(tmp_path: Path) -> None:
+    process = head.detach(("timeit", "-n1", "-r1", "__import__('time').sleep(60)"), tmp_path / "its.log")
+    wait(lambda: b"timeit" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    assert os.getsid(process.pid) == process.pid
+    assert f"COMPOSER_NB_LEASE={tmp_path}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    process.kill()

@@ -1,0 +1,838 @@
+"""The orchestrator: what it admits, picks, gives up and keeps; and 10,000 random faults, after which nothing is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from composer_nb.trainer.schedule import (
+    Alive,
+    Cancel,
+    Changed,
+    Command,
+    Dispatch,
+    Drain,
+    Drained,
+    Event,
+    Faulted,
+    Finished,
+    Joined,
+    Left,
+    Schedule,
+    Served,
+    Stop,
+    Tick,
+    Train,
+    Trained,
+    TrainerLost,
+)
+from composer_nb.trainer.services.orchestrator import ATTEMPTS_A_LIFE, Orchestrator
+
+Key = tuple[int, int, int]
+
+
+class Driver:
+    """A caller that does as it is told, and keeps its own books to compare with."""
+
+    def __init__(self, schedule: Schedule, *workers: int) -> None:
+        self.schedule = schedule
+        self.orchestrator = Orchestrator(schedule)
+        self.now = 0.0
+        self.running: dict[Key, str] = {}
+        self.born: dict[Key, int] = {}
+        self.capacity: dict[str, int] = {}
+        self.told: dict[Key, Finished] = {}
+        self.zombies: list[Key] = []
+        self.training: Train | None = None
+        self.log: list[Train] = []
+        self.issued: dict[int, Train] = {}
+        self.history: list[tuple[Event, list[Command]]] = []
+        self.end: Drained | Stop | None = None
+        for number, capacity in enumerate(workers):
+            self.join(f"w{number}", capacity)
+
+    def send(self, event: Event) -> list[Command]:
+        commands = self.orchestrator.handle(event)
+        self.history.append((event, commands))
+        for command in commands:
+            self.obey(command)
+        self.check()
+        return commands
+
+    def obey(self, command: Command) -> None:
+        match command:
+            case Dispatch():
+                assert command.places
+                for place in command.places:
+                    key = (command.slot, command.attempt, place)
+                    assert key not in self.born, "an attempt was used twice"
+                    self.running[key] = command.worker
+                    self.born[key] = self.orchestrator.served
+            case Cancel():
+                for key in [k for k in self.running if k[:2] == (command.slot, command.attempt)]:
+                    assert self.running.pop(key) == command.worker
+                    self.zombies.append(key)
+            case Train():
+                assert self.training is None
+                self.training = command
+                assert command == self.issued.setdefault(command.step, command), (
+                    "a step was executed from another batch"
+                )
+                assert list(command.slots) == sorted(command.slots)
+                assert all(
+                    command.step - self.told[key].oldest_version <= self.schedule.bound for key in command.rollouts
+                )
+            case Drained() | Stop():
+                self.end = command
+
+    def check(self) -> None:
+        """What holds after every event, by this caller's own counts."""
+        o, s = self.orchestrator, self.schedule
+        trained = [slot for train in self.log for slot in train.slots]
+        assert len(set(trained)) == len(trained), "a prompt was trained twice"
+        assert sorted(trained + list(o.groups)) == list(range(o.next_slot)), "a prompt was skipped"
+        assert len(trained) == o.version * s.prompts
+        accepted_and_running = len(trained) * s.group + sum(group.size for group in o.groups.values())
+        assert accepted_and_running <= (o.served + s.ahead + 1) * s.batch
+        for worker, capacity in self.capacity.items():
+            assert sum(w == worker for w in self.running.values()) <= capacity
+        ledger = o.books.ledger
+        assert sum(ledger.values()) + o.held() == o.books.counts["received_tokens"]
+        assert ledger["trained"] == sum(self.told[key].sampled for train in self.log for key in train.rollouts)
+
+    def join(self, worker: str, capacity: int) -> list[Command]:
+        self.capacity[worker] = capacity
+        return self.send(Joined(at=self.now, worker=worker, capacity=capacity))
+
+    def kill(self, worker: str) -> list[Command]:
+        del self.capacity[worker]
+        for key in [key for key, at in self.running.items() if at == worker]:
+            del self.running[key]
+            self.zombies.append(key)
+        return self.send(Left(at=self.now, worker=worker))
+
+    def finish(self, key: Key, tokens: int = 100, lag: int = 0) -> list[Command]:
+        slot, attempt, place = key
+        oldest = max(0, self.born[key] - lag)
+        event = Finished(
+            at=self.now,
+            slot=slot,
+            attempt=attempt,
+            place=place,
+            oldest_version=oldest,
+            tokens=tokens,
+            sampled=tokens // 2,
+        )
+        self.running.pop(key, None)
+        self.told[key] = event
+        return self.send(event)
+
+    def finish_slot(self, slot: int) -> None:
+        for key in [key for key in self.running if key[0] == slot]:
+            self.finish(key)
+
+    def fault(self, key: Key, sampled: int = 0) -> list[Command]:
+        slot, attempt, place = key
+        self.running.pop(key, None)
+        event = Faulted(at=self.now, slot=slot, attempt=attempt, place=place, reason="box lost", sampled=sampled)
+        return self.send(event)
+
+    def trained(self) -> list[Command]:
+        assert self.training
+        train, self.training = self.training, None
+        if train.step == len(self.log):
+            self.log.append(train)
+        return self.send(Trained(at=self.now, step=train.step))
+
+    def lose_trainer(self, back: int) -> None:
+        """The trainer falls back to a checkpoint `back` steps ago."""
+        self.training = None
+        self.send(TrainerLost(at=self.now, redo=tuple(self.log[len(self.log) - back :])))
+
+    def save(self) -> tuple[str, int]:
+        return json.dumps(self.orchestrator.snapshot()), len(self.log)
+
+    def crash(self, saved: tuple[str, int], life: int, back: int = 0) -> None:
+        """Everything but the stored rollouts is gone; goes on from a snapshot."""
+        snapshot, steps = json.loads(saved[0]), saved[1]
+        self.zombies += list(self.running)
+        self.running, self.capacity, self.training = {}, {}, None
+        self.log = self.log[:steps]
+        last = steps if snapshot["training"] else steps - 1
+        self.issued = {step: train for step, train in self.issued.items() if step <= last}
+        redo = self.log[steps - min(back, steps) :]
+        self.orchestrator = Orchestrator.restore(self.schedule, snapshot, life=life, redo=redo)
+        self.check()
+
+    def run_out(self, limit: int = 20_000) -> None:
+        """Finishes whatever is under way, oldest dispatch first, until the orchestrator ends."""
+        for _ in range(limit):
+            if self.end:
+                return
+            if self.training:
+                self.trained()
+            elif self.running:
+                self.finish(next(iter(self.running)))
+            else:
+                self.now += self.schedule.hang_s
+                self.serve() if self.orchestrator.served < len(self.log) else self.send(Tick(at=self.now))
+                assert self.end or self.running or self.training, "nothing runs, and nothing is wanted: a deadlock"
+        raise AssertionError("it does not end")
+
+    def serve(self) -> None:
+        """The slowest engine takes up the newest weights."""
+        self.send(Served(at=self.now, version=len(self.log)))
+
+    def slots(self) -> set[int]:
+        return {slot for slot, _, _ in self.running}
+
+    def slots_of(self, worker: str) -> set[int]:
+        return {key[0] for key, at in self.running.items() if at == worker}
+
+    def ignored(self, why: str) -> int:
+        return self.orchestrator.books.counts[f"ignored_{why}"]
+
+
+def schedule(**changes: Any) -> Schedule:
+    base: dict[str, Any] = {"prompts": 2, "group": 2, "ahead": 1, "hang_s": 60.0, "retries": 2, "deaths": 3}
+    return Schedule(**{**base, **changes})
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"prompts": 0}, "services.prompts=0: must be a whole number of at least 1"),
+        ({"group": 1.5}, "services.group=1.5"),
+        ({"ahead": -1}, "services.ahead=-1"),
+        ({"ahead": 3, "bound": 2}, r"services.bound=2: must be at least services.ahead \(3\)"),
+        ({"window": 1.5}, "services.window=1.5"),
+        ({"window": float("nan")}, "services.window=nan"),
+        ({"order": "lifo"}, "services.order='lifo': must be one of"),
+        ({"retries": True}, "services.retries=True"),
+        ({"deaths": -1}, "services.deaths=-1"),
+        ({"hang_s": 0.0}, "services.hang_s=0.0"),
+        ({"steps": -2}, "services.steps=-2"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        schedule(**changes)
+
+
+def test_the_bound_and_the_window_follow_from_the_rest():
+    assert Schedule(ahead=3).bound == 6 and Schedule(ahead=0).bound == 0 and Schedule(ahead=3, bound=3).bound == 3
+    assert Schedule(prompts=8, ahead=4, window=0.3).width == 12
+    assert Schedule(prompts=8, ahead=4, window=0.0).width == 8
+
+
+# Admission
+
+
+@pytest.mark.parametrize("ahead, groups", [(0, 2), (1, 4), (3, 8)])
+def test_so_many_groups_run_ahead(ahead: int, groups: int):
+    d = Driver(schedule(ahead=ahead), 1000)
+    assert d.slots() == set(range(groups))
+
+
+def test_on_policy_each_batch_waits_for_the_step_before():
+    d = Driver(schedule(ahead=0), 1000)
+    for step in range(3):
+        assert d.slots() == {2 * step, 2 * step + 1}
+        d.finish_slot(2 * step)
+        assert d.training is None
+        d.finish_slot(2 * step + 1)
+        assert d.training and d.training.slots == (2 * step, 2 * step + 1) and not d.running
+        d.trained()
+    assert d.orchestrator.books.staleness["total"] == {0: 12}
+
+
+@given(
+    prompts=st.integers(1, 4),
+    group=st.integers(1, 3),
+    ahead=st.integers(0, 3),
+    capacities=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_admission_is_the_published_rule(prompts: int, group: int, ahead: int, capacities: list[int], seed: int):
+    """As much as (version + O + 1)·B − (accepted + running) ≥ G and the workers' places allow, never more or less."""
+    d = Driver(Schedule(prompts=prompts, group=group, ahead=ahead), *capacities)
+    rng, batch = Random(seed), prompts * group
+    for _ in range(60):
+        seen = {key[0] for key in d.born}
+        full = (len(d.log) + ahead + 1) * batch - len(seen) * group < group
+        waiting = len(seen) * group > len(d.running) + sum(len(g.done) for g in d.orchestrator.groups.values()) + (
+            len(d.log) * batch
+        )
+        assert (full and not waiting) or len(d.running) == sum(capacities)
+        d.trained() if d.training and rng.random() < 0.3 else d.running and d.finish(rng.choice(list(d.running)))
+
+
+def test_a_version_counts_once_it_is_served():
+    d = Driver(schedule(ahead=0), 1000)
+    d.send(Served(at=0.0, version=0))
+    d.finish_slot(0), d.finish_slot(1)
+    d.trained()
+    assert not d.running
+    assert d.send(Served(at=0.0, version=2)) == [] and d.ignored("impossible") == 1
+    d.send(Served(at=0.0, version=1))
+    assert d.slots() == {2, 3}
+
+
+def test_groups_are_split_over_workers_and_wait_for_room():
+    d = Driver(schedule(group=4, prompts=1, ahead=1), 3, 2)
+    assert sorted(d.running.values()) == ["w0", "w0", "w0", "w1", "w1"]
+    assert [key[0] for key in d.running] == [0, 0, 0, 0, 1]
+    d.finish((0, 1, 0))
+    assert len([key for key in d.running if key[0] == 1]) == 2
+
+
+# Which groups are taken
+
+
+def test_a_window_takes_what_is_ready_among_the_oldest():
+    d = Driver(schedule(prompts=2, ahead=3, window=0.5), 1000)  # the oldest 4 of 8
+    for slot in (7, 6, 3):
+        d.finish_slot(slot)
+    assert d.training is None
+    d.finish_slot(1)
+    assert d.training and d.training.slots == (1, 3)
+    assert d.training.rollouts == ((1, 1, 0), (1, 1, 1), (3, 1, 0), (3, 1, 1))
+
+
+def test_first_in_first_out_waits_for_the_oldest():
+    d = Driver(schedule(ahead=3, order="fifo"), 1000)
+    for slot in (1, 2, 3, 4, 5, 6, 7):
+        d.finish_slot(slot)
+    assert d.training is None
+    d.finish_slot(0)
+    assert d.training and d.training.slots == (0, 1)
+
+
+def test_the_trainer_waits_for_a_long_rollout_rather_than_to_lose_it():
+    d = Driver(schedule(ahead=1, bound=2, window=1.0), 1000)
+    for _ in range(20):  # all but slot 0
+        for slot in sorted(d.slots() - {0}):
+            d.finish_slot(slot)
+        if not d.training:
+            break
+        d.trained()
+    assert len(d.log) == 2 and not d.training  # step 2 may be the last one for slot 0, so it needs it
+    d.finish_slot(0)
+    assert d.training and 0 in d.training.slots and d.training.step == 2
+    d.trained()
+    assert max(d.orchestrator.books.staleness["total"]) == 2 and "stale" not in d.orchestrator.books.ledger
+
+
+def test_discard_throws_the_long_one_away_and_counts_it_by_length():
+    d = Driver(schedule(ahead=1, bound=1, order="discard"), 1000)
+    d.finish((0, 1, 0), tokens=5000)
+    for _ in range(2):
+        for slot in sorted(d.slots() - {0})[:2]:
+            d.finish_slot(slot)
+        d.trained()
+    books = d.orchestrator.books
+    assert books.lengths["stale"] == {"<8192": 1, "unknown": 1} and books.ledger["stale"] == 2500
+    assert {key for key in d.running if key[0] == 0} == {(0, 2, 0), (0, 2, 1)}
+    d.fault((0, 1, 1), sampled=70)  # what it had sampled when it was cancelled
+    assert books.ledger["stale"] == 2570 and d.ignored("late") == 1
+
+
+def test_an_engine_that_lagged_is_found_out_and_the_group_starts_anew():
+    d = Driver(schedule(ahead=1, bound=1), 1000)
+    for slot in (0, 1):
+        d.finish_slot(slot)
+    d.trained()
+    for slot in (2, 3):
+        d.finish_slot(slot)
+    d.trained()
+    key = next(key for key in d.running if key[0] == 4)
+    d.finish(key, lag=1)
+    assert d.orchestrator.books.ledger["stale"] == 50 or d.orchestrator.version - d.told[key].oldest_version <= 1
+    d.send(Drain(at=0.0))
+    d.run_out()
+    assert isinstance(d.end, Drained)
+
+
+def test_staleness_is_told_apart_by_where_it_arose():
+    d = Driver(schedule(ahead=1), 1000)
+    for slot in (0, 1, 2):
+        d.finish_slot(slot)
+    d.trained()  # slot 2 was ready by then, slot 3 was not
+    d.finish_slot(3)
+    d.trained()
+    staleness = d.orchestrator.books.staleness
+    assert staleness["total"] == {0: 4, 1: 4}
+    assert staleness["in_flight"] == {0: 6, 1: 2} and staleness["in_queue"] == {0: 6, 1: 2}
+
+
+# Faults
+
+
+def test_only_the_lost_rollout_is_dispatched_again():
+    d = Driver(schedule(), 1000)
+    d.finish((0, 1, 0))
+    assert d.fault((0, 1, 1), sampled=9) == [Dispatch(worker="w0", slot=0, attempt=2, places=(1,))]
+    assert d.orchestrator.books.ledger["faulted"] == 9
+
+
+def test_too_many_faults_stop_the_run_and_say_so():
+    d = Driver(schedule(retries=2), 1000)
+    for attempt in (1, 2):
+        d.fault((0, attempt, 0)) if attempt == 1 else d.fault((0, 2, 0))
+    d.fault((0, 3, 0))
+    assert isinstance(d.end, Stop)
+    assert "slot 0, rollout 0: 3 infrastructure faults, the last one 'box lost'" in d.end.error
+    assert "services.retries (2)" in d.end.error
+    assert d.send(Tick(at=1.0)) == [] and d.ignored("ended") == 1
+    d.end = None
+    d.crash(d.save(), life=1)  # who restarts has mended it: faults are counted anew
+    d.join("again", 1000)
+    d.send(Drain(at=0.0))
+    d.run_out()
+    assert isinstance(d.end, Drained) and len(d.log) == 2
+
+
+def test_a_dead_worker_s_rollouts_go_elsewhere():
+    d = Driver(schedule(prompts=1, ahead=0), 2)
+    d.join("other", 2)
+    assert set(d.running.values()) == {"w0"}
+    assert d.kill("w0") == [Dispatch(worker="other", slot=0, attempt=2, places=(0, 1))]
+    d.finish((0, 1, 0))
+    assert d.ignored("late") == 1 and d.orchestrator.books.ledger["left"] == 50
+
+
+def test_a_group_that_kills_its_workers_stops_the_run():
+    d = Driver(schedule(deaths=1), 1000)
+    d.kill("w0")
+    d.join("b", 1000)
+    d.kill("b")
+    assert isinstance(d.end, Stop) and "lost its worker 2 times" in d.end.error and "services.deaths" in d.end.error
+
+
+def test_what_hangs_is_cancelled_and_goes_to_another_worker():
+    d = Driver(schedule(prompts=1, ahead=0), 2)
+    d.join("other", 2)
+    d.now = 30.0
+    d.send(Alive(at=30.0, slot=0, attempt=1))
+    assert d.send(Tick(at=89.0)) == []
+    assert d.send(Tick(at=90.0)) == [
+        Cancel(worker="w0", slot=0, attempt=1),
+        Dispatch(worker="other", slot=0, attempt=2, places=(0, 1)),
+    ]
+    d.kill("other")  # only the suspect one is left: better than none
+    assert set(d.running.values()) == {"w0"}
+
+
+def test_a_suspect_worker_gets_nothing_until_it_is_heard_of():
+    d = Driver(schedule(prompts=1, ahead=2), 4)
+    d.join("other", 4)
+    assert d.slots_of("w0") == {0, 1} and d.slots_of("other") == {2}
+    d.now = 30.0
+    d.send(Alive(at=30.0, slot=2, attempt=1))
+    d.now = 60.0
+    d.send(Tick(at=60.0))
+    assert d.slots_of("other") == {0, 2} and d.slots_of("w0") == set()  # slot 1 rather waits for room on the other
+    d.fault((2, 1, 0))
+    assert d.slots_of("other") == {0, 1, 2} and d.slots_of("w0") == set()  # and so does slot 2, which never hung
+    d.fault((1, 1, 0))  # w0 gives up as it was told: it lives
+    assert d.ignored("late") == 1
+    assert d.slots_of("w0") == {2}  # slot 1, which hung on it, still waits for the other
+
+
+def test_each_event_of_a_dispatch_shows_that_it_does_not_hang():
+    d = Driver(schedule(prompts=1, group=3, ahead=0), 3)
+    for place, at in ((0, 50.0), (1, 100.0)):
+        d.now = at
+        d.finish((0, 1, place))
+    assert d.send(Tick(at=159.0)) == [] and len(d.send(Tick(at=160.0))) == 2
+
+
+@pytest.mark.parametrize(
+    "event, why",
+    [
+        (Finished(at=0, slot=9, attempt=1, place=0, oldest_version=0, tokens=1, sampled=1), "unknown"),
+        (Finished(at=0, slot=0, attempt=2, place=0, oldest_version=0, tokens=1, sampled=1), "unknown"),
+        (Finished(at=0, slot=0, attempt=1, place=5, oldest_version=0, tokens=1, sampled=1), "unknown"),
+        (Finished(at=0, slot=0, attempt=1, place=0, oldest_version=1, tokens=1, sampled=1), "impossible"),
+        (Finished(at=0, slot=0, attempt=1, place=0, oldest_version=0, tokens=1, sampled=2), "impossible"),
+        (Finished(at=0, slot=0, attempt=1, place=0, oldest_version=0, tokens=1, sampled=-2), "impossible"),
+        (Finished(at=0, slot="0", attempt=1, place=0, oldest_version=0, tokens=1, sampled=1), "impossible"),  # type: ignore
+        (Faulted(at=0, slot=0, attempt=7, place=0, reason="?"), "unknown"),
+        (Faulted(at=0, slot=0, attempt=1, place=0, reason="?", sampled=-1), "impossible"),
+        (Alive(at=0, slot=0, attempt=3), "unknown"),
+        (Joined(at=0, worker="w0", capacity=5), "duplicate"),
+        (Joined(at=0, worker="w1", capacity=0), "impossible"),
+        (Left(at=0, worker="nobody"), "unknown"),
+        (Trained(at=0, step=0), "unknown"),
+        (Served(at=0, version=3), "impossible"),
+        (Tick(at=float("nan")), "impossible"),
+        (Event(at=0), "unknown"),
+    ],
+)
+def test_rubbish_is_counted_and_changes_nothing(event: Event, why: str):
+    d = Driver(schedule(), 1000)
+    before = d.orchestrator.snapshot()
+    assert d.send(event) == []
+    assert d.ignored(why) == 1
+    d.orchestrator.books.counts.pop(f"ignored_{why}")
+    assert d.orchestrator.snapshot() == before
+
+
+def test_a_rollout_is_accepted_once():
+    d = Driver(schedule(), 1000)
+    d.finish((0, 1, 0)), d.finish((0, 1, 0))
+    assert d.ignored("duplicate") == 1 and d.orchestrator.books.counts["finished"] == 1
+    d.finish_slot(0), d.finish_slot(1)
+    d.trained()
+    d.finish((0, 1, 0))
+    d.send(Trained(at=0.0, step=0))
+    assert d.ignored("late") == 1 and d.ignored("duplicate") == 2
+
+
+# Ends and changes
+
+
+def test_drain_finishes_what_runs_and_keeps_what_is_too_little_for_a_batch():
+    d = Driver(schedule(prompts=2, ahead=1), 7)
+    d.send(Drain(at=0.0))
+    assert d.slots() == {0, 1, 2, 3}
+    d.run_out()
+    assert d.end == Drained(left=()) and len(d.log) == 2
+    assert Driver(schedule(), 1).send(Drain(at=0.0)) == []
+    odd = Driver(schedule(prompts=2), 2)
+    odd.send(Drain(at=0.0))
+    odd.run_out()
+    assert odd.end == Drained(left=(0,)) and odd.log == []
+
+
+def test_a_number_of_steps_takes_exactly_their_prompts():
+    d = Driver(schedule(ahead=3, steps=3), 1000)
+    assert d.slots() == set(range(6))
+    d.run_out()
+    assert len(d.log) == 3 and d.end == Drained(left=())
+
+
+def test_settings_change_while_running():
+    d = Driver(schedule(ahead=1, bound=4, window=1.0), 1000)
+    for _ in range(2):
+        d.finish_slot(min(d.slots() - {0})), d.finish_slot(min(d.slots() - {0}))
+        d.trained()
+    d.schedule = schedule(ahead=1, bound=1)
+    commands = d.send(Changed(at=0.0, schedule=d.schedule))
+    assert Cancel(worker="w0", slot=0, attempt=1) in commands  # too old for the new bound
+    assert Dispatch(worker="w0", slot=0, attempt=2, places=(0, 1)) in commands
+    d.send(Drain(at=0.0))
+    d.run_out()
+    assert isinstance(d.end, Drained)
+
+
+def test_what_would_be_too_old_at_once_is_not_dispatched():
+    d = Driver(schedule(ahead=2, bound=4, window=1.0), 1000)
+    d.serve()
+    for slot in (1, 2, 3, 4):
+        d.finish_slot(slot)
+    d.trained(), d.trained()  # two steps that no engine serves yet
+    d.schedule = schedule(ahead=1, bound=1)
+    d.orchestrator.handle(Changed(at=0.0, schedule=d.schedule))
+    d.running.clear()
+    assert d.orchestrator.handle(Tick(at=0.0)) == []
+    assert {c.slot for c in d.orchestrator.handle(Served(at=0.0, version=2)) if isinstance(c, Dispatch)} >= {0, 5}
+
+
+def test_fewer_steps_end_the_run_at_once():
+    d = Driver(schedule(ahead=2, steps=5), 1000)
+    d.finish_slot(0), d.finish_slot(1), d.finish_slot(2), d.finish_slot(3)
+    d.schedule = schedule(ahead=2, steps=1)
+    d.send(Changed(at=0.0, schedule=d.schedule))
+    d.trained()
+    assert d.end == Drained(left=(2, 3)) and d.training is None
+
+
+# Restart
+
+
+def test_a_message_of_the_life_before_does_not_train_a_step():
+    d = Driver(schedule(), 1000)
+    d.finish_slot(0), d.finish_slot(1)
+    train = d.training
+    d.crash(d.save(), life=1)
+    assert d.send(Trained(at=0.0, step=0)) == [train] and d.ignored("unknown") == 1
+
+
+def test_a_lower_bound_on_restart_drops_what_is_too_old():
+    d = Driver(schedule(ahead=1, bound=4, window=1.0), 1000)
+    d.finish((0, 1, 0))
+    for slot in (1, 2):
+        d.finish_slot(slot)
+    d.trained()
+    d.finish_slot(3), d.finish_slot(4)
+    d.trained()
+    o = Orchestrator.restore(schedule(ahead=1, bound=1), d.orchestrator.snapshot())
+    assert o.books.ledger["stale"] == 50 and o.groups[0].done == {}
+
+
+def test_after_a_crash_the_batch_in_training_is_executed_again_and_the_rest_goes_on():
+    d = Driver(schedule(ahead=2), 1000)
+    for slot in (1, 2, 3):
+        d.finish_slot(slot)
+    d.finish((4, 1, 1))
+    train = d.training
+    assert train and train.slots == (1, 2)
+    d.crash(d.save(), life=3)
+    commands = d.join("new", 1000)
+    assert commands[0] == train
+    again = [c for c in commands if isinstance(c, Dispatch)]
+    first = 3 * ATTEMPTS_A_LIFE + 2
+    assert [(c.slot, c.attempt, c.places) for c in again] == [
+        (0, first, (0, 1)),
+        (4, first, (0,)),
+        (5, first, (0, 1)),
+    ]
+    d.finish((0, 1, 0))  # a worker of the life before
+    assert d.ignored("late") == 1 and d.orchestrator.books.ledger["restored"] == 50
+
+
+def test_steps_since_the_checkpoint_are_executed_again_first():
+    d = Driver(schedule(), 1000)
+    for _ in range(3):
+        while not d.training:
+            d.finish(next(iter(d.running)))
+        d.trained()
+    while not d.training:
+        d.finish(next(iter(d.running)))
+    train, books = d.training, d.orchestrator.books.pack()
+    d.crash(d.save(), life=1, back=2)
+    seen = [d.join("new", 1000)[0]]
+    while len(seen) < 3:
+        seen.append(d.trained()[0])
+    assert seen == [*d.log[1:], train]
+    assert d.orchestrator.books.ledger == books["ledger"]
+    d.lose_trainer(back=1)
+    assert d.training == d.log[-1]
+    with pytest.raises(ValueError, match=r"redo has steps \[0\]: it must be every logged batch"):
+        d.orchestrator.handle(TrainerLost(at=0.0, redo=(d.log[0],)))
+
+
+def test_a_trainer_that_keeps_dying_stops_the_run():
+    d = Driver(schedule(deaths=1), 1000)
+    d.lose_trainer(0), d.lose_trainer(0)
+    assert isinstance(d.end, Stop) and "step 0 lost its trainer 2 times" in d.end.error
+
+
+def test_rollouts_that_are_not_stored_are_sampled_again():
+    d = Driver(schedule(), 1000)
+    d.finish_slot(0), d.finish_slot(1)
+    stored = {(0, 1, 0), (0, 1, 1), (1, 1, 0)}
+    o = Orchestrator.restore(d.schedule, d.orchestrator.snapshot(), stored=stored)
+    commands = o.handle(Joined(at=0.0, worker="new", capacity=1))
+    assert commands == [Dispatch(worker="new", slot=1, attempt=ATTEMPTS_A_LIFE + 2, places=(1,))]
+    assert o.books.ledger["lost"] == 50
+
+
+def test_a_life_is_never_lived_twice():
+    snapshot = Orchestrator(schedule(), life=4).snapshot()
+    assert Orchestrator.restore(schedule(), snapshot).life == 5
+    with pytest.raises(ValueError, match="life 4 is not new"):
+        Orchestrator.restore(schedule(), snapshot, life=4)
+
+
+# Random faults
+
+FAULTS = ("kill", "hang", "rubbish", "fault", "repeat", "zombie", "crash", "rewind", "trainer", "lag")
+schedules = st.builds(
+    lambda prompts, group, ahead, more, window, order: Schedule(
+        prompts=prompts,
+        group=group,
+        ahead=ahead,
+        bound=ahead + more,
+        window=window,
+        order=order,
+        retries=10**6,
+        deaths=10**6,
+        hang_s=10.0,
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.floats(0, 1),
+    st.sampled_from(["window", "fifo", "discard"]),
+)
+
+
+class Chaos(Driver):
+    """Work, with whatever can go wrong in between."""
+
+    def __init__(self, schedule: Schedule, rng: Random) -> None:
+        super().__init__(schedule)
+        self.rng, self.names, self.life = rng, 0, 0
+        self.publishes = rng.random() < 0.5
+        if self.publishes:
+            self.serve()
+        self.old = self.save()
+        self.hire()
+
+    def hire(self) -> None:
+        self.names += 1
+        self.join(f"h{self.names}", self.rng.randint(1, 6))
+
+    def work(self) -> None:
+        """One step of ordinary life."""
+        self.now += self.rng.random()
+        if not self.capacity or (len(self.capacity) < 3 and self.rng.random() < 0.3):
+            self.hire()
+        elif self.training and self.rng.random() < 0.4:
+            self.trained()
+        elif self.running:
+            self.finish(self.rng.choice(list(self.running)), tokens=self.rng.randrange(1, 9000))
+        if self.publishes and self.rng.random() < 0.3:
+            self.serve()
+        if self.rng.random() < 0.1:
+            self.old = self.save()
+
+    def wrong(self, what: str) -> bool:
+        """Lets something go wrong; False if there is nothing that could."""
+        rng = self.rng
+        if what == "kill" and self.capacity:
+            self.kill(rng.choice(list(self.capacity)))
+        elif what == "hang":
+            self.now += self.schedule.hang_s * rng.random() * 2
+            self.send(Tick(at=self.now))
+        elif what == "fault" and self.running:
+            self.fault(rng.choice(list(self.running)), sampled=rng.randrange(50))
+        elif what == "lag" and self.running:
+            self.finish(rng.choice(list(self.running)), lag=rng.randint(1, 5))
+        elif what == "repeat" and (told := [event for event, _ in self.history if self.repeatable(event)]):
+            self.send(replace(rng.choice(told), at=self.now))
+        elif what == "zombie" and self.zombies:
+            self.finish(self.zombies.pop(rng.randrange(len(self.zombies))))
+        elif what in ("crash", "rewind"):
+            self.life += 1
+            self.crash(self.save() if what == "crash" else self.old, self.life, back=rng.randint(0, 3))
+            self.old = self.save()
+            self.hire()
+        elif what == "trainer":
+            self.lose_trainer(rng.randint(0, min(3, len(self.log))))
+        elif what == "rubbish":
+            self.send(self.rubbish())
+        else:
+            return False
+        return True
+
+    def repeatable(self, event: Event) -> bool:
+        """Whether a worker or the trainer sent it, and it does not happen to be what is awaited now (a step done anew, or a
+        dispatch that rubbish named before it was made)."""
+        if isinstance(event, Trained):
+            return event.step < len(self.log) and not (self.training and self.training.step == event.step)
+        if isinstance(event, Finished | Faulted):
+            return (event.slot, event.attempt, event.place) not in self.running
+        return isinstance(event, Alive)
+
+    def rubbish(self) -> Event:
+        """A message that nobody meant: its numbers are near the right ones, and never all right."""
+        rng = self.rng
+        slot, attempt, place = (
+            rng.randint(-1, 30),
+            rng.randint(-1, 5) - 2 * ATTEMPTS_A_LIFE * rng.randint(0, 1),
+            rng.randint(-1, 4),
+        )
+        if (slot, attempt, place) in self.born:
+            attempt = self.life * ATTEMPTS_A_LIFE + 999
+        numbers = {"slot": slot, "attempt": attempt, "place": place}
+        return rng.choice(
+            [
+                Finished(
+                    at=self.now, oldest_version=rng.randint(-1, 9), tokens=rng.randint(-5, 50), sampled=9, **numbers
+                ),
+                Faulted(at=self.now, reason="rubbish", sampled=rng.randint(-2, 2), **numbers),
+                Alive(at=self.now, slot=slot, attempt=attempt),
+                Left(at=self.now, worker="nobody"),
+                Joined(at=self.now, worker="h0", capacity=-1),
+                Trained(at=self.now, step=len(self.log) + rng.randint(1, 3)),
+                Served(at=self.now, version=len(self.log) + rng.randint(1, 3)),
+                Tick(at=float("inf")),
+            ]
+        )
+
+
+def survive(schedule: Schedule, faults: list[str], seed: int) -> tuple[Chaos, int]:
+    """A run with these faults, drained by one last worker; and how many of them there was something to do for."""
+    rng, done = Random(seed), 0
+    chaos = Chaos(schedule, rng)
+    for what in faults:
+        for _ in range(rng.randint(0, 4)):
+            chaos.work()
+        done += chaos.wrong(what)
+    chaos.send(Drain(at=chaos.now))
+    if not chaos.end:
+        chaos.join("last", 2)
+    chaos.run_out()
+    return chaos, done
+
+
+def assert_nothing_is_missing(chaos: Chaos) -> None:
+    o = chaos.orchestrator
+    assert isinstance(chaos.end, Drained), chaos.end
+    trained = sorted(slot for train in chaos.log for slot in train.slots)
+    assert sorted(trained + list(chaos.end.left)) == list(range(o.next_slot))
+    assert [train.step for train in chaos.log] == list(range(len(chaos.log)))
+    assert len(chaos.end.left) < chaos.schedule.prompts
+    assert sum(o.books.staleness.get("total", {}).values()) == len(trained) * chaos.schedule.group
+    assert max(o.books.staleness.get("total", {0: 0})) <= chaos.schedule.bound
+
+
+def faults_by_hypothesis(runs: int, faults_a_run: int) -> int:
+    total = 0
+
+    @given(
+        schedule=schedules,
+        faults=st.lists(st.sampled_from(FAULTS), min_size=faults_a_run, max_size=faults_a_run),
+        seed=st.integers(0, 2**32),
+    )
+    @settings(
+        max_examples=runs,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
+    )
+    def run(schedule: Schedule, faults: list[str], seed: int) -> None:
+        nonlocal total
+        chaos, done = survive(schedule, faults, seed)
+        assert_nothing_is_missing(chaos)
+        total += done
+
+    run()
+    return total
+
+
+def test_ten_thousand_faults_lose_nothing_and_repeat_nothing():
+    assert faults_by_hypothesis(runs=280, faults_a_run=50) >= 10_000
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_faults_lose_nothing_and_repeat_nothing():
+    assert faults_by_hypothesis(runs=600, faults_a_run=220) >= 100_000
+
+
+@given(schedule=schedules, seed=st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_the_same_events_give_the_same_commands(schedule: Schedule, seed: int):
+    rng = Random(seed)
+    chaos = Chaos(schedule, rng)
+    for _ in range(60):
+        chaos.work()
+        chaos.wrong(rng.choice(["kill", "hang", "rubbish", "fault", "repeat", "zombie"]))
+    again = Orchestrator(schedule)
+    assert [again.handle(event) for event, _ in chaos.history] == [commands for _, commands in chaos.history]
+    assert again.snapshot() == chaos.orchestrator.snapshot()

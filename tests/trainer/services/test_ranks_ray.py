@@ -1,0 +1,83 @@
+"""A whole run whose trainer is two ranks, actors of Ray in a placement group; and what is left of it when ranks are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_coordinator import IN_STEP, MICRO, points, trained, versions, weights
+from test_services_ray import below, wait
+
+from composer_nb.harness.sandbox.reap import reap
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.head import Head, find, up
+
+pytestmark = pytest.mark.slow
+
+RANKS = {"services.on": True, "ranks": 2, "mesh.shard": 2, "mesh.ep": 2, "rl.max_seconds": 0.0}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def loop(runs: Path) -> RunDir:
+    """A run of the plain loop, in one process."""
+    return start_or_resume(None, override(Settings(), MICRO), runs=runs, name="loop", say=print)
+
+
+@pytest.fixture(scope="module")
+def head(runs: Path) -> Iterator[Head]:
+    yield up(runs / "head")
+    if (living := find(runs / "head")) is not None:
+        os.kill(living.pid, signal.SIGKILL)
+    reap(runs)
+
+
+def rank_pids(head: Head) -> list[int]:
+    return [pid for pid, (_, title) in below(head.pid).items() if title.startswith("ray::TrainerRank")]
+
+
+def test_two_ranks_learn_what_one_process_does(loop: RunDir, runs: Path, head: Head) -> None:
+    settings = override(Settings(), MICRO | IN_STEP | RANKS | {"services.address": head.folder})
+    run = fork(loop, settings, runs=runs, name="ranks")
+    start_or_resume(run.path, say=print)
+    ours, theirs = points(run), points(loop)
+    assert len(ours) == len(theirs) == 4
+    for name, value in theirs[0].items():  # later batches are sampled from weights that may be rounded the other way
+        if isinstance(value, float):
+            assert ours[0][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert trained(run) == trained(loop), "the same tasks in the same batches"
+    assert sum(run.ledger().values()) == run.finished("rl")["sampled"]  # type: ignore[index]
+    assert len(weights(run)) == len(weights(loop)), "the final weights are whole"
+    assert not rank_pids(head) and not list((run.path / "journal").iterdir())
+
+
+def test_a_rank_that_is_killed_costs_no_prompt(loop: RunDir, runs: Path, head: Head) -> None:
+    changes: dict[str, Any] = {"services.ahead": 1, "services.bound": 2, "rl.steps": 12}
+    settings = override(Settings(), MICRO | RANKS | changes | {"services.address": head.folder})
+    run = fork(loop, settings, runs=runs, name="killed")
+    said: list[str] = []
+    alive = threading.Thread(target=lambda: start_or_resume(run.path, say=said.append))
+    alive.start()
+    for kill, at in enumerate((1, 5)):
+        wait(lambda at=at: len(run.steps("rl")) >= at)  # type: ignore[misc]
+        os.kill(rank_pids(head)[kill], signal.SIGKILL)
+        wait(lambda kill=kill: sum("it goes back to step" in line for line in said) > kill)  # type: ignore[misc]
+    alive.join(400)
+    assert not alive.is_alive(), said[-5:]
+    tasks = [task for _, ids in trained(run) for task in ids]
+    assert Counter(Counter(tasks).values()) == {4: 12 * 2}, "no prompt is skipped, none is trained twice"
+    assert sorted(versions(run)) == list(range(2, 25, 2)), "each batch makes two; the journal keeps the last"
+    assert sum(run.ledger().values()) == run.finished("rl")["sampled"]  # type: ignore[index]
+    assert not rank_pids(head) and not list((run.path / "journal").iterdir())

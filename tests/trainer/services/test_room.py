@@ -1,0 +1,107 @@
+"""Machines that can not carry a run are refused before anything starts, with a setting that would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.files import write_json
+from composer_nb.settings import Settings, override, to_dict
+from composer_nb.trainer.recipe import launch
+from composer_nb.trainer.recipe.launch import start_or_resume
+from composer_nb.trainer.records.rundir import create
+from composer_nb.trainer.services import capacity as room
+from composer_nb.trainer.services.capacity import Machine, require_room, require_room_for_rl, this_machine
+
+GIB = 1 << 30
+
+
+def settings(**changed: object) -> Settings:
+    return override(Settings(), {name.replace("__", "."): value for name, value in changed.items()})
+
+
+def test_this_machine_has_memory_and_says_what_runs_on_it():
+    found = this_machine()
+    assert 1 << 28 < found.memory < 1 << 50 and found.name
+    assert found.code.keys() >= {"python", "torch", "composer_nb"} and found == replace(
+        this_machine(), memory=found.memory
+    )
+
+
+def test_the_defaults_fit_a_laptop_and_not_a_watch():
+    laptop, watch = Machine(name="laptop", memory=4 * GIB), Machine(name="watch", memory=200 << 20)
+    require_room(Settings(), laptop)
+    require_room_for_rl(Settings(), [laptop])
+    with pytest.raises(ValueError, match=r"ranks=2: each needs .* GiB; ranks=1 would fit"):
+        require_room(Settings(), watch)
+    require_room(settings(ranks=1), watch)
+    with pytest.raises(ValueError, match="a smaller model"):
+        require_room(Settings(), replace(watch, memory=10 << 20))
+
+
+def test_what_the_refusal_names_fits_and_can_be_set():
+    wanted = settings(ranks=1, rl__microbatch_tokens=32768)
+    for memory, said in (
+        (1 << 30, r"^a rank needs .*; rl\.recompute=true .*would"),
+        (30 << 20, "no micro-batch is small enough"),
+    ):
+        with pytest.raises(ValueError, match=said) as refused:
+            require_room_for_rl(wanted, [Machine(name="small", memory=memory)])
+    with pytest.raises(ValueError, match="would") as refused:
+        require_room_for_rl(wanted, [Machine(name="small", memory=300 << 20)])
+    named = dict(pair.split("=") for pair in str(refused.value).partition("; ")[2].partition(" would")[0].split())
+    require_room_for_rl(override(wanted, named), [Machine(name="small", memory=300 << 20)])
+
+
+def test_one_trainer_of_many_ranks_has_the_memory_alone():
+    wanted = settings(ranks=8, rl__prompts=8, data__rl_tasks=20000, services__on=True)
+    need = Machine(name="a", memory=400 << 20)
+    require_room_for_rl(wanted, [need])
+    with pytest.raises(ValueError, match="a rank needs"):
+        require_room_for_rl(override(wanted, {"mesh.shard": 8}), [need])
+    with pytest.raises(ValueError, match="a rank needs"):
+        require_room_for_rl(wanted, [need, replace(need, memory=100 << 20)])
+
+
+def test_nodes_that_run_something_else_are_refused_by_name():
+    one, other = (
+        Machine(name=name, memory=GIB * 8, code={"torch": "2.13", "composer_nb": name}) for name in ("a", "b")
+    )
+    with pytest.raises(ValueError, match=r"services\.address: a has composer_nb a, b has b; install the same"):
+        require_room_for_rl(Settings(), [one, other])
+    require_room_for_rl(Settings(), [one, replace(other, code=one.code)])
+
+
+def test_ranks_on_gpus_need_one_each():
+    wanted = override(Settings(), {"services.on": True, "ranks": 8, "mesh.device": "cuda", "mesh.shard": 8})
+    machine = Machine(name="node", memory=GIB, gpus=4)
+    require_room_for_rl(wanted, [machine, machine])
+    with pytest.raises(ValueError, match="ranks=4 would fit"):
+        require_room_for_rl(wanted, [machine])
+    with pytest.raises(ValueError, match=r"mesh\.device='cuda': no machine has a GPU; 'cpu' would run"):
+        require_room_for_rl(wanted, [replace(machine, gpus=0)])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "available_memory", lambda: 10 << 20)
+    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: pytest.fail("it began"))
+
+
+def test_no_stage_of_a_run_begins_without_room(tmp_path: Path, small: None):
+    with pytest.raises(ValueError, match="each needs"):
+        start_or_resume(runs=tmp_path)
+    (run,) = tmp_path.glob("tour-*")
+    with pytest.raises(ValueError, match="each needs"):
+        start_or_resume(run)
+
+
+def test_a_run_that_only_has_to_be_scored_is_not_asked(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: None)
+    run = create(tmp_path, "tour")
+    write_json(run.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
+    for stage in ("sft", "rl"):
+        run.finish(stage, 0.0, {})
+    assert start_or_resume(run.path, say=lambda line: None).path == run.path

@@ -1,0 +1,144 @@
+"""The services as they really run: actors of a Ray head, a launcher in a session of its own, processes that are killed.
+
+`test_coordinator.py` asks the same of threads; here it is Ray that is tried. Ray is started once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_coordinator import IN_STEP, MICRO, points, trained, versions, weights
+
+from composer_nb.harness.sandbox.journal import started
+from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.recipe.detached import follow, start_detached, stop
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.replay import replay
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.head import Head, find, holder, up
+
+pytestmark = pytest.mark.slow
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def loop(runs: Path) -> RunDir:
+    """A run of the plain loop."""
+    return start_or_resume(None, override(Settings(), MICRO), runs=runs, name="loop", say=quiet)
+
+
+@pytest.fixture(scope="module")
+def head(runs: Path) -> Iterator[Head]:
+    yield up(runs / "head")
+    if (living := find(runs / "head")) is not None:
+        os.kill(living.pid, signal.SIGKILL)
+    reap(runs)
+
+
+def below(pid: int) -> dict[int, tuple[int, str]]:
+    """pid -> (clock tick of its start, title) of what runs below a process."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit():
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(") ")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    titles = {}
+    for one in found:
+        with suppress(OSError):
+            if tick := started(one):
+                titles[one] = (tick, Path(f"/proc/{one}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return titles
+
+
+def wait(done: Callable[[], Any], seconds: float = 400.0) -> None:
+    deadline = time.monotonic() + patience(seconds)
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, runs: Path, head: Head) -> None:
+    changes = {"services.on": True, "services.address": head.folder, "rl.max_seconds": 0.0}
+    settings = override(Settings(), MICRO | IN_STEP | changes)
+    run = fork(loop, settings, runs=runs, name="in-step")
+    said: list[str] = []
+    start_or_resume(run.path, say=said.append)
+    assert points(run) == points(loop)
+    assert weights(run) == weights(loop) and weights(run, "before_final") == weights(loop, "before_final")
+    assert trained(run) == trained(loop)
+    assert run.ledger() == {**loop.ledger(), "unused_at_the_end": 0}
+    assert not any("started again" in line for line in said)
+    assert not list((run.path / "journal").iterdir()), "nothing is left, although workers are simply ended"
+    assert find(Path(head.folder)) == head, "the head lives on"
+
+
+def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(
+    loop: RunDir, runs: Path, head: Head
+) -> None:
+    """Started detached, followed; an engine is killed, then the run is stopped, then it is started again."""
+    asynchronous = {
+        "services.on": True,
+        "services.ahead": 1,
+        "services.bound": 2,
+        "rl.steps": 12,
+        "rl.max_seconds": 0.0,
+    }
+    settings = override(Settings(), MICRO | asynchronous | {"services.address": head.folder})
+    run = fork(loop, settings, runs=runs, name="left-alone")
+    assert start_detached(run.path).path == run.path and holder(run.path / "launch.lock"), "it is live"
+    wait(lambda: len(run.steps("rl")) >= 1)
+    engines = [pid for pid, (_, title) in below(head.pid).items() if title.startswith("ray::EngineService")]
+    os.kill(engines[0], signal.SIGKILL)
+    at = len(run.steps("rl"))
+    wait(lambda: len(run.steps("rl")) >= at + 2)
+    assert "died" in (run.path / "said.log").read_text()
+    assert stop(run.path) and not stop(run.path)
+    said: list[str] = []
+    assert follow(run.path, said.append) == "dead" and said[-1] == "KeyboardInterrupt"
+    start_detached(run.path)
+    start_detached(run.path)  # it is live: nothing happens
+    assert follow(run.path, said.append, lines=0) == "complete"
+    tasks = [task for _, ids in trained(run) for task in ids]
+    assert Counter(Counter(tasks).values()) == {4: 12 * 2}, "no prompt is skipped, none is trained twice"
+    info = run.finished("rl")
+    assert info is not None and sum(run.ledger().values()) == info["sampled"]
+    assert [one.version for one in replay(run, settings, 12) if one.same] == sorted(versions(run))
+    assert not list((run.path / "journal").iterdir())
+
+
+def test_reap_ends_a_killed_head_with_all_of_ray(runs: Path, head: Head) -> None:
+    seen = below(head.pid)
+    assert any("raylet" in title for _, title in seen.values()) and any("gcs" in title for _, title in seen.values())
+    [folder] = [line.split('"name": "')[1].split('"')[0] for line in held(runs) if '"directory"' in line]
+    assert Path(folder).is_dir()
+    os.kill(head.pid, signal.SIGKILL)
+    wait(lambda: holder(runs / "head" / "head.lock") is None)
+    done = reap(runs)
+    assert not done.failed and folder in done.directories and not Path(folder).exists()
+    wait(lambda: not [pid for pid, (tick, _) in seen.items() if started(pid) == tick], 10)
+    assert not list((runs / "head" / "journal").iterdir())
+
+
+def held(runs: Path) -> list[str]:
+    return [line for file in (runs / "head" / "journal").iterdir() for line in file.read_text().splitlines()]

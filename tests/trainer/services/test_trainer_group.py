@@ -1,0 +1,182 @@
+"""The trainer as ranks: what it publishes and goes on from, and how a group of services answers, fails and dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.models.checkpoint import save_pretrained
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.actors import ActorDied
+from composer_nb.trainer.services.services import TrainerService, store_url
+from composer_nb.trainer.services.trainer_group import TrainerGroup, together
+from composer_nb.trainer.services.trainer_rank import TrainerRank
+from composer_nb.trainer.versions.receiver import Receiver
+from tests.trainer.forked import on_ranks
+from tests.trainer.parallel.test_sharding import GQA, made, streams
+
+SETTINGS = override(
+    Settings(),
+    {
+        **{f"model.{name}": value for name, value in GQA.to_dict().items() if name != "yarn"},
+        "model.max_position_embeddings": 256,
+        "limits.tokens": 64,
+        "rl.minibatches": 2,
+        "rl.prompts": 2,
+        "rl.steps": 8,
+        "rl.microbatch_tokens": 48,
+        "loss.ratio": "none",
+        "ranks": 2,
+    },
+)
+CUT = override(SETTINGS, {"mesh.cp": 2, "mesh.ep": 2})
+
+
+def run_at(path: Path) -> RunDir:
+    """A run whose policy is there, and nothing else."""
+    run = RunDir(path)
+    save_pretrained(made(GQA, torch.float32, False), run.path / "weights" / "start", dtype=torch.bfloat16)
+    return run
+
+
+def batch(step: int) -> tuple[Any, ...]:
+    return step, 1e-3, streams(GQA, 6, seed=step), []
+
+
+def _learns(folder: Path, results: Any) -> None:
+    """A batch by a group of two, from where its last checkpoint stands, and a checkpoint."""
+    rank = torch.distributed.get_rank()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # the service joins one of its own
+    service = TrainerRank(rank, folder, CUT)
+    place = folder / "address"
+    if rank == 0:
+        place.with_suffix(".part").write_text(service.meet())
+        place.with_suffix(".part").rename(place)
+    while not place.exists():
+        time.sleep(0.01)
+    service.turn(0, "begin", place.read_text())
+    start = service.turn(1, "at")
+    metrics = service.turn(2, "learn", *batch(start))
+    step, name = service.turn(3, "state")
+    service.saved()
+    if rank == 0:
+        RunDir(folder).commit("rl", step, name, [])
+        results.put((metrics, step, service.turn(4, "tensors")[0]))
+    service.close()
+
+
+def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+    results, run = multiprocessing.get_context("fork").Queue(), run_at(tmp_path / "many")
+    found = []
+    for step in range(2):
+        (run.path / "address").unlink(missing_ok=True)
+        assert not on_ranks(2, {"learns": _learns}, tmp_path / f"meet{step}", run.path, results)
+        found.append(results.get(timeout=patience(10)))
+    alone = TrainerService(run_at(tmp_path / "one").path, SETTINGS)
+    for step, (metrics, reached, version) in enumerate(found):
+        expected = alone.learn(*batch(step))
+        for name in ("grad_norm", "k3", "entropy", "version"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+        assert (reached, version) == (step + 1, 2 * (step + 1))
+    alone.close()
+    theirs, ours = (Receiver(store_url(path, SETTINGS), name="test") for path in (tmp_path / "one", run.path))
+    for version in range(5):
+        one, many = theirs.fetch(version).tensors, ours.fetch(version).tensors
+        assert one.keys() == many.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(many[name], tensor, rtol=2**-7, atol=1e-5)
+
+
+class Members:
+    """Ranks that answer when they are told to."""
+
+    def __init__(self) -> None:
+        self.made: list[Members.Member] = []
+
+    class Member:
+        def __init__(self) -> None:
+            self.calls: list[tuple[Any, ...]] = []
+            self.futures: list[Future[Any]] = []
+            self.killed = False
+
+        def call(self, *values: Any) -> Future[Any]:
+            self.calls.append(values)
+            self.futures.append(Future())
+            return self.futures[-1]
+
+        def wait(self, *values: Any) -> Any:
+            return self.call(*values).result()
+
+        def kill(self) -> None:
+            self.killed = True
+
+    def make_ranks(self, kind: Any, count: int, *values: Any, name: str, threads: int, gpus: int = 0) -> list[Member]:
+        self.made = [Members.Member() for _ in range(count)]
+        return self.made
+
+
+def group(tmp_path: Path) -> tuple[TrainerGroup, list[Members.Member]]:
+    members = Members()
+    made = TrainerGroup(members, tmp_path, CUT)  # type: ignore[arg-type]
+    members.made[0].futures[0].set_result("here:1")
+    for member in members.made:
+        assert member.calls[-1] == ("turn", 0, "begin", "here:1")
+        member.futures[-1].set_result(None)
+    return made, members.made
+
+
+def test_a_call_is_answered_when_all_ranks_have(tmp_path: Path) -> None:
+    made, (one, two) = group(tmp_path)
+    asked = made.call("learn", 5)
+    assert one.calls[-1] == two.calls[-1] == ("turn", 1, "learn", 5)
+    two.futures[-1].set_result("of the other")
+    assert not asked.done()
+    one.futures[-1].set_result("of the first")
+    assert asked.result() == "of the first"
+
+
+def test_a_state_is_there_when_it_is_written(tmp_path: Path) -> None:
+    made, members = group(tmp_path)
+    asked = made.call("state")
+    for member in members:
+        member.futures[-1].set_result((3, "folder"))
+    assert not asked.done() and all(member.calls[-1] == ("saved",) for member in members)
+    for member in members:
+        member.futures[-1].set_result(None)
+    assert asked.result() == (3, "folder")
+
+
+def test_tensors_are_those_of_all_ranks(tmp_path: Path) -> None:
+    made, members = group(tmp_path)
+    asked = made.call("tensors")
+    for name, member in zip("ab", members, strict=True):
+        member.futures[-1].set_result((7, {name: 1}))
+    assert asked.result() == (7, {"a": 1, "b": 1})
+
+
+def test_a_death_is_told_at_once_and_before_what_it_made_others_raise() -> None:
+    one: Future[Any] = Future()
+    two: Future[Any] = Future()
+    asked = together([one, two])
+    one.set_exception(RuntimeError("connection closed by peer"))
+    assert not asked.done()
+    two.set_exception(ActorDied("trainer-1 died"))
+    with pytest.raises(ActorDied):
+        asked.result(timeout=patience(1))
+
+
+def test_a_failure_of_one_rank_is_told_though_others_wait_for_it() -> None:
+    one: Future[Any] = Future()
+    asked = together([one, Future()], patience_s=0.05)
+    one.set_exception(ValueError("its own"))
+    with pytest.raises(ValueError, match="its own"):
+        asked.result(timeout=patience(5))

@@ -1,0 +1,703 @@
+"""Publisher and receivers on real stores: what moves when, who may write, what is kept."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+import torch
+from torch import Tensor
+
+from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained
+from composer_nb.trainer.parallel.owned import deal
+from composer_nb.trainer.versions.full import side_files
+from composer_nb.trainer.versions.manifest import (
+    DamagedVersion,
+    ForeignBase,
+    MisplacedVersion,
+    MissingVersion,
+    WeightFault,
+    state_hash,
+)
+from composer_nb.trainer.versions.publisher import BackgroundPublisher, Plan, Publisher, VersionReused, Writer
+from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
+from composer_nb.trainer.versions.store import Lease, Store, StoreError, anchor, folder, log, ready
+from composer_nb.trainer.weights import verify
+
+FILES = {"config.json": b'{"model_type": "small"}'}
+
+
+def weights(version: int, rows: int = 256) -> dict[str, Tensor]:
+    """The weights of a version: some change with it, one never does."""
+    noise = torch.Generator().manual_seed(version)
+    w = torch.linspace(-1, 1, rows * 16).reshape(rows, 16)
+    w[version % rows] += torch.rand(16, generator=noise)
+    return {"layer.w": w.bfloat16(), "norm": torch.full((3,), float(version)), "frozen": torch.ones(5).half()}
+
+
+def follow(publisher: Publisher, receiver: Receiver, version: int) -> None:
+    """One version all the way: published, fetched, installed, acknowledged."""
+    publisher.publish(version, weights(version), FILES)
+    publisher.acknowledge(version, receiver.install(receiver.fetch(version)))
+
+
+def assert_right(receiver: Receiver, version: int) -> None:
+    got, wanted = receiver.fetch(version), weights(version)
+    assert got.state.hash == got.manifest.hash == state_hash(got.tensors) == state_hash(wanted)
+    assert all(torch.equal(got.tensors[name], wanted[name]) for name in wanted)
+    assert got.files["config.json"] == FILES["config.json"]
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield f"file://{tmp_path}/store"
+        return
+    root = f"/{uuid.uuid4().hex}"
+    yield f"memory:/{root}"
+    memory = fsspec.filesystem("memory")
+    if memory.exists(root):
+        memory.rm(root, recursive=True)
+
+
+# What moves when
+
+
+def test_versions_arrive_bit_for_bit_and_unchanged_tensors_cost_nothing(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    assert receiver.newest() is None
+    for version in range(4):
+        follow(publisher, receiver, version)
+    assert_right(receiver, 3)
+    manifest = receiver.fetch(3).manifest
+    assert manifest.base is not None and manifest.base.version == 2
+    encodings = {name: manifest.tensors[name].encoding for name in ("frozen", "layer.w")}
+    assert encodings == {"frozen": "same", "layer.w": "conditioned-rans-4"}
+    assert receiver.fetch(3).read_bytes == manifest.size < Receiver(url).fetch(3).read_bytes
+    assert [row["base"] for row in log(url)] == [None, 0, 1, 2]
+    assert [row["hash"] for row in log(url)] == [state_hash(weights(version)) for version in range(4)]
+
+
+def test_the_baseline_moves_on_acknowledgement_alone(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+
+    def base(version: int) -> int | None:
+        manifest = publisher.publish(version, weights(version), FILES)
+        return manifest.base and manifest.base.version
+
+    assert [base(0), base(1)] == [None, None], "nothing is acknowledged yet"
+    publisher.acknowledge(1, receiver.install(receiver.fetch(1)))
+    assert [base(2), base(3), base(4)] == [1, 1, 1]
+    publisher.acknowledge(3, state_hash(weights(3)))
+    publisher.acknowledge(2, state_hash(weights(2)))
+    assert base(5) == 3, "a late acknowledgement does not move it back"
+    publisher.refuse()
+    assert [base(6), base(7)] == [None, None], "a full version starts a chain of its own"
+    for version in range(2, 8):
+        assert_right(receiver, version)
+
+
+@pytest.mark.parametrize("delay", range(8))
+def test_acknowledgements_that_come_late_still_make_deltas(url: str, delay: int):
+    publisher, receiver, waiting = Publisher(url, owner="run", full_every=20), Receiver(url), list[tuple[int, str]]()
+    for version in range(40):
+        publisher.publish(version, weights(version), FILES)
+        waiting.append((version, receiver.install(receiver.fetch(version))))
+        if len(waiting) > delay:
+            publisher.acknowledge(*waiting.pop(0))
+    full = [row["version"] for row in log(url) if row["base"] is None]
+    assert len(full) == 1 + delay, "a chain begins with full versions until one of them is acknowledged"
+
+
+def test_a_refusal_while_a_version_is_written_ends_its_chain(url: str, monkeypatch):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    finish = publisher.finish
+    monkeypatch.setattr(publisher, "finish", lambda *parts: (publisher.refuse(), finish(*parts))[1])
+    assert publisher.publish(1, weights(1), FILES).base is not None
+    monkeypatch.undo()
+    publisher.acknowledge(1, receiver.install(receiver.fetch(1)))
+    assert publisher.publish(2, weights(2), FILES).base is None
+
+
+def test_the_hash_of_other_weights_is_refused_and_the_next_version_is_full(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    publisher.publish(1, weights(1), FILES)
+    with pytest.raises(ForeignBase, match="as version 1"):
+        publisher.acknowledge(1, state_hash(weights(0)))
+    assert publisher.publish(2, weights(2), FILES).base is None
+
+
+def anchors(url: str) -> list[int]:
+    return [row["version"] for row in log(url) if row["anchor_bytes"]]
+
+
+def test_an_anchor_lies_beside_every_nth_delta(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=3), Receiver(url)
+    for version in range(8):
+        follow(publisher, receiver, version)
+    assert anchors(url) == Store(url).anchors() == [3, 6]
+    assert [row["base"] for row in log(url)] == [None, 0, 1, 2, 3, 4, 5, 6], "who follows never reads one"
+    joiner = Receiver(url)
+    assert_right(joiner, 7)
+    sizes = {row["version"]: row for row in log(url)}
+    assert joiner.fetch(7).read_bytes == sizes[6]["anchor_bytes"] + sizes[7]["bytes"]
+    assert verify_anchor(url, 6) == state_hash(weights(6))
+
+
+def verify_anchor(url: str, version: int) -> str:
+    return Store(url).manifest(version, anchor(version)).hash
+
+
+def test_deltas_that_add_up_to_half_a_full_version_bring_an_anchor(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+
+    def noisy(version: int) -> dict[str, Tensor]:
+        """A fifth of the weights is new: a delta is about a fifth of a full version."""
+        w = torch.zeros(500, 16)
+        w[:100] = torch.rand(100, 16, generator=torch.Generator().manual_seed(version))
+        return {"w": w}
+
+    for version in range(8):
+        publisher.publish(version, noisy(version), FILES)
+        publisher.acknowledge(version, receiver.install(receiver.fetch(version)))
+    rows = {row["version"]: row["bytes"] for row in log(url)}
+    due = next(v for v in range(1, 8) if 2 * sum(rows[n] for n in range(1, v + 1)) >= 500 * 16 * 4)
+    assert due in (2, 3) and anchors(url)[0] == due
+    assert len(anchors(url)) == 7 // due
+
+
+def test_a_laggard_takes_deltas_where_they_are_fewer_bytes_and_the_anchor_where_not(url: str):
+    publisher, first, near, far = Publisher(url, owner="run", full_every=4), Receiver(url), Receiver(url), Receiver(url)
+    follow(publisher, first, 0)
+    far.install(far.fetch(0))
+    for version in range(1, 4):
+        follow(publisher, first, version)
+    near.install(near.fetch(3))
+    for version in range(4, 7):
+        follow(publisher, first, version)
+    sizes = {row["version"]: row for row in log(url)}
+    deltas = [sizes[v]["bytes"] for v in range(1, 7)]
+    assert near.fetch(6).read_bytes == sum(deltas[3:])
+    assert far.fetch(6).read_bytes == min(sum(deltas), sizes[4]["anchor_bytes"] + sum(deltas[4:])) == sum(deltas)
+    for version in range(1, 5):
+        Store(url).remove(folder(version))
+    with pytest.raises(MissingVersion):
+        near.fetch(6)
+    assert anchors(url) == [4], "its line is still in the ledger"
+
+
+def test_where_one_way_is_broken_the_other_is_taken(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=4), Receiver(url)
+    for version in range(6):
+        follow(publisher, receiver, version)
+    store = Store(url)
+    store.write(f"{anchor(4)}/model.safetensors", b"damaged")
+    assert_right(Receiver(url, name="by the chain"), 5)
+    store.write(f"{folder(2)}/delta.safetensors", b"damaged")
+    with pytest.raises(DamagedVersion):
+        Receiver(url).fetch(5)
+    publisher.publish(6, weights(6), FILES)
+    assert_right(Receiver(url), 6)
+
+
+# Several writers, one version
+
+
+def test_ranks_write_their_shards_and_one_seals_them(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=2), Receiver(url)
+    ranks = [Writer(url, rank=f"rank{r:05d}", shard_bytes=1 << 12) for r in range(3)]
+
+    def shares(version: int) -> list[dict[str, Tensor]]:
+        names = deal({name: t.nbytes for name, t in weights(version).items()}, 3)
+        return [{name: weights(version)[name] for name in mine} for mine in names]
+
+    for version in range(4):
+        held = shares(version)
+        surveys = [rank.survey(version, mine) for rank, mine in zip(ranks, held, strict=True)]
+        plan: Plan | None = publisher.begin(version, surveys, FILES)
+        while plan is not None:
+            with ThreadPoolExecutor(3) as pool:
+                parts = list(pool.map(Writer.write, ranks, [plan] * 3))
+            manifest = publisher.finish(plan, parts, FILES)
+            plan = publisher.anchor(manifest) if plan.where == folder(version) else None
+        publisher.acknowledge(version, receiver.install(receiver.fetch(version)), "engine")
+        assert_right(receiver, version)
+    assert anchors(url) == [2]
+    files = Store(url).manifest(0).files
+    assert {name[:15] for name in files if name.startswith("model-rank")} == {f"model-rank0000{r}" for r in range(3)}
+    assert [row["acknowledged"] for row in log(url)][:3] == [["engine"]] * 3
+
+
+def test_a_rank_that_was_made_again_asks_for_a_full_version(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    first = Writer(url)
+    first_plan = publisher.begin(0, [first.survey(0, weights(0))], FILES)
+    publisher.finish(first_plan, [first.write(first_plan)], FILES)
+    publisher.acknowledge(0, receiver.install(receiver.fetch(0)))
+    again = Writer(url)
+    surveys = [again.survey(1, weights(1))]
+    plan = publisher.begin(1, surveys, FILES)
+    with pytest.raises(MissingVersion, match="does not hold version 0"):
+        again.write(plan)
+    publisher.refuse()
+    plan = publisher.begin(1, surveys, FILES)
+    assert publisher.finish(plan, [again.write(plan)], FILES).base is None
+    assert_right(receiver, 1)
+
+
+def test_parts_that_are_missing_or_there_twice_make_no_version(url: str):
+    publisher = Publisher(url, owner="run")
+    ranks = [Writer(url, rank=name) for name in "ab"]
+    whole = weights(0)
+    halves = [{"layer.w": whole["layer.w"]}, {name: whole[name] for name in ("norm", "frozen")}]
+    surveys = [rank.survey(0, half) for rank, half in zip(ranks, halves, strict=True)]
+    with pytest.raises(ValueError, match="held by two writers"):
+        publisher.begin(0, [*surveys, surveys[0]], FILES)
+    plan = publisher.begin(0, surveys, FILES)
+    parts = [rank.write(plan) for rank in ranks]
+    with pytest.raises(ValueError, match="not all of the tensors"):
+        publisher.finish(plan, parts[:1], FILES)
+    with pytest.raises(ValueError, match="tensor layer.w was written by two writers"):
+        publisher.finish(plan, [parts[0], *parts], FILES)
+    assert Receiver(url).newest() is None
+    publisher.finish(plan, parts, FILES)
+    assert_right(Receiver(url), 0)
+
+
+def test_tensors_are_dealt_evenly_and_the_same_everywhere():
+    sizes = {f"t{n}": n * n for n in range(40)}
+    shares = deal(sizes, 4)
+    assert sorted(sum(shares, [])) == sorted(sizes) and shares == deal(dict(reversed(sizes.items())), 4)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes.values()) / 4
+    with pytest.raises(ValueError, match="ranks=0"):
+        deal(sizes, 0)
+
+
+# What the store remembers
+
+
+def test_the_ledger_outlives_what_is_pruned(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    for version in range(6):
+        publisher.publish(version, weights(version), FILES)
+        publisher.acknowledge(version, receiver.install(receiver.fetch(version)), "engine-a")
+    publisher.refuse()
+    publisher.publish(6, weights(6), FILES)
+    publisher.prune(1)
+    publisher.close()
+    rows = log(url)
+    assert [row["version"] for row in rows] == list(range(7)) and [row["there"] for row in rows] == [False] * 6 + [True]
+    assert [row["hash"] for row in rows] == [state_hash(weights(version)) for version in range(7)]
+    assert [row["acknowledged"] for row in rows] == [["engine-a"]] * 6 + [[]]
+    assert {row["owner"] for row in rows} == {"run"}
+
+
+def test_receivers_without_a_line_to_the_publisher_acknowledge_through_the_store(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url, name="far")
+    publisher.publish(0, weights(0), FILES)
+    assert ready(url, 0, ["far"]) == {"far": False}
+    receiver.install(receiver.fetch(0))
+    receiver.report()
+    assert ready(url, 0, ["far", "other"]) == {"far": True, "other": False}
+    assert publisher.publish(1, weights(1), FILES).base is not None
+    assert log(url)[0]["acknowledged"] == ["far"]
+
+
+def test_what_a_receiver_is_fetching_is_not_pruned_unless_it_is_hopelessly_behind(url: str):
+    publisher, first, slow = Publisher(url, owner="run"), Receiver(url, name="first"), Receiver(url, name="slow")
+    for version in range(3):
+        follow(publisher, first, version)
+    slow.report(wants=2)
+    publisher.refuse()
+    for version in range(3, 6):
+        follow(publisher, first, version)
+    publisher.prune(2)
+    assert_right(slow, 2)
+    for version in range(6, 12):
+        follow(publisher, first, version)
+    publisher.prune(2)
+    assert not Store(url).exists(2)
+
+
+def test_a_receiver_that_lags_and_one_that_joins_decode_the_chain(url: str):
+    publisher, first, lagging = Publisher(url, owner="run"), Receiver(url, name="a"), Receiver(url, name="b")
+    follow(publisher, first, 0)
+    lagging.install(lagging.fetch(0))
+    for version in range(1, 9):
+        follow(publisher, first, version)
+    for receiver in (first, lagging, Receiver(url)):
+        assert_right(receiver, 8)
+    lagging.install(lagging.fetch(8))
+    publisher.publish(9, weights(9), FILES)
+    assert_right(lagging, 9)
+
+
+def test_fetching_moves_nothing_and_an_older_version_is_never_installed(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    publisher.publish(1, weights(1), FILES)
+    publisher.publish(2, weights(2), FILES)
+    one, two = receiver.fetch(1), receiver.fetch(2)
+    assert receiver.version == 0
+    assert receiver.install(two) == state_hash(weights(2)) and receiver.version == 2
+    with pytest.raises(MisplacedVersion, match="version 1 can not follow version 2"):
+        receiver.install(one)
+    assert receiver.version == 2
+
+
+def test_weights_that_changed_after_they_were_published_are_noticed(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    mine = weights(0)
+    publisher.publish(0, mine, FILES)
+    publisher.acknowledge(0, receiver.install(receiver.fetch(0)))
+    mine["layer.w"][0] += 1
+    publisher.publish(1, weights(1), FILES)
+    with pytest.raises(DamagedVersion, match="layer.w is not what was published"):
+        receiver.fetch(1)
+    publisher.publish(2, weights(2), FILES)
+    assert_right(receiver, 2)
+
+
+def test_a_full_version_in_the_store_is_a_checkpoint_that_gives_equal_logits(make_model, tmp_path: Path):
+    model = make_model(1)
+    save_pretrained(model, tmp_path / "m", dtype=torch.bfloat16)
+    tensors = published(model)
+    Publisher(tmp_path / "store", owner="run").publish(7, tensors, side_files(tmp_path / "m"))
+    assert verify(tmp_path / "store" / "v000007").hash == state_hash(tensors)
+    ids = torch.arange(20).view(1, 20)
+    with torch.no_grad():
+        ours, saved = (load_pretrained(path)(ids)[0] for path in (tmp_path / "store" / "v000007", tmp_path / "m"))
+    assert torch.equal(ours, saved)
+
+
+# Who may write
+
+
+def test_a_second_writer_is_refused_until_the_first_gives_the_store_back(url: str):
+    first = Publisher(url, owner="one")
+    first.publish(0, weights(0), FILES)
+    with pytest.raises(SecondWriter, match="written by 'one'"):
+        Publisher(url, owner="two")
+    first.publish(1, weights(1), FILES)
+    first.close()
+    second = Publisher(url, owner="two")
+    second.publish(2, weights(2), FILES)
+    for version in range(3):
+        assert_right(Receiver(url), version)
+    with pytest.raises(SecondWriter, match="now written by 'two'"):
+        first.publish(3, weights(3), FILES)
+
+
+def test_who_lost_the_store_can_publish_no_more_and_what_it_slips_in_is_not_taken(url: str, monkeypatch):
+    first = Publisher(url, owner="one")
+    first.publish(0, weights(0), FILES)
+    second = Publisher(url, owner="two", takeover=True)
+    for call in (lambda: first.publish(1, weights(9), FILES), lambda: first.prune(1), first.close):
+        with pytest.raises(SecondWriter, match="now written by 'two'"):
+            call()
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "_check_lease", lambda: None)  # it looked just before it lost the store
+        first.publish(1, weights(9), FILES)
+    receiver = Receiver(url)
+    with pytest.raises(SecondWriter, match="version 1 is by a writer that had lost the store"):
+        receiver.fetch(1)
+    assert receiver.newest() == 0
+    second.publish(1, weights(1), FILES)
+    assert_right(Receiver(url), 1)
+
+
+def test_two_publishers_at_once_leave_one_version(url: str, monkeypatch):
+    """The one that is late finds the other's manifest, and sees that the store is no longer its own."""
+    late = Publisher(url, owner="run")
+    check, calls = late._check_lease, iter([None, None])
+    monkeypatch.setattr(late, "_check_lease", lambda: next(calls, False) is False and check())
+    Publisher(url, owner="run").publish(0, weights(0), FILES)
+    with pytest.raises(SecondWriter):
+        late.publish(0, weights(5), FILES)
+    assert Store(url).manifest(0).hash == state_hash(weights(0))
+
+
+def test_a_publisher_that_comes_back_goes_on_with_a_full_version(url: str):
+    before, receiver = Publisher(url, owner="run"), Receiver(url)
+    for version in range(3):
+        follow(before, receiver, version)
+    after = Publisher(url, owner="run")
+    assert after.last == 2
+    assert after.publish(2, weights(2), FILES).hash == state_hash(weights(2)), "a step done over, with the same result"
+    with pytest.raises(VersionReused, match="publish as 3 or later"):
+        after.publish(1, weights(7), FILES)
+    assert after.publish(3, weights(3), FILES).base is None
+    assert_right(receiver, 3)
+    with pytest.raises(SecondWriter):
+        before.publish(4, weights(4), FILES)
+
+
+def test_a_receiver_that_runs_a_lost_version_does_not_take_its_successor_for_it(url: str):
+    """Version 1 was run, then its manifest was lost before the publisher came back: its number is given once more."""
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    publisher.publish(1, weights(91), FILES)
+    receiver.install(receiver.fetch(1))
+    Store(url).remove(f"{folder(1)}/manifest.json")
+    publisher = Publisher(url, owner="run")
+    follow(publisher, Receiver(url), 1)
+    assert publisher.publish(2, weights(2), FILES).base is not None
+    assert_right(receiver, 2)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: None], ids=["damaged", "lost"])
+def test_a_lease_that_is_damaged_or_lost_is_written_again(url: str, damage):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    publisher.publish(0, weights(0), FILES)
+    store = Store(url)
+    data = damage(store.read("writer.json"))
+    store.remove("writer.json") if data is None else store.write("writer.json", data)
+    with pytest.raises((DamagedVersion, MissingVersion), match="writer.json"):
+        receiver.fetch(0)
+    publisher.publish(1, weights(1), FILES)
+    assert_right(receiver, 1)
+
+
+# What is refused before anything changes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"more": torch.zeros(1)},
+        {"norm": torch.zeros(4)},
+        {"norm": torch.zeros(3).double()},
+        {"norm": torch.zeros(3, dtype=torch.complex64)},
+    ],
+    ids=["name", "shape", "dtype", "complex"],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_weights_of_another_form_are_refused(url: str, change: dict[str, Tensor], restarted: bool):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    if restarted:
+        publisher = Publisher(url, owner="run")
+    with pytest.raises(ValueError, match="norm|more"):
+        publisher.publish(1, weights(1) | change, FILES)
+    assert Store(url).folders() == [0]
+    publisher.publish(1, weights(1), FILES)
+    assert_right(receiver, 1)
+
+
+@pytest.mark.parametrize("files", [{}, {**FILES, "../x": b""}, {**FILES, "manifest.json": b""}], ids=str)
+def test_side_files_that_can_not_be_are_refused(url: str, files: dict[str, bytes]):
+    with pytest.raises(ValueError, match="config.json|can not be a side file"):
+        Publisher(url, owner="run").publish(0, weights(0), files)
+    assert Store(url).folders() == []
+
+
+@pytest.mark.parametrize("fails_at", range(3))
+def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: int, monkeypatch):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    placing, calls = Store._placing, iter(range(99))
+
+    @contextmanager
+    def full(store, path):
+        with placing(store, path) as part:
+            if next(calls) == fails_at:
+                raise StoreError("can not be written (make room): No space left on device")
+            yield part
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_placing", full)
+        with pytest.raises(StoreError, match="can not be written .make room.*No space left"):
+            publisher.publish(1, weights(1), FILES)
+    assert Store(url).folders() == [0], "what was begun is removed"
+    assert receiver.newest() == 0 and publisher.last == 0
+    manifest = publisher.publish(1, weights(1), FILES)
+    assert manifest.base is not None and manifest.base.version == 0
+    assert_right(receiver, 1)
+
+
+def test_a_full_version_that_would_not_fit_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    publisher = Publisher(tmp_path / "store", owner="run")
+    with pytest.raises(StoreError, match="8,214 bytes are needed and 100 free"):
+        publisher.publish(0, weights(0), FILES)
+    assert Store(tmp_path / "store").folders() == []
+
+
+def test_a_store_that_can_not_be_written_is_refused_at_once(tmp_path: Path):
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(StoreError):
+        Publisher(tmp_path / "store", owner="run")
+
+
+def test_settings_that_can_not_be(url: str):
+    with pytest.raises(ValueError, match="full_every=0"):
+        Publisher(url, owner="run", full_every=0)
+    with pytest.raises(ValueError, match="keep=0"):
+        Publisher(url, owner="run").prune(0)
+
+
+# In the background
+
+
+def test_the_background_publisher_publishes_in_order_and_close_waits_for_all(url: str):
+    publisher = BackgroundPublisher(Publisher(url, owner="run"))
+    for version in range(6):
+        publisher.publish(version, weights(version), FILES)
+    publisher.close()
+    publisher.close()
+    assert [row["version"] for row in log(url)] == list(range(6))
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        publisher.publish(6, weights(6), FILES)
+
+
+def test_an_error_in_the_background_surfaces_at_the_next_call_and_what_was_handed_over_is_published(url: str):
+    inner, gate = Publisher(url, owner="run"), threading.Lock()
+    publisher, form = BackgroundPublisher(inner, depth=3), "not versions of one model"
+    with gate, pytest.MonkeyPatch.context() as patch:
+        publish = inner.publish
+        patch.setattr(inner, "publish", lambda *work: [gate.acquire(), gate.release(), publish(*work)])
+        publisher.publish(0, weights(0), FILES)
+        publisher.publish(1, {"norm": torch.zeros(1)}, FILES)
+        publisher.publish(2, weights(2), FILES)
+    with pytest.raises(ValueError, match=form):
+        publisher.close()
+    assert [row["version"] for row in log(url)] == [0, 2]
+    publisher = BackgroundPublisher(inner, depth=1)
+    publisher.publish(3, {"norm": torch.zeros(1)}, FILES)
+    with pytest.raises(ValueError, match=form):
+        publisher.publish(4, weights(4), FILES)
+    publisher.publish(4, weights(4), FILES)
+    publisher.close()
+    assert [row["version"] for row in log(url)] == [0, 2, 4]
+
+
+def test_the_queue_is_bounded(url: str, monkeypatch):
+    inner, gate = Publisher(url, owner="run"), threading.Event()
+    monkeypatch.setattr(inner, "publish", lambda *_: gate.wait())
+    publisher = BackgroundPublisher(inner, depth=2)
+    caller = threading.Thread(target=lambda: [publisher.publish(v, weights(v), FILES) for v in range(3)])
+    caller.start()
+    caller.join(0.2)
+    assert caller.is_alive(), "one is being published, one waits, the third is not taken yet"
+    gate.set()
+    caller.join()
+    publisher.close()
+
+
+def test_a_receiver_follows_a_publisher_that_does_not_wait_for_it(url: str):
+    inner, receiver, done = Publisher(url, owner="run", full_every=7), Receiver(url), threading.Event()
+    publisher, ran = BackgroundPublisher(inner), {}
+
+    def engine() -> None:
+        last = False
+        while not last:
+            last = done.is_set()
+            newest = receiver.newest()
+            if newest is not None and newest > receiver.version:
+                with suppress(MissingVersion):  # pruned while it was fetched: there is a newer one
+                    ran[newest] = receiver.install(receiver.fetch(newest))
+                    inner.acknowledge(newest, ran[newest])
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    for version in range(60):
+        publisher.publish(version, weights(version), FILES)
+        if version % 10 == 9:
+            inner.prune(3)
+    publisher.close()
+    done.set()
+    thread.join()
+    assert receiver.version == 59
+    assert ran == {version: state_hash(weights(version)) for version in ran}
+
+
+# Done over
+
+
+def test_the_same_weights_again_mend_a_version_that_was_damaged(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=10), Receiver(url)
+    for version in range(3):
+        follow(publisher, receiver, version)
+    store = Store(url)
+    [name] = [n for n in store.manifest(2).files if n.endswith(".safetensors")]
+    store.write(f"{folder(2)}/{name}", b"damaged")
+    with pytest.raises(WeightFault):
+        Receiver(url).fetch(2)
+    again = Publisher(url, owner="run", full_every=10)
+    again.publish(2, weights(2), FILES)
+    assert_right(Receiver(url), 2)
+
+
+# Retention
+
+
+def test_pruning_keeps_what_newer_versions_are_decoded_from(url: str):
+    publisher, receiver = Publisher(url, owner="run", full_every=4), Receiver(url)
+    for version in range(11):
+        follow(publisher, receiver, version)
+    assert publisher.prune(2, pins=[1]) == [2, 3, 4, 5, 6, 7]
+    assert Store(url).folders() == [0, 1, 8, 9, 10]
+    for version in Store(url).folders():
+        assert_right(Receiver(url), version)
+    follow(publisher, receiver, 11)
+    assert_right(Receiver(url), 11)
+
+
+def test_pruning_keeps_the_baseline_and_what_may_become_one(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    for version in range(3):
+        follow(publisher, receiver, version)
+    publisher.refuse()
+    publisher.publish(3, weights(3), FILES)
+    publisher.publish(4, weights(4), FILES)
+    assert publisher.prune(1) == [0, 1, 2]
+    publisher.acknowledge(3, state_hash(weights(3)))
+    manifest = publisher.publish(5, weights(5), FILES)
+    assert manifest.base is not None and manifest.base.version == 3
+    assert publisher.prune(1) == [] and Store(url).folders() == [3, 4, 5], "4 may still be acknowledged"
+    assert_right(Receiver(url), 5)
+
+
+def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_not_be_read(url: str):
+    publisher, receiver, store = Publisher(url, owner="run"), Receiver(url), Store(url)
+    for version in (0, 2):
+        follow(publisher, receiver, version)
+    store.write(f"{folder(1)}/delta.safetensors", b"half")
+    store.write(f"{folder(9)}/delta.safetensors", b"not yet ours to judge")
+    assert publisher.prune(1) == [1] and store.folders() == [0, 2, 9]
+    store.write(f"{folder(2)}/manifest.json", b"{}")
+    assert publisher.prune(1) == []
+
+
+def test_a_note_that_can_not_be_written_is_said_so(url: str, monkeypatch):
+    Publisher(url, owner="run").publish(0, weights(0), FILES)
+    store = Store(url)
+    store.write(f"{folder(0)}/config.json", b"{")
+
+    def refuses(self, name, data):
+        raise StoreError("read only")
+
+    monkeypatch.setattr(Store, "write", refuses)
+    with pytest.raises(DamagedVersion) as caught:
+        Receiver(url).fetch(0)
+    assert caught.value.__notes__ == ["and no full version could be asked for: read only"]
+
+
+def test_the_log_names_what_is_damaged(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    follow(publisher, receiver, 1)
+    Store(url).write(f"{folder(0)}/manifest.json", Lease(owner=None, token="", since=0).dump())
+    rows = log(url)
+    assert rows[0]["fault"] == "DamagedVersion" and "manifest" in rows[0]["detail"]
+    assert rows[1]["base"] == 0
