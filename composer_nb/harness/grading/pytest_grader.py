@@ -90,8 +90,8 @@ def grade_pytest(
     rng = rng or random.SystemRandom()
     drawn = draw(plan, rng, runs)
     jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn.runs]
-    asking, order = replay(found.files, plan.calls, rng)
-    jobs += [asking] * bool(order)
+    asking = replay(found.files, plan.calls, rng)
+    jobs += [each for each, _ in asking]
     try:
         ran = boxes.run(jobs)
     except SandboxFailure:
@@ -100,15 +100,21 @@ def grade_pytest(
         early = tuple(sorted({*found.flags, "ended_early"}))
         nothing = dict.fromkeys(plan.tests.values(), False)
         return Grade(status="agent_failed", tests=nothing, flags=early, cost={"wall_s": time.monotonic() - began})
-    tests, flags = judge(plan, drawn, ran[: len(drawn.runs)])
-    failed = wrong(order, ran[-1])
-    flags |= {*found.flags, *(ran[-1].flags if order else ())}
+    tested, answered = ran[: len(drawn.runs)], ran[len(drawn.runs) :]
+    tests, flags = judge(plan, drawn, tested)
+    failed = [call for (_, order), said in zip(asking, answered, strict=True) for call in wrong(order, said)]
+    flags |= {*found.flags, *(flag for said in answered for flag in said.flags)}
     if failed and all(tests.values()):
         flags.add("calls_disagree")
     cost = {"wall_s": time.monotonic() - began, "tests_s": sum(run.seconds for run in ran)}
     status: Status = "tampered" if flags & TAMPERING else "graded"
     return Grade(
-        status=status, tests=tests, flags=tuple(sorted(flags)), calls=len(order), calls_failed=len(failed), cost=cost
+        status=status,
+        tests=tests,
+        flags=tuple(sorted(flags)),
+        calls=len(plan.calls),
+        calls_failed=len(failed),
+        cost=cost,
     )
 
 

@@ -3,7 +3,7 @@
     hidden tests on the gold patch  ->  calls with plain arguments        (`record`)
     gold patch, in fresh boxes      ->  those with one answer every time
     the task's start                ->  those that tell it from the gold patch
-    an agent's files, a fresh box   ->  answers, compared outside         (`replay`, `wrong`)
+    an agent's files, fresh boxes   ->  answers, compared outside         (`replay`, `wrong`)
 
 Module, name and arguments go into the box, and a value comes out. The wanted value stays outside, so code that reads frames,
 patches comparisons or claims results learns nothing from the box: it has to compute the answer, or guess it.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -33,7 +34,9 @@ LONGEST = 4 << 10
 ROOM = 64 << 10
 """Characters of all of a task's calls."""
 BATCHES = 4
-"""Processes among which a grade splits the calls."""
+"""Processes among which a box splits its calls."""
+APART = 6
+"""Functions with telling calls of one task: each costs a box a grade."""
 ENOUGH = 6
 """Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such values,
 or six yes-or-no answers, which blind guesses get right once in 64."""
@@ -41,8 +44,6 @@ INDEPENDENT = 3
 """Strong twins without a common test. Code that tells two versions of a test apart, but not which is true, passes once in 8."""
 CLOSE = 1e-9
 """Relative tolerance of floats, which covers a sum in another order."""
-SHORT = 5
-"""Characters of JSON that may match by chance."""
 ELSEWHERE = "XYZ-12:45"
 """A time zone in which no machine is."""
 NOTHING = '["returned", null, null]'
@@ -54,12 +55,27 @@ GUARDS: tuple[Guarding, ...] = get_args(Guarding)
 C = TypeVar("C", bound=Call)
 
 
-def replay(files: Mapping[str, bytes], calls: Sequence[C], rng: random.Random) -> tuple[Job, list[C]]:
-    """Return a job that asks `files` the calls in random order and batches, and that order."""
-    order = rng.sample(calls, len(calls))
-    size = -(-len(order) // BATCHES) or 1
-    batches = tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
-    return Job(files=files, hidden={}, tests=(), calls=batches), order
+def replay(files: Mapping[str, bytes], calls: Sequence[C], rng: random.Random) -> list[tuple[Job, list[C]]]:
+    """Return the jobs that ask `files` the calls, each with its calls in random order and batches.
+
+    The arguments of one function may hold the answers of another, in a form that nobody foresees. So each function with telling
+    calls has a box of its own, which holds no other function's calls. All other functions share one.
+    """
+    telling = {_function(each) for each in calls if each.telling}
+    boxes: dict[str, list[C]] = {}
+    for call in rng.sample(calls, len(calls)):
+        name = _function(call)
+        boxes.setdefault(name if name in telling else "", []).append(call)
+    return [(Job(files=files, hidden={}, tests=(), calls=_batches(order)), order) for order in boxes.values()]
+
+
+def _batches(order: Sequence[C]) -> tuple[tuple[C, ...], ...]:
+    size = -(-len(order) // BATCHES)
+    return tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
+
+
+def _function(call: Call) -> str:
+    return f"{call.module}.{call.name}"
 
 
 def wrong(order: Sequence[Recorded], ran: Ran) -> list[Recorded]:
@@ -98,25 +114,23 @@ def same(wanted: Any, given: Any) -> bool:
 def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Recorded, ...]:
     """Return the calls that a task keeps: telling ones first, of every function some, and none that gives another away.
 
-    One call gives another away if the other's answer is among its arguments, as in `decode(encode(x))`. Short answers may be
-    there by chance, unless two functions undo each other more than once: sorting the arguments of both then yields the answers
-    of both. Without a telling call, none is kept.
+    One call of a function gives another away if the other's answer is among its arguments, as where two values are mapped to one
+    another. Functions are asked apart (`replay`); those with the most telling calls are kept. Without a telling call, none is.
     """
+    apart = {name for name, _ in Counter(map(_function, telling)).most_common(APART)}
     kept: list[Recorded] = []
-    ways, undo = set[tuple[str, str, str]](), set[tuple[str, str]]()
-    answers, arguments, room = set[str](), set[str](), ROOM
-    for most, pool in ((MOST_TELLING, sorted(telling, key=guessable)), (MOST if telling else 0, others)):
+    answers, arguments, room = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), ROOM
+    told = [each for each in sorted(telling, key=guessable) if _function(each) in apart]
+    for most, pool in ((MOST_TELLING, told), (MOST if told else 0, others)):
         for call in _spread(pool):
-            size = len(call.given) + len(call.said)
+            size, name = len(call.given) + len(call.said), _function(call)
             said, given = _answers(call), set(parts(json.loads(call.given)))
-            way = _way(call)
-            undone = {(name, way[0]) for name, *ends in ways if name != way[0] and ends == [way[2], way[1]]}
-            apart = said.isdisjoint(arguments) and given.isdisjoint(answers) and undo.isdisjoint(undone)
-            if len(kept) < most and size <= room and apart:
+            secret = said.isdisjoint(arguments[name]) and given.isdisjoint(answers[name])
+            if len(kept) < most and size <= room and secret:
                 kept.append(call)
-                ways.add(way)
-                undo |= undone | {(one, other) for other, one in undone}
-                answers, arguments, room = answers | said, arguments | given, room - size
+                answers[name] |= said
+                arguments[name] |= given
+                room -= size
     return tuple(kept)
 
 
@@ -136,18 +150,16 @@ def parts(held: Any) -> Iterator[str]:
         yield from parts(each)
 
 
-def _way(call: Recorded) -> tuple[str, str, str]:
-    """Return a call's function, its first argument, and its answer."""
-    given, (kind, value, _) = json.loads(call.given), json.loads(call.said)
-    firsts = given[0]["list"] or [pair[1] for pair in given[1]["dict"]]
-    return f"{call.module}.{call.name}", json.dumps(firsts[:1]), json.dumps([value] if kind == "returned" else [])
-
-
 def _answers(call: Recorded) -> set[str]:
-    """Return the JSON of a call's answer, unless it could match by chance."""
-    kind, value, _ = json.loads(call.said)
-    text = json.dumps(value)
-    return {text} if kind == "returned" and len(text) > SHORT and not _empty(value) else set()
+    """Return the JSON of what a call answers, and of what it makes of its arguments, unless that is one of few values."""
+    kind, value, after = json.loads(call.said)
+    changed = set(parts(after)) - set(parts(json.loads(call.given)))
+    few = {text for text in changed if _few(json.loads(text))}
+    return changed - few | ({json.dumps(value)} if kind == "returned" and not _few(value) else set())
+
+
+def _few(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or _empty(value) or value in (-1, 0, 1, "")
 
 
 def _empty(value: Any) -> bool:
@@ -157,8 +169,7 @@ def _empty(value: Any) -> bool:
 def guessable(call: Recorded) -> bool:
     """Whether an answer is one of few, or among the call's own arguments."""
     kind, value, after = json.loads(call.said)
-    few = value is None or isinstance(value, bool) or _empty(value) or value in (-1, 0, 1, "")
-    return after is None and (kind == "raised" or few or json.dumps(value) in parts(json.loads(call.given)))
+    return after is None and (kind == "raised" or _few(value) or json.dumps(value) in parts(json.loads(call.given)))
 
 
 def enough(calls: Iterable[Recorded]) -> bool:

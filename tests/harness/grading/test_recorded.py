@@ -114,14 +114,29 @@ def call(given: object, value: object, telling: bool = True, name: str = "f", ki
     return Recorded(module="m", name=name, given=given, said=said, telling=telling)
 
 
-def test_no_kept_call_gives_another_away() -> None:
-    there, back = call("plain text", "coded text", name="encode"), call("coded text", "plain text", name="decode")
+def test_no_kept_call_gives_another_of_its_function_away() -> None:
+    there, back = call("plain text", "coded text"), call("coded text", "plain text")
     assert chosen([there, back], []) == (there,)
-    other = call(["plain text"], "something", name="g")
-    assert chosen([there, other], []) == (there, other), "an argument may occur twice"
     assert chosen([there], [back]) == (there,), "a call that does not tell gives way"
-    short = [call("a", "b"), call("b", "a")]
-    assert chosen(short, []) == tuple(short), "what turns up by chance gives nothing away"
+    other = call(["plain text"], "something")
+    assert chosen([there, other], []) == (there, other), "an argument may occur twice"
+    short, few = [call(3, 7), call(7, 3)], [call(True, False), call(False, True)]
+    assert chosen(short, []) == tuple(short[:1]) and chosen(few, []) == tuple(few)
+    sorts, sorted_ = call([2, 1], None), call([1, 2], None)
+    sorts = replace(sorts, said=json.dumps(["returned", None, [encode([[1, 2]]), encode({})]]))
+    assert chosen([sorts, sorted_], []) == (sorts,)
+
+
+def test_functions_whose_calls_tell_are_asked_apart() -> None:
+    there, back = call("plain text", "coded text", name="encode"), call("coded text", "plain text", name="decode")
+    others = [call(n, n, telling=False, name=f"g{n}") for n in range(5)]
+    kept = chosen([there, back], others)
+    assert kept == (there, back, *others)
+    orders = [order for _, order in recorded.replay({}, kept, random.Random(0))]
+    assert sorted(map(len, orders)) == [1, 1, 5] and [there] in orders and [back] in orders
+    many = [call(n, n + 10**7, name=f"f{n % 20}") for n in range(41)]
+    kept = chosen(many, [])
+    assert len({each.name for each in kept}) == recorded.APART and "f0" in {each.name for each in kept}
 
 
 def test_a_task_keeps_a_bounded_number_of_each_function() -> None:
@@ -265,7 +280,10 @@ def kept(make_task: Make, backend: Backend) -> dict[str, list[Recorded]]:
     )
     plan = Plan(digest=digest(task), tests={"test_a.py::test_all#0": "test_a.py::test_all"})
     found: dict[str, list[Recorded]] = {}
-    for each in record(task, plan, plan.tests.values(), Boxes(backend=backend)):
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(recorded, "APART", 20)
+        calls = record(task, plan, plan.tests.values(), Boxes(backend=backend))
+    for each in calls:
         found.setdefault(f"{each.module}.{each.name}", []).append(each)
     return found
 
@@ -438,7 +456,7 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
     plan = Plan.from_json(task.metadata["pytest.plan"])
     orders = set()
     for seed in range(5):
-        asking, order = recorded.replay(workspace(task, ROMAN), plan.calls, random.Random(seed))
+        [(asking, order)] = recorded.replay(workspace(task, ROMAN), plan.calls, random.Random(seed))
         assert sorted(order, key=repr) == sorted(plan.calls, key=repr) and len(asking.calls) > 1
         assert [each for batch in asking.calls for each in batch] == order
         assert not asking.hidden and "test_a.py" not in asking.files
