@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
 from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of, start_files
@@ -52,24 +52,25 @@ START_CPU_S = 2
 
 Guarding = Literal["calls", "twins", "none"]
 GUARDS: tuple[Guarding, ...] = get_args(Guarding)
-C = TypeVar("C", bound=Call)
 
 
-def replay(files: Mapping[str, bytes], calls: Sequence[C], rng: random.Random) -> list[tuple[Job, list[C]]]:
+def replay(
+    files: Mapping[str, bytes], calls: Sequence[Recorded], rng: random.Random
+) -> list[tuple[Job, list[Recorded]]]:
     """Return the jobs that ask `files` the calls, each with its calls in random order and batches.
 
     The arguments of one function may hold the answers of another, in a form that nobody foresees. So each function with telling
     calls has a box of its own, which holds no other function's calls. All other functions share one.
     """
     telling = {_function(each) for each in calls if each.telling}
-    boxes: dict[str, list[C]] = {}
+    boxes: dict[str, list[Recorded]] = {}
     for call in rng.sample(calls, len(calls)):
         name = _function(call)
         boxes.setdefault(name if name in telling else "", []).append(call)
     return [(Job(files=files, hidden={}, tests=(), calls=_batches(order)), order) for order in boxes.values()]
 
 
-def _batches(order: Sequence[C]) -> tuple[tuple[C, ...], ...]:
+def _batches(order: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], ...]:
     size = -(-len(order) // BATCHES)
     return tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
 
