@@ -257,7 +257,7 @@ def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
 
 def check_tools() -> Finding:
     """Check the programs that the product's tools run in a sandbox, and pytest for agents and grading."""
-    from composer_nb.harness.sandbox.toolchain.programs import PACKAGES, host_programs
+    from composer_nb.harness.sandbox.toolchain import PACKAGES, host_programs
 
     there = set(host_programs()) | ({"pytest"} if installed("pytest") else set())
     missing = sorted({*PACKAGES, "pytest"} - there)

@@ -276,7 +276,6 @@ REVIEWED = {
         "views/report.py write_report",
     },
     "names that the kernel, or this machine's own folders, have": {
-        "harness/sandbox/toolchain/interpreter.py _base_interpreters",
         "harness/sandbox/image.py add",
         "machine.py cgroup_limits",
     },

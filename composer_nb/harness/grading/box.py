@@ -25,7 +25,7 @@ from typing import Any
 
 from composer_nb.harness.grading.guest.runner import CALLS, PLUGIN
 from composer_nb.harness.sandbox.contract import Backend, SandboxFailure, SandboxSpec, SandboxUnavailable
-from composer_nb.harness.sandbox.toolchain.testing import pytest_modules
+from composer_nb.harness.sandbox.toolchain import pytest_modules
 
 GRACE_S = 15.0
 """Seconds that a sandbox waits beyond a run's own deadline."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from composer_nb.harness.grading.diff import Changes, changes
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxDied, SandboxFailure
-from composer_nb.harness.sandbox.toolchain.programs import PLACE, TESTING
+from composer_nb.harness.sandbox.toolchain import PLACE, TESTING
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.runtime import start, variables
 from composer_nb.harness.tasks.task import ENTRY, SOLVE, Task

@@ -1,18 +1,17 @@
-"""What the backends share: which of their sandboxes live, what of them is in a journal, and how all of it ends."""
+"""The common part of the backends: which of their sandboxes live, their resources in a journal, and how all of it ends."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from composer_nb.harness.sandbox.contract import (
-    Capabilities,
+    Backend,
+    Machine,
     Sandbox,
     SandboxFailure,
     SandboxSpec,
@@ -22,15 +21,14 @@ from composer_nb.harness.sandbox.contract import (
 from composer_nb.harness.sandbox.journal import Journal, Kind, Resource
 
 
-class ResidentBackend(ABC):
+class ResidentBackend(Backend):
     """A backend whose sandboxes hold our resident program. A context manager; may be used from several threads."""
 
-    name: str
     has_images = False
     has_calls = False
 
     def __init__(self, run_id: str | None, journal: Path | None) -> None:
-        """`journal`: a folder in which what is made is noted while it is there (`reap.py`)."""
+        """`journal`: a folder in which resources are noted while they exist (`reap.py`)."""
         self.run_id = run_id or uuid.uuid4().hex
         self._journal = None if journal is None else Journal(journal, self.run_id)
         self._lock = threading.Lock()
@@ -38,26 +36,20 @@ class ResidentBackend(ABC):
         self._closed = False
         atexit.register(self.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     @abstractmethod
-    def capabilities(self) -> Capabilities: ...
+    def _start(self, spec: SandboxSpec) -> Machine:
+        """Start the machine of a sandbox."""
 
-    @abstractmethod
     def _begin(self, spec: SandboxSpec) -> Sandbox:
-        """A sandbox that has begun, with all of its limits."""
+        """Return a sandbox that is ready, with all of its limits."""
+        return Sandbox(self, spec, self._start(spec))
 
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
-        """See `contract.Backend`. Raises SandboxUnavailable for what this backend can not make sandboxes of."""
+        """See `contract.Backend`. Raises SandboxUnavailable for a spec that this backend cannot serve."""
         spec = spec or SandboxSpec()
         if spec.image and not self.has_images:
-            raise SandboxUnavailable(
-                f"SandboxSpec.image={spec.image!r}: the backend {self.name} has no images; use docker"
-            )
+            why = f"SandboxSpec.image={spec.image!r}: the backend {self.name} has no images; use docker"
+            raise SandboxUnavailable(why)
         if spec.calls and not self.has_calls:
             raise SandboxUnavailable(f"SandboxSpec.calls: the backend {self.name} serves no function calls; use bwrap")
         with self._lock:
@@ -78,7 +70,7 @@ class ResidentBackend(ABC):
         return sandbox
 
     def close(self) -> None:
-        """Destroys what is left. May be called again; the end of the interpreter calls it too."""
+        """Destroy the remaining sandboxes. May be called again; the end of the interpreter calls it too."""
         with self._lock:
             self._closed = True
         for sandbox in list(self._live.values()):
@@ -86,7 +78,7 @@ class ResidentBackend(ABC):
         atexit.unregister(self.close)
 
     def forget(self, id: str, noted: Iterable[Resource | None]) -> None:
-        """Strikes a sandbox of which nothing is left, and what of it was noted."""
+        """Strike a sandbox of which nothing is left, and its resources in the journal."""
         with self._lock:
             self._live.pop(id, None)
             for resource in noted:

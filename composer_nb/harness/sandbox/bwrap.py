@@ -6,7 +6,7 @@ same program, slower. Nothing ever runs with less isolation: what is missing is 
 cannot be enforced here.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
-but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `programs.py`. Its workspace
+but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. Its workspace
 and its temporary files are in memory.
 
 Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
@@ -42,26 +42,25 @@ from composer_nb.harness.sandbox.contract import (
     SandboxUnavailable,
 )
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
-from composer_nb.harness.sandbox.host import SocketChannel, sender, socket_pair
+from composer_nb.harness.sandbox.host import sender, socket_pair
 from composer_nb.harness.sandbox.journal import OWN, Resource
 from composer_nb.harness.sandbox.layout import Layout
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.sandbox.system.linux import machine, patience, write_all
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
-from composer_nb.harness.sandbox.toolchain.interpreter import Interpreter, install_hint
+from composer_nb.harness.sandbox.toolchain import Interpreter, install_hint
 
 Mode = Literal["forked", "single"]
 
 BOX_UID = 47_811
-"""Who starts bubblewrap when the harness is root: a number no account uses."""
+"""User that starts bubblewrap when the harness is root: a number no account uses."""
 NICE = 10
 START_S, END_S = 10.0, 10.0
-"""How long the process that makes sandboxes may take to be ready, and those of a sandbox to end: more on a busy machine."""
+"""Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Machine(Machine):
-    channel: SocketChannel
     backend: BwrapBackend
     lifeline: socket.socket | None = None  # of the zygote, which closes it when all processes have ended
     process: subprocess.Popen[bytes] | None = None  # a bubblewrap of its own
@@ -77,7 +76,14 @@ class _Machine(Machine):
         if self.process is not None:
             self.process.kill()  # its death takes along the first process of its pid namespace, and so all others
             self.process.wait()
-        self.backend.remove(self)
+        try:
+            if self.group is not None:
+                self.group.remove()
+        except OSError as error:
+            raise SandboxFailure(f"sandbox {self.id}: its cgroup cannot be removed: {error.strerror}") from error
+        finally:
+            gone = self.group is None or not any(folder.is_dir() for folder in self.group.folders)
+            self.backend.forget(self.id, self.noted if gone else ())
 
 
 @dataclass(slots=True)
@@ -108,26 +114,19 @@ class BwrapBackend(ResidentBackend):
         self._interpreter = Interpreter.find()
         self._uid: int | None = BOX_UID if os.getuid() == 0 else None
         self._layout = Layout.of(self._interpreter, self._uid)
-        self._filters = [
-            base64.b64encode(system_call_filter(machine(), calls=calls)).decode() for calls in (False, True)
-        ]
+        filters = [system_call_filter(machine(), calls=calls) for calls in (False, True)]
+        self._filters = [base64.b64encode(each).decode() for each in filters]
         self._cgroups = Cgroups.find()
         self._zygote: _Zygote | None = None
         super().__init__(run_id, journal)
         self._mode: Mode = self._probe()
 
     def capabilities(self) -> Capabilities:
-        forked, groups = self._mode == "forked", self._cgroups
-        enforced = dict.fromkeys(("disk_bytes", "open_files", "network", "system_calls"), True) | dict.fromkeys(
-            ("memory_bytes", "cpus"), not isinstance(groups, str)
-        )
-        crowded = self._layout.crowded()
-        enforced |= {
-            "inodes": forked,
-            "processes": forked or not isinstance(groups, str),
-            "locks": forked and not crowded,
-        }
-        why = dict.fromkeys([name for name, held in enforced.items() if not held], str(groups))
+        forked, grouped, crowded = self._mode == "forked", not isinstance(self._cgroups, str), self._layout.crowded()
+        enforced = dict.fromkeys(("disk_bytes", "open_files", "network", "system_calls"), True)
+        enforced |= {"memory_bytes": grouped, "cpus": grouped, "processes": forked or grouped, "inodes": forked}
+        enforced["locks"] = forked and not crowded
+        why = {name: str(self._cgroups) for name, held in enforced.items() if not held}
         if crowded:
             why["locks"] = f"something is mounted in {', '.join(crowded)}: their files are shared"
         if not forked:
@@ -156,24 +155,13 @@ class BwrapBackend(ResidentBackend):
         with self._lock:
             self._stop_zygote()
 
-    def remove(self, made: _Machine) -> None:
-        """What is left to do when all processes of a sandbox have ended."""
-        try:
-            if made.group is not None:
-                made.group.remove()
-        except OSError as error:
-            raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be removed: {error.strerror}") from error
-        finally:
-            gone = made.group is None or not any(folder.is_dir() for folder in made.group.folders)
-            self.forget(made.id, made.noted if gone else ())
-
     def _start(self, spec: SandboxSpec) -> _Machine:
         limits, forked = dict(LIMITS_INSIDE), self._mode == "forked"
         if forked:
             limits["RLIMIT_NPROC"] = spec.processes + 1  # counted in the sandbox's own user namespace
         if isinstance(self._cgroups, str):
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
-        told = resident_settings(
+        settings = resident_settings(
             spec,
             workspace="/tmp" if spec.calls else WORKSPACE,
             filter=self._filters[spec.calls is not None],
@@ -181,43 +169,38 @@ class BwrapBackend(ResidentBackend):
             nice=0 if isinstance(self._cgroups, str) else NICE,
             nested=forked,
         )
-        try:
-            channel, there = socket_pair()
-        except OSError as error:
-            raise SandboxFailure(f"no sandbox can be asked for: {error}") from error
+        channel, there = socket_pair()
         made = _Machine(id=uuid.uuid4().hex, channel=channel, backend=self)
         try:
             with there, self._lock:
                 self._check_open()
-                if self._mode == "single":
+                if forked:
+                    made.lifeline = self._request(settings, there)
+                else:
                     made.process = self._popen("single", there, spec)
                     made.noted.append(self._note("process", made.process.pid))
-                    channel.send(resident_program(told), patience(END_S))
-                else:
-                    made.lifeline = self._request(told, there)
+                    channel.send(resident_program(settings), patience(END_S))
         except BaseException:
             made.end()
             raise
         return made
 
-    def _request(self, told: str, there: socket.socket) -> socket.socket:
-        """Ask the zygote for a sandbox. It is started if there is none, or if it is gone."""
+    def _request(self, settings: str, there: socket.socket) -> socket.socket:
+        """Ask the zygote for a sandbox and return its lifeline. Start a zygote if there is none, or if it is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             for left in (1, 0):
-                if self._zygote is None:
-                    self._zygote = self._start_zygote()
+                self._zygote = self._zygote or self._start_zygote()
                 try:
-                    socket.send_fds(self._zygote.control, [told.encode()], [there.fileno(), theirs.fileno()])
+                    socket.send_fds(self._zygote.control, [settings.encode()], [there.fileno(), theirs.fileno()])
                     return ours
-                except ConnectionError as error:
-                    self._stop_zygote()
-                    if not left:
+                except OSError as error:
+                    gone = isinstance(error, ConnectionError)  # otherwise it lives, and so do its sandboxes
+                    if gone:
+                        self._stop_zygote()
+                    if not gone or not left:
                         ours.close()
-                        raise SandboxFailure(f"the process that makes sandboxes is gone: {error}") from error
-                except OSError as error:  # it lives, and so do those that it has made
-                    ours.close()
-                    raise SandboxFailure(f"the process that makes sandboxes can not be asked: {error}") from error
+                        raise SandboxFailure(f"the process that makes sandboxes cannot be asked: {error}") from error
         raise AssertionError
 
     def _start_zygote(self) -> _Zygote:
@@ -245,7 +228,7 @@ class BwrapBackend(ResidentBackend):
         return made
 
     def _zygote_died(self) -> bool:
-        """Whether that is why a sandbox did not start; then another one is asked the next time."""
+        """Return whether the death of the zygote is why a sandbox did not start; then the next request starts another one."""
         with self._lock:
             if self._zygote is None:
                 return False
@@ -269,9 +252,8 @@ class BwrapBackend(ResidentBackend):
             made.process.wait(timeout=patience(END_S))
         except subprocess.TimeoutExpired:  # none is reaped yet: the numbers are still theirs
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    made.process.pid, signal.SIGKILL
-                )  # its child too, which waits for it for ever while it starts
+                # Its child too, which waits for it for ever while it starts.
+                os.killpg(made.process.pid, signal.SIGKILL)
             if made.pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(made.pid, signal.SIGKILL)
@@ -282,9 +264,7 @@ class BwrapBackend(ResidentBackend):
             self._strike(noted)
 
     def _popen(self, mode: Mode, end: socket.socket, spec: SandboxSpec) -> subprocess.Popen[bytes]:
-        who: dict[str, Any] = {}
-        if self._uid is not None:
-            who = {"user": self._uid, "group": self._uid, "extra_groups": []}
+        user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
         with self._data(mode == "forked") as data:
             try:
@@ -297,7 +277,7 @@ class BwrapBackend(ResidentBackend):
                     cwd="/",
                     env={},
                     start_new_session=True,  # Ctrl-C is for this process
-                    **who,
+                    **user,
                 )
             except OSError as error:
                 errors.close()
@@ -313,7 +293,7 @@ class BwrapBackend(ResidentBackend):
 
     @contextlib.contextmanager
     def _data(self, forked: bool) -> Iterator[dict[str, tuple[int, str]]]:
-        """Files that are copied into a sandbox: place -> descriptor and permissions."""
+        """Open the files that are copied into a sandbox: place -> descriptor and permissions."""
         with contextlib.ExitStack() as stack:
             data: dict[str, tuple[int, str]] = {}
             for place, (content, permissions) in self._layout.contents(forked).items():
@@ -349,10 +329,10 @@ class BwrapBackend(ResidentBackend):
             made.group = self._cgroups.make(folders, spec.memory_bytes, spec.processes, spec.cpus)
             made.group.attach(made.channel.peer)
         except OSError as error:
-            raise SandboxFailure(f"sandbox {made.id}: its cgroup can not be made: {error}") from error
+            raise SandboxFailure(f"sandbox {made.id}: its cgroup cannot be made: {error}") from error
 
     def _probe(self) -> Mode:
-        """Which mode works here, found by making a sandbox. Raises SandboxUnavailable when none does."""
+        """Return the mode that works here, found by making a sandbox. Raises SandboxUnavailable when none does."""
         complaints = []
         modes: tuple[Mode, ...] = get_args(Mode)
         for mode in modes:
@@ -360,21 +340,21 @@ class BwrapBackend(ResidentBackend):
             try:
                 with self.create() as sandbox:
                     done = sandbox.exec(["true"], timeout_s=patience(START_S))
-                    if done.exit_code == 0:
-                        return mode
-                    if done.timed_out:
-                        raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
+                if done.exit_code == 0:
+                    return mode
+                if done.timed_out:
+                    raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
                 complaints.append(f"{mode}: `true` ended with {done.exit_code}: {done.stderr!r}")
-            except SandboxSlow:
-                with self._lock:
-                    self._stop_zygote()
-                raise
             except SandboxFailure as error:
+                if isinstance(error, SandboxSlow):
+                    with self._lock:
+                        self._stop_zygote()
+                    raise
                 complaints.append(f"{mode}: {error}")
             with self._lock:
                 self._stop_zygote()  # of a mode that does not work here
-        who = "this user" if self._uid is None else f"user {self._uid}"
+        user = "this user" if self._uid is None else f"user {self._uid}"
         raise SandboxUnavailable(
             "bubblewrap cannot make a sandbox here (are unprivileged user namespaces allowed, and can "
-            f"{who} read {self._interpreter.path}?): " + "; ".join(complaints)
+            f"{user} read {self._interpreter.path}?): " + "; ".join(complaints)
         )

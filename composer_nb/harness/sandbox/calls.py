@@ -27,6 +27,7 @@ from typing import Literal, Protocol, Self
 
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import (
+    CallEnd,
     CallLimits,
     Capabilities,
     Sandbox,
@@ -37,7 +38,6 @@ from composer_nb.harness.sandbox.contract import (
     SandboxUnavailable,
 )
 from composer_nb.harness.sandbox.guest import calls as guest
-from composer_nb.harness.sandbox.host import Called
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import checked
 
@@ -251,8 +251,8 @@ class SandboxExecutor:
                     [_encoded(requests[index]) for index in batch], within_s=within_s, most=self.limits.answer_bytes
                 )
                 with contextlib.closing(called):
-                    for index, (facts, report) in zip(batch, called, strict=True):
-                        answers[index] = _outcomes(facts, report, len(requests[index].arguments), self.limits)
+                    for index, (end, report) in zip(batch, called, strict=True):
+                        answers[index] = _outcomes(end, report, len(requests[index].arguments), self.limits)
                 if not nested:
                     self._drop()
         except BaseException:
@@ -270,16 +270,16 @@ def _encoded(request: CallRequest) -> bytes:
     return json.dumps({**facts, "arguments": list(request.arguments)}).encode()
 
 
-def _outcomes(facts: Called, report: bytes, count: int, limits: CallLimits) -> tuple[CallOutcome, ...]:
-    """Return the outcomes of `count` arguments. The facts are the resident's, the report is the hostile worker's.
+def _outcomes(end: CallEnd, report: bytes, count: int, limits: CallLimits) -> tuple[CallOutcome, ...]:
+    """Return the outcomes of `count` arguments. `end` comes from the resident, the report from the hostile worker.
 
     Raises SandboxFailure when the worker was not made, or when the machine gave it too little time to tell anything about it.
     """
     first, _, report = report.partition(b"\n")
     if not first.startswith(b"ready "):
-        kind = SandboxSlow if facts.end == "slow start" else SandboxFailure
-        raise kind(f"{facts.end}: {first[:300].decode('utf-8', 'replace')}")
-    if facts.end == "starved":
+        kind = SandboxSlow if end == "slow start" else SandboxFailure
+        raise kind(f"{end}: {first[:300].decode('utf-8', 'replace')}")
+    if end == "starved":
         raise SandboxFailure(
             f"a program waited for this machine for {guest.PATIENCE * limits.wall_s:g} s and got less than the "
             f"{limits.cpu_s:g} s of CPU it may use: run less beside it, or raise CallLimits.wall_s"
@@ -292,7 +292,7 @@ def _outcomes(facts: Called, report: bytes, count: int, limits: CallLimits) -> t
             return _padded([*outcomes[: count - 1], CallOutcome(status="unreadable")], count)
         outcomes.append(outcome)
     if len(outcomes) < count:
-        outcomes.append(CallOutcome(status=_ENDINGS.get(facts.end, "died")))
+        outcomes.append(CallOutcome(status=_ENDINGS.get(end, "died")))
     return _padded(outcomes, count)
 
 

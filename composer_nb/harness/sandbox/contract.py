@@ -1,11 +1,11 @@
-"""What a sandbox is, whoever provides it: the words that backends, tools, graders and tests share.
+"""The contract of a sandbox: the words that backends, tools, graders and tests share.
 
 A *sandbox* is an isolated machine with a workspace, in which hostile commands run. A *backend* makes them. Every sandbox holds
 one resident program of ours (`guest/program.py`) that carries out requests from a pipe; a backend only decides how that program
 is started, isolated and ended, and which limits the kernel enforces on it.
 
-A command's own failings (a wrong exit code, a timeout, memory used up) are results. SandboxDied says that the sandbox ended
-under what ran in it; SandboxFailure that the machinery failed, so that nothing is known about the code.
+A command's own failings (a wrong exit code, a timeout, memory used up) are results. SandboxDied means that the code inside ended
+the sandbox; SandboxFailure that the machinery failed, so that nothing is known about the code.
 """
 
 from __future__ import annotations
@@ -17,38 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
-from composer_nb.harness.sandbox.host import (
-    Called,
-    Channel,
-    Counted,
-    F,
-    Facts,
-    Line,
-    Listed,
-    Packed,
-    Polled,
-    Ran,
-    Refused,
-    Started,
-    Unknown,
-    frame_of,
-)
+from pydantic import Field, FiniteFloat, TypeAdapter
+
+from composer_nb.harness.sandbox.host import Channel, frame_of
 from composer_nb.harness.sandbox.journal import Resource
 from composer_nb.harness.sandbox.system.cgroups import Group
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
 
 WORKSPACE = "/workspace"
-"""Where the workspace is in every sandbox but those of the backend `process`."""
+"""Path of the workspace in every sandbox but those of the backend `process`."""
 
 PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
-"""Links in every isolated sandbox, by which scripts of Harbor tasks find their things: its root is read-only."""
+"""Links in every isolated sandbox, by which scripts of Harbor tasks find their files: its root is read-only."""
 
 LIMITS = ("memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks")
-"""What `Capabilities.enforced` speaks of. `locks`: whether locks that one sandbox takes on files are hidden from all others."""
+"""Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files are hidden from all others."""
 
 
 class SandboxUnavailable(RuntimeError):
@@ -64,7 +50,7 @@ class SandboxSlow(SandboxFailure):
 
 
 class SandboxDied(RuntimeError):
-    """The sandbox ended under what ran in it, for instance because that used up its memory: the agent's own doing."""
+    """The code inside ended the sandbox, for instance because it used up the memory: the agent's own doing."""
 
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -75,7 +61,14 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "cpus": (0.01, 4096),
     "open_files": (32, 1 << 20),
 }
-"""What a SandboxSpec may ask for. Below 32 open files the resident program itself would lack some."""
+"""Range of each limit of a SandboxSpec. With fewer than 32 open files the resident program itself would lack some."""
+
+
+def require_positive(limits: Any) -> None:
+    """Raise ValueError for a number of a dataclass that is not above 0."""
+    for name, value in asdict(limits).items():
+        if not value > 0:
+            raise ValueError(f"{type(limits).__name__}.{name} must be above 0, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +79,9 @@ class CallLimits:
     """
 
     cpu_s: float = 0.1
-    """CPU seconds from the import of the module on."""
+    """CPU seconds, from the import of the module on."""
     wall_s: float = 2.0
-    """Seconds that it may sleep; waiting for the machine is no sleep."""
+    """Maximum seconds of sleep; waiting for the machine is no sleep."""
     memory_bytes: int = 256 << 20
     """Address space."""
     disk_bytes: int = 4 << 20
@@ -104,29 +97,27 @@ class CallLimits:
     """Bytes of everything a request may report."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"CallLimits.{name} must be above 0, not {value!r}")
+        require_positive(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What a sandbox may use, all of its processes and files together. Raises ValueError for a limit that is too low."""
+    """Limits of a sandbox, for all of its processes and files together. Raises ValueError for a limit out of range."""
 
     memory_bytes: int = 512 << 20
-    """Of processes and of files in it, which live in memory."""
+    """Memory of processes and of files, which live in memory."""
     disk_bytes: int = 64 << 20
-    """Of the workspace, as much again of its folder for temporary files, and a quarter of it of memory that processes share."""
+    """Size of the workspace; its folder for temporary files gets as much again, memory that processes share a quarter."""
     inodes: int = 16_384
     processes: int = 128
     """Processes and threads."""
     cpus: float = 1.0
     open_files: int = 1024
-    """A process."""
+    """Open files of one process."""
     image: str = ""
-    """Of the backend `docker`: the image's name; empty: the one that is made of this machine's own files."""
+    """Name of an image, for the backend `docker`; empty: the one that is made of this machine's own files."""
     trusted: bool = False
-    """Whether what runs is known to be harmless: the backend `process` takes nothing else."""
+    """Declares that what runs is harmless: the backend `process` takes nothing else."""
     calls: CallLimits | None = None
     """Limits of each request of function calls, for a sandbox that serves these and nothing else (backend `bwrap`)."""
 
@@ -145,43 +136,46 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """What became of a command."""
+    """Result of a command."""
 
     exit_code: int
     """As a shell reports it: 128 + n after signal n; 126 or 127 when it could not be started (stderr says why)."""
     stdout: bytes
     stderr: bytes
     truncated: bool = False
-    """Whether the middle of a stream was left out; a line in it says how much."""
+    """True if the middle of a stream was left out; a line in it says how much."""
     timed_out: bool = False
-    """Whether it, and all that it had started, was ended at its time limit."""
+    """True if the command, and all that it had started, was ended at its time limit."""
     stopped: bool = False
-    """Whether it, and all that it had started, was ended because whoever waited for it wanted that."""
+    """True if the command, and all that it had started, was ended because the caller set `stop`."""
     oom: bool = False
-    """Whether something in the sandbox was killed for memory meanwhile."""
+    """True if something in the sandbox was killed for memory meanwhile."""
     duration_s: float = 0.0
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a folder holds under one name."""
+    """A name in a folder."""
 
     name: str
     """Bytes that are not UTF-8 are lone surrogates, as from `os.fsdecode`."""
     kind: Literal["file", "folder", "link", "other"]
-    size: int
+    size: Count
     """Bytes."""
-    mode: int
+    mode: Count
     """Permissions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What a sandbox uses; None where this backend can not tell."""
+    """Resource use of a sandbox; None where this backend cannot tell."""
 
     memory_bytes: int | None
     processes: int
-    """Besides the resident program."""
+    """Processes besides the resident program."""
     disk_bytes: int
     inodes: int
     cpu_s: float | None
@@ -198,42 +192,65 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend does here."""
+    """Abilities of a backend on this machine."""
 
     backend: str
     mode: str
     """How sandboxes are made: `forked`, `single`, …"""
     uid: int
-    """Of what runs in it, as this machine sees it."""
+    """User id of what runs in a sandbox, as this machine sees it."""
     isolated: bool
     enforced: Mapping[str, bool]
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """For what is not enforced: the reason, and what to change."""
+    """For each limit that is not enforced: the reason, and what to change."""
 
+
+class Ran(NamedTuple):
+    """A resident program's report on a command; what it wrote follows as data, first `stdout_bytes` of its output."""
+
+    exit_code: int
+    stdout_bytes: Count
+    truncated: bool
+    timed_out: bool
+    stopped: bool
+    duration_s: FiniteFloat
+
+
+CallEnd = Literal["finished", "died", "cpu", "asleep", "flood", "starved", "slow start"]
+T = TypeVar("T")
+# Forms of answers. Everything in a sandbox can write one: an answer of another form ends the sandbox.
+_DONE: TypeAdapter[None] = TypeAdapter(None)
+_PID: TypeAdapter[int] = TypeAdapter(Count)
+_DIGEST = TypeAdapter(str)
+_RAN = TypeAdapter(Ran)
+_ENTRIES = TypeAdapter(list[Entry])
+_COUNTS: TypeAdapter[tuple[int, int, int]] = TypeAdapter(tuple[Count, Count, Count])
+_CALL_END: TypeAdapter[CallEnd] = TypeAdapter(CallEnd)
+_ERROR = TypeAdapter(tuple[int, str])
 
 GRACE_S = 5.0
-"""How much longer than the resident program's own deadlines the host waits."""
+"""Seconds that the host waits beyond the resident program's own deadlines."""
 START_S = 20.0
-"""How long a sandbox may take to be ready, or a background command to be executed: more on a busy machine."""
+"""Seconds that a sandbox may take to be ready; more on a busy machine."""
 SPARE = 64 << 20
 """Bytes that an answer may have beyond the data that were asked for: headers, of an archive with very many files too."""
 AHEAD = 1 << 16
 """Bytes of requests that are sent before the answers to earlier ones have come: a socket's buffer holds twice as much."""
 HEADER = 1000
-"""Bytes of an answer's header, at most."""
+"""Maximum bytes of an answer's header."""
 LONGEST_S = 1e6
-"""Of a time limit."""
+"""Maximum time limit of a command."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Machine:
-    """What a backend holds of one sandbox."""
+    """A backend's side of one sandbox."""
 
     id: str
     channel: Channel
     group: Group | None = None
     noted: list[Resource | None] = field(default_factory=list)
-    """What of it is in the run's journal."""
+    """Its resources in the run's journal."""
 
     def end(self) -> None:
         """End everything in it and remove what there is of it. Called once."""
@@ -255,18 +272,17 @@ class Sandbox:
     """
 
     def __init__(self, backend: Backend, spec: SandboxSpec, machine: Machine) -> None:
-        """Waits until the resident program is ready. Raises SandboxFailure when it does not get so."""
+        """Wait until the resident program is ready. Raises SandboxFailure when it does not get so."""
         self.id, self.spec = machine.id, spec
         self.backend, self._machine = backend, machine
         self.at_end: list[Callable[[], None]] = []
         self._lock, self._ending = threading.Lock(), threading.RLock()
-        self._line = Line(machine.channel)
         self._gone: Exception | None = None
         self._ended = False
         self._counted = 0
-        """How often memory had run out at the last answer: what was killed since then ended between two requests, or in one."""
+        """Kills for memory until the last answer: later ones ended the sandbox between two requests, or in one."""
         try:
-            facts, _ = self._line.answer(time.monotonic() + patience(START_S), SPARE)
+            facts, _ = machine.channel.answer(time.monotonic() + patience(START_S), SPARE)
         except BaseException as error:
             self.destroy()
             if not isinstance(error, OSError | ValueError):
@@ -281,7 +297,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.destroy()
 
     def exec(
@@ -295,7 +311,7 @@ class Sandbox:
         output_bytes: int = 1 << 20,
         stop: threading.Event | None = None,
     ) -> ExecResult:
-        """Runs a command to its end or its time limit, then ends everything that it started if that was reached.
+        """Run a command to its end or its time limit; at the limit, end everything that it started.
 
         `stop`: set by another thread, it ends the command and everything that it started, as the time limit would.
 
@@ -308,86 +324,68 @@ class Sandbox:
             raise ValueError(f"output_bytes={output_bytes!r}: must be a whole number, at least 2, a head and a tail")
         asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes}
         kills = self._kills()
-        ran, output = self._ask("exec", Ran, asked, stdin, timeout_s, 2 * output_bytes, stop)
-        first, second = ran.sizes
-        return ExecResult(
-            exit_code=ran.exit_code,
-            stdout=output[:first],
-            stderr=output[first : first + second],
-            truncated=ran.truncated,
-            timed_out=ran.timed_out,
-            stopped=ran.stopped,
-            oom=self._kills() > kills,
-            duration_s=ran.duration_s,
-        )
+        ran, output = self._ask("exec", _RAN, asked, stdin, timeout_s, 2 * output_bytes, stop)
+        facts = ran._asdict()
+        cut = facts.pop("stdout_bytes")
+        return ExecResult(stdout=output[:cut], stderr=output[cut:], oom=self._kills() > kills, **facts)
 
     def exec_background(
         self, command: Sequence[str], *, log: str, cwd: str = ".", env: Mapping[str, str] | None = None
     ) -> int:
-        """Starts a command and returns its pid in the sandbox. Both of its streams go to the file `log`."""
-        call = _command(command, cwd, env) | {"log": log, "start_s": patience(START_S)}
-        return self._ask("background", Started, call)[0].pid
-
-    def poll(self, pid: int) -> int | None:
-        """Exit code of a background command; None while it runs. Raises KeyError for one that was not started here."""
-        return self._ask("poll", Polled, {"pid": pid})[0].exit_code
-
-    def end(self, pid: int) -> None:
-        """Ends a background command and its descendants. Orphans of it stay, as they can not be told from others."""
-        self._ask("end", Facts, {"pid": pid})
+        """Start a command and return its pid in the sandbox. Both of its streams go to the file `log`."""
+        return self._ask("background", _PID, _command(command, cwd, env) | {"log": log})[0]
 
     def end_all(self) -> None:
-        """Ends everything that runs in it, orphans too. Raises OSError where something is still there after seconds."""
-        self._ask("end_all", Facts, {})
+        """End everything that runs in it, orphans too. Raises OSError where something is still there after seconds."""
+        self._ask("end_all", _DONE)
 
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
-        """A part of a regular file. Raises OSError (FileNotFoundError, …); links that lead out of the workspace are refused."""
-        return self._ask("read", Facts, {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
+        """Return a part of a regular file. Raises OSError (FileNotFoundError, …), also for links out of the workspace."""
+        return self._ask("read", _DONE, {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
 
     def write(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Writes a whole file, in a moment, and makes its folders. Raises OSError, as for a full disk.
+        """Write a whole file, atomically, and make its folders. Raises OSError, as for a full disk.
 
-        `mode`: its permissions; None keeps those of a file that is there, and is 0o644 for a new one.
+        `mode`: its permissions; None keeps those of an existing file, and is 0o644 for a new one.
         """
-        self._ask("write", Facts, {"path": path, "mode": mode}, data)
+        self._ask("write", _DONE, {"path": path, "mode": mode}, data)
 
     def entries(self, path: str = ".") -> list[Entry]:
-        """What is in a folder, by name. Raises OSError (NotADirectoryError, …) like `read`."""
-        found = self._ask("entries", Listed, {"path": path})[0].entries
-        return [Entry(name=name, kind=kind, size=size, mode=mode) for name, kind, size, mode in found]
+        """Return the content of a folder, by name. Raises OSError (NotADirectoryError, …) like `read`."""
+        return self._ask("entries", _ENTRIES, {"path": path})[0]
 
     def remove(self, path: str) -> None:
-        """Removes a file or a link, not what it leads to. Raises OSError (FileNotFoundError, IsADirectoryError, …)."""
-        self._ask("remove", Facts, {"path": path})
+        """Remove a file or a link, not what it leads to. Raises OSError (FileNotFoundError, IsADirectoryError, …)."""
+        self._ask("remove", _DONE, {"path": path})
 
     def upload(self, files: Mapping[str, bytes]) -> None:
-        """Writes many files at once."""
-        self._ask("unpack", Facts, {}, archive_of(files))
+        """Write many files at once."""
+        self._ask("unpack", _DONE, payload=archive_of(files))
 
     def download(self, *, max_bytes: int = 64 << 20) -> dict[str, bytes]:
-        """Contents of all regular files of the workspace by path. Links and devices are left out. Raises OSError (EFBIG)."""
-        _, packed = self._ask("pack", Packed, {"max_bytes": max_bytes, "links": False}, most=max_bytes)
+        """Return the contents of all regular files by path, without links and devices. Raises OSError (EFBIG)."""
+        _, packed = self._ask("pack", _DIGEST, {"max_bytes": max_bytes, "links": False}, most=max_bytes)
         return {info.name: data for info, data in members(packed) if info.isreg()}
 
     def snapshot(self) -> Snapshot:
-        """All files. Those that nobody may open, or that go meanwhile, are left out.
+        """Return all files. Files that nobody may open, or that vanish meanwhile, are left out.
 
         Raises OSError for files that are too large together (holes count) or too deep: the doing of what runs here.
         """
         most = self.spec.disk_bytes
-        facts, packed = self._ask("pack", Packed, {"max_bytes": most, "links": True}, most=most)
-        return Snapshot(archive=packed, digest=facts.digest)
+        digest, packed = self._ask("pack", _DIGEST, {"max_bytes": most, "links": True}, most=most)
+        return Snapshot(archive=packed, digest=digest)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Puts the files of a snapshot into this workspace, which is empty."""
-        self._ask("unpack", Facts, {}, snapshot.archive)
+        """Put the files of a snapshot into this workspace, which is empty."""
+        self._ask("unpack", _DONE, payload=snapshot.archive)
 
     def fork(self) -> Sandbox:
-        """Another sandbox of the same spec, with a copy of this workspace. Raises OSError like `snapshot`."""
+        """Return another sandbox of the same spec, with a copy of this workspace. Raises OSError like `snapshot`."""
         return self.backend.create(self.spec, self.snapshot())
 
-    def call(self, requests: Sequence[bytes], *, within_s: float, most: int) -> Generator[tuple[Called, bytes]]:
-        """Yield the answer to each request, in order: what became of its worker, and the bytes the worker wrote.
+    def call(self, requests: Sequence[bytes], *, within_s: float, most: int) -> Generator[tuple[CallEnd, bytes]]:
+        """Yield the answer to each request, in order: why its worker ended, and the bytes the worker wrote.
 
         `requests`: JSON texts for `guest/calls.py`. `within_s`: time limit of each. `most`: bytes of an answer. Requests are sent
         ahead of the answers as long as the channel certainly holds them.
@@ -403,15 +401,15 @@ class Sandbox:
                     ahead += frames[sent]
                     unanswered, sent = unanswered + len(frames[sent]), sent + 1
                 if ahead:
-                    self._line.send(bytes(ahead), deadline)
-                facts, data = self._line.answer(deadline, most + HEADER)
+                    self._machine.channel.send(bytes(ahead), longest)
+                facts, data = self._machine.channel.answer(deadline, most + HEADER)
                 unanswered -= len(frame)
-                yield Called.model_validate(facts), data
+                yield _CALL_END.validate_python(facts.get("answer")), data
 
     def stats(self) -> Stats:
-        counted, _ = self._ask("stats", Counted, {})
+        (processes, disk_bytes, inodes), _ = self._ask("stats", _COUNTS)
         memory, cpu = self._machine.usage()
-        return Stats(memory_bytes=memory, cpu_s=cpu, **counted.model_dump())
+        return Stats(memory_bytes=memory, processes=processes, disk_bytes=disk_bytes, inodes=inodes, cpu_s=cpu)
 
     def destroy(self) -> None:
         """End everything in it; nothing is left of it afterwards. May be called again, and from another thread in the middle of
@@ -419,7 +417,7 @@ class Sandbox:
         self._retire(SandboxFailure(f"sandbox {self.id} was destroyed"))
 
     def _retire(self, why: Exception) -> Exception:
-        """Ends the sandbox; what is asked from now on is answered by the first reason, which is returned.
+        """End the sandbox and return the first reason for that, with which all later requests fail.
 
         An end that was broken off, as by Ctrl-C, is taken up by the next call.
         """
@@ -435,38 +433,32 @@ class Sandbox:
     def _ask(
         self,
         do: str,
-        form: type[F],
-        header: Mapping[str, Any],
+        form: TypeAdapter[T],
+        header: Mapping[str, Any] | None = None,
         payload: bytes = b"",
         within_s: float = 60.0,
         most: int = 0,
         stop: threading.Event | None = None,
-    ) -> tuple[F, bytes]:
-        """The answer to a request, of this form and of at most `most` bytes of data. `stop`: whoever sets it wants the command to
-        end."""
-        frame = frame_of({"do": do, **header}, payload)
+    ) -> tuple[T, bytes]:
+        """Return the answer to a request, of this form, and its data, at most `most` bytes. `stop` ends the command when set."""
+        frame, channel = frame_of({"do": do, **(header or {})}, payload), self._machine.channel
         with self._exchange(within_s):
-            deadline = time.monotonic() + within_s + patience(GRACE_S)
-            self._line.send(frame, deadline)
+            longest = within_s + patience(GRACE_S)
+            deadline = time.monotonic() + longest
+            channel.send(frame, longest)
             if stop is not None:
-                self._line.wait(deadline, stop)
-            facts, data = self._line.answer(deadline, most + SPARE)
-            if "failed" in facts:
-                raise ValueError(visible(str(facts["failed"])[:300]))
-            kind = Refused if "error" in facts else Unknown if "missing" in facts else form
-            answer = kind.model_validate(facts)
+                channel.wait(deadline, stop)
+            facts, data = channel.answer(deadline, most + SPARE)
+            failure = _ERROR.validate_python(facts["error"]) if "error" in facts else None
+            answer = form.validate_python(facts.get("answer")) if failure is None else None
             self._counted = self._kills()
-        if isinstance(answer, Refused):
-            code, text = answer.error
-            raise OSError(code, visible(text[:300]))
-        if isinstance(answer, Unknown):
-            raise KeyError(answer.missing)
-        assert isinstance(answer, form)
-        return answer, data
+        if failure is not None:
+            raise OSError(failure[0], visible(failure[1][:300]))
+        return answer, data  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def _exchange(self, within_s: float) -> Iterator[None]:
-        """One request and its answer, or several. Ends the sandbox when they are broken off."""
+        """Hold the channel for one request and its answer, or several. End the sandbox when they are broken off."""
         with self._lock:
             if self._gone is not None:
                 raise self._gone
@@ -488,7 +480,7 @@ class Sandbox:
             return 0  # its group is gone, and it with it
 
     def _death(self, error: Exception) -> Exception:
-        """Why there is no answer."""
+        """Return the reason why there is no answer."""
         if self._gone is not None:
             return self._gone  # ended from another thread, in the middle of this call
         if self._kills() > self._counted:
@@ -506,7 +498,7 @@ def _command(command: Sequence[str], cwd: str, env: Mapping[str, str] | None) ->
 
 
 def archive_of(files: Mapping[str, bytes]) -> bytes:
-    """A tar archive of files by path."""
+    """Return a tar archive of files by path."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for path, data in files.items():
@@ -517,8 +509,10 @@ def archive_of(files: Mapping[str, bytes]) -> bytes:
 
 
 def members(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Regular files with their contents, and symbolic links, of an archive that came out of a sandbox. Their names are as it
-    says: they need not be plain. Raises SandboxFailure for what is no archive, or unpacks to more than it is."""
+    """Yield the regular files, with their contents, and the symbolic links of an archive that came out of a sandbox.
+
+    Their names may be anything. Raises SandboxFailure for what is no archive, or unpacks to more than it is.
+    """
     last = -1
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as held:
@@ -531,9 +525,8 @@ def members(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
                 elif info.isreg() and (file := held.extractfile(info)) is not None:
                     yield info, file.read()
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, OSError) as error:
-        raise SandboxFailure(
-            f"what the sandbox says that it holds is no archive: {visible(str(error)[:300])}"
-        ) from error
+        why = visible(str(error)[:300])
+        raise SandboxFailure(f"the archive of files that the sandbox sent cannot be read: {why}") from error
 
 
 class Backend(Protocol):
@@ -544,7 +537,7 @@ class Backend(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
-        """A sandbox with an empty workspace, or with the files of `snapshot`.
+        """Return a sandbox with an empty workspace, or with the files of `snapshot`.
 
         Raises SandboxFailure, and OSError where the files do not fit in.
         """
@@ -552,8 +545,8 @@ class Backend(Protocol):
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import socket
 import struct
 import threading
 import time
@@ -32,13 +31,13 @@ from composer_nb.harness.sandbox.contract import (
     WORKSPACE,
     Capabilities,
     Machine,
-    Sandbox,
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
 )
 from composer_nb.harness.sandbox.engine import MARK, connect, remove_container
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
+from composer_nb.harness.sandbox.host import Channel
 from composer_nb.harness.sandbox.image import USER, host_image
 from composer_nb.harness.sandbox.journal import this_process
 from composer_nb.harness.sandbox.system.cgroups import Group
@@ -65,48 +64,38 @@ COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "Cpu
 """What the engine says of limits that it can not set everywhere."""
 
 
-class DockerChannel:
-    """The attached streams of a container: what is sent is its input, what is received its output."""
+class DockerChannel(Channel):
+    """The attached streams of a container: what is sent is its input, what is received its output.
+
+    The engine puts a header before each piece of a stream. At the end of the stream `receive` raises OSError if the resident
+    program has said why it ended.
+    """
 
     def __init__(self, attached: Any) -> None:
         """`attached` as from `attach_socket`, of a container that is not started yet: what it says before is lost."""
+        super().__init__(getattr(attached, "_sock", attached))
         self._attached = attached
-        self._socket: socket.socket = getattr(attached, "_sock", attached)
-        self._arrived = bytearray()
+        self._arrived, self._errors = bytearray(), bytearray()
         self._stream, self._left = 0, 0  # of the piece whose header has been read
-        self._errors = bytearray()
-        self._busy = threading.Lock()
-        self.ended = False
 
-    def send(self, data: bytes, timeout_s: float) -> None:
-        with self._busy:
-            self._socket.settimeout(max(timeout_s, 0.001))
-            try:
-                self._socket.sendall(data)
-            except ConnectionError:
-                self.ended = True
-                raise
-
-    def receive(self, timeout_s: float) -> bytes:
-        """As in `host.Channel`; at the end of the stream OSError, where the resident program has said why it ended."""
-        deadline = time.monotonic() + timeout_s
+    def _receive(self) -> bytes:
+        deadline = time.monotonic() + (self._end.gettimeout() or 0)
         while not (output := self._output()):
-            with self._busy:
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                try:
-                    arrived = self._socket.recv(1 << 18)
-                except ConnectionError:
-                    arrived = b""
+            self._end.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                arrived = self._end.recv(1 << 18)
+            except ConnectionError:
+                arrived = b""
             if not arrived:
                 self.ended = True
                 if complaint := self._errors.decode("utf-8", "replace").strip():
-                    raise ConnectionResetError(complaint.splitlines()[-1])
+                    raise OSError(complaint.splitlines()[-1])
                 return b""
             self._arrived += arrived
         return output
 
     def _output(self) -> bytes:
-        """What has arrived of the output, without the headers that the engine puts before each piece of a stream."""
+        """Return the output that has arrived, without headers; keep what the resident program complains of."""
         output = bytearray()
         while self._arrived:
             if not self._left:
@@ -125,12 +114,9 @@ class DockerChannel:
         return bytes(output)
 
     def close(self) -> None:
-        """Wakes who waits for an answer. Only then is the number of the socket free: he would wait at whatever gets it next."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        with self._busy:
+        super().close()
+        with self._held:
             self._attached.close()
-            self._socket.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,9 +176,6 @@ class DockerBackend(ResidentBackend):
         return Capabilities(
             backend=self.name, mode=self._runtime, uid=USER[1], isolated=True, enforced=enforced, why_not=why
         )
-
-    def _begin(self, spec: SandboxSpec) -> Sandbox:
-        return Sandbox(self, spec, self._start(spec))
 
     def close(self) -> None:
         super().close()

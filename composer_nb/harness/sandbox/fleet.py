@@ -4,7 +4,7 @@ A `Fleet` is a backend in front of a backend. Starting is what hurts (verl's age
 those that run; E2B's users a jittered start), so that
 
 * at most `starts` are made at the same time, and at most `most` are alive;
-* while the machine is short of memory, disk or CPU, nobody starts; who waits looks again after a time of its own (jitter);
+* while the machine is short of memory, disk or CPU, nobody starts; waiting callers look again after a random time;
 * after FAILURES failures in a row the fleet rests (a circuit breaker): it refuses at once, then lets one through as a test.
 
 The decisions are a pure machine (`Admission`) that knows no clock and no thread.
@@ -16,11 +16,11 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import psutil
 
@@ -32,27 +32,28 @@ from composer_nb.harness.sandbox.contract import (
     SandboxSpec,
     SandboxUnavailable,
     Snapshot,
+    require_positive,
 )
 
 FAILURES = 3
 """Starts that fail in a row until the fleet rests."""
 REST_S = 30.0
 LOOK_S = 0.05
-"""How long who waits does so between two looks, on average."""
+"""Average seconds between two looks of a waiting caller."""
 
 Decision = Literal["start", "wait", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """How full the machine is, as shares of 1."""
+    """Use of the machine, as shares of 1."""
 
     memory: float
-    """In use, as in what can not be had any more."""
+    """Memory that is not available any more."""
     disk: float
-    """In use, of where temporary files are."""
+    """Used space of the file system of temporary files."""
     cpu: float
-    """Of the last ten seconds, in how many some process waited for a CPU; 0 where the kernel does not tell."""
+    """Share of the last ten seconds in which some process waited for a CPU; 0 where the kernel does not count that."""
 
     @classmethod
     def now(cls) -> Pressure:
@@ -63,7 +64,7 @@ class Pressure:
 
 
 def _waiting(file: Path = Path("/proc/pressure/cpu")) -> float:
-    """The kernel's pressure stall information (Documentation/accounting/psi.rst)."""
+    """Return the kernel's pressure stall information (Documentation/accounting/psi.rst)."""
     try:
         words = file.read_text().split()
     except OSError:
@@ -73,7 +74,7 @@ def _waiting(file: Path = Path("/proc/pressure/cpu")) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLimits:
-    """Raises ValueError for a limit that lets nothing start."""
+    """Limits of a fleet. Raises ValueError for a limit that lets nothing start."""
 
     starts: int = 4
     """Sandboxes that start at the same time."""
@@ -85,43 +86,39 @@ class FleetLimits:
     cpu: float = 0.98
 
     def __post_init__(self) -> None:
-        for name in ("starts", "most", "memory", "disk", "cpu"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"FleetLimits.{name} must be above 0, not {getattr(self, name)!r}")
+        require_positive(self)
 
     def short_of(self, pressure: Pressure) -> str:
-        """What the machine is short of; empty if of nothing."""
-        over = [name for name in ("memory", "disk", "cpu") if getattr(pressure, name) > getattr(self, name)]
-        return " and ".join(over)
+        """Return what the machine is short of; nothing if it has enough of everything."""
+        return " and ".join(name for name, share in asdict(pressure).items() if share > getattr(self, name))
 
 
 @dataclass(slots=True)
 class Admission:
-    """Who may start. Pure: told the time, the machine's state and what became of what it let through."""
+    """Decides who may start. Pure: it is given the time, the machine's state and the results of the starts that it allowed."""
 
     limits: FleetLimits
     starting: int = 0
     alive: int = 0
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     rest_until: float = -1.0
-    waited_for: dict[str, int] = field(default_factory=dict)
-    """How many looks found nothing to start, by reason."""
+    waited_for: Counter[str] = field(default_factory=Counter)
+    """Number of looks that found nothing to start, by reason."""
 
     def ask(self, now: float, pressure: Pressure) -> Decision:
-        """Whether one more may start now. With "start" it counts as starting, until `started` or `failed`."""
+        """Decide whether one more may start now. With "start" it counts as starting, until `started` or `failed`."""
         if self.failures >= FAILURES and (now < self.rest_until or self.starting):
             return "refuse"
+        running, reason = self.alive + self.starting, ""
         if self.starting >= self.limits.starts:
             reason = "starts"
-        elif self.alive + self.starting >= self.limits.most:
+        elif running >= self.limits.most:
             reason = "places"
-        else:
-            reason = (
-                self.limits.short_of(pressure) if self.alive + self.starting else ""
-            )  # one at least: or nothing ever ends
+        elif running:  # one at least may always start: or nothing ever ends
+            reason = self.limits.short_of(pressure)
         if reason:
-            self.waited_for[reason] = self.waited_for.get(reason, 0) + 1
+            self.waited_for[reason] += 1
             return "wait"
         self.starting += 1
         return "start"
@@ -138,7 +135,7 @@ class Admission:
         self.alive -= 1
 
 
-class Fleet:
+class Fleet(Backend):
     """A backend that starts sandboxes of another one as the machine allows. May be used from many threads."""
 
     def __init__(
@@ -154,12 +151,6 @@ class Fleet:
         self._why = ""
         self._closed = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def capabilities(self) -> Capabilities:
         return self.backend.capabilities()
 
@@ -171,34 +162,6 @@ class Fleet:
         Raises SandboxFailure when it does not start, when starting has failed too often, or when its time was up.
         """
         self._wait(time.monotonic() + patience_s)
-        return self._make(spec or SandboxSpec(), snapshot)
-
-    def close(self) -> None:
-        self._closed = True
-        self.backend.close()
-
-    def _wait(self, deadline: float) -> None:
-        """Until one may start."""
-        while True:
-            pressure, now = self._pressure(), time.monotonic()
-            with self._lock:
-                decision = "refuse" if self._closed else self.admission.ask(now, pressure)
-                why = self._why
-            if decision == "start":
-                return
-            if decision == "refuse":
-                raise SandboxFailure(
-                    f"the fleet starts no sandboxes: {FAILURES} starts in a row failed, the last because {why}; it is tried "
-                    f"again after {REST_S:g} s"
-                    if not self._closed
-                    else "the fleet is closed"
-                )
-            if now > deadline:
-                short = ", ".join(f"{reason} ({count} looks)" for reason, count in self.admission.waited_for.items())
-                raise SandboxFailure(f"no sandbox could start in time: the machine was short of {short}")
-            time.sleep(random.uniform(0, 2 * LOOK_S))
-
-    def _make(self, spec: SandboxSpec, snapshot: Snapshot | None) -> Sandbox:
         try:
             made = self.backend.create(spec, snapshot)
         except (SandboxFailure, SandboxUnavailable) as error:
@@ -215,6 +178,30 @@ class Fleet:
         made.backend = self  # forks ask here too
         made.at_end.append(self._ended)
         return made
+
+    def close(self) -> None:
+        self._closed = True
+        self.backend.close()
+
+    def _wait(self, deadline: float) -> None:
+        """Return when one may start."""
+        while True:
+            pressure, now = self._pressure(), time.monotonic()
+            if self._closed:
+                raise SandboxFailure("the fleet is closed")
+            with self._lock:
+                decision = self.admission.ask(now, pressure)
+            if decision == "start":
+                return
+            if decision == "refuse":
+                raise SandboxFailure(
+                    f"the fleet starts no sandboxes: {FAILURES} starts in a row failed, the last because {self._why}; "
+                    f"it is tried again after {REST_S:g} s"
+                )
+            if now > deadline:
+                short = ", ".join(f"{reason} ({count} looks)" for reason, count in self.admission.waited_for.items())
+                raise SandboxFailure(f"no sandbox could start in time: the machine was short of {short}")
+            time.sleep(random.uniform(0, 2 * LOOK_S))
 
     def _ended(self) -> None:
         with self._lock:

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from composer_nb.harness.sandbox.contract import PLACES, SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.toolchain.interpreter import Interpreter, install_hint
-from composer_nb.harness.sandbox.toolchain.programs import PLACE, host_programs, is_elf, made_programs
+from composer_nb.harness.sandbox.toolchain import PLACE, Interpreter, host_programs, install_hint, is_elf, made_programs
 
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"

@@ -17,8 +17,14 @@ from typing import Any
 
 from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, SandboxSpec, SandboxUnavailable
 from composer_nb.harness.sandbox.journal import mounts
-from composer_nb.harness.sandbox.toolchain.interpreter import Interpreter, install_hint
-from composer_nb.harness.sandbox.toolchain.programs import PLACE, host_programs, made_programs, open_to_all
+from composer_nb.harness.sandbox.toolchain import (
+    PLACE,
+    Interpreter,
+    host_programs,
+    install_hint,
+    made_programs,
+    open_to_all,
+)
 
 PROGRAMS = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share")
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")

@@ -13,13 +13,13 @@ import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from composer_nb.harness.sandbox.backend import ResidentBackend
 from composer_nb.harness.sandbox.contract import (
     LIMITS,
     Capabilities,
     Machine,
-    Sandbox,
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
@@ -27,8 +27,7 @@ from composer_nb.harness.sandbox.contract import (
 from composer_nb.harness.sandbox.guest.bundle import BOOT, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import socket_pair
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.harness.sandbox.toolchain.interpreter import Interpreter
-from composer_nb.harness.sandbox.toolchain.programs import host_programs, made_programs
+from composer_nb.harness.sandbox.toolchain import Interpreter, host_programs, made_programs
 
 END_S = 5.0
 
@@ -61,36 +60,33 @@ class ProcessBackend(ResidentBackend):
 
     def capabilities(self) -> Capabilities:
         enforced = dict.fromkeys(LIMITS, False) | {"open_files": True}
-        why = dict.fromkeys([name for name, held in enforced.items() if not held], "this backend isolates nothing")
+        why = {name: "this backend isolates nothing" for name, held in enforced.items() if not held}
         return Capabilities(
             backend=self.name, mode="process", uid=os.getuid(), isolated=False, enforced=enforced, why_not=why
         )
 
-    def _begin(self, spec: SandboxSpec) -> Sandbox:
+    def _start(self, spec: SandboxSpec) -> _Machine:
         if not spec.trusted:
             raise SandboxUnavailable(
                 "the backend process isolates nothing, and this is not trusted: use bwrap or docker, or say "
                 "SandboxSpec(trusted=True) where what runs is known to be harmless"
             )
-        return Sandbox(self, spec, self._start(spec))
-
-    def _start(self, spec: SandboxSpec) -> _Machine:
         outer = Path(tempfile.mkdtemp(prefix="composer_nb-"))
-        for name in ("workspace", "programs"):
-            (outer / name).mkdir()
+        workspace, programs = outer / "workspace", outer / "programs"
+        workspace.mkdir()
+        programs.mkdir()
         for name, path in host_programs().items():
-            (outer / "programs" / name).symlink_to(path)
+            (programs / name).symlink_to(path)
         for name, content in made_programs().items():
-            (outer / "programs" / name).write_bytes(content)
-            (outer / "programs" / name).chmod(0o555)
+            (programs / name).write_bytes(content)
+            (programs / name).chmod(0o555)
+        own: dict[str, Any] = {"workspace": str(workspace), "programs": str(programs)}
+        settings = resident_settings(spec, drop=False, filter="", nice=0, **own)
         channel, there = socket_pair()
-        workspace, programs = str(outer / "workspace"), str(outer / "programs")
-        told = resident_settings(spec, drop=False, filter="", nice=0, workspace=workspace, programs=programs)
-        command = [self._interpreter.path, "-I", "-S", "-c", BOOT]
         try:
             with there:
                 process = subprocess.Popen(
-                    command,
+                    [self._interpreter.path, "-I", "-S", "-c", BOOT],
                     stdin=there.fileno(),
                     stdout=there.fileno(),
                     stderr=subprocess.DEVNULL,
@@ -98,7 +94,7 @@ class ProcessBackend(ResidentBackend):
                     env={},
                     start_new_session=True,
                 )
-            channel.send(resident_program(told), patience(END_S))
+            channel.send(resident_program(settings), patience(END_S))
         except OSError as error:
             shutil.rmtree(outer, ignore_errors=True)
             raise SandboxFailure(f"cannot start {self._interpreter.path}: {error}") from error

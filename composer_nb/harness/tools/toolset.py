@@ -17,8 +17,7 @@ from pydantic import BaseModel
 
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.sandbox.contract import Sandbox, SandboxDied, SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.toolchain.interpreter import install_hint
-from composer_nb.harness.sandbox.toolchain.programs import PACKAGES, TESTING
+from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hint
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import arguments as models
 from composer_nb.harness.tools import files, notes, terminal

@@ -97,8 +97,8 @@ def abuse(site: Site) -> Verdict:
             lambda: box.exec([text, text], timeout_s=5, output_bytes=rng.choice([1, 100])),
             lambda: box.exec(["true"], cwd=text, env={text: text}, timeout_s=5),
             lambda: box.exec_background(["true"], log=text),
-            lambda: box.poll(number),
-            lambda: box.end(number),
+            lambda: box.entries(text),
+            lambda: box.remove(text),
             lambda: box.exec(["true"] * 3000, timeout_s=5),
             lambda: box.download(max_bytes=number),
         ]

@@ -9,8 +9,8 @@ import pytest
 
 from composer_nb.harness.grading import box
 from composer_nb.harness.grading.box import Boxes, Job, Ran, Result, RunnerEnded
+from composer_nb.harness.sandbox import toolchain
 from composer_nb.harness.sandbox.contract import Backend, SandboxFailure
-from composer_nb.harness.sandbox.toolchain import testing
 
 Run = Callable[..., Ran]
 
@@ -348,8 +348,8 @@ def test_a_pytest_that_does_not_fit_is_told(
 
 def test_without_pytest_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
-        raise testing.PackageNotFoundError(name)
+        raise toolchain.PackageNotFoundError(name)
 
-    monkeypatch.setattr(testing, "distribution", missing)
+    monkeypatch.setattr(toolchain, "distribution", missing)
     with pytest.raises(box.SandboxUnavailable, match="pip install pytest"):
         box.sources()

@@ -20,7 +20,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.bwrap import BwrapBackend, Mode
 from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure, SandboxSpec, SandboxUnavailable
 from composer_nb.harness.sandbox.system.cgroups import Cgroups, Group
-from composer_nb.harness.sandbox.toolchain.programs import host_programs
+from composer_nb.harness.sandbox.toolchain import host_programs
 from tests.harness.sandbox.conftest import SMALL
 
 AS_A_USER = """

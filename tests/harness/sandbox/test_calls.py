@@ -26,7 +26,6 @@ from composer_nb.harness.sandbox.contract import (
     SandboxFailure,
     SandboxSlow,
 )
-from composer_nb.harness.sandbox.host import Called
 from composer_nb.harness.sandbox.system import linux
 from composer_nb.harness.sandbox.system.linux import patience
 
@@ -283,7 +282,7 @@ def test_host_believes_only_well_formed_reports() -> None:
     limits, ready, nonce = CallLimits(), b"ready 00ff\n", b"00ff "
 
     def decoded(report: bytes, count: int) -> tuple[CallOutcome, ...]:
-        return calls._outcomes(Called(end="finished", cpu_s=0.0), report, count, limits)
+        return calls._outcomes("finished", report, count, limits)
 
     good = nonce + b'["returned", "1"]\n'
     unreadable, not_run = CallOutcome(status="unreadable"), CallOutcome(status="not_run")
@@ -375,15 +374,15 @@ def test_a_killed_sandbox_is_made_again() -> None:
     [
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x02{}",
-        b'\x00\x00\x00\x0e{"end": "x"}\n\n',
+        b'\x00\x00\x00\x10{"answer": "x"}\n\n',
         b"\x00\x00\x00\x01x",
-        b'\x00\x00\x00\x25{"end": "finished", "cpu_s": Infinity}',
+        b'\x00\x00\x00\x14{"answer": Infinity}',
     ],
 )
 def test_nonsense_from_a_sandbox_is_a_failure_not_a_result(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with SandboxExecutor() as executor:
         with monkeypatch.context() as nonsense:
-            nonsense.setattr(host.SocketChannel, "receive", lambda channel, timeout_s: answer)
+            nonsense.setattr(host.Channel, "receive", lambda channel, timeout_s: answer)
             with pytest.raises(SandboxFailure, match="failed twice"):
                 executor.run([request(IDENTITY, "(1,)")])
         assert executor.run([request(IDENTITY, "(1,)")]) == ONE
@@ -433,7 +432,7 @@ def mute(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise TimeoutError
 
     with monkeypatch.context() as patched:
-        patched.setattr(host.SocketChannel, "receive", silence)
+        patched.setattr(host.Channel, "receive", silence)
         yield
 
 

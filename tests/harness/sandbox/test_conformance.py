@@ -137,14 +137,6 @@ if os.fork() == 0:
     time.sleep(777)
 ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # ends this thread alone
 """
-LEASE = """
-import fcntl, os, signal, time
-signal.signal(signal.SIGIO, signal.SIG_IGN)
-fd = os.open("run.sh", os.O_RDWR)
-fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-print("held", flush=True)
-time.sleep(60)
-"""
 
 
 class TestTimeLimit:
@@ -154,18 +146,6 @@ class TestTimeLimit:
         count = len(box.read("count"))
         time.sleep(0.2)
         assert len(box.read("count")) == count and box.stats().processes == 0
-
-    def test_a_lease_holds_no_start_up(self, backend: Backend, box: Sandbox) -> None:
-        box.write("run.sh", b"#!/bin/sh\n", mode=0o755)
-        pid = box.exec_background(["python3", "-c", LEASE], log="log")
-        while not (said := box.read("log")):
-            time.sleep(0.01)
-        held = said == b"held\n"
-        if backend.capabilities().isolated:
-            assert b"PermissionError" in said  # nobody may have one
-            return
-        assert held and box.exec(["./run.sh"], timeout_s=0.5).timed_out
-        box.end(pid)
 
     @pytest.mark.parametrize("name", EVASIONS)
     def test_the_whole_tree_ends(self, box: Sandbox, name: str) -> None:
@@ -183,31 +163,15 @@ class TestTimeLimit:
         assert shell(box, "sleep 6000 & echo done") == "done" and box.stats().processes == 1
 
     def test_the_background_survives_the_time_limit_of_another(self, box: Sandbox) -> None:
-        pid = box.exec_background(["sleep", "60"], log="log")
+        box.exec_background(["sleep", "60"], log="log")
         assert box.exec(["sleep", "60"], timeout_s=0.3).timed_out
-        assert box.poll(pid) is None and box.stats().processes == 1
+        assert box.stats().processes == 1
 
-
-class TestBackground:
-    def test_life_of_a_command(self, box: Sandbox) -> None:
-        pid = box.exec_background(["bash", "-c", "echo begun; read < fifo-or-not; echo never; exit 4"], log="out/log")
-        while (code := box.poll(pid)) is None:
+    def test_life_of_a_background_command(self, box: Sandbox) -> None:
+        pid = box.exec_background(["bash", "-c", "echo begun; read < fifo-or-not; echo never"], log="out/log")
+        while box.stats().processes:
             time.sleep(0.01)
-        assert code == 4 and b"begun\n" in box.read("out/log")
-
-    def test_ending_it_ends_its_children(self, box: Sandbox) -> None:
-        pid = box.exec_background(["bash", "-c", "sleep 60 & sleep 61"], log="log")
-        while box.stats().processes < 3:
-            time.sleep(0.01)
-        box.end(pid)
-        assert box.stats().processes == 0 and box.poll(pid) == 137
-
-    def test_an_unknown_one_is_an_error(self, box: Sandbox) -> None:
-        for asked in (box.poll, box.end):
-            with pytest.raises(KeyError):
-                asked(1)
-            with pytest.raises(KeyError):
-                asked(99_999)
+        assert b"begun\n" in box.read("out/log") and box.exec(["kill", "-0", str(pid)]).exit_code
 
 
 class TestFiles:
@@ -308,13 +272,13 @@ class TestFilesUnderAttack:
     def test_a_log_is_a_file(self, box: Sandbox) -> None:
         """Somebody swaps it for a pipe that nobody reads while a command is started."""
         swap = "mkfifo p; while :; do ln -sf p log; rm -f log; ln p log; rm -f log; done"
-        pid = box.exec_background(["bash", "-c", swap], log="other")
+        box.exec_background(["bash", "-c", swap], log="other")
         for _ in range(50):
             try:
                 box.exec_background(["true"], log="log")
             except OSError:
                 pass
-        box.end(pid)
+        box.end_all()
         assert shell(box, "echo on") == "on"
 
 
@@ -336,11 +300,11 @@ class TestStop:
             assert box.exec(["echo", "y"]).stdout == b"y\n"
 
     def test_the_background_goes_on(self, box: Sandbox) -> None:
-        pid, stop = box.exec_background(["sleep", "55"], log="log"), threading.Event()
+        box.exec_background(["sleep", "55"], log="log")
+        stop = threading.Event()
         stop.set()
         assert box.exec(["sleep", "44"], stop=stop).stopped
-        assert box.poll(pid) is None
-        box.end(pid)
+        assert box.stats().processes == 1
 
 
 class TestFolders:

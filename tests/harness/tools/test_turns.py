@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox import open_backend, toolchain
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.harness.sandbox.toolchain import programs
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet, rates
@@ -132,5 +131,5 @@ def test_programs_of_a_private_folder_are_not_open_to_all(tmp_path: Path) -> Non
     program = tmp_path / "rg"
     program.write_bytes(b"\x7fELF")
     program.chmod(0o755)
-    assert programs.is_elf(str(program)) and not programs.open_to_all(str(program))
-    assert programs.open_to_all("/usr/bin/env")
+    assert toolchain.is_elf(str(program)) and not toolchain.open_to_all(str(program))
+    assert toolchain.open_to_all("/usr/bin/env")

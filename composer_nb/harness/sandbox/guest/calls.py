@@ -9,7 +9,7 @@ Part of the resident program (`program.py`). A sandbox that serves calls serves 
   left in its namespace. One worker is prepared ahead of need.
 
 A request is a frame {"do": "call", "size": n} followed by n bytes of JSON that only the worker reads. The answer is a frame
-{"end": why, "cpu_s": seconds} with the bytes the worker wrote, which nobody trusts: "ready NONCE", then a line
+{"answer": why it ended} with the bytes the worker wrote, which nobody trusts: "ready NONCE", then a line
 "NONCE [status, text]" for each argument, or "failed WHY" if no agent code ran.
 
 Covers Linux on x86_64 and aarch64. Does not cover a worker's lies about its results: it runs in one process with the agent's
@@ -358,10 +358,9 @@ class Caller:
         """
         why, used = watch(pid, source, self.limits, self.buffer)
         os.close(source)
-        _, status, usage = os.wait4(pid, 0)
+        _, status = os.waitpid(pid, 0)
         end = why if why != "exit" else "finished" if status == 0 else "died"
-        answer = memoryview(self.buffer)[:used]
-        send_frame(1, {"end": end, "cpu_s": round(usage.ru_utime + usage.ru_stime, 6)}, answer)
+        send_frame(1, {"answer": end}, memoryview(self.buffer)[:used])
         in_step = self.buffer.startswith(b"ready ")
         self.buffer[:used] = bytes(used)
         return in_step

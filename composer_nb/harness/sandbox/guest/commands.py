@@ -6,10 +6,10 @@ Part of the resident program (`guest/program.py`), which is the first process he
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import select
 import signal
+import subprocess
 import time
 import typing
 
@@ -20,7 +20,6 @@ DRAIN_S = 0.1  # how long output is awaited from processes that a command left b
 KILL_S = 2.0  # how long a tree may take to end
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 HOST = 0  # the descriptor on which the host asks
-KEPT_DEAD = 1000  # exit codes of background commands that are remembered
 
 
 class Unstartable(OSError):
@@ -53,12 +52,6 @@ class Kept:
         return self.total > self.first + self.last
 
 
-def _ended(code: int, out: bytes, err: bytes, **facts: typing.Any) -> tuple[Header, bytes]:
-    """The answer to a command that has ended."""
-    usual = {"truncated": False, "timed_out": False, "stopped": False, "duration_s": 0.0}
-    return {"exit_code": code, "sizes": [len(out), len(err)], **usual, **facts}, out + err
-
-
 class Commands:
     """Everything that runs in the sandbox besides this program."""
 
@@ -70,8 +63,8 @@ class Commands:
         usual = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
         self.environment = {**usual, **environment, "HOME": files.root}
         self.environment["PATH"] += ":" + programs if programs else ""
-        self.ended: dict[int, int] = {}  # pid -> exit code, of what was started here
         self.running: set[int] = set()
+        self.awaited, self.code = 0, 0  # the command in the foreground, and its exit code once it has ended
         self.ticks = os.sysconf("SC_CLK_TCK")
 
     def reap(self) -> None:
@@ -87,121 +80,85 @@ class Commands:
                 return
             if pid == 0:
                 return
-            if pid in self.running:
-                self.running.discard(pid)
-                self.ended[pid] = os.waitstatus_to_exitcode(status)
-                while len(self.ended) > KEPT_DEAD:
-                    del self.ended[next(iter(self.ended))]
+            self.running.discard(pid)
+            if pid == self.awaited:
+                self.code = os.waitstatus_to_exitcode(status)
 
-    def start(
-        self, command: typing.Sequence[str], cwd: str, env: Header, streams: typing.Sequence[int], deadline: float
-    ) -> int:
-        """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none.
+    def start(self, asked: Header, streams: typing.Sequence[int]) -> int:
+        """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none."""
+        command = asked["command"]
+        folder = open_beneath(self.files.fd, self.files.inner(asked["cwd"]), os.O_RDONLY | os.O_DIRECTORY)
 
-        TimeoutError when it could not be executed until `deadline`: a lease on its file can hold that up.
-        """
-        folder = open_beneath(self.files.fd, self.files.inner(cwd), os.O_RDONLY | os.O_DIRECTORY)
-        told, tell = os.pipe()
+        def prepare() -> None:
+            os.nice(self.nice)  # the resident program must get its turn among many that spin
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.fchdir(folder)
+
         try:
             for left in (1, 0):
                 try:
-                    pid = os.fork()
+                    process = subprocess.Popen(
+                        command,
+                        stdin=streams[0],
+                        stdout=streams[1],
+                        stderr=streams[2],
+                        env={**self.environment, **asked["env"]},
+                        preexec_fn=prepare,
+                        start_new_session=True,
+                    )
                     break
                 except BlockingIOError:  # no process is left: orphans of earlier commands have to go
                     if not left or not self.end(0, 0):
                         text = "no process can be started: the limit of processes is reached"
                         raise refuse(errno.EAGAIN, text) from None
-            if pid == 0:
-                self._become(command, folder, env, streams, tell)
+                except (OSError, ValueError) as error:
+                    code = getattr(error, "errno", None) or errno.EINVAL
+                    raise Unstartable(code, command[0][:200] + ": " + os.strerror(code)) from error
         finally:
             os.close(folder)
-            os.close(tell)
-        poller = select.poll()
-        poller.register(told, select.POLLIN)
-        in_time = poller.poll(max(1000 * (deadline - time.monotonic()), 0))
-        if not in_time:
-            os.kill(pid, signal.SIGKILL)
-        failure = os.read(told, 4096)
-        os.close(told)
-        if not in_time:
-            os.waitpid(pid, 0)
-            raise TimeoutError(errno.ETIMEDOUT, "it was not executed in time")
-        if failure:
-            os.waitpid(pid, 0)
-            code, _, text = failure.decode("utf-8", "replace").partition(" ")
-            raise Unstartable(int(code), text)
-        self.running.add(pid)
-        return pid
+        process.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
+        self.running.add(process.pid)
+        return process.pid
 
-    def _become(
-        self, command: typing.Sequence[str], folder: int, env: Header, streams: typing.Sequence[int], tell: int
-    ) -> typing.NoReturn:
-        try:
-            os.setsid()
-            os.nice(self.nice)  # the resident program must get its turn among many that spin
-            for name in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT, signal.SIGXFSZ):
-                signal.signal(name, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            os.fchdir(folder)
-            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (*streams, tell)]
-            for number, fd in enumerate(high[:3]):
-                os.dup2(fd, number)
-            os.dup2(high[3], 3, inheritable=False)
-            os.closerange(4, 4096)
-            tell = 3
-            os.execvpe(command[0], list(command), {**self.environment, **env})
-        except BaseException as error:  # the other side of a fork: the parent gets the reason
-            code = getattr(error, "errno", None) or errno.EINVAL
-            os.write(tell, (str(code) + " " + command[0][:200] + ": " + os.strerror(code)).encode("utf-8", "replace"))
-        os._exit(127)
-
-    def run(self, header: Header, stdin: memoryview) -> tuple[Header, bytes]:
+    def run(self, asked: Header, stdin: memoryview) -> tuple[Header, bytes]:
         """Run a command to its end or its limit."""
         begin, since = time.monotonic(), self.now()
-        deadline = begin + header["timeout_s"]
         out, err = os.pipe(), os.pipe()
         feed = os.pipe() if len(stdin) else (os.open("/dev/null", os.O_RDONLY), None)
-        here = [fd for fd in (out[0], err[0], feed[1]) if fd is not None]
+        kept = {fd: Kept(asked["output_bytes"]) for fd in (out[0], err[0])}
+        cut, pid = "", 0
         try:
-            streams = (feed[0], out[1], err[1])
-            pid = self.start(header["command"], header["cwd"], header["env"], streams, deadline)
+            pid = self.awaited = self.start(asked, (feed[0], out[1], err[1]))
         except BaseException as error:
-            for fd in here:
-                os.close(fd)
-            if isinstance(error, TimeoutError):
-                return _ended(137, b"", b"", timed_out=True)
+            for fd in (out[0], err[0], feed[1]):
+                if fd is not None:
+                    os.close(fd)
             if not isinstance(error, Unstartable):
                 raise
-            code = 127 if error.errno == errno.ENOENT else 126
-            return _ended(code, b"", (error.strerror or str(error)).encode() + b"\n")
+            self.code = 127 if error.errno == errno.ENOENT else 126
+            kept[err[0]].add(((error.strerror or "") + "\n").encode("utf-8", "replace"))
         finally:
             for fd in (feed[0], out[1], err[1]):
                 os.close(fd)
-        kept = {fd: Kept(header["output_bytes"]) for fd in (out[0], err[0])}
-        cut = self._follow(pid, kept, feed[1], stdin, deadline)
-        if cut:
-            self.end(pid, since)
-        code = self.ended.pop(pid, -9)
+        if pid:
+            self.code = -signal.SIGKILL  # until it is known to have ended otherwise
+            cut = self._follow(pid, kept, feed[1], stdin, begin + asked["timeout_s"])
+            if cut:
+                self.end(pid, since)
         texts = [stream.text() for stream in kept.values()]
-        return _ended(
-            code if code >= 0 else 128 - code,
-            *texts,
-            timed_out=cut == "timed_out",
-            stopped=cut == "stopped",
-            truncated=any(stream.truncated for stream in kept.values()),
-            duration_s=time.monotonic() - begin,
-        )
+        facts = {
+            "exit_code": self.code if self.code >= 0 else 128 - self.code,
+            "stdout_bytes": len(texts[0]),
+            "truncated": any(stream.truncated for stream in kept.values()),
+            "timed_out": cut == "timed_out",
+            "stopped": cut == "stopped",
+            "duration_s": time.monotonic() - begin,
+        }
+        return facts, b"".join(texts)
 
-    def _follow(
-        self,
-        pid: int,
-        kept: dict[int, Kept],
-        feed: int | None,
-        data: memoryview,
-        deadline: float,
-    ) -> str:
+    def _follow(self, pid: int, kept: dict[int, Kept], feed: int | None, data: memoryview, deadline: float) -> str:
         """Move a command's streams until it ends: "", or before that when its time was up ("timed_out") or when the host
-        wanted it so ("stopped")."""
+        asked for it ("stopped")."""
         poller = select.poll()
         left = set(kept)
         for fd in (*left, self.wake, HOST):
@@ -221,14 +178,12 @@ class Commands:
                 elif fd == HOST:
                     cut = self._told_to_stop()
                 elif fd == feed:
-                    written = 0
                     try:
-                        written = os.write(fd, data[: 1 << 16])
+                        data = data[os.write(fd, data[: 1 << 16]) :]
                     except BlockingIOError:
                         continue
                     except BrokenPipeError:
                         data = data[:0]
-                    data = data[written:]
                     if not data or what & (select.POLLERR | select.POLLHUP):
                         poller.unregister(fd)
                         os.close(fd)
@@ -246,27 +201,28 @@ class Commands:
         return cut
 
     def _told_to_stop(self) -> str:
-        """Takes a frame that came while a command runs: the host sends no other then. Without a host all ends."""
+        """Take a frame that came while a command runs: the host sends no other then. Without a host all ends."""
         try:
             read_exactly(HOST, int.from_bytes(read_exactly(HOST, 4), "big"))
         except EOFError:
-            self.end_all()
-            os._exit(0)
+            try:
+                self.end_all()
+            finally:
+                os._exit(0)
         return "stopped"
 
     def now(self) -> int:
-        """The clock tick since boot; processes note in which they began."""
+        """Return the clock tick since boot; processes note in which they began."""
         return int(time.clock_gettime(time.CLOCK_BOOTTIME) * self.ticks)
 
     def end(self, root: int, since: int) -> bool:
-        """Kill a command, its descendants and all orphans that began since then. False when there was nothing to kill.
+        """Kill a command, its descendants and all orphans that began since then. Return False when there was nothing to kill.
 
         Raises OSError when something is left after KILL_S.
         """
         deadline = time.monotonic() + KILL_S
-        killed: set[tuple[int, int]] = (
-            set()
-        )  # (pid, tick of start): what was below another may be an orphan before it is dead
+        # (pid, tick of start): what was below another may be an orphan before it is dead
+        killed: set[tuple[int, int]] = set()
         while doomed := self.members(root, since, killed):
             signal_all(doomed, signal.SIGSTOP)  # what is stopped forks no more
             doomed |= self.members(root, since, killed)
@@ -282,8 +238,8 @@ class Commands:
         return bool(killed)
 
     def members(self, root: int, since: int, killed: set[tuple[int, int]]) -> set[tuple[int, int]]:
-        """(pid, tick of start) of living processes that belong to a command: below it, below an orphan that began since, or
-        below what was killed already."""
+        """Return (pid, tick of start) of living processes that belong to a command: below it, below an orphan that began since,
+        or below what was killed already."""
         me, found = os.getpid(), []
         children: dict[int, list[tuple[int, int]]] = {}
         for pid, parent, start in processes():
@@ -296,16 +252,21 @@ class Commands:
         return set(found)
 
     def end_all(self) -> None:
-        """Kill everything; where this is the first process of a namespace the kernel would do it, elsewhere nobody."""
+        """Kill everything. Where this is the first process of a namespace the kernel would do it, elsewhere nobody.
+
+        Raises OSError when something is left after KILL_S.
+        """
         deadline = time.monotonic() + KILL_S
-        while (doomed := self.all()) and time.monotonic() < deadline:
+        while doomed := self.all():
             signal_all(doomed, signal.SIGSTOP)
             signal_all(doomed, signal.SIGKILL)
             self.reap()
+            if time.monotonic() > deadline:
+                raise refuse(errno.EBUSY, "processes that were killed are still there")
             time.sleep(0.001)
 
     def all(self) -> set[tuple[int, int]]:
-        """(pid, tick of start) of living processes below this one."""
+        """Return (pid, tick of start) of living processes below this one."""
         me = os.getpid()
         return {(pid, start) for pid, start in self.members(me, 1 << 62, set()) if pid != me}
 

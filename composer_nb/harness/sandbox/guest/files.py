@@ -94,8 +94,8 @@ class Files:
             fd = below
         return fd
 
-    def entries(self, path: str) -> list[list[typing.Any]]:
-        """[name, kind, size, permissions] of what is in a folder, by name."""
+    def entries(self, path: str) -> list[Header]:
+        """Return what is in a folder, by name."""
         folder, found = open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_DIRECTORY), []
         try:
             for name in sorted(os.listdir(folder)):
@@ -104,7 +104,8 @@ class Files:
                 except FileNotFoundError:
                     continue  # gone meanwhile
                 kind = KINDS.get(stat.S_IFMT(status.st_mode), "other")
-                found.append([name, kind, status.st_size, stat.S_IMODE(status.st_mode)])
+                mode = stat.S_IMODE(status.st_mode)
+                found.append({"name": name, "kind": kind, "size": status.st_size, "mode": mode})
         finally:
             os.close(folder)
         return found
@@ -175,8 +176,8 @@ class Files:
             finally:
                 os.close(folder)
 
-    def pack(self, most: int, links: bool) -> tuple[Header, bytes]:
-        """A tar archive of the workspace: regular files, and with `links` folders and symbolic links too."""
+    def pack(self, most: int, links: bool) -> tuple[str, bytes]:
+        """Return a digest and a tar archive of the workspace: regular files, and with `links` folders and symbolic links too."""
         out, total, facts = io.BytesIO(), 0, []
         with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for path, status, folder, name in self.walk():
@@ -199,7 +200,7 @@ class Files:
                 if out.tell() > most + HEADERS:
                     raise refuse(errno.EFBIG, f"the files and their names are more than {most + HEADERS} bytes")
         digest = hashlib.sha256(json.dumps(sorted(facts)).encode("utf-8", "surrogateescape")).hexdigest()
-        return {"digest": digest}, out.getvalue()
+        return digest, out.getvalue()
 
     def _content(self, name: str, folder: int, most: int) -> bytes | None:
         """What is in a file; None for one that can not be opened. Raises OSError for too much."""
@@ -238,7 +239,7 @@ class Files:
             os.fchmod(fd, mode)
             os.close(fd)
 
-    def count(self) -> Header:
+    def count(self) -> tuple[int, int]:
         """Return the bytes and inodes in use."""
         if os.stat(self.root).st_dev != os.stat(os.path.dirname(self.root)).st_dev:
             usage = os.statvfs(self.root)
@@ -246,7 +247,7 @@ class Files:
         else:
             found = [status for _, status, _, _ in self.walk()]
             size, inodes = sum(status.st_blocks * 512 for status in found), len(found) + 1
-        return {"disk_bytes": size, "inodes": inodes}
+        return size, inodes
 
 
 def clock(ns: int) -> int:

@@ -9,8 +9,8 @@ inside the sandbox; they use the standard library alone and never import the res
   It never runs what an agent wrote. A sandbox costs a fork then, where a new interpreter would cost twenty times as much.
 
 Frames in both directions: 4 bytes of length (big-endian), a JSON header in one line, a newline, a payload. One request is
-answered at a time, in order; only that a command shall stop is said while it runs, and has no answer of its own. Headers of
-answers have "error": [errno, text] where a request failed.
+answered at a time, in order; only a request to stop a command comes while it runs, and has no answer of its own. The header of
+an answer is {"answer": facts}, or {"error": [errno, text]} where the request failed.
 
 Commands run as the same user, without capabilities or new privileges, under a system call filter. They are ended as a tree:
 the descendants of a command and all orphans that began after it.
@@ -33,8 +33,6 @@ import signal
 import socket
 import stat
 import struct
-import sys
-import time
 import typing
 
 from composer_nb.harness.sandbox.guest.calls import Caller
@@ -60,24 +58,30 @@ from composer_nb.harness.sandbox.system.linux import (
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Missing(Exception):
-    """No command of this number was started here."""
-
-
 class Resident:
     """Answers requests until its input ends."""
 
     def __init__(self, settings: Header) -> None:
-        self.wake, note = os.pipe()
-        for fd in (self.wake, note):
-            os.set_blocking(fd, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(note, warn_on_full_buffer=False)
-        self.files = Files(settings["workspace"], settings["disk_bytes"])
-        self.commands = Commands(self.files, self.wake, settings["nice"], settings["programs"], settings["environment"])
+        self.wake = child_alarm()
+        files = self.files = Files(settings["workspace"], settings["disk_bytes"])
+        commands = Commands(files, self.wake, settings["nice"], settings["programs"], settings["environment"])
+        self.commands = commands
+        # What can be asked, and what answers: the facts of an answer, or a pair of facts and data.
+        self.requests: dict[str, typing.Callable[[Header, memoryview], typing.Any]] = {
+            "exec": commands.run,
+            "background": lambda asked, _: self.start(asked),
+            "end_all": lambda asked, _: commands.end_all(),
+            "read": lambda asked, _: (None, files.read(asked["path"], asked["offset"], asked["max_bytes"])),
+            "write": lambda asked, data: files.write(asked["path"], data, asked["mode"]),
+            "entries": lambda asked, _: files.entries(asked["path"]),
+            "remove": lambda asked, _: files.remove(asked["path"]),
+            "pack": lambda asked, _: files.pack(asked["max_bytes"], asked["links"]),
+            "unpack": lambda asked, data: files.unpack(data),
+            "stats": lambda asked, _: [len(commands.all()), *files.count()],
+        }
 
     def serve(self) -> None:
-        send_frame(1, {"ready": True, "pid": os.getpid(), "uid": os.getuid(), "python": sys.version.split()[0]})
+        send_frame(1, {"ready": True})
         poller = select.poll()
         poller.register(0, select.POLLIN)
         poller.register(self.wake, select.POLLIN)
@@ -93,39 +97,22 @@ class Resident:
                     self.commands.end_all()
                     return
                 cut = bytes(body).index(b"\n")
-                header = json.loads(bytes(body[:cut]))
-                if header["do"] != "stop":  # of a command that has ended meanwhile: it was answered
-                    self.answer(header, body[cut + 1 :])
+                asked = json.loads(bytes(body[:cut]))
+                if asked["do"] != "stop":  # of a command that has ended meanwhile: it was answered
+                    self.answer(asked, body[cut + 1 :])
 
-    def answer(self, header: Header, payload: memoryview) -> None:
+    def answer(self, asked: Header, payload: memoryview) -> None:
+        data = b""
         try:
-            answer = self.requests()[header["do"]](header, payload)
-            facts, data = answer if isinstance(answer, tuple) else (answer or {}, b"")
+            answer = self.requests[asked["do"]](asked, payload)
+            if isinstance(answer, tuple):
+                answer, data = answer
+            facts = {"answer": answer}
         except OSError as error:
-            facts, data = {"error": [error.errno or errno.EIO, error.strerror or str(error)]}, b""
-        except Missing as error:
-            facts, data = {"missing": str(error)}, b""
+            facts = {"error": [error.errno or errno.EIO, error.strerror or str(error)]}
         except Exception as error:  # process boundary: what runs here must not be able to end this program
-            facts, data = {"error": [errno.EIO, type(error).__name__ + ": " + str(error)[:300]]}, b""
+            facts = {"error": [errno.EIO, type(error).__name__ + ": " + str(error)[:300]]}
         send_frame(1, facts, data)
-
-    def requests(self) -> dict[str, typing.Callable[[Header, memoryview], typing.Any]]:
-        """What can be asked, and what answers: the facts of an answer, or a pair of facts and data."""
-        files, commands = self.files, self.commands
-        return {
-            "exec": commands.run,
-            "background": lambda asked, _: {"pid": self.start(asked)},
-            "poll": lambda asked, _: {"exit_code": self.exit_code(asked["pid"])},
-            "end": lambda asked, _: self.end(asked["pid"]),
-            "end_all": lambda asked, _: self.end_all(),
-            "read": lambda asked, _: ({}, files.read(asked["path"], asked["offset"], asked["max_bytes"])),
-            "write": lambda asked, data: files.write(asked["path"], data, asked["mode"]),
-            "entries": lambda asked, _: {"entries": files.entries(asked["path"])},
-            "remove": lambda asked, _: files.remove(asked["path"]),
-            "pack": lambda asked, _: files.pack(asked["max_bytes"], asked["links"]),
-            "unpack": lambda asked, data: files.unpack(data),
-            "stats": lambda asked, _: {"processes": len(commands.all()), **files.count()},
-        }
 
     def start(self, asked: Header) -> int:
         """Start a command in the background and return its pid."""
@@ -134,33 +121,21 @@ class Resident:
         log = open_beneath(self.files.fd, self.files.inner(asked["log"]), flags)
         try:
             if not stat.S_ISREG(os.fstat(log).st_mode):
-                raise OSError(errno.EINVAL, asked["log"] + ": not a regular file")
+                raise refuse(errno.EINVAL, asked["log"] + ": not a regular file")
             with open("/dev/null", "rb") as nothing:
-                streams, deadline = (nothing.fileno(), log, log), time.monotonic() + asked["start_s"]
-                return self.commands.start(asked["command"], asked["cwd"], asked["env"], streams, deadline)
+                return self.commands.start(asked, (nothing.fileno(), log, log))
         finally:
             os.close(log)
 
-    def exit_code(self, pid: int) -> typing.Optional[int]:  # noqa: UP045
-        self.commands.reap()
-        if pid in self.commands.running:
-            return None
-        if pid not in self.commands.ended:
-            raise Missing(str(pid))
-        code = self.commands.ended[pid]
-        return code if code >= 0 else 128 - code
 
-    def end(self, pid: int) -> None:
-        if pid not in self.commands.running and pid not in self.commands.ended:
-            raise Missing(str(pid))
-        if pid in self.commands.running:
-            # What a background command left as orphans is told from other orphans by nothing: they stay.
-            self.commands.end(pid, self.commands.now() + (1 << 40))
-
-    def end_all(self) -> None:
-        self.commands.end_all()
-        if self.commands.all():
-            raise refuse(errno.EBUSY, "processes that were killed are still there")
+def child_alarm() -> int:
+    """Return a descriptor that can be read once a child has ended."""
+    wake, note = os.pipe()
+    for fd in (wake, note):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    return wake
 
 
 def confine(settings: Header) -> None:
@@ -176,14 +151,13 @@ def confine(settings: Header) -> None:
         hard = resource.getrlimit(kind)[1]
         most = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (most, most))
-    if (
-        settings["filter"] and not settings["calls"]
-    ):  # workers, which calls need, are made by namespaces and have their own
+    # Workers, which calls need, are made by namespaces and have a filter of their own.
+    if settings["filter"] and not settings["calls"]:
         install_filter(base64.b64decode(settings["filter"]))
 
 
 def furnish(settings: Header, layout: Header) -> None:
-    """Build this sandbox's root, of files that no other sandbox has, and enter it. `layout` as from `Layout.plans`.
+    """Build this sandbox's root, of files that no other sandbox has, and enter it. `layout` comes from `Layout.plans`.
 
     Locks and watches belong to a file, so two sandboxes with one file in common could signal to each other by them, and keep
     each other waiting. An overlay gives every sandbox files of its own over the same contents. Devices cannot be overlaid.
@@ -235,7 +209,7 @@ def furnish(settings: Header, layout: Header) -> None:
 
 
 def hide_counters(new: str, known: str, layout: Header) -> None:
-    """Cover what /proc tells of the whole machine."""
+    """Cover the files of /proc that describe the whole machine."""
     bind = 4096
     for name in os.listdir(new + "/proc"):
         place = new + "/proc/" + name
@@ -263,12 +237,7 @@ def zygote(layouts: Header) -> None:
 
     The lifeline is closed here when everything in the sandbox has ended, and closed there to make it end.
     """
-    control = socket.socket(fileno=0)
-    wake, note = os.pipe()
-    for fd in (wake, note):
-        os.set_blocking(fd, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    control, wake = socket.socket(fileno=0), child_alarm()
     poller = select.poll()
     poller.register(control, select.POLLIN)
     poller.register(wake, select.POLLIN)
@@ -323,7 +292,7 @@ def _bury(wake: int, poller: select.poll, lifelines: dict[int, int]) -> None:
 
 
 def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, most: int) -> typing.NoReturn:
-    """The first process of a new sandbox. `most`: the highest descriptor."""
+    """Become the first process of a new sandbox. `most`: the highest descriptor."""
     try:
         signal.set_wakeup_fd(-1)
         os.dup2(channel, 0)
@@ -337,9 +306,9 @@ def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, mo
     os._exit(0)
 
 
-def main(told: str) -> None:
-    """`told`: settings as JSON (`bundle.resident_settings`, or {"role": "zygote", "layouts": …})."""
-    settings = json.loads(told)
+def main(text: str) -> None:
+    """Run with settings as JSON (`bundle.resident_settings`, or {"role": "zygote", "layouts": …})."""
+    settings = json.loads(text)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if settings["role"] == "zygote":
         zygote(settings["layouts"])

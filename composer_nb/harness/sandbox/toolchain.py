@@ -1,0 +1,162 @@
+"""Programs of this machine that a sandbox is shown read-only: a Python interpreter, search tools, pytest.
+
+`bwrap` binds them, the host image of `docker` holds them, `process` puts a folder of links on the path. An image of somebody
+else's has what its makers put in.
+
+So that an agent can run tests, there are also `python` and `pytest`, and pytest's modules in one file (TESTING), which Python
+imports from where PYTHONPATH names it: the terminal does (`tools/toolset.py`), a grade does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+from composer_nb.harness.sandbox.contract import SandboxUnavailable
+
+MIN_PYTHON = (3, 9)
+MANAGERS = {"apt-get": "install -y", "dnf": "install -y", "pacman": "-S", "apk": "add", "zypper": "install"}
+PACKAGES = {"rg": "ripgrep", "ruff": "ruff"}
+"""Program -> its name in package managers."""
+TESTING = "pytest.zip"
+PLACE = "/usr/local/bin"
+"""Folder of these programs in a sandbox."""
+MODULES = ("pytest", "pluggy", "iniconfig", "packaging")
+OLD_MODULES = ("exceptiongroup", "tomli")
+"""Packages that pytest needs on Python 3.10 and older: taken along if they are installed here."""
+WITH_VERSION = ("pytest", "pluggy")
+"""Packages whose versions pytest looks up to print its own."""
+LONG_AGO = (1980, 1, 1, 0, 0, 0)
+STAND_INS = {
+    "pygments": "from pygments import util\ndef highlight(code, lexer, formatter):\n    return code\n",
+    "pygments.util": "class ClassNotFound(ValueError):\n    pass\nclass OptionError(Exception):\n    pass\n",
+    "pygments.formatters": "",
+    "pygments.formatters.terminal": "class TerminalFormatter:\n    pass\n",
+    "pygments.lexer": "class Lexer:\n    pass\n",
+    "pygments.lexers": "",
+    "pygments.lexers.diff": "class DiffLexer:\n    pass\n",
+    "pygments.lexers.python": "class PythonLexer:\n    pass\n",
+}
+"""Stand-ins for the modules of pygments, which pytest imports to colour what it prints."""
+
+
+def install_hint(program: str = "bubblewrap") -> str:
+    """Return the line that installs `program` with the package manager found here."""
+    found = next((name for name in MANAGERS if shutil.which(name)), None)
+    return f"{found} {MANAGERS[found]} {program}" if found else f"install {program} with your package manager"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """A Python of the host and what it needs to run elsewhere."""
+
+    path: str
+    """The real file."""
+    directories: tuple[str, ...]
+    """Standard library and shared libraries."""
+
+    @classmethod
+    def find(cls) -> Interpreter:
+        """Return the system's python3, else the base of the running one. Raises SandboxUnavailable."""
+        own = [f"{sys.base_prefix}/bin/{name}" for name in (f"python3.{sys.version_info.minor}", "python3")]
+        for candidate in filter(os.path.exists, ("/usr/bin/python3", *own)):
+            if found := cls._inspect(os.path.realpath(candidate)):
+                return found
+        raise SandboxUnavailable(f"no Python >= 3.9 for the sandbox: {install_hint('python3')}")
+
+    @classmethod
+    def _inspect(cls, path: str) -> Interpreter | None:
+        command = [path, "-I", "-S", "-c", _INSPECT]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={}, check=False)
+        if done.returncode:
+            return None
+        facts = json.loads(done.stdout)
+        if tuple(facts["version"]) < MIN_PYTHON:
+            return None
+        kept: list[str] = []
+        for directory in sorted(facts["directories"], key=len):
+            if not any(directory == k or directory.startswith(k + "/") for k in kept):
+                kept.append(directory)
+        return cls(path=path, directories=tuple(kept))
+
+
+_INSPECT = """
+import sys, os, json, sysconfig, ctypes, zlib, hashlib
+mapped = {line.split()[-1] for line in open("/proc/self/maps")}
+directories = {os.path.dirname(name) for name in mapped if ".so" in name}
+directories |= {os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib")}
+print(json.dumps({"version": sys.version_info[:2], "directories": sorted(directories)}))
+"""
+
+
+def host_programs() -> dict[str, str]:
+    """Return name -> real file of the programs in this Python's environment, else on the PATH. Scripts are left out."""
+    found = {name: shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) for name in PACKAGES}
+    real = {name: os.path.realpath(path) for name, path in found.items() if path}
+    return {name: path for name, path in real.items() if is_elf(path)}
+
+
+@functools.cache
+def made_programs() -> dict[str, bytes]:
+    """Return name -> content of the programs that are made here. Without pytest where it is not installed."""
+    made = {"python": b'#!/bin/sh\nexec python3 "$@"\n'}
+    try:
+        modules = pytest_modules()
+    except SandboxUnavailable:
+        return made
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as held:
+        for name, (_, package, text) in sorted(modules.items()):
+            path = name.replace(".", "/") + ("/__init__.py" if package else ".py")
+            held.writestr(zipfile.ZipInfo(path, LONG_AGO), text)
+        for name in WITH_VERSION:
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version(name)}\n"
+            held.writestr(zipfile.ZipInfo(f"{name}-{version(name)}.dist-info/METADATA", LONG_AGO), text)
+    return made | {"pytest": b'#!/bin/sh\nexec python3 -m pytest "$@"\n', TESTING: archive.getvalue()}
+
+
+def pytest_modules() -> dict[str, tuple[str, bool, str]]:
+    """Return module name -> (path to show, whether it is a package, text) of pytest. Raises SandboxUnavailable without pytest."""
+    found: dict[str, tuple[str, bool, str]] = {}
+    for name, text in STAND_INS.items():
+        package = any(other.startswith(name + ".") for other in STAND_INS)
+        found[name] = (f"/kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py", package, text)
+    for needed in (*MODULES, *OLD_MODULES):
+        try:
+            listed = distribution(needed)
+        except PackageNotFoundError:
+            if needed in OLD_MODULES:
+                continue
+            raise SandboxUnavailable(f"{needed} is not installed on this side: pip install pytest") from None
+        for file in listed.files or ():
+            if file.suffix == ".py" and ".." not in file.parts:
+                *above, last = file.with_suffix("").parts
+                name = ".".join(above if last == "__init__" else [*above, last])
+                text = Path(str(listed.locate_file(file))).read_text(encoding="utf-8")
+                found[name] = (f"/kit/{file.as_posix()}", last == "__init__", text)
+    return found
+
+
+def is_elf(path: str) -> bool:
+    if not os.access(path, os.R_OK):
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def open_to_all(path: str) -> bool:
+    """Return whether any user may run a file: it and all folders above it allow that."""
+    needed = stat.S_IROTH | stat.S_IXOTH
+    above = all(os.stat(folder).st_mode & stat.S_IXOTH for folder in Path(path).parents)
+    return above and os.stat(path).st_mode & needed == needed

@@ -1,1 +1,0 @@
-"""Programs of the host that a sandbox is shown: the interpreter, pytest, search tools."""
