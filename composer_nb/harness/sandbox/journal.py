@@ -5,14 +5,13 @@ Each `Journal` writes a file of its own, `<folder>/<pid>-<random>.jsonl`, which 
     {"event": "made", "kind": "process", "name": "4711", "mark": "86234", "run_id": …, "owner": {…}, "time": …}
     {"event": "gone", "kind": "process", "name": "4711", "mark": "86234"}
 
-Numbers and names are used again by others, so that each resource has a *mark*, which tells it from whatever has its name
-later: a process the clock tick in which it began, a cgroup its device and inode (which cgroups
-do not use again), or its name where that is random (OWN), a directory what a file in it says (inodes are used again at once),
-a container what a label of it says. The owner is a process, known by pid, tick, boot and pid namespace: a pid means nothing
-elsewhere.
+Others use numbers and names again, so each resource has a *mark*, which tells it from whatever has its name later: for a process
+the clock tick in which it began, for a cgroup its name, which is random (OWN), for a directory the text of a file in it (inodes
+are used again at once), for a container a label. The owner is a process, known by pid, tick, boot and pid namespace: a pid means
+nothing elsewhere.
 
 Covers Linux. Does not cover the moment between making a thing and noting it: what a run starts also ends with its parent.
-A container and a cgroup do not, so that they are noted before they are made, under the mark that they will have.
+A container and a cgroup do not, so they are noted before they are made, under the mark that they will have.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_nb.harness.sandbox.system.linux import lives, status_of
+from composer_nb.harness.sandbox.system.linux import lives, processes, status_of
 
 FOLDER = "journal"
-"""Where a run directory keeps its journals."""
+"""Folder of a run directory with its journals."""
 LABEL = ".composer_nb-journal"
 """The file that marks a directory."""
 WRITER = "COMPOSER_NB_DIRECTORY"
-"""Environment variable of processes that live for a directory alone, and may write there to their end: its mark. They and all
-that they start are ended before it is removed."""
+"""Environment variable with the mark of a directory, for processes that live for it alone and may write there to their end. They
+and all that they start are ended before it is removed."""
 OWN = "composer_nb-"
-"""How names begin that hold a random number and so are never used again: those of a sandbox's cgroups."""
+"""Prefix of names with a random number, which are never used again: those of a sandbox's cgroups."""
 
 Kind = Literal["container", "process", "cgroup", "directory"]
 
@@ -55,7 +54,7 @@ class Owner:
     host: str
     boot: str
     namespace: str
-    """Of the pid: `pid:[4026531836]`."""
+    """Namespace of the pid: `pid:[4026531836]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +72,17 @@ def started(pid: int) -> int | None:
     return int(fields[19]) if lives(fields) else None
 
 
+def below(root: int) -> list[tuple[int, int]]:
+    """Return (pid, clock tick of its start) of every living process below one."""
+    found, known = [(root, 0)], list(processes())
+    for above, _ in found:
+        found += [(pid, tick) for pid, parent, tick in known if parent == above]
+    return found[1:]
+
+
 def mark_of(kind: Kind, name: str) -> str | None:
-    """The mark of what now has this name; None when nothing has. Raises OSError where no Docker Engine tells of a container."""
+    """Return the mark of what now has this name; None when nothing has. Raises OSError for a container if no Docker Engine
+    answers."""
     if kind == "container":
         from composer_nb.harness.sandbox import engine
 
@@ -83,19 +91,16 @@ def mark_of(kind: Kind, name: str) -> str | None:
     if kind == "process":
         tick = started(int(name))
         return None if tick is None else str(tick)
-    if kind == "cgroup" and Path(name).name.startswith(OWN):
+    if kind == "cgroup":
         return Path(name).name if os.path.isdir(name) else None
     try:
-        if kind == "directory":
-            return _label(name)
-        status = os.lstat(name)
+        return _label(name)
     except OSError:
         return None
-    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _label(directory: str) -> str:
-    """Raises OSError where there is no directory, or none with a label; links are not followed."""
+    """Return a directory's label. Raises OSError where there is no directory, or none with a label; links are not followed."""
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fd = os.open(LABEL, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -134,8 +139,8 @@ class Journal:
         self._held: set[Resource] = set()
 
     def made(self, kind: Kind, name: str | int | Path, mark: str | None = None) -> Resource | None:
-        """Notes a thing that was just made, and labels it if it is a directory; None when it is gone already, as a process
-        may be. `mark`: of what is noted just before it is made, a container or a cgroup."""
+        """Note a thing that was just made, and label it if it is a directory; return None when it is gone already, as a process
+        may be. `mark`: for a container or a cgroup, which are noted just before they are made."""
         name = str(name)
         if kind == "directory":
             Path(name, LABEL).write_text(uuid.uuid4().hex)
@@ -150,7 +155,7 @@ class Journal:
         return resource
 
     def gone(self, resource: Resource | None) -> None:
-        """Notes that it was removed; removes the file when nothing is held any more."""
+        """Note that it was removed; remove the file when nothing is held any more."""
         if resource is None:
             return
         self._held.discard(resource)
@@ -162,7 +167,7 @@ class Journal:
 
 
 def append(file: Path, entry: dict[str, Any]) -> None:
-    """One line, in one write. Raises OSError with the file's name, and then nothing of the line is there."""
+    """Append one line, in one write. Raises OSError with the file's name, and then nothing of the line is there."""
     line = (json.dumps(entry) + "\n").encode()
     try:
         fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

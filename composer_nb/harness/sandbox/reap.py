@@ -1,9 +1,9 @@
-"""Ends what a killed run left on this machine: containers, processes, cgroups, directories, as its journals name them.
+"""End what a killed run left on this machine: containers, processes, cgroups, directories, as its journals name them.
 
-A thing is touched only if all of this holds: a journal names it, its owner is a process of this machine and pid namespace that
-is dead (or of an earlier boot of this machine), and what has its name now also has its mark (`journal.py`). Everything else is
-left alone and counted. Whatever was ended, or proved gone, is struck from the journal, so that the next time there is nothing
-to do. What can not be ended now, as a container while no Docker Engine answers, stays in the journal for the next time.
+`reap` touches a thing only if all of this holds: a journal names it, its owner is a process of this machine and pid namespace
+that is dead (or of an earlier boot of this machine), and what has its name now also has its mark (`journal.py`). Everything
+else is left alone and counted. Whatever was ended, or proved gone, is struck from the journal, so that the next time there is
+nothing to do. What cannot be ended now, as a container while no Docker Engine answers, stays in the journal for the next time.
 
 Covers Linux. Does not cover what a run writes into its own directory (`RunDir.clean` does).
 """
@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,16 +26,18 @@ from composer_nb.harness.sandbox.journal import (
     FOLDER,
     LABEL,
     WRITER,
+    Journal,
     Kind,
     Owner,
     Resource,
     append,
+    below,
     mark_of,
     mounts,
     started,
     this_process,
 )
-from composer_nb.harness.sandbox.system.linux import patience, processes
+from composer_nb.harness.sandbox.system.linux import patience
 
 PATIENCE_S = 5.0
 """Seconds that a killed process may take to end, more on a busy machine."""
@@ -47,20 +49,20 @@ FIELDS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """What `reap` did. Names are pids, paths, and those of containers."""
+    """Result of `reap`. Names are pids, paths, and those of containers."""
 
     containers: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
     cgroups: tuple[str, ...] = ()
     directories: tuple[str, ...] = ()
     kept: int = 0
-    """Things whose owner lives, or can not be seen from here (another machine, another container)."""
+    """Number of things whose owner lives, or cannot be seen from here (another machine, another container)."""
     failed: tuple[str, ...] = ()
-    """What could not be ended and why, a line each."""
+    """Things that could not be ended and why, a line each."""
 
 
 def reap(root: Path) -> Reaped:
-    """Ends what the journals of `root`, a run directory or a folder of them, name and no living process owns.
+    """End what the journals of `root`, a run directory or a folder of them, name and no living process owns.
 
     Raises FileNotFoundError when there is no such folder.
     """
@@ -76,7 +78,7 @@ def reap(root: Path) -> Reaped:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[bool]:
-    """Keeps other reapers away; False when the file is gone."""
+    """Keep other reapers away; yield False when the file is gone."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -94,12 +96,14 @@ def _reap_file(file: Path, found: dict[str, list[str]]) -> int:
     held, strange = _read(file)
     found["failed"] += strange
     left, kept = len(held) + len(strange), 0
-    for resource, owner in sorted(held.items(), key=lambda item: list(FIELDS).index(item[0].kind)):
+    for resource in _in_order(held):
+        owner = held[resource]
         if not is_dead(owner):
             kept += 1
             continue
+        lasting = resource.kind in ("container", "directory") or owner.boot == this_process().boot
         try:
-            if _end(resource, owner):
+            if lasting and end(resource):
                 found[FIELDS[resource.kind]].append(resource.name)
         except OSError as error:
             found["failed"].append(f"{resource.kind} {resource.name}: {error.strerror or error}")
@@ -112,13 +116,14 @@ def _reap_file(file: Path, found: dict[str, list[str]]) -> int:
 
 
 def _strike(file: Path, resource: Resource) -> None:
-    """Notes in the journal of a dead owner that a thing is gone, past a line that its death may have cut off."""
+    """Note in the journal of a dead owner that a thing is gone, past a line that its death may have cut off."""
     os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
     append(file, {"event": "gone", **asdict(resource)})
 
 
 def _read(file: Path) -> tuple[dict[Resource, Owner], list[str]]:
-    """What a journal says is held, by its owner, and which lines say nothing. A last one that was cut off is not counted."""
+    """Return the resources in a journal with their owners, and a complaint about each malformed line, but for a last one that was
+    cut off."""
     held: dict[Resource, Owner] = {}
     strange: list[str] = []
     for number, line in enumerate(file.read_bytes().decode("utf-8", "replace").split("\n")[:-1], 1):
@@ -137,21 +142,31 @@ def _read(file: Path) -> tuple[dict[Resource, Owner], list[str]]:
 
 
 def is_dead(owner: Owner) -> bool:
-    """Whether an owner certainly lives no more; False also where that can not be known from here."""
+    """Return whether an owner certainly lives no more; False also where that cannot be known from here."""
     here = this_process()
     if owner.boot != here.boot:
         return owner.host == here.host  # this machine has started anew since
     return owner.namespace == here.namespace and started(owner.pid) != owner.started
 
 
-def _end(resource: Resource, owner: Owner) -> bool:
-    """Ends a resource; False when it is gone already. Raises OSError when that does not work."""
-    if resource.kind not in ("container", "directory") and owner.boot != this_process().boot:
-        return False  # did not survive
+def end(resource: Resource) -> bool:
+    """End what a resource names, if it is still that. Return False when it is gone. Raises OSError when that does not work."""
     if mark_of(resource.kind, resource.name) != resource.mark:
         return False
     _ENDS[resource.kind](resource)
     return True
+
+
+def release(journal: Journal, resources: Iterable[Resource]) -> None:
+    """End resources of this process and strike them from its journal. What cannot be ended now stays there for `reap`."""
+    for resource in _in_order(resources):
+        with suppress(OSError):
+            end(resource)
+            journal.gone(resource)
+
+
+def _in_order(resources: Iterable[Resource]) -> list[Resource]:
+    return sorted(resources, key=lambda resource: list(FIELDS).index(resource.kind))
 
 
 def _end_container(resource: Resource) -> None:
@@ -162,11 +177,9 @@ def _end_container(resource: Resource) -> None:
 
 
 def _end_process(resource: Resource) -> None:
-    """SIGKILL to a process and all that runs below it."""
-    doomed = [(int(resource.name), int(resource.mark))]
-    known = list(processes())
-    for above, _ in doomed:
-        doomed += [(pid, tick) for pid, parent, tick in known if parent == above]
+    """Kill a process and all that runs below it."""
+    root = int(resource.name)
+    doomed = [(root, int(resource.mark)), *below(root)]
     for pid, tick in doomed:
         with suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
@@ -175,10 +188,10 @@ def _end_process(resource: Resource) -> None:
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
             finally:
                 os.close(fd)
-    _wait(lambda: all(started(pid) != tick for pid, tick in doomed), resource)
+    _wait(lambda: all(started(pid) != tick for pid, tick in doomed))
 
 
-def _wait(done: Callable[[], bool], resource: Resource) -> None:
+def _wait(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + patience(PATIENCE_S)
     while not done():
         if time.monotonic() > deadline:
@@ -187,60 +200,62 @@ def _wait(done: Callable[[], bool], resource: Resource) -> None:
 
 
 def _end_cgroup(resource: Resource) -> None:
-    """Kills what runs in a cgroup and those below it, and removes them."""
+    """Kill what runs in a cgroup and those below it, and remove them."""
     folders = [Path(folder) for folder, _, _ in os.walk(resource.name, topdown=False)]
 
     def empty() -> bool:
         left = [int(pid) for folder in folders for pid in (folder / "cgroup.procs").read_text().split()]
-        for pid in left:
-            if pid:  # 0: of another pid namespace, out of reach; as a target it would mean ourselves
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        _kill(
+            pid for pid in left if pid
+        )  # 0: of another pid namespace, out of reach; as a target it would mean ourselves
         return not left
 
-    _wait(empty, resource)
+    _wait(empty)
     for folder in folders:
         folder.rmdir()
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _end_directory(resource: Resource) -> None:
     path = Path(resource.name)
     if inside := [mount for mount in mounts() if Path(mount).is_relative_to(path)]:
-        raise OSError(16, f"{inside[0]} is mounted in it")
+        raise OSError(errno.EBUSY, f"{inside[0]} is mounted in it")
     remove_directory(path)
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory of a journal, and ends its writers (`journal.WRITER`), which could make it anew. Others may write there
-    for a moment more, so this is tried for PATIENCE_S; then it raises OSError, and the directory still has its label, by which
-    it is known the next time."""
+    """Remove a directory of a journal, and end its writers (`journal.WRITER`), which could make it anew.
+
+    Others may write there for a moment more, so this is tried for PATIENCE_S; then it raises OSError, and the directory still has
+    its label, by which it is known the next time.
+    """
     label = path / LABEL
     text, deadline = label.read_text() if label.is_file() else "", time.monotonic() + patience(PATIENCE_S)
-    while text and (writers := _writers(text)):
-        for pid in writers:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            raise OSError(errno.EBUSY, f"process {writers[0]}, which may write into it, does not end")
-        time.sleep(0.01)
-    while path.is_dir():
+    while (writers := _writers(text)) or path.is_dir():
+        _kill(writers)
         with suppress(OSError):
-            for entry in list(os.scandir(path)):
-                if entry.name != LABEL:
-                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-            label.unlink(missing_ok=True)
-            path.rmdir()
-            return
-        if time.monotonic() > deadline:
+            if not writers:
+                for entry in list(os.scandir(path)):
+                    if entry.name != LABEL:
+                        shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+                label.unlink(missing_ok=True)
+                path.rmdir()
+        if time.monotonic() > deadline and path.is_dir():
             label.write_text(text)
-            raise OSError(errno.ENOTEMPTY, "it can not be emptied; something may still write into it")
-        time.sleep(0.02)
+            who = f"process {writers[0]}, which does not end," if writers else "something"
+            raise OSError(errno.EBUSY, f"it cannot be emptied; {who} may still write into it")
+        time.sleep(0.01)
 
 
 def _writers(mark: str) -> list[int]:
-    """Living processes that were started for the directory with this mark."""
+    """Return the living processes that were started for the directory with this mark."""
     word, found = f"{WRITER}={mark}".encode(), []
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").iterdir() if mark else ():
         with suppress(OSError):
             if entry.name.isdigit() and word in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))

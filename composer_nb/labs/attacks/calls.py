@@ -6,6 +6,7 @@ import os
 import time
 
 from composer_nb.harness.sandbox.calls import CallOutcome
+from composer_nb.harness.sandbox.journal import below
 from composer_nb.harness.sandbox.system.linux import machine
 from composer_nb.labs.attacks.case import (
     CALL_CASES,
@@ -18,7 +19,6 @@ from composer_nb.labs.attacks.case import (
     nothing,
     register,
 )
-from composer_nb.labs.attacks.conduct import below
 
 FINE = "def f():\n    return 0\n"
 

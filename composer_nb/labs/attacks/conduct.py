@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import Sandbox
-from composer_nb.harness.sandbox.journal import FOLDER, Kind, mark_of, started
+from composer_nb.harness.sandbox.journal import FOLDER, Kind, below, mark_of, started
 from composer_nb.harness.sandbox.reap import reap
-from composer_nb.harness.sandbox.system.linux import processes
 from composer_nb.labs.attacks.case import REFUSED, SPEC, SandboxCase, Site, Verdict, alive, register
 
 CASES: list[SandboxCase] = []
@@ -71,14 +70,6 @@ def _noted(folder: Path) -> set[tuple[Kind, str, str]]:
     """All that was ever held by what wrote journals there, and has not been struck with its journal: (kind, name, mark)."""
     entries = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().split("\n")[:-1]]
     return {(entry["kind"], entry["name"], entry["mark"]) for entry in entries}
-
-
-def below(root: int) -> list[tuple[int, int]]:
-    """(pid, clock tick of its start) of every living process below one."""
-    found, known = [(root, 0)], list(processes())
-    for above, _ in found:
-        found += [(pid, tick) for pid, parent, tick in known if parent == above]
-    return found[1:]
 
 
 @register(CASES, 30, "abuse of the sandbox's own methods: random, huge and broken requests")

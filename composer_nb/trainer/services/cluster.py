@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import tempfile
 import time
@@ -19,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from composer_nb.harness.sandbox.journal import WRITER, Journal, Resource, started
-from composer_nb.harness.sandbox.reap import remove_directory
+from composer_nb.harness.sandbox.journal import WRITER, Journal, Resource
+from composer_nb.harness.sandbox.reap import release, remove_directory
 from composer_nb.harness.sandbox.system.linux import patience
 
 START_S = 180.0
@@ -28,7 +27,6 @@ START_S = 180.0
 LOOPBACK = "127.0.0.1"
 LOCAL = (f"{LOOPBACK}:", "localhost:")
 AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-PATIENCE_S = 10.0
 """Seconds in which Ray's processes have to end."""
 ANSWER_S = 5.0
 """Seconds in which a living cluster takes a connection."""
@@ -118,24 +116,12 @@ class Cluster:
         return resource
 
     def _remove(self) -> None:
-        """Ray's agents write into the folder until they end: they come first."""
-        processes = [(int(r.name), int(r.mark)) for r in self._noted if r.kind == "process"]
-        until = time.monotonic() + patience(PATIENCE_S)
-        while alive := [pid for pid, tick in processes if started(pid) == tick]:
-            if time.monotonic() > until:
-                break
-            for pid in alive:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-        if self._folder is not None:
-            try:
-                remove_directory(self._folder)
-            except OSError:  # of Ray's workers some take longer: then `reap` finds it in the journal
-                self._noted = [resource for resource in self._noted if resource.kind != "directory"]
+        """End Ray's agents, which write into the folder until they end, then the folder."""
         if self._journal is not None:
-            for resource in self._noted:
-                self._journal.gone(resource)
+            release(self._journal, self._noted)
+        elif self._folder is not None:
+            with suppress(OSError):
+                remove_directory(self._folder)
         self._noted = []
 
 

@@ -320,7 +320,7 @@ def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
         patched.setattr(reaping, "PATIENCE_S", 0.1)
         patched.setattr(Path, "rmdir", never)
         found = reap(tmp_path / "runs")
-    assert not found.directories and "can not be emptied" in found.failed[0] and folder.is_dir()
+    assert not found.directories and "cannot be emptied" in found.failed[0] and folder.is_dir()
     assert reap(tmp_path / "runs").directories == (str(folder),) and not folder.exists()
 
 
