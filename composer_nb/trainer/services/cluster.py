@@ -27,7 +27,6 @@ START_S = 180.0
 LOOPBACK = "127.0.0.1"
 LOCAL = (f"{LOOPBACK}:", "localhost:")
 AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Seconds in which Ray's processes have to end."""
 ANSWER_S = 5.0
 """Seconds in which a living cluster takes a connection."""
 
