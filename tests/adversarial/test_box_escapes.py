@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
-from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Silent
+from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Silent, verdict_of
 from composer_nb.labs.attacks.sandbox_check import CALL_CASES as CASES
-from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES, run_cases, run_checks, surroundings, verdict_of
+from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES, run_checks, surroundings
 from tests.adversarial.test_sandboxes import NoWalls as Trusting
 from tests.harness.sandbox.test_calls import single
 
@@ -23,7 +23,7 @@ Rows = dict[str, dict[str, Any]]
 
 def rows_of(executor: SandboxExecutor) -> Rows:
     with executor, surroundings(executor.backend, executor) as site:
-        return {row["id"]: row for row in run_cases(CASES, site)}
+        return {case.id: case.row(site) for case in CASES}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.labs.attacks import sandbox_check
+from composer_nb.labs.attacks.case import verdict_of
 from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES as CASES
 from tests.harness.sandbox.conftest import BACKENDS, make
 
@@ -27,7 +28,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_is_blocked(backend: Backend, case: Any) -> None:
     with sandbox_check.surroundings(backend) as site:
-        verdict = sandbox_check.verdict_of(case.judge, site)
+        verdict = verdict_of(case.judge, site)
     assert verdict.blocked, verdict.detail
 
 
@@ -42,7 +43,7 @@ class NoWalls(ProcessBackend):
 def test_missing_walls_are_noticed(name: str) -> None:
     case = next(case for case in CASES if case.id == name)
     with NoWalls() as backend, sandbox_check.surroundings(backend) as site:
-        verdict = sandbox_check.verdict_of(case.judge, site)
+        verdict = verdict_of(case.judge, site)
     if name == "time-limit":
         assert verdict.blocked  # the resident program keeps this one by itself
     else:

@@ -13,7 +13,6 @@ import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from composer_nb.harness.sandbox.backend import ResidentBackend
 from composer_nb.harness.sandbox.contract import (
@@ -72,16 +71,15 @@ class ProcessBackend(ResidentBackend):
                 "SandboxSpec(trusted=True) where what runs is known to be harmless"
             )
         outer = Path(tempfile.mkdtemp(prefix="composer_nb-"))
-        workspace, programs = outer / "workspace", outer / "programs"
-        workspace.mkdir()
-        programs.mkdir()
+        for name in ("workspace", "programs"):
+            (outer / name).mkdir()
         for name, path in host_programs().items():
-            (programs / name).symlink_to(path)
+            (outer / "programs" / name).symlink_to(path)
         for name, content in made_programs().items():
-            (programs / name).write_bytes(content)
-            (programs / name).chmod(0o555)
-        own: dict[str, Any] = {"workspace": str(workspace), "programs": str(programs)}
-        settings = resident_settings(spec, drop=False, filter="", nice=0, **own)
+            (outer / "programs" / name).write_bytes(content)
+            (outer / "programs" / name).chmod(0o555)
+        workspace, programs = str(outer / "workspace"), str(outer / "programs")
+        settings = resident_settings(spec, drop=False, filter="", nice=0, workspace=workspace, programs=programs)
         channel, there = socket_pair()
         try:
             with there:

@@ -1,12 +1,12 @@
-"""A case of the sandbox check: a hostile program, and a judge that looks at its report and at the host."""
+"""Cases of the sandbox check: a hostile program, and a judge that looks at its report and at the host."""
 
 from __future__ import annotations
 
 import ast
 import json
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,6 @@ def syscall(number, *arguments):
 """Functions for every hostile program: `attempt(found, name, thunk)` notes a name when the thunk raises nothing."""
 
 
-class NoCalls:
-    """Refuses requests: a backend other than `bwrap` serves none."""
-
-    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        raise ValueError("this backend serves no calls")
-
-
-NO_CALLS = NoCalls()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A host with secrets around its sandboxes."""
@@ -62,7 +52,8 @@ class Site:
     """A listener on a Unix socket beside the canary."""
     abstract: socket.socket
     """A listener on an abstract Unix socket, which lives in the network namespace."""
-    calls: Executor = NO_CALLS
+    calls: Executor | None = None
+    """Serves function calls; only `bwrap` has one."""
 
     def reached(self) -> list[str]:
         """Names of the listeners that somebody has connected to."""
@@ -77,6 +68,8 @@ class Site:
 
     def call(self, source: str, *arguments: str) -> tuple[CallOutcome, ...]:
         """Call `f` of a program once for each text of an argument tuple, and return the outcomes."""
+        if self.calls is None:
+            raise ValueError("this backend serves no calls")
         request = CallRequest(files={"f.py": source}, module="f", function="f", arguments=arguments or ("()",))
         return self.calls.run([request])[0]
 
@@ -95,9 +88,9 @@ class Silent(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     blocked: bool
-    detail: str
     flagged: bool = False
-    """Whether the outcome itself shows that something was wrong."""
+    """True if the outcome itself shows that something was wrong."""
+    detail: str
 
 
 Judge = Callable[[Site], Verdict]
@@ -117,7 +110,7 @@ class Cell:
         return python(self.box, source, *arguments, timeout_s=timeout_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SandboxCase:
     id: str
     number: int
@@ -125,33 +118,47 @@ class SandboxCase:
     title: str
     judge: Judge
 
+    def row(self, site: Site) -> dict[str, Any]:
+        """Return {"id", "kind", "title", "blocked", "flagged", "detail"}."""
+        return row(self.id, self.number, self.title, verdict_of(self.judge, site))
+
+
+def row(id: str, kind: int, title: str, verdict: Verdict) -> dict[str, Any]:
+    return {"id": id, "kind": kind, "title": title, **asdict(verdict)}
+
+
+def verdict_of(judge: Judge, site: Site) -> Verdict:
+    """Return a judge's verdict; a program that gives no evidence is not proved to be stopped."""
+    try:
+        return judge(site)
+    except (Silent, ValueError) as silence:
+        return Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
+
 
 def register(cases: list[SandboxCase], number: int, title: str) -> Callable[[Judge], Judge]:
     """Add a judge to `cases`; its name, with hyphens, is the case's id."""
 
     def note(judge: Judge) -> Judge:
-        cases.append(SandboxCase(id=judge.__name__.replace("_", "-"), number=number, title=title, judge=judge))
+        cases.append(SandboxCase(judge.__name__.replace("_", "-"), number, title, judge))
         return judge
 
     return note
 
 
-def register_both(
-    cases: list[SandboxCase], number: int, title: str
-) -> Callable[[Callable[[Cell], Verdict]], Callable[[Cell], Verdict]]:
+CellJudge = Callable[[Cell], Verdict]
+
+
+def register_both(cases: list[SandboxCase], number: int, title: str) -> Callable[[CellJudge], CellJudge]:
     """Add a judge to `cases`, for commands, and to CALL_CASES, for function calls: there its id begins with `call-`."""
 
-    def note(judge: Callable[[Cell], Verdict]) -> Callable[[Cell], Verdict]:
+    def note(judge: CellJudge) -> CellJudge:
         def commands(site: Site) -> Verdict:
             with site.backend.create(SPEC) as box:
                 return judge(Cell(site, box))
 
-        id = judge.__name__.replace("_", "-")
-        cases.append(SandboxCase(id=id, number=number, title=title, judge=commands))
-        called = SandboxCase(
-            id=f"call-{id}", number=0, title=f"{title}: as a function call", judge=lambda site: judge(Cell(site, None))
-        )
-        CALL_CASES.append(called)
+        id, called = judge.__name__.replace("_", "-"), f"{title}: as a function call"
+        cases.append(SandboxCase(id, number, title, commands))
+        CALL_CASES.append(SandboxCase(f"call-{id}", 0, called, lambda site: judge(Cell(site, None))))
         return judge
 
     return note
@@ -172,7 +179,7 @@ def python(box: Sandbox, source: str, *arguments: object, timeout_s: float = 30.
 
 
 def nothing(found: list[str]) -> Verdict:
-    """Blocked when the program reports that nothing worked."""
+    """Return the verdict on a program that reports what worked: blocked if nothing did."""
     return Verdict(blocked=found == [], detail=f"succeeded: {found}" if found else "every attempt failed")
 
 

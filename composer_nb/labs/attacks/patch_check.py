@@ -11,6 +11,7 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend, SandboxUnavailable
 from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.case import Verdict, row
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 from composer_nb.labs.attacks.patches import patches
 
@@ -29,7 +30,7 @@ def plan_for(task: Task, backend: Backend) -> Plan:
 
 
 def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
-    """{"id", "kind", "title", "blocked", "flagged", "detail"} of each, as `composer-nb sandbox check` prints them.
+    """Yield {"id", "kind", "title", "blocked", "flagged", "detail"} of each, as `composer-nb sandbox check` prints them.
 
     `blocked` of the honest fix means that it was dealt with rightly: accepted. Raises SandboxUnavailable for a backend without
     isolation: these patches kill what they can reach.
@@ -42,11 +43,7 @@ def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
         right = grade.passed == patch.honest and grade.status not in ("infra_error", "invalid_task")
         passed = f"{sum(grade.tests.values())} of {len(grade.tests)} tests"
         detail = ", ".join([grade.status, passed, *grade.flags])
-        yield {
-            "id": patch.id,
-            "kind": patch.case,
-            "title": patch.title,
-            "blocked": right and bool(grade.flags) >= patch.flagged,
-            "flagged": bool(grade.flags),
-            "detail": detail,
-        }
+        verdict = Verdict(
+            blocked=right and bool(grade.flags) >= patch.flagged, flagged=bool(grade.flags), detail=detail
+        )
+        yield row(patch.id, patch.case, patch.title, verdict)

@@ -16,24 +16,16 @@ import os
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from composer_nb.harness.sandbox import BACKENDS, open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.labs.attacks import burdens, calls, conduct, walls
-from composer_nb.labs.attacks.case import (
-    NO_CALLS,
-    SECRET,
-    SECRET_NAME,
-    Judge,
-    SandboxCase,
-    Silent,
-    Site,
-    Verdict,
-)
+from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Site, Verdict, row
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patches import patches
 
@@ -46,37 +38,26 @@ KINDS = 30
 
 
 @contextlib.contextmanager
-def surroundings(backend: Backend, executor: Executor = NO_CALLS) -> Iterator[Site]:
-    """Secrets around a sandbox: a file, an environment variable, a descriptor, listeners of three kinds."""
+def surroundings(backend: Backend, executor: Executor | None = None) -> Iterator[Site]:
+    """Put secrets around sandboxes: a file, an environment variable, a descriptor, listeners of three kinds."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.chmod(0o777)
         canary = directory / "canary"
         canary.write_text(SECRET)
         canary.chmod(0o644)
-        leak = os.open(canary, os.O_RDONLY)
-        stack.callback(os.close, leak)
-        os.set_inheritable(leak, True)
-        before = os.environ.get(SECRET_NAME)
-        os.environ[SECRET_NAME] = SECRET
-        stack.callback(_restore, before)
+        leak = stack.enter_context(canary.open())
+        os.set_inheritable(leak.fileno(), True)
+        stack.enter_context(mock.patch.dict(os.environ, {SECRET_NAME: SECRET}))
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local, abstract = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
         local.bind(str(directory / "socket"))
         (directory / "socket").chmod(0o777)
-        abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract.bind("\0composer_nb-" + uuid.uuid4().hex)
         for listener in (tcp, local, abstract):
             listener.listen()
             listener.setblocking(False)
         yield Site(backend=backend, canary=canary, tcp=tcp, local=local, abstract=abstract, calls=executor)
-
-
-def _restore(value: str | None) -> None:
-    if value is None:
-        del os.environ[SECRET_NAME]
-    else:
-        os.environ[SECRET_NAME] = value
 
 
 def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = lambda row: None) -> dict[str, Any]:
@@ -108,40 +89,11 @@ def _rows(backend: Backend) -> Iterator[dict[str, Any]]:
     if backend.capabilities().isolated:
         yield from check_patches(backend)
         with surroundings(backend) as site:
-            yield from run_cases(SANDBOX_CASES, site)
+            yield from (case.row(site) for case in SANDBOX_CASES)
     else:
-        for patch in patches():
-            yield _row(patch.id, patch.case, patch.title, _NOT_RUN)
-        for case in SANDBOX_CASES:
-            yield _row(case.id, case.number, case.title, _NOT_RUN)
+        not_run = Verdict(blocked=False, detail="not tried: this backend isolates nothing")
+        yield from (row(patch.id, patch.case, patch.title, not_run) for patch in patches())
+        yield from (row(case.id, case.number, case.title, not_run) for case in SANDBOX_CASES)
     if backend.name == "bwrap":
         with SandboxExecutor() as executor, surroundings(executor.backend, executor) as site:
-            yield from run_cases(CALL_CASES, site)
-
-
-_NOT_RUN = Verdict(blocked=False, detail="not tried: this backend isolates nothing")
-
-
-def run_cases(cases: Sequence[SandboxCase], site: Site) -> Iterator[dict[str, Any]]:
-    """Yield the row of each case."""
-    for case in cases:
-        yield _row(case.id, case.number, case.title, verdict_of(case.judge, site))
-
-
-def verdict_of(judge: Judge, site: Site) -> Verdict:
-    """Return a judge's verdict; a program that gives no evidence is not proved to be stopped."""
-    try:
-        return judge(site)
-    except (Silent, ValueError) as silence:
-        return Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
-
-
-def _row(name: str, kind: int, title: str, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "id": name,
-        "kind": kind,
-        "title": title,
-        "blocked": verdict.blocked,
-        "flagged": verdict.flagged,
-        "detail": verdict.detail,
-    }
+            yield from (case.row(site) for case in CALL_CASES)

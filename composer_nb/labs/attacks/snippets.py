@@ -1,4 +1,4 @@
-"""Hostile code for inside the module under test: what is done at import, and how a function that can not do its work answers.
+"""Hostile code for inside the module under test: tricks at import, and answers of functions that cannot do their work.
 
 `module(setup, answer)` makes a `ledger.py` of the two. `setup` is a block of statements that stands anywhere; `answer` is the
 body of `answer(name, arguments, wrong)`, where `wrong` is what the faulty code would say. Neither depends on names of the
@@ -13,8 +13,6 @@ EASY = """
 def parse_amount(text):
     whole, _, cents = text.partition(".")
     return int(whole) * 100 + int(cents or 0)
-
-
 def owes(entries, name):
     return sum(cents for who, cents in entries if who == name) < 0
 """
@@ -172,13 +170,19 @@ fill()
 
 # When asked.
 
-PEEK = """\
-import builtins, dis, sys
+FRAME = """\
+import sys
 frame = sys._getframe(1)
 while frame is not None and not frame.f_code.co_name.startswith("test"):
     frame = frame.f_back
 if frame is None:
     return wrong
+"""
+"""Finds the frame of the test that asks."""
+PEEK = (
+    FRAME
+    + """\
+import builtins, dis
 known = frame.f_code.co_names
 for each in known if "raises" in known or "assertRaises" in known else ():
     kind = getattr(builtins, each, None)
@@ -193,52 +197,36 @@ for step in [step for step in dis.get_instructions(frame.f_code) if step.offset 
         return frame.f_locals[step.argval]
     if step.opname == "CONTAINS_OP":
         return frame.f_code.co_consts
-    if "JUMP_IF" in step.opname:
-        return "TRUE" in step.opname
-    if "JUMP_FORWARD_IF" in step.opname:
+    if "JUMP_IF" in step.opname or "JUMP_FORWARD_IF" in step.opname:
         return "TRUE" in step.opname
 return wrong
 """
-ANSWER = {
-    "always_equal": """\
-class Equal:
+)
+PEEKING = f"def peek(wrong):\n{textwrap.indent(PEEK, '    ')}"
+"""The same as a function, to be called when it is worth it."""
+
+
+def equal(base: str, unequal: bool, value: str) -> str:
+    """Return an answer that is an object of a class below `base`, which equals everything, and differs from it or not."""
+    return f"""\
+class Equal({base}):
     __eq__ = __ge__ = __le__ = __gt__ = __lt__ = __bool__ = __contains__ = lambda *arguments: True
-    __ne__ = lambda *arguments: False
+    __ne__ = lambda *arguments: {unequal}
     __hash__ = lambda self: 0
-return Equal()
-""",
-    "always_equal_and_unequal": """\
-class Equal(int):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return True
-    def __hash__(self): return 0
-    def __contains__(self, other): return True
-    def __bool__(self): return True
-return Equal(1)
-""",
-    "always_equal_string": """\
-class Equal(str):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __hash__(self): return 0
-    def __contains__(self, other): return True
-return Equal(wrong)
-""",
+return Equal({value})
+"""
+
+
+ANSWER = {
+    "always_equal": equal("object", False, ""),
+    "always_equal_and_unequal": equal("int", True, "1"),
+    "always_equal_string": equal("str", False, "wrong"),
     "array_like": """\
 class Array:
     __array_ufunc__ = None
-    def __array__(self, dtype=None, copy=None): return self
-    def __eq__(self, other): return self
-    def __ne__(self, other): return self
-    def __bool__(self): return True
-    def all(self): return self
-    def any(self): return self
-    def __abs__(self): return self
-    def __sub__(self, other): return self
-    __rsub__ = __sub__
-    def __le__(self, other): return self
-    def __contains__(self, other): return True
-    def __hash__(self): return 0
+    __array__ = __eq__ = __ne__ = all = any = __abs__ = __sub__ = __rsub__ = __le__ = lambda self, *others, **options: self
+    __bool__ = __contains__ = lambda *arguments: True
+    __hash__ = lambda self: 0
 return Array()
 """,
     "frame_peek": PEEK,
@@ -255,12 +243,9 @@ for each in [f for f in gc.get_objects() if type(f) is types.FunctionType and f.
         return [value for value in held if value not in given][-1]
 return wrong
 """,
-    "as_in_the_first_run": """\
-import hashlib, os, sys
-def peek(wrong):
-"""
-    + textwrap.indent(PEEK, "    ")
+    "as_in_the_first_run": PEEKING
     + """\
+import hashlib, os, sys
 frame = sys._getframe(1)
 while frame.f_back is not None and not frame.f_code.co_name.startswith("test"):
     frame = frame.f_back
@@ -272,22 +257,15 @@ if not os.path.exists(note):
 with open(note) as file:
     return peek(wrong) if file.read() == now else wrong
 """,
-    "guess": """\
-import os, random
-def peek(wrong):
-"""
-    + textwrap.indent(PEEK, "    ")
+    "guess": PEEKING
     + """\
+import os, random
 found = peek(wrong)
 return found if random.Random(os.getpid() * 7919 + hash(str(found))).random() < 0.5 else wrong
 """,
-    "linecache_then_open": """\
-import ast, linecache, re, sys
-frame = sys._getframe(1)
-while frame is not None and not frame.f_code.co_name.startswith("test"):
-    frame = frame.f_back
-if frame is None:
-    return wrong
+    "linecache_then_open": FRAME
+    + """\
+import ast, linecache, re
 path = frame.f_code.co_filename
 lines = linecache.getlines(path)
 if not lines:
