@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+import statistics
 import time
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
-from composer_nb.harness.sandbox.contract import Sandbox, SandboxDied
+import psutil
+
+from composer_nb.harness.sandbox.contract import SandboxDied
 from composer_nb.labs.attacks.case import (
     LIMITS,
     SPEC,
@@ -24,30 +25,22 @@ from composer_nb.labs.attacks.case import (
 CASES: list[SandboxCase] = []
 
 
-def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[Any, float, float]:
-    """Runs an attack in one sandbox while another runs `true`: (result, its median time before, meanwhile)."""
+def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[bool, int, str]:
+    """Run an attack in one sandbox while another runs `true`: (it was ended, processes it left, the neighbour's median times)."""
 
-    def median(box: Sandbox, count: int) -> float:
-        taken = sorted(box.exec(["true"], timeout_s=60).duration_s for _ in range(count))
-        return taken[count // 2]
+    def median_ms() -> float:
+        return 1e3 * statistics.median(neighbour.exec(["true"], timeout_s=60).duration_s for _ in range(15))
 
-    with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box:
-        results: list[Any] = []
-        before = median(neighbour, 15)
-
-        def run() -> None:
-            try:
-                results.append(box.exec(attack, timeout_s=timeout_s))
-            except SandboxDied as error:
-                results.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
+    with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box, ThreadPoolExecutor(1) as thread:
+        before = median_ms()
+        running = thread.submit(box.exec, attack, timeout_s=timeout_s)
         time.sleep(0.3)
-        meanwhile = median(neighbour, 15)
-        thread.join()
-        left = 0 if isinstance(results[0], SandboxDied) or not alive(box) else box.stats().processes
-        return (results[0], left), before, meanwhile
+        times = f"neighbour {median_ms():.1f} ms, before {before:.1f} ms"
+        try:
+            done = running.result()
+        except SandboxDied:
+            return True, 0, times
+        return done.timed_out or done.exit_code != 0, box.stats().processes if alive(box) else 0, times
 
 
 @register(CASES, 23, "fork bomb and thread bomb")
@@ -58,10 +51,9 @@ def bombs(site: Site) -> Verdict:
     )
     details, blocked = [], True
     for attack in (["bash", "-c", "b() { b | b & }; b; sleep 60"], ["python3", "-c", threads]):
-        (result, left), before, meanwhile = _neighbour(site, attack)
-        ended = isinstance(result, SandboxDied) or result.timed_out or result.exit_code != 0
+        ended, left, times = _neighbour(site, attack)
         blocked &= ended and left == 0
-        details.append(f"neighbour {meanwhile * 1e3:.1f} ms, before {before * 1e3:.1f} ms, {left} processes left")
+        details.append(f"{times}, {left} processes left")
     return Verdict(blocked=blocked, detail="; ".join(details))
 
 
@@ -71,20 +63,16 @@ def memory(site: Site) -> Verdict:
     files = "for p in /dev/shm /tmp .; do head -c 1G /dev/zero > $p/big; done; exit 1"
     details, blocked = [], True
     for attack in (["python3", "-c", fill], ["bash", "-c", files]):
-        free = _available()
-        (result, _), before, meanwhile = _neighbour(site, attack, timeout_s=15)
-        ended = isinstance(result, SandboxDied) or result.exit_code != 0
+        free = psutil.virtual_memory().available
+        ended, _, times = _neighbour(site, attack, timeout_s=15)
         deadline = time.monotonic() + 20  # others may use memory too, and let go of it
-        while (given_back := _available() > free - (256 << 20)) is False and time.monotonic() < deadline:
+        while not (given_back := psutil.virtual_memory().available > free - (256 << 20)):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.1)
         blocked &= ended and given_back
-        details.append(f"neighbour {meanwhile * 1e3:.1f} ms, before {before * 1e3:.1f} ms")
+        details.append(times)
     return Verdict(blocked=blocked, detail="; ".join(details))
-
-
-def _available() -> int:
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) << 10
 
 
 @register_both(CASES, 25, "fill the disk, use up inodes, a giant sparse file, folders without end")

@@ -196,17 +196,15 @@ def f():
 
 @register(CALL_CASES, 0, "huge output")
 def huge_output(site: Site) -> Verdict:
-    printed, value, flood, deep = (
-        site.call(source)[0]
-        for source in (
-            "def f():\n    print('x' * 10_000_000, flush=True)\n    return 1\n",
-            "def f():\n    return 'x' * 10_000_000\n",
-            "import os\ndef f():\n    while True:\n        os.write(3, b'x' * 60000)\n",
-            "def f():\n    v = []\n    for _ in range(9999):\n        v = [v, v]\n    return v\n",
-        )
+    floods = (
+        "    print('x' * 10_000_000, flush=True)\n    return 1\n",
+        "    return 'x' * 10_000_000\n",
+        "    while True:\n        os.write(3, b'x' * 60000)\n",
+        "    v = []\n    for _ in range(9999):\n        v = [v, v]\n    return v\n",
     )
-    statuses = [outcome.status for outcome in (printed, value, flood, deep)]
-    blocked = printed.text in ("1", "") and "returned" not in statuses[1:] and statuses[1] == "unreadable"
+    outcomes = [site.call(F + flood)[0] for flood in floods]
+    statuses = [outcome.status for outcome in outcomes]
+    blocked = outcomes[0].text in ("1", "") and "returned" not in statuses[1:] and statuses[1] == "unreadable"
     return Verdict(blocked=blocked, flagged="unreadable" in statuses, detail=str(statuses))
 
 
@@ -276,18 +274,18 @@ UNSIGNALLED = """\
 STOPPED = "    os.kill(0, signal.SIGSTOP)\n    while True:\n        signal.pause()\n"
 F = "import os, signal, sys, time\ndef f():\n"
 ENDINGS = {
-    "endless_loop": ("endless loop", F + "    while True:\n        pass\n", TIMEOUT),
-    "endless_loop_without_signals": ("endless loop that blocks signals and timers", F + UNSIGNALLED, TIMEOUT),
-    "sleep_past_deadline": ("sleep past the wall deadline", F + "    time.sleep(60)\n", TIMEOUT),
-    "stop_group": ("stop oneself and one's process group", F + STOPPED, TIMEOUT),
-    "exit_at_import": ("os._exit(0) at import", "import os\nos._exit(0)\n", DIED),
-    "sys_exit_at_import": ("sys.exit(0) at import", "import sys\nsys.exit(0)\n", EXITED),
-    "closed_pipe": ("close the result pipe and go on", F + "    os.closerange(0, 4096)\n    return 42\n", DIED),
+    "endless-loop": ("endless loop", F + "    while True:\n        pass\n", TIMEOUT),
+    "endless-loop-without-signals": ("endless loop that blocks signals and timers", F + UNSIGNALLED, TIMEOUT),
+    "sleep-past-deadline": ("sleep past the wall deadline", F + "    time.sleep(60)\n", TIMEOUT),
+    "stop-group": ("stop oneself and one's process group", F + STOPPED, TIMEOUT),
+    "exit-at-import": ("os._exit(0) at import", "import os\nos._exit(0)\n", DIED),
+    "sys-exit-at-import": ("sys.exit(0) at import", "import sys\nsys.exit(0)\n", EXITED),
+    "closed-pipe": ("close the result pipe and go on", F + "    os.closerange(0, 4096)\n    return 42\n", DIED),
 }
 """Programs without a result: id -> title, source, and the outcome of the first of two calls."""
 
 
-def _ending(title: str, source: str, expected: CallOutcome) -> Judge:
+def _ending(source: str, expected: CallOutcome) -> Judge:
     def judge(site: Site) -> Verdict:
         """Blocked when the outcomes are the expected ones and the next request is answered."""
         began = time.monotonic()
@@ -302,8 +300,7 @@ def _ending(title: str, source: str, expected: CallOutcome) -> Judge:
 
 
 CALL_CASES.extend(
-    SandboxCase(id=name.replace("_", "-"), number=0, title=ending[0], judge=_ending(*ending))
-    for name, ending in ENDINGS.items()
+    SandboxCase(name, 0, title, _ending(source, expected)) for name, (title, source, expected) in ENDINGS.items()
 )
 CASES = CALL_CASES
 """All of them, with those that commands share (`register_both`)."""

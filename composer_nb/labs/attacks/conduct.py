@@ -74,7 +74,7 @@ def _noted(folder: Path) -> set[tuple[Kind, str, str]]:
 
 @register(CASES, 30, "abuse of the sandbox's own methods: random, huge and broken requests")
 def abuse(site: Site) -> Verdict:
-    rng, odd = random.Random(30), []
+    rng = random.Random(30)
     texts = ["", ".", "..", "/", "a\0b", "\n", "x" * 5000, "../../etc/passwd", "</parameter>", "\udcff", "-rf", "~"]
     texts += ["$(id)", "\x1b[2J"]
 
@@ -102,7 +102,5 @@ def abuse(site: Site) -> Verdict:
             except REFUSED:
                 pass
             except Exception as error:
-                odd.append(f"{type(error).__name__}: {error}"[:100])
-                break
-        answers = alive(box) if not odd else False
-    return Verdict(blocked=answers, detail=str(odd or "300 requests: results or clear errors, and it still works"))
+                return Verdict(blocked=False, detail=f"{type(error).__name__}: {error}"[:100])
+        return Verdict(blocked=alive(box), detail="300 requests: results or clear errors, and it still works")

@@ -35,6 +35,12 @@ def read_the_host(cell: Cell) -> Verdict:
     source = """
 def f(paths, folders, secret):
     found = []
+    def look(path):
+        try:
+            with open(path, "rb") as file:
+                found.extend([path] * (secret.encode() in file.read(1 << 20)))
+        except OSError:
+            pass
     for number, path in enumerate(paths + folders):
         attempt(found, path, lambda: open(path, "rb").read(40))
         attempt([], path, lambda: os.symlink(path, f"link{number}"))
@@ -45,20 +51,12 @@ def f(paths, folders, secret):
         attempt(found, f"link to {folder}/", lambda: os.listdir(f"link{number}"))
     for pid in [p for p in os.listdir("/proc") if p.isdigit()] + ["self"]:
         for name in ("environ", "cmdline", "root/etc/shadow", "cwd/secret"):
-            try:
-                with open(f"/proc/{pid}/{name}", "rb") as file:
-                    found += [f"/proc/{pid}/{name}"] * (secret.encode() in file.read())
-            except OSError:
-                pass
+            look(f"/proc/{pid}/{name}")
     for top in () if found else ("/", "/tmp", "/workspace", "/dev/shm", "/var", "/home", "/root", "/run"):
         for folder, below, files in os.walk(top):
             below[:] = [name for name in below if os.path.join(folder, name) not in ("/proc", "/sys", "/usr", "/dev")]
             for name in files:
-                try:
-                    with open(os.path.join(folder, name), "rb") as file:
-                        found += [os.path.join(folder, name)] * (secret.encode() in file.read(1 << 20))
-                except OSError:
-                    pass
+                look(os.path.join(folder, name))
     return found
 """
     canary = str(cell.site.canary)
@@ -94,41 +92,26 @@ def links(site: Site) -> Verdict:
         box.exec(["bash", "-c", f"mkdir /tmp/out; echo {SECRET} > /tmp/out/file; mkdir real; echo inside > real/file"])
         made = "ln -s /tmp/out/file a; ln -s ../../../tmp/out b; ln /etc/passwd c; ln -s /proc/1/root d; ln -s /proc/self/fd e"
         box.exec(["bash", "-c", made + "; mkfifo f; ln -s g g"])
-        found = []
-        for path in (
-            "a",
-            "b/file",
-            "d/tmp/out/file",
-            "e/0",
-            "f",
-            "g",
-            "/tmp/out/file",
-            "../tmp/out/file",
-            "real/../../tmp/out/file",
-        ):
+        found: list[str] = []
+
+        def look(path: str) -> int:
             try:
-                if SECRET.encode() in box.read(path):
-                    found.append(path)
+                found.extend([path] * (SECRET.encode() in box.read(path)))
             except REFUSED:
-                pass
+                return 0
+            return 1
+
+        for path in "a b/file d/tmp/out/file e/0 f g /tmp/out/file ../tmp/out/file real/../../tmp/out/file".split():
+            look(path)
         swap = "while :; do ln -sfn real x; ln -sfn /tmp/out x; rm x; mkdir x; echo inside > x/file; rm -r x; done"
         box.exec_background(["bash", "-c", swap], log="log")
-        reads = 0
-        for _ in range(200):
-            try:
-                if SECRET.encode() in box.read("x/file"):
-                    found.append("swapped")
-                reads += 1
-            except REFUSED:
-                pass
+        reads = sum(look("x/file") for _ in range(200))
         box.end_all()
         for path, data in box.download().items():
             if SECRET.encode() in data or path.startswith("/") or ".." in path.split("/"):
                 found.append(f"download {path}")
-        verdict = nothing(found)
-        return Verdict(
-            blocked=verdict.blocked, detail=f"{verdict.detail}; {reads} reads of a path that was swapped meanwhile"
-        )
+        detail = f"{nothing(found).detail}; {reads} reads of a path that was swapped meanwhile"
+        return Verdict(blocked=not found, detail=detail)
 
 
 @register_both(CASES, 21, "reach a network, the host's sockets or a package index")
@@ -318,12 +301,9 @@ def files():
             yield path, fd
 """
 """Ways to hold a file, and files that two sandboxes may have in common."""
-HOLDER = (
-    HELPERS
-    + COMMON
-    + """
+HOLDER = f"""{HELPERS}{COMMON}
 watch = libc.inotify_init1(os.O_NONBLOCK)
-held = {name: 0 for name in ways}
+held = dict.fromkeys(ways, 0)
 for path, fd in files():
     libc.inotify_add_watch(watch, path.encode(), 0x20)  # IN_OPEN
     for name, way in ways.items():
@@ -336,23 +316,20 @@ try:
     os.read(watch, 1 << 20)  # of what was opened here
 except OSError:
     pass
-with open("held.new", "w") as file:
-    json.dump(held, file)
-os.rename("held.new", "held")
+def say(name, value):
+    with open("new", "w") as file:
+        json.dump(value, file)
+    os.rename("new", name)
+say("held", held)
 while not os.path.exists("go"):
     time.sleep(0.01)
 try:
     heard = os.read(watch, 1 << 20)
 except OSError:
     heard = b""
-with open("heard.new", "w") as file:
-    json.dump(len(heard), file)
-os.rename("heard.new", "heard")
+say("heard", len(heard))
 """
-)
-OTHER = (
-    COMMON
-    + """
+OTHER = f"""{COMMON}
 def f():
     found = []
     for path, fd in files():
@@ -362,7 +339,6 @@ def f():
             found += [path] if error.errno == 11 else []
     return found
 """
-)
 
 
 @register(CASES, 22, "make another sandbox wait, or hear of it, by locks, leases and watches on files that both see")
