@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
@@ -190,7 +189,7 @@ class SandboxExecutor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -247,9 +246,8 @@ class SandboxExecutor:
             for batch in [todo] if nested else [[index] for index in todo]:
                 self._sandbox = self._sandbox or self.backend.create(self._spec)
                 within_s = patience(guest.SETUP_S) + guest.PATIENCE * self.limits.wall_s
-                called = self._sandbox.call(
-                    [_encoded(requests[index]) for index in batch], within_s=within_s, most=self.limits.answer_bytes
-                )
+                texts = [_encoded(requests[index]) for index in batch]
+                called = self._sandbox.call(texts, within_s=within_s, most=self.limits.answer_bytes)
                 with contextlib.closing(called):
                     for index, (end, report) in zip(batch, called, strict=True):
                         answers[index] = _outcomes(end, report, len(requests[index].arguments), self.limits)
@@ -314,8 +312,7 @@ def _outcome(line: bytes, nonce: bytes, limits: CallLimits) -> CallOutcome | Non
     if type(fields) is not list or len(fields) != 2 or not all(type(f) is str for f in fields):
         return None
     status, text = fields
-    honest = {"returned": text.isprintable() and text != "", "raised": text.isidentifier()}
-    honest["unreadable"] = text == ""
+    honest = {"returned": text.isprintable() and text, "raised": text.isidentifier(), "unreadable": not text}
     if len(text) > limits.output_bytes or not honest.get(status, False):
         return None
     return CallOutcome(status=status, text=text)

@@ -46,22 +46,19 @@ from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 
 STDOUT, STDERR = 1, 2
 COMPLAINT = 4000
-"""Bytes kept of what the resident program says when it fails."""
+"""Bytes kept of the resident program's last words."""
 LEASE_S = 24 * 3600.0
-"""How long after its start somebody who sees a container may take it for used."""
+"""Seconds after its start for which a container should be taken as in use."""
 SEND_S, END_S = 10.0, 5.0
-HIDDEN = tuple(
-    f"/proc/{name}"
-    for name in """
+HIDDEN = """
     acpi asound buddyinfo bus cgroups diskstats driver fs interrupts irq kallsyms kcore key-users keys kmsg kpagecgroup
     kpagecount kpageflags latency_stats loadavg locks mdstat modules pagetypeinfo partitions pressure sched_debug schedstat scsi
     slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
 """.split()
-)
-"""What /proc says of the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay, for `ps`:
+"""Files of /proc about the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay, for `ps`:
 an engine can hide files of /proc but put nothing in their place."""
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
-"""What the engine says of limits that it can not set everywhere."""
+"""Facts of the engine about limits that it cannot set everywhere."""
 
 
 class DockerChannel(Channel):
@@ -136,7 +133,7 @@ class _Machine(Machine):
 
     def kills(self) -> int:
         if self.group is not None and not self.channel.ended:
-            with contextlib.suppress(OSError, StopIteration):  # it goes with the last process
+            with contextlib.suppress(OSError):  # it goes with the last process
                 return self.group.kills()
         return self.backend.kills(self.id, self.channel.ended)
 
@@ -182,7 +179,7 @@ class DockerBackend(ResidentBackend):
         self._client.close()
 
     def remove(self, made: _Machine) -> None:
-        """Raises SandboxFailure when the container can not be removed; the journal then still has it."""
+        """Remove a container. Raises SandboxFailure when that does not work; the journal then still has it."""
         try:
             remove_container(self._client, made.id)
         except OSError as error:
@@ -190,7 +187,7 @@ class DockerBackend(ResidentBackend):
         self.forget(made.id, made.noted)
 
     def usage(self, name: str) -> tuple[int | None, float | None]:
-        """(bytes of memory, seconds of CPU) as the engine tells them."""
+        """Return (bytes of memory, seconds of CPU) as the engine counts them."""
         try:
             facts = self._client.api.stats(name, stream=False, one_shot=True)
             return facts["memory_stats"].get("usage"), facts["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9
@@ -198,7 +195,7 @@ class DockerBackend(ResidentBackend):
             return None, None
 
     def kills(self, name: str, ended: bool) -> int:
-        """1 when something in a container was killed for memory before it ended. The engine learns of the end a moment later."""
+        """Return 1 if something in a container was killed for memory before it ended. The engine knows that a moment later."""
         try:
             if ended:
                 self._client.api.wait(name, timeout=patience(END_S))
@@ -231,9 +228,9 @@ class DockerBackend(ResidentBackend):
                 raise _explained(error, image) from error
             raise
         environment = dict(each.split("=", 1) for each in held.get("Env") or ()) if spec.image else {}
-        told = resident_settings(spec, filter=self._filter, limits=LIMITS_INSIDE, nice=10, environment=environment)
+        settings = resident_settings(spec, filter=self._filter, limits=LIMITS_INSIDE, nice=10, environment=environment)
         with contextlib.suppress(OSError):  # if it has ended already, its answer, which is waited for, is why
-            made.channel.send(resident_program(told), patience(SEND_S))
+            made.channel.send(resident_program(settings), patience(SEND_S))
         return made
 
     def _host_image(self) -> str:
@@ -243,7 +240,7 @@ class DockerBackend(ResidentBackend):
         return self._image
 
     def _configuration(self, spec: SandboxSpec, image: str, mark: str) -> dict[str, Any]:
-        """A container, in the words of the engine's API."""
+        """Return the configuration of a container, in the words of the engine's API."""
         owner = this_process()
         most = {"nofile": spec.open_files, "core": 0, "fsize": spec.disk_bytes}
         return {
@@ -269,7 +266,7 @@ class DockerBackend(ResidentBackend):
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
-                "MaskedPaths": [*HIDDEN, "/sys"],
+                "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys"],
                 "Tmpfs": {
                     place: f"rw,{exec},nosuid,nodev,size={int(spec.disk_bytes * share)},nr_inodes={spec.inodes},"
                     f"uid={USER[1]},gid={USER[1]},mode=755"
@@ -290,7 +287,7 @@ class DockerBackend(ResidentBackend):
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """What the engine's client raises."""
+    """Return the exceptions of the engine's client."""
     from docker.errors import DockerException
     from requests import RequestException
 
@@ -298,19 +295,19 @@ def errors() -> tuple[type[Exception], ...]:
 
 
 def _explained(error: BaseException, image: str) -> Exception:
-    """Why no container of an image could be started, in one line."""
+    """Return the error that says in one line why no container of an image could be started."""
     from docker.errors import ImageNotFound
 
-    told = " ".join(str(getattr(error, "explanation", None) or error).split())
+    why = " ".join(str(getattr(error, "explanation", None) or error).split())
     if isinstance(error, ImageNotFound):
         return SandboxUnavailable(f"the Docker Engine has no image {image}: `docker pull {image}`, or `docker load` it")
-    if "executable file not found" in told:
+    if "executable file not found" in why:
         return SandboxUnavailable(f"the image {image} has no python3 (3.9 or newer), which a sandbox needs: add it")
-    return SandboxFailure(f"the Docker Engine started no container of {image}: {told}")
+    return SandboxFailure(f"the Docker Engine started no container of {image}: {why}")
 
 
 def _group(container: dict[str, Any]) -> Group | None:
-    """The control group of a running container, where the engine's processes and groups can be seen from here."""
+    """Return the control group of a running container, if the engine's processes and groups can be seen from here."""
     try:
         lines = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text().splitlines()
     except OSError:
@@ -324,6 +321,6 @@ def _group(container: dict[str, Any]) -> Group | None:
     group = Group(tuple(folders), version)
     try:
         group.kills()
-    except (OSError, StopIteration):
+    except OSError:
         return None
     return group

@@ -1,7 +1,7 @@
 """Images for the backend `docker`: one made of this machine's own files, or one from a Dockerfile.
 
 The *host image* is for where no registry can be reached: this machine's python3 with its standard library, a shell, the usual
-small tools and git, and the programs of `programs.py`, with the shared libraries that those name. It holds nothing else that was
+small tools and git, and the programs of `toolchain.py`, with the shared libraries that those name. It holds nothing else that was
 installed for Python, nothing of anybody's home, and of `/etc` only what is written here, what links in it lead to, and where
 libraries are. The same files make the same archive, byte for byte. It is imported once: its tag is a digest of what the files are
 called, how long and how old they are. Images of older files stay until
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import re
 import shutil
@@ -54,8 +53,8 @@ LEFT_OUT = re.compile(
 )
 """Of the standard library and of git: what nobody installs for a task, or what needs a network."""
 WRITTEN = {
-    "/etc/passwd": "root:x:0:0:root:/:/bin/sh\n{name}:x:{number}:{number}:{name}:/workspace:/bin/sh\n",
-    "/etc/group": "root:x:0:\n{name}:x:{number}:\n",
+    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\n{USER[0]}:x:{USER[1]}:{USER[1]}:{USER[0]}:/workspace:/bin/sh\n",
+    "/etc/group": f"root:x:0:\n{USER[0]}:x:{USER[1]}:\n",
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o755, "/sys": 0o755, "/dev": 0o755}
@@ -63,16 +62,15 @@ FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o7
 
 @dataclass(slots=True)
 class Files:
-    """Files of this machine, under their own paths but for `copies`."""
+    """Files of this machine for an image, by their paths there."""
 
     folders: set[str] = field(default_factory=set)
     links: dict[str, str] = field(default_factory=dict)
-    regular: set[str] = field(default_factory=set)
-    copies: dict[str, str] = field(default_factory=dict)
-    """Path in the image -> file: of folders that a container may have something else in place of, as of /tmp."""
+    regular: dict[str, str] = field(default_factory=dict)
+    """Path in the image -> file here. They differ for files of folders that a container hides, such as /tmp."""
 
     def add(self, path: str) -> None:
-        """Adds what is at a path, a folder without what is in it, with all links and folders on the way there.
+        """Add what is at a path, a folder without what is in it, with all links and folders on the way there.
 
         Raises FileNotFoundError.
         """
@@ -91,10 +89,12 @@ class Files:
             elif os.path.isdir(at):
                 self.folders.add(at)
             else:
-                self.regular.add(at)
+                self.regular[at] = at
 
     def add_tree(self, folder: str) -> None:
-        """Adds a folder with what is in it, but for LEFT_OUT, broken links and what this user may not read."""
+        """Add a folder with what is in it, but for LEFT_OUT, broken links and what this user may not read."""
+        if not os.path.isdir(folder):
+            return
         self.add(folder)
         for at, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if not LEFT_OUT.search(f"{at}/{name}")]
@@ -103,47 +103,39 @@ class Files:
                     self.add(path)
 
     def digest(self) -> str:
-        """Of names, lengths and times, of what the loader knows, and of this file."""
+        """Return a digest of names, lengths and times, of what the loader knows, and of this file."""
         known = hashlib.sha256(Path(__file__).read_bytes())
-        known.update(repr(sorted(self.copies.items())).encode())
-        known.update(repr(sorted(made_programs().items())).encode())
-        for path in sorted({*self.links, *self.regular, *self.copies.values(), CACHE}):
+        known.update(repr([sorted(self.regular.items()), sorted(made_programs().items())]).encode())
+        for path in sorted({*self.links, *self.regular.values(), CACHE}):
             status = os.lstat(path) if os.path.lexists(path) else None
             facts = (path, self.links.get(path), status and (status.st_mode, status.st_size, status.st_mtime_ns))
             known.update(repr(facts).encode())
         return known.hexdigest()[:32]
 
     def add_libraries(self) -> None:
-        """Adds the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""
-        programs = sorted(path for path in {*self.regular, *self.copies.values()} if is_elf(path))
+        """Add the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""
+        programs = sorted(filter(is_elf, {*self.regular.values()}))
         try:
             done = subprocess.run(["ldd", *programs], capture_output=True, text=True, env={"LC_ALL": "C"}, check=False)
         except OSError as error:
             raise SandboxUnavailable(f"ldd, which comes with the C library, cannot be run: {error}") from error
         libraries = set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", done.stdout, re.M))
         beside = {os.path.dirname(path) for path in libraries if os.path.basename(path) == "libc.so.6"}
-        libraries |= {path for folder in beside for name in BY_NAME if os.path.exists(path := f"{folder}/{name}")}
-        for path in sorted(libraries):
+        libraries |= {f"{folder}/{name}" for folder in beside for name in BY_NAME}
+        for path in filter(os.path.exists, sorted({*libraries, CACHE})):
             self.add(path)
-        if os.path.exists(CACHE):
-            self.add(CACHE)
 
 
 def host_files() -> Files:
-    """What the host image is made of, but for shared libraries. Raises SandboxUnavailable."""
+    """Return the files of the host image, but for shared libraries. Raises SandboxUnavailable."""
     files, python = Files(links=dict(PLACES)), Interpreter.find().path
     files.add(python)
     if os.path.realpath("/usr/bin/python3") == python:
         files.add("/usr/bin/python3")
     else:
         files.links["/usr/bin/python3"] = python
-    for path in "/bin /sbin /lib /lib64 /usr/bin".split():  # links, on most systems, by which scripts find programs
-        if os.path.isdir(path):
-            files.add(path)
-    code = "import json, sysconfig; print(json.dumps([sysconfig.get_path(n) for n in ('stdlib', 'platstdlib')]))"
-    asked = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, cwd="/", check=True)
-    for folder in sorted(set(json.loads(asked.stdout))):
-        files.add_tree(folder)
+    for path in filter(os.path.isdir, "/bin /sbin /lib /lib64 /usr/bin".split()):  # often links: scripts use them
+        files.add(path)
     for name in (*NEEDED, *PROGRAMS):
         program = shutil.which(name, path=WHERE)
         if program is not None:
@@ -155,59 +147,57 @@ def host_files() -> Files:
             files.add(program)
         else:
             files.folders.add(PLACE)
-            files.copies[f"{PLACE}/{name}"] = program
-    for folder in ("/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8"):  # where the C library has it not built in
-        if os.path.isdir(folder):
-            files.add_tree(folder)
-    git = shutil.which("git", path=WHERE)
-    if git is not None:
-        asked = subprocess.run([git, "--exec-path"], capture_output=True, text=True, check=True)
-        for folder in (asked.stdout.strip(), "/usr/share/git-core/templates"):
-            if os.path.isdir(folder):
-                files.add_tree(folder)
+            files.regular[f"{PLACE}/{name}"] = program
+    code = "import sysconfig; print(*{sysconfig.get_path(n) for n in ('stdlib', 'platstdlib')}, sep='\\n')"
+    trees = _output(python, "-I", "-S", "-c", code).splitlines()
+    trees += ["/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8"]  # where the C library has it not built in
+    if git := shutil.which("git", path=WHERE):
+        trees += [_output(git, "--exec-path").strip(), "/usr/share/git-core/templates"]
+    for folder in sorted(trees):
+        files.add_tree(folder)
     return files
 
 
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", check=True).stdout
+
+
 def write_archive(files: Files, target: IO[bytes]) -> None:
-    """Writes the host image's files as a tar archive, in order, as root's, without times.
+    """Write the host image's files as a tar archive, in order, as root's, without times.
 
     A module's time is kept: by it Python knows whether what it compiled earlier is current.
     """
-    name, number = USER
-    written = {path: text.format(name=name, number=number).encode() for path, text in WRITTEN.items()}
-    made = {f"{PLACE}/{name}": content for name, content in made_programs().items()}
-    written |= made
+    written = {path: (text.encode(), 0o644) for path, text in WRITTEN.items()}
+    written |= {f"{PLACE}/{name}": (content, 0o555) for name, content in made_programs().items()}
     folders = files.folders | {*FOLDERS, *(os.path.dirname(path) for path in written)}
     folders |= {str(parent) for path in folders for parent in Path(path).parents} - {"/"}
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as archive:
-        for path in sorted({*folders, *files.links, *files.regular, *files.copies, *written}):
-            info, file = tarfile.TarInfo(path.lstrip("/")), io.BytesIO()
+        for path in sorted({*folders, *files.links, *files.regular, *written}):
+            info, content = tarfile.TarInfo(path.lstrip("/")), b""
             if path in written:
-                info.size, info.mode, file = (
-                    len(written[path]),
-                    0o555 if path in made else 0o644,
-                    io.BytesIO(written[path]),
-                )
+                content, info.mode = written[path]
+                info.size = len(content)
             elif path in files.links:
                 info.type, info.linkname, info.mode = tarfile.SYMTYPE, files.links[path], 0o777
             elif path in folders:
                 info.type, info.mode = tarfile.DIRTYPE, FOLDERS.get(path, 0o755)
-                info.uid = info.gid = number if path == "/workspace" else 0
+                info.uid = info.gid = USER[1] if path == "/workspace" else 0
             else:
-                source = files.copies.get(path, path)
+                source = files.regular[path]
                 info = archive.gettarinfo(source, info.name)  # also knows files with several names
                 info.uid = info.gid = 0
                 info.uname = info.gname = ""
                 info.mode = info.mode & 0o555 | 0o444  # nobody's rights change on the way to another user
                 info.mtime = int(info.mtime) if source.endswith(".py") else 0
-                with open(source, "rb") as opened:
-                    archive.addfile(info, opened if info.isreg() else None)
-                continue
-            archive.addfile(info, file)
+                content = Path(source).read_bytes() if info.isreg() else b""
+            archive.addfile(info, io.BytesIO(content))
 
 
 def host_image(client: Any) -> str:
-    """Name of the host image, which is made if the engine of `client` has it not. Raises SandboxUnavailable, SandboxFailure."""
+    """Return the name of the host image, and make it if the engine of `client` lacks it.
+
+    Raises SandboxUnavailable, SandboxFailure.
+    """
     import docker.errors
 
     files = host_files()
@@ -232,32 +222,27 @@ def host_image(client: Any) -> str:
 
 
 def build_image(client: Any, folder: Path) -> str:
-    """Name of an image built from a folder with a Dockerfile; what was built before is reused.
+    """Return the name of an image built from a folder with a Dockerfile; what was built before is reused.
 
     Covers what the engine's own builder does (no BuildKit); steps have no network, as the sandboxes
     have none: what they need lies in the folder or in the image that it is FROM. Raises SandboxUnavailable.
     """
-    import docker.errors
+    from docker.errors import APIError, BuildError
 
     if not (folder / "Dockerfile").is_file():
         raise SandboxUnavailable(f"{folder} has no Dockerfile to build an image from")
+    labels = {"composer_nb.image": "built"}
+    options = {"rm": True, "forcerm": True, "labels": labels, "timeout": BUILD_S, "network_mode": "none"}
     try:
-        image, _ = client.images.build(
-            path=str(folder),
-            rm=True,
-            forcerm=True,
-            labels={"composer_nb.image": "built"},
-            timeout=BUILD_S,
-            network_mode="none",
-        )
+        image, _ = client.images.build(path=str(folder), **options)
         tag = image.id.removeprefix("sha256:")[:32]
         image.tag(BUILT_IMAGE, tag)
-    except (docker.errors.BuildError, docker.errors.APIError) as error:
-        told = " ".join(str(error.msg if isinstance(error, docker.errors.BuildError) else error.explanation).split())
-        hint = "; where no registry can be reached, bring the image that it is FROM with `docker load`"
-        hint = "; its steps have no network" if "non-zero code" in told else hint
-        about_registry = re.search(r"registry|pull access|manifest|dial tcp", told)
-        raise SandboxUnavailable(
-            f"{folder}/Dockerfile cannot be built: {told}{hint if about_registry or 'non-zero code' in told else ''}"
-        ) from error
+    except (BuildError, APIError) as error:
+        why = " ".join(str(error.msg if isinstance(error, BuildError) else error.explanation).split())
+        hint = ""
+        if "non-zero code" in why:
+            hint = "; its steps have no network"
+        elif re.search(r"registry|pull access|manifest|dial tcp", why):
+            hint = "; where no registry can be reached, bring the image that it is FROM with `docker load`"
+        raise SandboxUnavailable(f"{folder}/Dockerfile cannot be built: {why}{hint}") from error
     return f"{BUILT_IMAGE}:{tag}"

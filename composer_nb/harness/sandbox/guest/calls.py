@@ -54,6 +54,7 @@ SETUP_S = 10.0  # seconds for a worker to get ready, more on a busy machine
 RESULT_FD, GO_FD = 3, 4
 MAX_FDS = 4096
 MAX_DEPTH = 50
+BRACKETS = {dict: "{}", set: "{}", list: "[]", tuple: "()"}
 TICK_S = 0.005
 SLEEP_CHECK_S = 0.05  # time between two checks whether a worker sleeps
 PATIENCE = 5  # a request that does not sleep may take this many times wall_s; longer means an overloaded machine
@@ -78,33 +79,25 @@ def value_text(value: typing.Any, limit: int, depth: int = 0) -> str:
     Raises Unreadable for anything else, for nesting deeper than MAX_DEPTH and for longer texts.
     """
     kind = type(value)
-    text: str | None
-    if kind is str or kind is bytes:
-        text = repr(value) if len(value) <= limit else None
-    elif value is None or kind is bool or kind is float or (kind is int and value.bit_length() <= 13_000):
+    if value is None or kind in (bool, float, str, bytes, int):
+        if (kind is int and value.bit_length() > 13_000) or (kind in (str, bytes) and len(value) > limit):
+            raise Unreadable
         text = repr(value)
-    elif depth >= MAX_DEPTH:
+    elif depth >= MAX_DEPTH or kind not in BRACKETS:
         raise Unreadable
-    elif kind is dict:
-        pairs, left = [], limit
-        for key, item in value.items():
-            pairs.append(value_text(key, left, depth + 1) + ": " + value_text(item, left, depth + 1))
-            left -= len(pairs[-1]) + 2
-        text = "{" + ", ".join(pairs) + "}"
-    elif kind is list or kind is tuple or kind is set:
+    else:
         parts, left = [], limit
-        for item in value:
-            parts.append(value_text(item, left, depth + 1))
+        for item in value.items() if kind is dict else value:
+            if kind is dict:
+                parts.append(": ".join(value_text(each, left, depth + 1) for each in item))
+            else:
+                parts.append(value_text(item, left, depth + 1))
             left -= len(parts[-1]) + 2
         if kind is set:
-            text = "{" + ", ".join(sorted(parts)) + "}" if parts else "set()"
-        elif kind is list:
-            text = "[" + ", ".join(parts) + "]"
-        else:
-            text = "(" + ", ".join(parts) + (",)" if len(parts) == 1 else ")")
-    else:
-        raise Unreadable
-    if text is None or len(text) > limit:
+            parts.sort()
+        text = ", ".join(parts) + ("," if kind is tuple and len(parts) == 1 else "")
+        text = "set()" if kind is set and not parts else BRACKETS[kind][0] + text + BRACKETS[kind][1]
+    if len(text) > limit:
         raise Unreadable
     return text
 

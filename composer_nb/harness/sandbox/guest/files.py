@@ -24,12 +24,8 @@ RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, OPENAT2 = 0x08, 0x0
 Header = typing.Dict[str, typing.Any]  # noqa: UP006  (runs on Python 3.9 too)
 
 
-def refuse(code: int, text: str) -> OSError:
-    return OSError(code, text)
-
-
 HEADERS = 32 << 20
-"""Of an archive, besides the contents: what names and permissions may take. Less than what the other side spares for it."""
+"""Bytes of an archive, besides the contents, for names and permissions. Less than what the other side spares for it."""
 
 
 class OpenHow(ctypes.Structure):
@@ -53,11 +49,11 @@ class Files:
     def inner(self, path: str) -> str:
         """`path` without the workspace before it. Raises OSError for one that names no place in it."""
         if "\0" in path:
-            raise refuse(errno.EINVAL, "a path with a NUL in it")
+            raise OSError(errno.EINVAL, "a path with a NUL in it")
         if path == self.root or path.startswith(self.root + "/"):
             path = path[len(self.root) :].lstrip("/")
         elif path.startswith("/"):
-            raise refuse(errno.EXDEV, path + ": not in the workspace " + self.root)
+            raise OSError(errno.EXDEV, path + ": not in the workspace " + self.root)
         return path or "."
 
     def read(self, path: str, offset: int, most: int) -> bytes:
@@ -65,9 +61,9 @@ class Files:
         try:
             kind = os.fstat(fd).st_mode
             if stat.S_ISDIR(kind):
-                raise refuse(errno.EISDIR, path + ": a folder")
+                raise OSError(errno.EISDIR, path + ": a folder")
             if not stat.S_ISREG(kind):
-                raise refuse(errno.EINVAL, path + ": not a regular file")
+                raise OSError(errno.EINVAL, path + ": not a regular file")
             parts, left = [], min(most, self.limit)
             while left > 0 and (part := os.pread(fd, left, offset)):
                 parts.append(part)
@@ -83,7 +79,7 @@ class Files:
             done += part + "/"
             try:
                 if part == "..":
-                    raise refuse(errno.EXDEV, path + ": leads upwards")
+                    raise OSError(errno.EXDEV, path + ": leads upwards")
                 try:
                     os.mkdir(part, 0o755, dir_fd=fd)
                 except FileExistsError:
@@ -110,27 +106,30 @@ class Files:
             os.close(folder)
         return found
 
-    def remove(self, path: str) -> None:
+    def split(self, path: str) -> tuple[str, str]:
+        """Return the folder and the name of a file. Raises OSError for a path that names none."""
         head, _, name = self.inner(path).rpartition("/")
         if name in ("", ".", ".."):
-            raise refuse(errno.EISDIR, path + ": names no file")
+            raise OSError(errno.EISDIR, path + ": names no file")
+        return head, name
+
+    def remove(self, path: str) -> None:
+        head, name = self.split(path)
         folder = open_beneath(self.fd, head or ".", os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.unlink(name, dir_fd=folder)
         except OSError as error:
-            raise refuse(error.errno or errno.EIO, path + ": " + os.strerror(error.errno or errno.EIO)) from None
+            raise OSError(error.errno, path + ": " + (error.strerror or "")) from None
         finally:
             os.close(folder)
 
     def write(self, path: str, data: bytes | memoryview, mode: int | None, mtime: int = 0) -> None:
-        head, _, name = self.inner(path).rpartition("/")
-        if name in ("", ".", ".."):
-            raise refuse(errno.EISDIR, path + ": names no file")
+        head, name = self.split(path)
         folder = self.folder(head)
         try:
             before = kind_of(name, folder)
             if stat.S_ISDIR(before):
-                raise refuse(errno.EISDIR, path + ": a folder")
+                raise OSError(errno.EISDIR, path + ": a folder")
             if mode is None:
                 mode = stat.S_IMODE(before) if stat.S_ISREG(before) else 0o644
             part = ".composer_nb-" + os.urandom(6).hex()
@@ -171,7 +170,7 @@ class Files:
                     yield above + name, status, folder, name
                     if stat.S_ISDIR(status.st_mode):
                         if above.count("/") >= MAX_DEPTH:
-                            raise refuse(errno.ELOOP, f"more than {MAX_DEPTH} folders below one another")
+                            raise OSError(errno.ELOOP, f"more than {MAX_DEPTH} folders below one another")
                         stack.append(above + name + "/")
             finally:
                 os.close(folder)
@@ -198,7 +197,7 @@ class Files:
                     archive.addfile(info)
                     facts.append([path, "folder", info.mode, ""])
                 if out.tell() > most + HEADERS:
-                    raise refuse(errno.EFBIG, f"the files and their names are more than {most + HEADERS} bytes")
+                    raise OSError(errno.EFBIG, f"the files and their names are more than {most + HEADERS} bytes")
         digest = hashlib.sha256(json.dumps(sorted(facts)).encode("utf-8", "surrogateescape")).hexdigest()
         return digest, out.getvalue()
 
@@ -211,7 +210,7 @@ class Files:
         with open(fd, "rb") as file:
             data = file.read(min(most, self.limit) + 1)
         if len(data) > min(most, self.limit):
-            raise refuse(errno.EFBIG, f"the files are more than {most} bytes")
+            raise OSError(errno.EFBIG, f"the files are more than {most} bytes")
         return data
 
     def unpack(self, payload: memoryview) -> None:

@@ -37,7 +37,7 @@ import typing
 
 from composer_nb.harness.sandbox.guest.calls import Caller
 from composer_nb.harness.sandbox.guest.commands import Commands
-from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath, refuse
+from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
 from composer_nb.harness.sandbox.system.linux import (
     NAMESPACES,
     check,
@@ -121,7 +121,7 @@ class Resident:
         log = open_beneath(self.files.fd, self.files.inner(asked["log"]), flags)
         try:
             if not stat.S_ISREG(os.fstat(log).st_mode):
-                raise refuse(errno.EINVAL, asked["log"] + ": not a regular file")
+                raise OSError(errno.EINVAL, asked["log"] + ": not a regular file")
             with open("/dev/null", "rb") as nothing:
                 return self.commands.start(asked, (nothing.fileno(), log, log))
         finally:
