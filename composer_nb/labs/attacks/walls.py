@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import Sandbox
-from composer_nb.harness.sandbox.system.linux import machine
+from composer_nb.harness.sandbox.system.linux import machine, patience
 from composer_nb.harness.sandbox.system.seccomp import ABSENT, KERNEL, PROCESS
 from composer_nb.labs.attacks.case import (
     HELPERS,
@@ -359,12 +360,10 @@ def locks(site: Site) -> Verdict:
 
 
 def _written(box: Sandbox, path: str) -> Any:
-    """The JSON that a program writes to a file; None when it ends without. No command waits: its watches would see that."""
-    while True:
-        ended = not box.stats().processes
-        try:
+    """Return the JSON that a program writes to a file; None when it does not. Nothing else is asked: its watches would see that."""
+    deadline = time.monotonic() + patience(20)
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
             return json.loads(box.read(path))
-        except FileNotFoundError:
-            if ended:
-                return None
         time.sleep(0.02)
+    return None
