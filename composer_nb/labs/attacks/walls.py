@@ -360,7 +360,7 @@ def locks(site: Site) -> Verdict:
 
 
 def _written(box: Sandbox, path: str) -> Any:
-    """Return the JSON that a program writes to a file; None when it does not. Nothing else is asked: its watches would see that."""
+    """Return the JSON that a program writes to a file; None if it does not. Its watches would see any other request."""
     deadline = time.monotonic() + patience(20)
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
