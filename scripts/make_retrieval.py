@@ -16,6 +16,7 @@ from pathlib import Path
 from platform import python_version
 
 from retrieval.questions import Mined, is_test_file, mine, read_repository
+from retrieval.storage import save_embedding
 from retrieval.traces import read_traces
 from retrieval.training import (
     RetrievalSettings,
@@ -27,7 +28,7 @@ from retrieval.training import (
     train,
 )
 
-from composer_nb.harness.search.embedding import SHIPPED, save_embedding
+from composer_nb.harness.search.embedding import SHIPPED
 
 NOT_OURS = {"site-packages", "ensurepip", "test", "tests", "idle_test", "pydoc_data", "encodings"}
 """Folders of the library that hold no code of its own, or tests, or tables."""

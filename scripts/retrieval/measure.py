@@ -34,7 +34,7 @@ class Score:
 
 def answers(index: CodeIndex, question: Question) -> NDArray[np.bool_]:
     """Which chunks answer a question, in the order of `CodeIndex.scores`."""
-    spans, inside = index.spans(question.path)
+    spans, inside = index.table().spans, index.table().inside([question.path])
     first, last = spans[:, 0], spans[:, 1]
     shared = np.minimum(last, question.last) - np.maximum(first, question.first) + 1
     shorter = np.minimum(last - first, question.last - question.first) + 1
@@ -43,7 +43,7 @@ def answers(index: CodeIndex, question: Question) -> NDArray[np.bool_]:
 
 def ranks(index: CodeIndex, questions: Sequence[Question]) -> dict[str, NDArray[np.float64]]:
     """By way, the rank of the first answer to each question, from 1; infinite where there is none among the first 100."""
-    lowered = index.texts()
+    lowered = [index.hit(place, 0.0).text.lower() for place in range(len(index.table().file))]
     found: dict[str, list[float]] = {}
     for question in questions:
         right = answers(index, question)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from composer_nb.harness.search.embedding import texts
+from composer_nb.harness.search.embedding import split, words
 from composer_nb.harness.tasks.repairs import bugs
 
 _BUGS = {
@@ -155,17 +155,21 @@ def _planted(node: ast.FunctionDef | ast.AsyncFunctionDef, rng: Random) -> str |
     return planted[0] if planted else None
 
 
+def _terms(name: str) -> set[str]:
+    return {term for word in words(name) for term in split(word)}
+
+
 def _tests(functions: list[_Function], plain: list[_Function]) -> Iterator[Question]:
     names = Counter(each.node.name for each in functions)
     only = {each.node.name: each for each in plain if names[each.node.name] == 1}
     for each in functions:
         if not (is_test_file(each.path) and each.node.name.startswith("test")):
             continue
-        spoken = set(texts(each.node.name))
+        spoken = _terms(each.node.name)
         calls = [node.func for node in ast.walk(each.node) if isinstance(node, ast.Call)]
         called = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in calls}
         for name in sorted(called & only.keys()):
-            if set(texts(name)) & spoken:
+            if _terms(name) & spoken:
                 body = re.sub(rf"\b{re.escape(name)}\b", " ", ast.unparse(each.node))
                 yield _question(f"{each.node.name.replace('_', ' ')} {body[:600]}", only[name], "test")
 

@@ -77,7 +77,7 @@ def test_no_answer_is_given_away_and_lines_stay() -> None:
 
 def test_an_answer_shares_half_of_the_lines() -> None:
     built = CodeIndex.build(FILES, Embedding(terms=np.zeros(1, np.uint64), vectors=np.zeros((1, 4), np.float32)))
-    spans, inside = built.spans("shelf.py")
+    spans, inside = built.table().spans, built.table().inside(["shelf.py"])
 
     def right(first: int, last: int) -> list[list[int]]:
         asked = Question(text="", path="shelf.py", first=first, last=last, kind="docstring")

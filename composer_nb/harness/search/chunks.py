@@ -102,12 +102,6 @@ SYNTAX: Mapping[str, Syntax] = {
 _BY_EXTENSION = {extension: syntax for extensions, syntax in SYNTAX.items() for extension in extensions.split()}
 
 
-def syntax_of(path: str) -> Syntax | None:
-    """Return the syntax for a file's name extension."""
-    _, dot, extension = path.rpartition(".")
-    return _BY_EXTENSION.get(extension) if dot else None
-
-
 @cache
 def parser(syntax: Syntax) -> Parser | None:
     """Return a parser, or None if its grammar is not installed."""
@@ -185,17 +179,15 @@ def _weights(path: str, span: Span, lines: Sequence[str]) -> dict[int, float]:
 
 def cut(path: str, data: bytes, lines: Sequence[str]) -> tuple[list[Span], How]:
     """Return the chunks of a file in order, and how they were found."""
-    syntax = syntax_of(path)
-    how: How = "plain"
-    if syntax is not None:
-        how = "no_grammar"
-        if reader := parser(syntax):
-            how = "unparsable"
-            root = reader.parse(data).root_node
-            imports: set[int] = set()
-            found = sorted(_definitions(root, syntax, imports), key=lambda span: (span.first, -span.last))
-            if found or not root.has_error:
-                return list(_chunks(found, lines, imports)), "parsed"
+    syntax = _BY_EXTENSION.get(path.rpartition(".")[2]) if "." in path else None
+    reader = parser(syntax) if syntax else None
+    if syntax and reader:
+        root = reader.parse(data).root_node
+        imports: set[int] = set()
+        found = sorted(_definitions(root, syntax, imports), key=lambda span: (span.first, -span.last))
+        if found or not root.has_error:
+            return list(_chunks(found, lines, imports)), "parsed"
+    how: How = "plain" if syntax is None else "no_grammar" if reader is None else "unparsable"
     return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW)), how
 
 
@@ -279,11 +271,8 @@ def _chunks(found: Sequence[Span], lines: Sequence[str], imports: set[int]) -> I
 
 def _windows(span: Span, lines: Sequence[str], longest: int) -> Iterator[Span]:
     """Yield a span without blank ends, in windows of `_WINDOW` lines if it is longer than `longest`."""
-    first, last = span.first, span.last
-    while first <= last and not lines[first - 1].strip():
-        first += 1
-    while last >= first and not lines[last - 1].strip():
-        last -= 1
-    size = _WINDOW if last - first >= longest else max(1, last - first + 1)
-    for start in range(first, last + 1, size):
-        yield Span(first=start, last=min(start + size - 1, last), name=span.name)
+    full = [number for number in range(span.first, span.last + 1) if lines[number - 1].strip()]
+    if full:
+        size = _WINDOW if full[-1] - full[0] >= longest else full[-1] - full[0] + 1
+        for start in range(full[0], full[-1] + 1, size):
+            yield Span(first=start, last=min(start + size - 1, full[-1]), name=span.name)

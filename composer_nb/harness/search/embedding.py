@@ -23,13 +23,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
-
-from composer_nb.harness.files import replacing
 
 SHIPPED = Path(__file__).with_suffix(".safetensors")
 _BLOCK = 1 << 16
-_WORD = re.compile(r"[^\W\d]\w*|\d+")
+WORD = re.compile(r"[^\W\d]\w*|\d+")
 _PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+|[^\W\d_A-Za-z]+")
 _LONGEST = 64
 """Maximum characters of a word; longer words are data."""
@@ -73,24 +70,19 @@ def _word_ids(word: str) -> tuple[int, ...]:
     return tuple(map(term_id, split(word)))
 
 
-def words(text: str) -> Counter[str]:
-    """Count the words and identifiers of a text as they are written."""
-    return Counter(_WORD.findall(text))
+def words(text: str) -> list[str]:
+    """Return the words and identifiers of a text as they are written."""
+    return WORD.findall(text)
 
 
 def weigh(fields: Iterable[tuple[str, float]]) -> dict[int, float]:
     """Return term id -> weight: the number of occurrences in each (text, factor) times the factor, summed."""
     weights: dict[int, float] = {}
     for text, factor in fields:
-        for word, count in words(text).items():
+        for word, count in Counter(words(text)).items():
             for each in _word_ids(word):
                 weights[each] = weights.get(each, 0.0) + factor * count
     return weights
-
-
-def texts(text: str) -> list[str]:
-    """Return the terms of a text in order."""
-    return [term for word in _WORD.findall(text) for term in split(word)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,18 +117,6 @@ class Embedding:
             first = last
         norm = np.linalg.norm(out, axis=1, keepdims=True)
         return np.divide(out, norm, out=out, where=norm > 0)
-
-
-def save_embedding(
-    path: Path, terms: Sequence[str], vectors: NDArray[np.float32], provenance: Mapping[str, str]
-) -> None:
-    """Write an embedding atomically, rounded to 8 bits per number with one scale per term."""
-    scales = (np.abs(vectors).max(axis=1, initial=0.0) / 127).astype(np.float16)
-    safe = np.maximum(scales.astype(np.float32), 1e-7)[:, None]
-    rounded = np.clip(np.rint(vectors / safe), -127, 127).astype(np.int8)
-    metadata = {"embedding": json.dumps({"terms": list(terms), **provenance})}
-    with replacing(path) as part:
-        save_file({"vectors": rounded, "scales": scales}, part, metadata=metadata)
 
 
 def load_embedding(path: Path) -> Embedding:

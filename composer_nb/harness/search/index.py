@@ -41,20 +41,6 @@ class Hit:
     score: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Counts of a workspace's files when it was last read as a whole."""
-
-    files: int
-    chunks: int
-    how: Mapping[str, int]
-    """Number of files by how they were cut (`chunks.How`). `no_grammar`: install the extra `grammars`."""
-    left_out: Mapping[str, int]
-    """Number of files that are not indexed, by reason: `ignored`, `binary`, `too_large`, `minified`, `empty`, `over_budget`."""
-    rules_left_out: int
-    """Number of ignore rules that exceed a bound or are invalid."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _File:
     data: bytes
@@ -63,7 +49,7 @@ class _File:
     """[C, W]"""
 
 
-class _Table:
+class Table:
     """The C chunks of all files in the order of their paths, and their N terms."""
 
     def __init__(self, files: Mapping[str, _File], width: int) -> None:
@@ -105,13 +91,15 @@ class _Table:
 class CodeIndex:
     """The index of one workspace. Paths are relative, with `/` between their parts."""
 
-    report: Report
+    report: Counter[str]
+    """Counts when the workspace was last read as a whole: `files`, `chunks`; files by how they were cut (`chunks.How`); files
+    that are not indexed, by reason (`ignored`, `over_budget`, `chunks.unfit`); `rules_left_out`, ignore rules beyond a bound."""
 
     def __init__(self, embedding: Embedding | None = None) -> None:
         self._embedding = embedding or shipped()
         self._files: dict[str, _File] = {}
         self._ignore = read_ignore({})
-        self._table: _Table | None = None
+        self._table: Table | None = None
 
     @classmethod
     def build(cls, files: Mapping[str, bytes], embedding: Embedding | None = None) -> Self:
@@ -124,7 +112,7 @@ class CodeIndex:
         """Return an index with the same content, whose edits do not affect this one. Shares everything large."""
         other = CodeIndex(self._embedding)
         other._files, other._ignore, other.report = dict(self._files), self._ignore, self.report
-        other._table = self._flat()
+        other._table = self.table()
         return other
 
     def edit(self, path: str, data: bytes | None) -> None:
@@ -137,7 +125,7 @@ class CodeIndex:
     def sync(self, files: Mapping[str, bytes]) -> int:
         """Update the index to the whole workspace `files`, and return the number of files that had changed."""
         self._ignore, before = read_ignore(files), self._files
-        left_out: Counter[str] = Counter()
+        self.report = Counter(rules_left_out=self._ignore.left_out)
         now: dict[str, _File] = {}
         budget = MOST_BYTES
         for path, data in sorted(files.items()):
@@ -145,28 +133,24 @@ class CodeIndex:
             if why is None and len(data) > budget:
                 why = "over_budget"
             if why is not None:
-                left_out[why] += 1
+                self.report[why] += 1
                 continue
             budget -= len(data)
             known = before.get(path)
             now[path] = known if known and known.data == data else self._cut(path, data)
         self._files, self._table = now, None
-        self.report = Report(
-            files=len(now),
-            chunks=sum(len(each.chunks.counts) for each in now.values()),
-            how=dict(Counter(each.chunks.how for each in now.values())),
-            left_out=dict(left_out),
-            rules_left_out=self._ignore.left_out,
-        )
+        self.report.update(each.chunks.how for each in now.values())
+        self.report.update(files=len(now), chunks=sum(len(each.chunks.counts) for each in now.values()))
         return sum(before.get(path) is not now.get(path) for path in before.keys() | now.keys())
 
     def _cut(self, path: str, data: bytes) -> _File:
         chunks = chunk_file(path, data)
         return _File(data, chunks, self._embedding.encode(chunks.terms, chunks.weights, chunks.counts))
 
-    def _flat(self) -> _Table:
+    def table(self) -> Table:
+        """Return all chunks in the order of `scores`."""
         if self._table is None:
-            self._table = _Table(self._files, self._embedding.vectors.shape[1])
+            self._table = Table(self._files, self._embedding.vectors.shape[1])
         return self._table
 
     def search(self, query: str, directories: Sequence[str] = (), limit: int = 10) -> list[Hit]:
@@ -182,7 +166,7 @@ class CodeIndex:
 
     def scores(self, query: str, directories: Sequence[str] = ()) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return BM25 and cosine of every chunk, [C] each; 0 for chunks outside of `directories`."""
-        table, asked = self._flat(), weigh([(query, 1.0)])
+        table, asked = self.table(), weigh([(query, 1.0)])
         terms, weights = np.array(list(asked), np.uint64), np.array(list(asked.values()), np.float32)
         [vector] = self._embedding.encode(terms, weights, [len(asked)])
         bm25, cosine = table.bm25(asked), table.vectors @ vector
@@ -191,17 +175,9 @@ class CodeIndex:
             bm25[outside], cosine[outside] = 0, 0
         return bm25, cosine
 
-    def spans(self, path: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the first and last lines of all chunks, [C, 2], and which of them are of the file `path`, [C]."""
-        return self._flat().spans, self._flat().inside([path])
-
-    def texts(self) -> list[str]:
-        """Return the text of every chunk in lower case, [C]."""
-        return [self.hit(place, 0.0).text.lower() for place in range(len(self._flat().file))]
-
     def hit(self, place: int, score: float) -> Hit:
         """Return the chunk at a place of `scores`."""
-        table = self._flat()
+        table = self.table()
         path = table.paths[table.file[place]]
         first, last = (int(line) for line in table.spans[place])
         lines = text_lines(self._files[path].data)[first - 1 : last]

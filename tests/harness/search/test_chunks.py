@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.search import chunks
 from composer_nb.harness.search.chunks import SYNTAX, chunk_file, cut, parser, text_lines, unfit
-from composer_nb.harness.search.embedding import split, term_id, texts, weigh
+from composer_nb.harness.search.embedding import split, term_id, weigh, words
 
 PYTHON = '''"""About readers."""
 import os
@@ -153,6 +153,11 @@ def test_what_is_unfit() -> None:
     assert unfit(b"") == "empty" and unfit(b"a\0b") == "binary"
     assert unfit(b"x" * 30_000) == "minified" and unfit(b"x\n" * (1 << 20)) == "too_large"
     assert unfit(b"def f(): pass\n") is None
+
+
+def texts(text: str) -> list[str]:
+    """Return the terms of a text in order."""
+    return [term for word in words(text) for term in split(word)]
 
 
 def test_identifiers_are_their_parts_and_themselves() -> None:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.search import index
-from composer_nb.harness.search.embedding import Embedding, load_embedding, save_embedding, stem, term_id, weigh
+from composer_nb.harness.search.embedding import Embedding, load_embedding, stem, term_id, weigh
 from composer_nb.harness.search.index import K1, B, CodeIndex, fused, ranking
+from scripts.retrieval.storage import save_embedding
 
 WORDS = ["open", "reader", "matrix", "rotate", "cache", "evict", "parser"]
 
@@ -60,15 +61,15 @@ def test_only_in_directories() -> None:
 def test_the_report_counts_what_became_of_the_files() -> None:
     files = FILES | {"image.png": b"\0\1", "empty.py": b"", "big.txt": b"word\n" * (1 << 18)}
     report = CodeIndex.build(files, embedding()).report
-    assert report.files == 4  # .gitignore is text as well
-    assert dict(report.left_out) == {"binary": 1, "empty": 1, "too_large": 1, "ignored": 1}
-    assert dict(report.how) == {"parsed": 2, "plain": 2}
+    counts = {"files": 4, "chunks": 6, "parsed": 2, "plain": 2}  # .gitignore is text as well
+    left_out = {"binary": 1, "empty": 1, "too_large": 1, "ignored": 1, "rules_left_out": 0}
+    assert report == counts | left_out
 
 
 def test_a_repository_beyond_the_bound_is_indexed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "MOST_BYTES", 120)
     report = CodeIndex.build(FILES, embedding()).report
-    assert 0 < report.files < 4 and report.left_out["over_budget"] == 4 - report.files
+    assert 0 < report["files"] < 4 and report["over_budget"] == 4 - report["files"]
 
 
 def test_bm25_is_the_formula() -> None:
