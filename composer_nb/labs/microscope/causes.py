@@ -38,7 +38,7 @@ class Cause(NamedTuple):
 CAUSES = (
     Cause("tokens", ("written",)),
     Cause("template", ("read",)),
-    Cause("position and shift", ("placed", "jump", "rope_theta", "shift")),
+    Cause("position and shift", ("jump", "rope_theta", "shift")),
     Cause("log-prob mode", ("temperature", "top_p")),
     Cause("head dtype", ("head",)),
     Cause("route ids", ("replay",), "ids"),
@@ -52,14 +52,14 @@ CAUSES = (
 
 
 def trainer_of(model: Model, batch: Batch) -> Program:
-    """Return the trainer's own computation: texts rendered again if the batch has them, prefix tree, float32, own routes."""
+    """Return the trainer's own computation: texts rendered again if the batch has them, float32, own routes."""
     tokens = not batch.rendered
-    return Program(model=model, written=tokens, read=tokens, placed=not batch.positions)
+    return Program(model=model, written=tokens, read=tokens)
 
 
 def recorded_engine(model: Model, batch: Batch) -> Program:
     """Return an engine of which only its record is known."""
-    return Program(model=model, layout="tree", replay="weights" if batch.routed else "none")
+    return Program(model=model, replay="weights" if batch.routed else "none")
 
 
 def engines(model: Model) -> dict[str, Program]:
@@ -67,12 +67,11 @@ def engines(model: Model) -> dict[str, Program]:
     bf16, plain = torch.bfloat16, Program(model=model, layout="cache")
     return {
         "float32": plain,
-        "padded": Program(model=model, layout="rows"),
         "alone": replace(plain, alone=True),
         "compiled": Program(model=model, layout="cache", forward=compiled),
         "bf16": replace(plain, head=bf16, numerics=Numerics(dtype=bf16)),
         "bf16-head": replace(plain, head=bf16),
-        "bf16-attention": Program(model=model, layout="rows", attention=bf16),
+        "bf16-attention": Program(model=model, attention=bf16),
         "bf16-router": replace(plain, numerics=Numerics(router_dtype=bf16)),
         "int8-experts": replace(plain, numerics=Numerics(expert_bits=8)),
         "int4-experts": replace(plain, numerics=Numerics(expert_bits=4)),

@@ -77,15 +77,6 @@ def token_findings(batch: Batch) -> Iterator[Finding]:
             yield Finding(cause=cause, text=text, where=hits[0])
 
 
-def first_displaced(batch: Batch) -> Where | None:
-    """Return the first token whose recorded position is not its place in the row."""
-    for number, position in enumerate(batch.positions):
-        displaced = position != np.arange(len(position))
-        if displaced.any():
-            return Where(row=number, token=int(displaced.argmax()))
-    return None
-
-
 def other_weights(one: Model, other: Model) -> list[str]:
     """Return the Hugging Face names of tensors that differ."""
     theirs = hugging_face_views(other)

@@ -35,8 +35,6 @@ class Batch:
 
     rows: tuple[Segment, ...]
     """The engine's record."""
-    positions: tuple[NDArray[np.int64], ...] = ()
-    """The engine's position of each token, [T] a row; empty: 0, 1, 2, …"""
     rendered: tuple[Rendering, ...] = ()
     """The rows as the trainer renders them; empty: it takes the engine's tokens as they are."""
 
@@ -48,13 +46,8 @@ class Batch:
             for name, values, used in (("logprob", row.logprob, row.acted), ("gates", row.trace.gates, valid)):
                 if len(bad := np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1) & used)):
                     raise ValueError(f"row {number}: {name} of token {bad[0]} is not finite")
-        if {len(self.positions), len(self.rendered)} - {0, len(self.rows)}:
-            raise ValueError(
-                f"{len(self.rows)} rows, {len(self.positions)} of positions, {len(self.rendered)} rendered"
-            )
-        for number, (row, position) in enumerate(zip(self.rows, self.positions, strict=False)):
-            if len(position) != len(row.token_ids):
-                raise ValueError(f"row {number}: {len(row.token_ids)} tokens, {len(position)} positions")
+        if len(self.rendered) not in (0, len(self.rows)):
+            raise ValueError(f"{len(self.rows)} rows, {len(self.rendered)} rendered")
         for number, (row, rendering) in enumerate(zip(self.rows, self.rendered, strict=False)):
             recorded, made = runs(row.acted), runs(rendering.acted)
             if [written for written, _ in recorded] != [written for written, _ in made]:
@@ -103,7 +96,7 @@ class Batch:
             before = ends[start - 1] if start else 0
             end = max(start + 1, int(np.searchsorted(ends, before + budget, "right")))
             part = slice(start, end)
-            yield Batch(rows=self.rows[part], positions=self.positions[part], rendered=self.rendered[part])
+            yield Batch(rows=self.rows[part], rendered=self.rendered[part])
             start = end
 
 
@@ -143,16 +136,14 @@ class Row(NamedTuple):
     """Place of each token that the policy wrote by the engine's record; -1: this program has no such token."""
 
 
-def row_of(batch: Batch, number: int, *, written: bool, read: bool, placed: bool, jump: int) -> Row:
-    """Return row `number` with written tokens, read tokens and positions each from the record (True) or as the trainer makes
-    them. From the first written token on, positions are `jump` larger."""
+def row_of(batch: Batch, number: int, *, written: bool, read: bool, jump: int) -> Row:
+    """Return row `number` with written and read tokens each from the record (True) or as the trainer renders them. From the first
+    written token on, positions are `jump` larger."""
     row = batch.rows[number]
     ids, acted, at_W = row.token_ids, row.acted, batch.written[number]
     if batch.rendered and not (written and read):
         ids, acted, at_W = _mixed(row, batch.rendered[number], written, read)
     position = np.arange(len(ids))
-    if placed and batch.positions and len(ids) == len(row.token_ids):
-        position = batch.positions[number].copy()
     if jump and acted.any():
         position[int(acted.argmax()) :] += jump
     return Row(ids, position, at_W)

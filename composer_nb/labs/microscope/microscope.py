@@ -47,7 +47,6 @@ from composer_nb.labs.microscope.evidence import (
     Where,
     check_routes,
     first_apart,
-    first_displaced,
     first_flip,
     other_weights,
     streams_apart,
@@ -246,7 +245,7 @@ def _examine(own: Program, known: Program, engine: Program, batch: Batch, tolera
     streams = streams_apart(below.forwarded, top.forwarded, batch)
     first, first_in = first_apart(streams, top.forwarded, sparse)
     gap_S, kl_S = gaps[engine]
-    findings = [*token_findings(batch), *_choices(own, engine, steps, tolerance, batch, first)]
+    findings = [*token_findings(batch), *_choices(own, engine, steps, tolerance, first)]
     checks = check_routes(batch, top.forwarded, sparse) if batch.routed else None
     of_routes = list(checks.findings()) if checks else []
     if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
@@ -301,14 +300,12 @@ def _alone(
 
 
 def _choices(
-    own: Program, engine: Program, steps: Sequence[Step], tolerance: float, batch: Batch, first: Where | None
+    own: Program, engine: Program, steps: Sequence[Step], tolerance: float, first: Where | None
 ) -> Iterator[Finding]:
     for step in steps:
         if step.alone <= tolerance:
             continue
         text, where = f"{step.change}: moves log-probabilities by up to {step.alone:.1e}", None
-        if step.cause == "position and shift" and own.placed != engine.placed and batch.positions:
-            where = first_displaced(batch)
         if step.cause == "weights":
             names = other_weights(own.model, engine.model)
             text = f"{len(names)} tensors differ, first {names[0]}" if names else "other weights"

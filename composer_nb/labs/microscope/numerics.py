@@ -6,8 +6,8 @@
 All programs start from float32 weights. Where a whole forward pass is another program's (our compiled kernel, a `transformers`
 module), that function is a choice of its own (`forward`).
 
-Dimensions: R rows, T tokens of a row, N forwarded tokens of all rows, U of the prefix tree, S tokens that the policy wrote, D
-width, L MoE layers, K experts a token, V vocabulary.
+Dimensions: R rows, T tokens of a row, N forwarded tokens of all rows, S tokens that the policy wrote, D width, L MoE layers,
+K experts a token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_nb.harness.policy import Trace, route_checks
+from composer_nb.harness.policy import Trace
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import NewTokens, decode
 from composer_nb.kernels.moe.routing import Replay, Routing, Rule
 from composer_nb.labs.microscope.frozen import Batch, Row, row_of
 from composer_nb.labs.retrace import trace_of
 from composer_nb.trainer.engine import pack
-from composer_nb.trainer.learning.packing import Stream, flatten
-from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplayLevel, ReplaySettings
+from composer_nb.trainer.learning.replay_settings import ReplayLevel
 from composer_nb.trainer.models.transformer import Attend, Model, PackedRows
 from composer_nb.trainer.models.variants import Numerics, variant
 
 BUDGET = 4096
 """Tokens forwarded at a time."""
-Layout = Literal["tree", "rows", "cache"]
-"""Attention. tree: the trainer's prefix tree, padded SDPA. rows: padded SDPA, each row whole. cache: the engine's compiled
-attention on a key-value cache."""
+Layout = Literal["rows", "cache"]
+"""Attention. rows: the trainer's, padded SDPA over whole rows. cache: the engine's compiled attention on a key-value cache."""
 Place = tuple[int, str]
 """(layer, what was added last), as in `Model.watch`."""
 
@@ -52,8 +50,6 @@ class Program:
     """Take what the policy wrote as recorded tokens, not from texts that are rendered again."""
     read: bool = True
     """The same for what it read: prompts, observations, and the special tokens around them."""
-    placed: bool = True
-    """Take positions from the record, not 0, 1, 2, …"""
     jump: int = 0
     """Added to all positions from the first written token on."""
     rope_theta: float | None = None
@@ -69,7 +65,7 @@ class Program:
     """Dtype of the output layer's product."""
     replay: ReplayLevel = "none"
     """What to replay of the recorded routes."""
-    layout: Layout = "tree"
+    layout: Layout = "rows"
     attention: torch.dtype = torch.float32
     numerics: Numerics = field(default_factory=Numerics)
     """Arithmetic of all other products; with `dtype` bfloat16 also of the residual stream."""
@@ -144,10 +140,7 @@ def observe(
 
 def _observe(program: Program, batch: Batch, streams: bool, made: dict[Any, Model]) -> Seen:
     p = program
-    rows = [
-        row_of(batch, number, written=p.written, read=p.read, placed=p.placed, jump=p.jump)
-        for number in range(len(batch.rows))
-    ]
+    rows = [row_of(batch, number, written=p.written, read=p.read, jump=p.jump) for number in range(len(batch.rows))]
     model = _prepared(program, made)
     found = _forwarded(program, model, batch, rows, streams)
     starts = np.cumsum([0, *(len(row.token_ids) - 1 for row in rows)])[:-1]
@@ -245,47 +238,35 @@ def _rows(rows: Sequence[Row]) -> Rows:
     )
 
 
-class _Plan(NamedTuple):
-    """Arguments of `trunk`, and which of its tokens each of the N is (None: the same)."""
-
-    ids: Tensor
-    position: Tensor
-    attend: Attend
-    replay: Replay | None
-    node_N: Tensor | None
-
-
 def _trunk(
     program: Program, model: Model, rows: Sequence[Row], traces: Sequence[Trace | None], streams: bool
 ) -> Forwarded:
-    plan = (_tree if program.layout == "tree" else _flat)(program, model, rows, traces)
+    flat = _rows(rows)
+    inner = PackedRows.of_lengths(flat.lengths, model.config).attend if program.layout == "rows" else _cache(flat)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         dtype = program.attention
-        return plan.attend(layer, q.to(dtype), k.to(dtype), v.to(dtype), scale).to(q.dtype)
+        return inner(layer, q.to(dtype), k.to(dtype), v.to(dtype), scale).to(q.dtype)
 
     seen: dict[Place, Tensor] = {}
     if streams:
         model.watch = lambda layer, part, x: seen.update({(layer, part): x})
     try:
-        hidden, routings = model.trunk(plan.ids, plan.position, attend, plan.replay)
+        hidden, routings = model.trunk(flat.ids_N, flat.position_N, attend, _replay(program, traces))
     finally:
         model.watch = None
 
-    def of_tokens(x: Tensor) -> Tensor:
-        return x if plan.node_N is None else x.index_select(0, plan.node_N)
-
     def stacked(of: Callable[[Routing], Tensor]) -> Tensor:
-        return of_tokens(torch.stack([of(routing) for routing in routings], 1))
+        return torch.stack([of(routing) for routing in routings], 1)
 
     return Forwarded(
-        hidden_ND=of_tokens(hidden),
+        hidden_ND=hidden,
         experts_NLK=stacked(lambda routing: routing.experts_NK),
         gates_NLK=stacked(lambda routing: routing.gates_NK).float(),
         own_NLK=stacked(lambda routing: routing.own_NK),
         live_NLK=stacked(lambda routing: _live(routing, model.config.rule)).float(),
         margin_NL=stacked(lambda routing: routing.margin_N).float(),
-        streams={place: of_tokens(x).float() for place, x in seen.items()},
+        streams={place: x.float() for place, x in seen.items()},
     )
 
 
@@ -296,18 +277,15 @@ def _live(routing: Routing, rule: Rule) -> Tensor:
     return shares_NK * rule.scale
 
 
-def _flat(program: Program, model: Model, rows: Sequence[Row], traces: Sequence[Trace | None]) -> _Plan:
-    """Lay rows side by side."""
-    flat = _rows(rows)
-    replay = None
-    if program.replay != "none":
-        routes, gates, valid = (
-            torch.from_numpy(np.concatenate([getattr(trace, name)[:-1] for trace in traces]).astype(dtype))
-            for name, dtype in (("routes", np.int64), ("gates", np.float32), ("route_valid", np.bool_))
-        )
-        replay = Replay(experts=routes, level=program.replay, gates=gates, valid_N=valid)
-    attend = PackedRows.of_lengths(flat.lengths, model.config).attend if program.layout == "rows" else _cache(flat)
-    return _Plan(flat.ids_N, flat.position_N, attend, replay, None)
+def _replay(program: Program, traces: Sequence[Trace | None]) -> Replay | None:
+    """Return the recorded routes to replay."""
+    if program.replay == "none":
+        return None
+    routes, gates, valid = (
+        torch.from_numpy(np.concatenate([getattr(trace, name)[:-1] for trace in traces]).astype(dtype))
+        for name, dtype in (("routes", np.int64), ("gates", np.float32), ("route_valid", np.bool_))
+    )
+    return Replay(experts=routes, level=program.replay, gates=gates, valid_N=valid)
 
 
 def _cache(flat: Rows) -> Attend:
@@ -321,39 +299,6 @@ def _cache(flat: Rows) -> Attend:
         return cached_attention(q, filled(k), filled(v), flat.row_N, flat.depth_N, scale)
 
     return attend
-
-
-def _tree(program: Program, model: Model, rows: Sequence[Row], traces: Sequence[Trace | None]) -> _Plan:
-    """Build the trainer's prefix tree. Tokens at other positions are other tokens, so the id carries the position's offset."""
-    vocabulary = model.config.vocab_size
-    offsets = [np.append((row.position - np.arange(len(row.position)))[:-1], 0) for row in rows]
-    lowest = min(int(offset.min()) for offset in offsets)
-    streams = []
-    for row, offset, trace in zip(rows, offsets, (trace or Trace() for trace in traces), strict=True):
-        ids = (row.token_ids + vocabulary * (offset - lowest)).astype(np.int32)
-        blank = np.zeros(len(ids), np.float32)
-        streams.append(
-            Stream(
-                token_ids=ids,
-                acted=np.ones(len(ids), np.bool_),  # so that every forwarded token counts as one that predicts
-                logprob=blank,
-                advantage=blank,
-                routes=trace.routes,
-                gates=trace.gates,
-                route_valid=trace.route_valid,
-                checks=route_checks(np.arange(len(ids)), ids, trace.routes) if len(trace.routes) else trace.checks,
-            )
-        )
-    settings = NO_REPLAY if program.replay == "none" else ReplaySettings(level=program.replay, missing=1.0)
-    batch = flatten(streams, settings)
-    marks_N = torch.div(batch.inputs_N, vocabulary, rounding_mode="floor")
-    return _Plan(
-        batch.inputs_N % vocabulary,
-        batch.position_N + marks_N + lowest,
-        batch.attend,
-        batch.recorded,
-        batch.place_U[batch.from_S],
-    )
 
 
 def compiled(model: Model, rows: Rows) -> Forwarded:

@@ -123,12 +123,6 @@ def of_the_record(**choices: Any) -> Plant:
     return lambda model, batch, row, token, layer: record(engine_of(model, **choices), batch)
 
 
-def displaced(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
-    positions = [np.arange(len(each.token_ids)) for each in batch.rows]
-    positions[row][token + 1 :] += 1
-    return record(engine_of(model), replace(batch, positions=tuple(positions)))
-
-
 def another_template(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
     """The trainer renders one token that was read as another one."""
     rendered = [Rendering(each.token_ids.copy(), each.acted) for each in batch.rows]
@@ -152,7 +146,6 @@ def split_otherwise(model: Model, batch: Batch, row: int, token: int, layer: int
 PLANTED: dict[str, tuple[str, Plant]] = {
     "another tokenisation": ("tokens", split_otherwise),
     "another template token": ("template", another_template),
-    "shifted positions on record": ("position and shift", displaced),
     "positions shifted from the first answer on": ("position and shift", of_the_record(jump=1)),
     "another rope base": ("position and shift", of_the_record(rope_theta=1e6)),
     "log-probs off by one": ("position and shift", of_the_record(shift=1)),
@@ -206,7 +199,7 @@ def test_a_fault_in_a_declared_engine_is_named_beside_others_of_its_own(model, b
     """Attention of another kernel is declared, and what is planted is not."""
     cause, plant = PLANTED[name]
     honest = record(engine_of(model), batch)
-    report = examine(model, plant(model, honest, 1, 4, 1), engine_of(model, layout="rows"))
+    report = examine(model, plant(model, honest, 1, 4, 1), engine_of(model, layout="cache"))
     assert set(report.named) == {cause}, [finding.text for finding in report.findings]
 
 
@@ -239,7 +232,6 @@ def test_everything_at_once_is_named_and_explained(model, batch):
         shift=1,
         temperature=0.7,
         head=BF16,
-        layout="rows",
         attention=BF16,
         numerics=Numerics(expert_bits=4),
         replay="weights",
@@ -277,7 +269,6 @@ def test_wherever_a_fault_is_it_is_named_there(data):
                 "a foreign expert",
                 "swapped order",
                 "another template token",
-                "shifted positions on record",
             ]
         )
     )
@@ -287,16 +278,13 @@ def test_wherever_a_fault_is_it_is_named_there(data):
     layer = data.draw(st.integers(0, 1))
     made = plant(model, batch, row, token, layer)
     report = examine(model, made)
-    if name == "shifted positions on record":  # after the last step of a row positions matter to nothing
-        assert report.named in ((cause,), ())
-    else:
-        assert report.named == (cause,), [finding.text for finding in report.findings]
+    assert report.named == (cause,), [finding.text for finding in report.findings]
     for finding in report.findings:
         assert finding.where is not None and finding.where.row == row
         if name == "another template token":
             assert batch.rows[row].token_ids[finding.where.token] != made.rendered[row].token_ids[finding.where.token]
         else:
-            assert finding.where.token == token + (name == "shifted positions on record")
+            assert finding.where.token == token
         if finding.where.layer is not None and name != "a dropped route":
             assert finding.where.layer == layer
             assert finding.where.experts == tuple(made.rows[row].trace.routes[token, layer].tolist())
@@ -333,14 +321,14 @@ def test_the_path_ends_at_the_engine_and_each_step_is_one_cause(model, batch):
 
 
 @in_both(
-    ["padded", "alone", "bf16", "bf16-head", "bf16-attention", "bf16-router", "int8-experts", "int4-experts"],
+    ["alone", "bf16", "bf16-head", "bf16-attention", "bf16-router", "int8-experts", "int4-experts"],
     {"int4-experts"},
 )
 def test_all_causes_put_in_leave_nothing(model, batch, name: str):
     engine = engines(model)[name]
     report = examine(model, record(engine, batch), engine)
     assert report.left.most <= 1e-5 and report.left.kl < 1e-9
-    wanted = {"padded": (), "alone": (), "bf16-head": ("head dtype",), "bf16-attention": ("attention",)}
+    wanted = {"alone": (), "bf16-head": ("head dtype",), "bf16-attention": ("attention",)}
     assert report.named == wanted.get(name, ("GEMM",)) or name == "bf16"
     if name == "bf16":
         assert {"head dtype", "GEMM"} <= set(report.named) <= {"head dtype", "GEMM", "attention"}
