@@ -49,12 +49,16 @@ def scores(found: Mapping[str, Any]) -> Picture:
         return style.empty("there is no policy yet that both runs have scored")
     picture = Picture(9.5, 3.2)
     bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
-    for place, (color, label) in enumerate(zip(COLORS, labels(found), strict=True)):
-        values = [part["scores"][place] for part in both.values()]
-        at = style.paired(bars, place, [score["pass_at_1"] for score in values], bars.bar, color=color, label=label)
-        for x, score in zip(at, values, strict=True):
-            style.interval(bars, [x, x], score["ci95"])
-    bars.set_xticks(range(len(both)), list(both))
+    sides = [
+        style.Side(
+            label,
+            color,
+            [part["scores"][place]["pass_at_1"] for part in both.values()],
+            [part["scores"][place]["ci95"] for part in both.values()],
+        )
+        for place, (color, label) in enumerate(zip(COLORS, labels(found), strict=True))
+    ]
+    style.grouped(bars, list(both), sides)
     as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in both.values() for s in part["scores"]))))
     title(bars, "solved, held-out tasks, pass@1")
     key(bars, loc="upper left", ncols=2)
@@ -88,7 +92,9 @@ def times(found: Mapping[str, Any]) -> Picture:
     picture, ax = style.one_panel(9.5, 0.9 + 0.42 * len(names))
     for place, (color, label) in enumerate(zip(COLORS, labels(found), strict=True)):
         spent = [found["wall_s"].get(name, (0, 0))[place] or 0.0 for name in names]
-        for y, seconds in zip(style.paired(ax, place, spent, ax.barh, color=color, label=label), spent, strict=True):
+        at = [number + (place - 0.5) * 0.4 for number in range(len(names))]
+        ax.barh(at, spent, 0.37, color=color, label=label)
+        for y, seconds in zip(at, spent, strict=True):
             style.note(ax, seconds, y, f" {seconds:.0f}")
     title(style.rows(ax, names), "seconds by part of the recipe", "seconds")
     key(ax, loc="best")

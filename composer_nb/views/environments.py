@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from composer_nb.harness.grading.plan import Twin
@@ -239,9 +239,7 @@ def neighbour(parts: Mapping[str, Sequence[tuple[float, float]]], during: str) -
         ax.text((at[0] + at[-1]) / 2, 1.35 * most, text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
     ax.set_yscale("log")
     ax.set_ylim(top=3.2 * most)
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    ax.yaxis.set_minor_locator(NullLocator())
+    style.log_axis(ax.yaxis)
     title(ax, "a small command in the sandbox next door", "seconds", "ms")
     return picture
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,7 +53,8 @@ def against_tokens(
         ax.plot(along, fit.predict(along), dash, color=hue, linewidth=1.7, label=fit.shape)
         off = fit.predict(x[fitted:]) - y[fitted:]
         errors.plot(x[fitted:], off, dash, marker="o", markersize=4, color=hue, label=fit.shape)
-    _log_axis(ax, "x")
+    ax.set_xscale("log")
+    style.log_axis(ax.xaxis)
     for panel in (ax, errors):
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
     errors.axhline(0, color=style.INK, linewidth=0.8)
@@ -76,18 +76,10 @@ def mixtures(runs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence
     ):
         title(ax, text, "tokens", y)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
-    _log_axis(panels[1], "y")
+    panels[1].set_yscale("log")
+    style.log_axis(panels[1].yaxis)
     key(panels[0])
     return picture
-
-
-def _log_axis(ax: Axes, which: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic, with a few plain numbers."""
-    ax.set(**{f"{which}scale": "log"})
-    axis = ax.xaxis if which == "x" else ax.yaxis
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_locator(NullLocator())
 
 
 @torch.no_grad()

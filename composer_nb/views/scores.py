@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from composer_nb.views import style
@@ -24,28 +22,20 @@ def policies(report: Mapping[str, Any]) -> Picture:
     if not scores:
         return style.empty(_NOT_YET)
     picture, ax = style.one_panel(9.5, 3.4)
-    kinds = (
-        ("pass_at_1", "ci95", "pass@1"),
-        ("pass_greedy", "ci95_greedy", "greedy"),
-        ("best_of_k", None, "best of k"),
-    )
-    width = 0.8 / len(scores)
-    for place, (name, score) in enumerate(scores.items()):
-        at = np.arange(len(kinds)) + (place - (len(scores) - 1) / 2) * width
-        heights = [math.nan if score.get(kind) is None else score[kind] for kind, _, _ in kinds]
-        ax.bar(at, heights, width * 0.92, color=POLICY.get(name, style.PURPLE), label=name)
-        for x, height, (_, interval, _) in zip(at, heights, kinds, strict=True):
-            top = 0.0 if math.isnan(height) else height
-            if interval and not math.isnan(height):
-                low, high = score[interval]
-                style.interval(ax, [x, x], [low, high])
-                top = high
-            ax.text(x, top + 0.015, shown(height, ".2f"), ha="center", fontsize=8, color=style.INK)
-    counts = {name: score["n_tasks"] for name, score in scores.items()}
-    k = max(score["k"] for score in scores.values())
-    ax.set_xticks(range(len(kinds)), [label if kind != "best_of_k" else f"best of {k}" for kind, _, label in kinds])
+    kinds = {"pass_at_1": "ci95", "pass_greedy": "ci95_greedy", "best_of_k": None}
+    sides = [
+        style.Side(
+            name,
+            POLICY.get(name, style.PURPLE),
+            [score.get(kind) for kind in kinds],
+            [score.get(interval) for interval in kinds.values()],
+        )
+        for name, score in scores.items()
+    ]
+    k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
+    style.grouped(ax, ["pass@1", "greedy", f"best of {k}"], sides, ".2f")
     as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
-    title(ax, f"solved, on {max(counts.values())} held-out tasks", "", "share of tasks")
+    title(ax, f"solved, on {tasks} held-out tasks", "", "share of tasks")
     key(ax, ncols=len(scores), loc="upper left")
     return picture
 
@@ -122,8 +112,8 @@ def mismatch(report: Mapping[str, Any]) -> Picture:
     picture, ax = style.one_panel(7.0, 2.9)
     kinds = {"logprob_gap_p50": "median of |Δ log p|", "logprob_gap_p99": "99th percentile of |Δ log p|", "k3": "k3"}
     sides = (("off", style.VERMILION, "own routes"), ("on", style.BLUE, "engine's routes replayed"))
-    style.log_bars(ax, [(label, color, [replay[name][kind] for kind in kinds]) for name, color, label in sides], LEAST)
-    ax.set_xticks(range(len(kinds)), list(kinds.values()))
+    both = [style.Side(label, color, [replay[name][kind] for kind in kinds]) for name, color, label in sides]
+    style.log_bars(ax, list(kinds.values()), both, LEAST)
     title(ax, f"engine against trainer: {replay.get('pair', 'bf16')}, {replay['tokens']:,} tokens", "", "nats")
     key(ax)
     return picture

@@ -9,15 +9,16 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 # Okabe and Ito's palette (Color Universal Design, 2008).
 ORANGE, SKY, GREEN = "#E69F00", "#56B4E9", "#009E73"
@@ -79,20 +80,53 @@ def interval(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:
     ax.plot(x, y, color=INK, linewidth=1.2, path_effects=[Stroke(linewidth=3, foreground="white"), Normal()])
 
 
-def log_bars(ax: Axes, sides: Sequence[tuple[str, str, Sequence[float | None]]], least: float) -> None:
-    """Draw two bars a place on a logarithmic axis, with their numbers; a “–” in place of a bar that has none. A side is its
-    label, colour and values. Less than `least` is nothing."""
-    values_SP = np.array([[math.nan if value is None else value for value in values] for _, _, values in sides], float)
-    high = max([least * 10, *values_SP[np.isfinite(values_SP)].tolist()])
-    low = min([high / 10, *values_SP[values_SP > least].tolist()])
-    ax.set_yscale("log")
-    ax.set_ylim(low / 3, high * 6)
-    for place, ((label, color, _), values_P) in enumerate(zip(sides, values_SP, strict=True)):
-        at_P = np.arange(len(values_P)) + (place - 0.5) * 0.38
-        ax.bar(at_P, values_P, 0.36, color=color, label=label)
-        for x, value in zip(at_P, values_P, strict=True):
-            text, foot = ("–", low / 3) if math.isnan(value) else (f"{value:.1e}", max(value, low / 3))
-            ax.annotate(text, (x, foot), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=INK)
+class Side(NamedTuple):
+    """The bars of one colour in a grouped bar chart."""
+
+    label: str
+    color: str
+    values: Sequence[float | None]
+    spans: Sequence[Sequence[float] | None] = ()
+    """Interval of each value."""
+
+
+def grouped(
+    ax: Axes, names: Sequence[str], sides: Sequence[Side], form: str = "", foot: float = 0.0, size: float = 8
+) -> Axes:
+    """Draw a group of bars per name, one bar per side, with their numbers if `form` is given and “–” for a missing one. `foot` is
+    the lowest place of a number."""
+    width = 0.8 / max(1, len(sides))
+    for place, side in enumerate(sides):
+        at = np.arange(len(names)) + (place - (len(sides) - 1) / 2) * width
+        values = [math.nan if value is None else value for value in side.values]
+        ax.bar(at, values, 0.92 * width, color=side.color, label=side.label)
+        spans = [*side.spans] or [None] * len(values)
+        for x, value, span in zip(at, values, spans, strict=True):
+            known = not math.isnan(value)
+            if span is not None and known:
+                interval(ax, [x, x], span)
+            if form:
+                top = foot if not known else max(foot, value, max(span or [value]))
+                text = f"{value:{form}}" if known else "–"
+                ax.annotate(text, (x, top), (0, 2), textcoords="offset points", ha="center", fontsize=size, color=INK)
+    ax.set_xticks(range(len(names)), list(names))
+    return ax
+
+
+def log_bars(ax: Axes, names: Sequence[str], sides: Sequence[Side], least: float, form: str = ".1e") -> Axes:
+    """Draw grouped bars on a logarithmic axis. Less than `least` is nothing."""
+    known = [value for side in sides for value in side.values if value is not None and math.isfinite(value)]
+    high = max([least * 10, *known])
+    low = min([high / 10, *(value for value in known if value > least)])
+    ax.set(yscale="log", ylim=(low / 3, high * 6))
+    return grouped(ax, names, sides, form, low / 3)
+
+
+def log_axis(axis: Axis) -> None:
+    """Put a few plain numbers on a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def key(ax: Axes, **options: Any) -> None:
@@ -148,13 +182,6 @@ def bars(ax: Axes, values: Mapping[str, float], color: Any, form: str = "") -> A
     for place, value in enumerate(values.values() if form else ()):
         note(ax, value, place, f" {value:{form}}")
     return rows(ax, list(values))
-
-
-def paired(ax: Axes, place: int, values: Sequence[float], draw: Any, **options: Any) -> list[float]:
-    """Draw the first (`place` 0) or second (1) bars of pairs with `ax.bar` or `ax.barh`, and return their positions."""
-    at = [number + (place - 0.5) * 0.4 for number in range(len(values))]
-    draw(at, values, 0.37, **options)
-    return at
 
 
 def absent(ax: Axes, text: str) -> Axes:

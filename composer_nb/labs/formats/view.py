@@ -23,7 +23,7 @@ from composer_nb.labs.formats.findings import (
 )
 from composer_nb.labs.formats.trial import Curve
 from composer_nb.views import style
-from composer_nb.views.style import Picture, title
+from composer_nb.views.style import Picture, key, title
 
 LINES = (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.PURPLE, style.SKY)
 FIELDS = {"sign": style.VERMILION, "exponent": style.SKY, "mantissa": style.YELLOW}
@@ -44,8 +44,7 @@ def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor, shown: int = 4) -> dic
 
 def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
     """A box for each bit, coloured by what it means, a row a format and a group of boxes a number."""
-    picture = Picture(9.5, 0.5 * len(stored) + 0.6)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(9.5, 0.5 * len(stored) + 0.6)
     for row, (name, numbers) in enumerate(stored.items()):
         widths = LAYOUT[name]
         kinds = [kind for kind, width in zip(FIELDS, widths, strict=True) for _ in range(width)]
@@ -69,13 +68,12 @@ def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Pict
     sizes = torch.logspace(-decades, 0, 4000) * largest
     x = torch.zeros(len(sizes), 128)
     x[:, 0], x[:, 1] = largest, sizes
-    picture = Picture(9.5, 3.0)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(9.5, 3.0)
     for name, color in zip(names, LINES, strict=False):
         error = (FORMATS[name](x).dequantize()[:, 1] - sizes).abs() / sizes
         ax.plot(sizes, error, color=color, linewidth=0.9, label=name)
     ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.5))
-    ax.legend(fontsize=8, frameon=False)
+    key(ax)
     title(
         ax,
         "what rounding does to a number beside a larger one",
@@ -87,8 +85,7 @@ def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Pict
 
 def values() -> Picture:
     """All positive numbers that four bits have, and how far apart they are."""
-    picture = Picture(9.5, 1.1)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(9.5, 1.1)
     ax.vlines(E2M1_VALUES, 0, 1, color=style.BLUE, linewidth=2)
     ax.set(yticks=[], xticks=E2M1_VALUES, ylim=(0, 1.2))
     ax.grid(False)
@@ -110,18 +107,15 @@ def by_token(found: Mapping[str, Tensor], heading: str, y: str) -> Picture:
 
 def divisions(found: Mapping[str, Differing]) -> Picture:
     """Shares of what is stored that another division changes, on a logarithmic axis; none is drawn where nothing changes."""
-    parts = ("global_scales", "scales", "codes", "tokens")
-    picture = Picture(9.5, 2.4)
-    [ax] = picture.panels(1, 1)
-    for index, ((name, one), color) in enumerate(zip(found.items(), LINES, strict=False)):
-        at = np.arange(len(parts)) + 0.4 * index - 0.2
-        shares = [getattr(one, part) for part in parts]
-        ax.bar(at, shares, width=0.36, color=color, label=name)
-        for x, share in zip(at, shares, strict=True):
-            ax.text(x, max(share, 1e-6), f"{share:.2g}", ha="center", va="bottom", fontsize=8)
-    ax.set_xticks(range(len(parts)), ["float32 scales", "e4m3 scales", "codes", "tokens with any"])
+    parts = {"global_scales": "float32 scales", "scales": "e4m3 scales", "codes": "codes", "tokens": "tokens with any"}
+    picture, ax = style.one_panel(9.5, 2.4)
+    sides = [
+        style.Side(name, color, [getattr(one, part) for part in parts])
+        for (name, one), color in zip(found.items(), LINES, strict=False)
+    ]
     ax.set(yscale="log", ylim=(1e-6, 5))
-    ax.legend(fontsize=8, frameon=False)
+    style.grouped(ax, list(parts.values()), sides, ".2g", 1e-6)
+    key(ax)
     title(ax, "NVFP4 divided otherwise than IEEE 754 says: share that differs", "", "share")
     return picture
 
@@ -140,7 +134,7 @@ def roofline(chips: Sequence[Chip], shape: tuple[int, int, int]) -> Picture:
             for marker, at in places.items():
                 ax.plot(at, attainable(chip, form, at) / 1e12, marker, color=color)
         ax.set(xscale="log", yscale="log")
-        ax.legend(fontsize=8, frameon=False)
+        key(ax)
         title(ax, f"{chip.name}, as its maker states it", "operations a byte")
     panels[0].set_ylabel("10¹² operations a second", fontsize=8.5)
     return picture
@@ -156,7 +150,7 @@ def losses(curves: Sequence[Curve], smooth: int = 20) -> Picture:
         steps = np.arange(len(mean)) + smooth
         left.plot(steps, mean, color=color, linewidth=1.1, label=label)
         right.plot(steps, 100 * (mean / means[0] - 1), color=color, linewidth=1.1)
-    left.legend(fontsize=8, frameon=False)
+    key(left)
     title(left, f"loss, mean of {smooth} steps", "step", "nats a byte")
     title(right, f"away from {curves[0].recipe}'s", "step", "%")
     return picture
@@ -165,13 +159,12 @@ def losses(curves: Sequence[Curve], smooth: int = 20) -> Picture:
 def gaps(curves: Sequence[Curve]) -> Picture:
     """Mean |Δ log p| between a trainer that divides as IEEE 754 says and an engine that does not, at the same published weights;
     beside it what publishing them in bfloat16 does."""
-    picture = Picture(9.5, 2.4)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(9.5, 2.4)
     for curve, color in zip(curves, LINES, strict=False):
         steps, gap, cast = zip(*curve.gap, strict=True)
         ax.plot(steps, gap, "o-", color=color, linewidth=1.1, markersize=3, label=f"division: {curve.division}")
         ax.plot(steps, cast, "--", color=style.GREY, linewidth=1.1, label="bfloat16 instead of float32")
     ax.set_yscale("log")
-    ax.legend(fontsize=8, frameon=False)
+    key(ax)
     title(ax, "what another division adds to the mismatch", "step", "mean |Δ log p|")
     return picture

@@ -5,6 +5,7 @@ Each figure is drawn from `mismatch.Comparison`s by name, one per pair of numeri
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -31,24 +32,17 @@ def flips(found: Mapping[str, Comparison]) -> Picture:
     """Draw the share of tokens that flip an expert, by layer and by the margin of the trainer's router."""
     picture = Picture(9.5, 3.3)
     layers, margins = picture.panels(1, 2)
-    width = 0.8 / max(1, len(found))
-    for place, (name, pair) in enumerate(found.items()):
-        hue = _HUES[place % len(_HUES)]
-        share_L = pair.flips_NL.mean(0)
-        at = np.arange(1, len(share_L) + 1) + (place - (len(found) - 1) / 2) * width
-        layers.bar(at, share_L, width * 0.92, color=hue, label=name)
-        middle, share = by_margin(pair)
-        margins.plot(middle, share, color=hue, marker=_MARKS[place % len(_MARKS)], markersize=4, label=name)
+    hues = dict(zip(found, itertools.cycle(_HUES), strict=False))
+    sides = [style.Side(name, hues[name], pair.flips_NL.mean(0).tolist()) for name, pair in found.items()]
+    style.grouped(layers, [str(layer + 1) for layer in range(len(sides[0].values))], sides)
+    for (name, pair), mark in zip(found.items(), itertools.cycle(_MARKS), strict=False):
+        margins.plot(*by_margin(pair), color=hues[name], marker=mark, markersize=4, label=name)
     layers.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
-    title(style.whole_steps(layers), "tokens that flip an expert", "layer", "share of tokens")
+    title(layers, "tokens that flip an expert", "layer", "share of tokens")
     margins.set_xscale("log")
     style.as_share(margins, 1.02)
-    title(
-        margins,
-        "by the margin between the last expert in and the first out",
-        "margin (probability)",
-        "share that flips",
-    )
+    heading = "by the margin between the last expert in and the first out"
+    title(margins, heading, "margin (probability)", "share that flips")
     key(layers)
     return picture
 
@@ -96,14 +90,11 @@ def ratios(found: Mapping[str, Comparison], loss: LossSettings | None = None) ->
         (f"outside {1 - settings.clip_low:g} to {1 + settings.clip_high:g}", settings.clip_low, settings.clip_high),
         ("off by more than 1 %", 0.01, 0.01),
     )
+    pairs = [pair.off_S for pair in found.values()], [pair.on_S for pair in found.values()]
     for ax, (text, low, high) in zip(picture.panels(1, 2), windows, strict=True):
-        for place, (label, hue) in enumerate((("own routes", style.VERMILION), ("replayed", style.BLUE))):
-            at = np.arange(len(found)) + (place - 0.5) * 0.38
-            counts = [outside(pair.on_S if place else pair.off_S, low, high) for pair in found.values()]
-            ax.bar(at, counts, 0.36, color=hue, label=label)
-            for x, count in zip(at, counts, strict=True):
-                ax.text(x, count, f"{count:,}", ha="center", va="bottom", fontsize=8.5, color=style.INK)
-        ax.set_xticks(range(len(found)), _names(found), fontsize=8.5)
+        own, replayed = ([outside(gap_S, low, high) for gap_S in gaps] for gaps in pairs)
+        sides = style.Side("own routes", style.VERMILION, own), style.Side("replayed", style.BLUE, replayed)
+        style.grouped(ax, _names(found), sides, ",")
         tokens = max((len(pair.off_S) for pair in found.values()), default=0)
         title(style.from_zero(ax), f"ratios {text}", "", f"of {tokens:,} tokens")
     key(picture.axes[0])
@@ -142,9 +133,10 @@ def cosines(found: Mapping[str, Mapping[str, float]]) -> Picture:
     gradient."""
     picture, ax = style.one_panel(7.0, 2.9)
     hues = {"own routes": style.VERMILION, "replayed": style.BLUE}
-    sides = [(label, hue, [max(1 - pair[label], TURN) for pair in found.values()]) for label, hue in hues.items()]
-    style.log_bars(ax, sides, TURN)
-    ax.set_xticks(range(len(found)), _names(found))
+    sides = [
+        style.Side(name, hue, [max(1 - pair[name], TURN) for pair in found.values()]) for name, hue in hues.items()
+    ]
+    style.log_bars(ax, _names(found), sides, TURN)
     title(ax, "how far the gradient turns", "", "1 − cosine")
     key(ax)
     return picture

@@ -6,6 +6,7 @@ static twin.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,17 +21,10 @@ Floats = NDArray[np.float64]
 
 
 def shares(found: Mapping[str, float], heading: str) -> Picture:
-    """A bar a group of tensors: the share of its weights that changed."""
-    picture = Picture(8.0, 0.9 + 0.26 * len(found))
-    [ax] = picture.panels(1, 1)
-    ax.barh(range(len(found)), list(found.values()), 0.7, color=style.SKY)
-    for place, value in enumerate(found.values()):
-        ax.text(value, place, f" {value:.2%}", va="center", fontsize=8.5, color=style.INK)
-    ax.set_yticks(range(len(found)), list(found))
-    ax.set_ylim(len(found) - 0.5, -0.5)
-    ax.set_xlim(0, 1.15 * max([*found.values(), 1e-9]))
+    """Draw the share of weights that changed, one bar per group of tensors."""
+    picture, ax = style.one_panel(8.0, 0.9 + 0.26 * len(found))
+    style.bars(ax, found, style.SKY, ".2%").set_xlim(0, 1.15 * max([*found.values(), 1e-9]))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
-    ax.grid(axis="y", visible=False)
     title(ax, heading, "share of weights whose bits changed")
     return picture
 
@@ -55,8 +49,7 @@ def by_exponent(weights: Sequence[float], changed: Sequence[float], foretold: Se
 
 def foretold(rates: Sequence[float], counted: Sequence[float], predicted: Sequence[float]) -> Picture:
     """Changed share against the learning rate: counted, and predicted with a band of ten per cent."""
-    picture = Picture(6.0, 3.3)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(6.0, 3.3)
     told = np.asarray(predicted)
     ax.fill_between(rates, 0.9 * told, 1.1 * told, color=style.PALE, label="predicted, ± 10 %")
     ax.plot(rates, told, color=style.ORANGE)
@@ -71,8 +64,7 @@ def foretold(rates: Sequence[float], counted: Sequence[float], predicted: Sequen
 
 def warming(counted: Sequence[float], simulated: Floats, settled: float) -> Picture:
     """Share of weights that changes against the step since masters were read from bfloat16."""
-    picture = Picture(7.0, 3.1)
-    [ax] = picture.panels(1, 1)
+    picture, ax = style.one_panel(7.0, 3.1)
     ax.plot(np.arange(1, len(simulated) + 1), simulated, color=style.ORANGE, label="simulated")
     ax.plot(np.arange(1, len(counted) + 1), counted, "o", color=style.BLUE, markersize=3.5, label="counted")
     ax.axhline(settled, color=style.GREY, linestyle=":", label="foretold, once settled")
@@ -83,17 +75,14 @@ def warming(counted: Sequence[float], simulated: Floats, settled: float) -> Pict
 
 
 def sizes(found: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
-    """Bits a changed weight, by codec; a group of bars for each of `columns`."""
-    picture = Picture(8.5, 3.2)
-    [ax] = picture.panels(1, 1)
-    width = 0.8 / len(found)
-    for place, (name, values) in enumerate(found.items()):
-        at = np.arange(len(columns)) + (place - (len(found) - 1) / 2) * width
-        ax.bar(at, values, 0.92 * width, color=_COLORS[place % len(_COLORS)], label=name)
-        for x, value in zip(at, values, strict=True):
-            ax.text(x, value, f"{value:.1f}", ha="center", va="bottom", fontsize=7, color=style.INK)
-    ax.set_xticks(range(len(columns)), list(columns))
+    """Draw the bits per changed weight of each codec, one group of bars per column."""
+    picture, ax = style.one_panel(8.5, 3.2)
+    sides = [
+        style.Side(name, color, values)
+        for (name, values), color in zip(found.items(), itertools.cycle(_COLORS), strict=False)
+    ]
     ax.set_yscale("log")
-    title(ax, "bits for each weight that changed", "", "bits")
+    style.grouped(ax, columns, sides, ".1f", size=7)
+    title(ax, "bits per changed weight", "", "bits")
     key(ax, loc="upper right")
     return picture
