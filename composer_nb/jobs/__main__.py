@@ -14,7 +14,7 @@ from composer_nb.jobs.records import ENDED, read_json
 
 
 def main(path: Path) -> int:
-    """Runs the attempt that `path` describes; returns the exit status of its state."""
+    """Run the attempt that `path` describes; return the exit status of its state."""
     attempt = json.loads(path.read_text(encoding="utf-8"))
     output = Path(attempt["output"])
     try:
@@ -44,7 +44,7 @@ def main(path: Path) -> int:
 
 
 def _print(line: str) -> None:
-    """Prints; where the log can not grow (a full disk) the notebook still has it."""
+    """Print a line. Where the log cannot grow (a full disk) the notebook still has it."""
     with suppress(OSError):
         print(line, flush=True)
 

@@ -36,7 +36,7 @@ from papermill.log import logger
 
 ENGINE = "composer_nb"
 CANCELLED = "cancelled"
-"""What ended a cell that was interrupted from outside."""
+"""Error of a cell that was interrupted from outside."""
 GRACE_S = 15.0
 """Seconds a cell has to end after an interrupt: enough to save, less than the 30 that Slurm and Kubernetes give."""
 TICK_S = 0.25
@@ -60,7 +60,7 @@ class Progress:
     error: str | None = None
     """One line about it."""
     states: list[str] = field(default_factory=list)
-    """Of the code cells, at the end."""
+    """States of the code cells, at the end."""
     client: Any = None
     cell: NotebookNode | None = None
     """The one that the kernel has."""
@@ -101,7 +101,7 @@ class Progress:
                 os.killpg(self.client.km.provisioner.pgid, signal.SIGINT)
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if an end was asked for."""
+        """Raise KeyboardInterrupt if an end was asked for."""
         if self.stopped:
             self.over = True
             raise KeyboardInterrupt
@@ -160,7 +160,7 @@ class _Manager(NotebookExecutionManager):
 
 
 class _Client(PapermillNotebookClient):
-    """Runs cell after cell and records the state of each."""
+    """A client that runs cell after cell and records the state of each."""
 
     progress: Progress
 
@@ -196,7 +196,7 @@ class _Client(PapermillNotebookClient):
     execute_cell = run_sync(async_execute_cell)
 
     def _state_after(self, cell: NotebookNode, index: int) -> str:
-        """Executes a cell; what became of it, with its error noted."""
+        """Execute a cell, note its error, and return its state."""
         state, progress = "completed", self.progress
         progress.cell = cell if cell.cell_type == "code" and cell.source.strip() else None
         try:
@@ -214,14 +214,14 @@ class _Client(PapermillNotebookClient):
                 progress.error = CANCELLED
             return progress.stopped or "interrupted"
         shown = [output for output in cell.get("outputs", []) if output.output_type == "error"]
-        if state == "completed" and shown:  # told, not raised: the tag `raises-exception`, or a magic's own handling
+        if state == "completed" and shown:  # shown, not raised: the tag `raises-exception`, or a magic's own handling
             state, progress.error = "failed", f"{shown[0].ename}: {first_line(shown[0].evalue)}"
         return state
 
     def _last_words(self) -> str:
         status = getattr(getattr(self.km.provisioner, "process", None), "returncode", None)
         if status is None:
-            return "nobody knows why"
+            return "the reason is unknown"
         return f"signal {-status}; out of memory?" if status < 0 else f"exit status {status}"
 
 
@@ -241,8 +241,8 @@ class _Engine(NBClientEngine):
         start_timeout: int = 60,
         **kwargs: Any,
     ) -> NotebookNode:
-        """Runs `nb`, and `last_cell` after it. Raises KeyboardInterrupt when it was stopped; a cell that ends it otherwise
-        is told in `progress`."""
+        """Run `nb`, and `last_cell` after it. Raises KeyboardInterrupt when it was stopped; `progress` records a cell that
+        ends it otherwise."""
         if last_cell:
             nb.cells.append(new_code_cell(last_cell, metadata={"tags": ["outputs"]}))
         manager = _Manager(nb, output_path=output_path, progress_bar=False)

@@ -76,7 +76,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def alive(folder: Path) -> bool:
-    """Whether a runner holds the run's lock."""
+    """Return whether a runner holds the run's lock."""
     try:
         with (folder / "lock").open("a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,7 +142,7 @@ def settle_all(folder: Path) -> list[dict[str, Any]]:
 
 
 def _saves(process: psutil.Process) -> bool:
-    """Whether this is the process of an attempt, which ends by itself when its runner has gone."""
+    """Return whether this is the process of an attempt. It ends by itself when its runner has gone."""
     with suppress(psutil.Error):
         return "composer_nb.jobs" in process.cmdline()
     return False

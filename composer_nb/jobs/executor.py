@@ -18,12 +18,12 @@ from composer_nb.jobs.file import Node
 
 
 class Executor(Protocol):
-    """Where attempts run."""
+    """A place in which attempts run."""
 
     limit: int | None
-    """How many at once; None where the executor itself makes them wait."""
+    """Maximum attempts at once; None where the executor itself makes them wait."""
     gone: bool
-    """Whether the place itself was lost, so that trying again is in vain."""
+    """The place itself was lost, so trying again is useless."""
 
     def start(self, attempt: Path, node: Node) -> Any:
         """Begin the attempt that a file describes; return its handle."""
@@ -46,7 +46,7 @@ class Local:
     limit: int | None
     gone: bool = False
     before: Sequence[psutil.Process] = field(default_factory=lambda: psutil.Process().children(recursive=True))
-    """What ran below us already."""
+    """Processes that ran below us already."""
 
     def start(self, attempt: Path, node: Node) -> subprocess.Popen[bytes]:
         return spawn(attempt, self.run)

@@ -68,7 +68,7 @@ class NodeFile(pydantic.BaseModel):
     retries: int = pydantic.Field(default=1, ge=0)
     """Attempts after the first where the infrastructure failed (state `lost`); an exception in a cell is never retried."""
     cpus: float = pydantic.Field(default=1, ge=0)
-    """What Ray sets aside for it."""
+    """CPUs that Ray reserves."""
     gpus: float = pydantic.Field(default=0, ge=0)
 
 
@@ -82,7 +82,7 @@ class JobFile(pydantic.BaseModel):
     parallel: int = pydantic.Field(default=1, ge=1)
     """Notebooks at once; with Ray the cluster's resources decide as well."""
     parameters: dict[str, Any] = {}
-    """For every node whose notebook takes them and that does not say otherwise; each must be taken by one at least."""
+    """Parameters of every node whose notebook takes them and that does not set them itself. At least one node must take each."""
     nodes: dict[str, NodeFile] = pydantic.Field(min_length=1)
 
 

@@ -1,4 +1,4 @@
-"""Runs one notebook through papermill's API and records what happened.
+"""Run one notebook through papermill's API and record what happened.
 
 papermill alone marks cells that never ran as completed, leaves empty files after a kill, ignores misspelt parameters and dies of
 SIGTERM. Here parameters are checked against the notebook's annotations before a kernel starts; files are renamed into place;

@@ -65,7 +65,7 @@ def marked(name: str, value: str) -> list[psutil.Process]:
 
 
 def living(process: psutil.Process) -> bool:
-    """Whether a process runs: neither gone nor a zombie."""
+    """Return whether a process runs: neither gone nor a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -105,7 +105,7 @@ def orphans(before: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def _watches(process: psutil.Process) -> bool:
-    """Whether this is the watcher of an attempt, which cleans up and ends by itself."""
+    """Return whether this is the watcher of an attempt. It cleans up and ends by itself."""
     with suppress(psutil.Error):
         return __file__ in process.cmdline()
     return False

@@ -48,7 +48,7 @@ class Opening(NamedTuple):
 
     title: str
     goals: tuple[str, ...]
-    """What the reader will do."""
+    """The reader's tasks."""
     needs: str
     """Minutes, memory, programs."""
 
@@ -106,7 +106,7 @@ def render(
         for name in sources
     ]
     seconds = sum(entry.record.get("seconds", 0.0) for entry in entries)
-    index = _page("The notebooks, executed", _INDEX, entries=entries, seconds=seconds, now=now())
+    index = _page("The notebooks, executed", entries=entries, seconds=seconds, now=now())
     write_atomic(out / "index.html", index)
     files = ["index.html", *(name for entry in entries for name in entry.files)]
     write_json(out / "render.json", {"files": files, "run": told["dir"], "notebooks": [asdict(e) for e in entries]})
@@ -203,53 +203,17 @@ def notebook_page(book: nbformat.NotebookNode, entry: Entry) -> str:
                 if data.pop(WIDGET, None) and "text/html" not in data:
                     output["data"] = {"text/plain": "(controls; they work in JupyterLab)"}
     body, _ = _Exporter(template_name="basic").from_notebook_node(shown)
-    return _page(entry.opening.title, _NOTEBOOK, entry=entry, body=Markup(body))
+    return _page(entry.opening.title, entry=entry, body=Markup(body))
 
 
-def _page(title: str, template: str, **values: Any) -> str:
+def _page(title: str, **values: Any) -> str:
+    """Return a notebook's page, or without `body` the index."""
+    template, css = (Path(__file__).with_name(f"render.{kind}").read_text(encoding="utf-8") for kind in ("html", "css"))
     environment = Environment(autoescape=True)
     environment.filters["inline"] = lambda text: Markup(
         _markdown(text).strip().removeprefix("<p>").removesuffix("</p>")
     )
     light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("vs", "github-dark"))
-    rules = f"{_RULES}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n.highlight {{ background: none }}"
-    body = environment.from_string(_FACTS + template).render(version=__version__, **values)
+    rules = f"{css}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n.highlight {{ background: none }}"
+    body = environment.from_string(template).render(version=__version__, **values)
     return document(title, [body], rules)
-
-
-_FACTS = """
-{%- macro facts(entry) %}{% set record = entry.record %}<dl>
-<dt>state</dt><dd><span class="{{ entry.state | replace(' ', '-') }}">{{ entry.state }}</span>
-{%- if entry.error %}: {{ entry.error }}{% endif %}</dd>
-{% if entry.opening.needs %}<dt>needs</dt><dd>{{ entry.opening.needs | inline }}</dd>{% endif %}
-{% if record %}<dt>measured</dt><dd>{{ "%.1f" | format(record.seconds or 0) }} s, ended {{ record.ended }}</dd>
-<dt>parameters</dt><dd><code>{% for name, value in record.parameters.items() %}{{ name }} = {{ value }} {% endfor %}</code></dd>
-<dt>commit</dt><dd>{{ record.commit or "none: the package is not in a checkout" }}</dd>
-<dt>package</dt><dd>composer_nb {{ version }}</dd>{% endif %}
-</dl>{% endmacro %}"""
-_NOTEBOOK = """<header><div class=quiet><a href="index.html">all notebooks</a> ·
-<a href="{{ entry.name }}.ipynb">{{ entry.name }}.ipynb</a></div>{{ facts(entry) }}</header>
-<main>{{ body }}</main>"""
-_INDEX = """<h1>The notebooks, executed</h1>
-<p class="quiet">{{ entries | selectattr("state", "equalto", "completed") | list | length }} of {{ entries | length }} notebooks
-completed, in {{ "%.0f" | format(seconds) }} s, one after another; written {{ now }}.</p>
-{% for entry in entries %}<article id="{{ entry.name }}"><h2>
-{%- if entry.files %}<a href="{{ entry.files[0] }}">{{ entry.opening.title | inline }}</a>
-{%- else %}{{ entry.opening.title | inline }}{% endif %}</h2>
-{% if entry.opening.goals %}<div class=quiet>You will</div>
-<ul>{% for goal in entry.opening.goals %}<li>{{ goal | inline }}</li>{% endfor %}</ul>{% endif %}
-{{ facts(entry) }}</article>{% endfor %}"""
-_RULES = """
-.quiet, dt, .output_stdout pre, .output_stderr pre { color: var(--quiet) } .quiet, dl, table { font-size: 13px }
-.failed, .timed_out, .lost, .interrupted, .ansi-red-fg, .ansi-red-intense-fg { color: var(--bad) }
-.completed, .ansi-green-fg, .ansi-green-intense-fg { color: var(--good) } .ansi-bold { font-weight: 600 }
-header, article { border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1.1rem; margin: 1rem 0 }
-article h2 { margin: 0 } dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem } dd { margin: 0 }
-dd, .output_text pre { overflow-wrap: anywhere } .output_text pre { white-space: pre-wrap; background: none; padding: 0 }
-.prompt { display: none } .output_area { overflow-x: auto; margin: .4rem 0 }
-.highlight pre { font: 13px/1.5 ui-monospace, monospace; margin: 0 } code { background: var(--code) }
-.output_error { border-left: 3px solid var(--bad); padding-left: .8rem }
-.celltag_state-pending .input_area { opacity: .55 }
-.celltag_state-pending .input_area::after { content: "did not run"; font-size: 12px }
-.celltag_state-failed .input_area { outline: 1px solid var(--bad) }
-"""

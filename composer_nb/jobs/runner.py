@@ -44,8 +44,8 @@ class NodeState:
     """State of a node."""
 
     record: dict[str, Any] = field(default_factory=lambda: {"state": "pending", "attempt": 0})
-    """What run.json says about it: state, attempt, key, error, seconds, outputs, output, and whether it is `kept`, completed by
-    an earlier call of the runner."""
+    """The node's part of run.json: state, attempt, key, error, seconds, outputs, output, and `kept` for one that an earlier call
+    of the runner completed."""
     handle: Any = None
     """The executor's handle of the running attempt."""
     begun: float = 0.0

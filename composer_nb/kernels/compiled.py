@@ -1,4 +1,4 @@
-"""How kernels for the CPU are compiled so that what they compute never depends on where in memory their arrays lie.
+"""Compilation of CPU kernels whose results never depend on where in memory their arrays lie.
 
 LLVM compiles a loop that writes to an array twice, with vectors and one number at a time, and picks when it runs, by how close
 the arrays are. Given leave to reorder arithmetic it would round the two differently. So only sums have that leave, which vectors
@@ -18,10 +18,10 @@ from numba.extending import intrinsic as _intrinsic
 
 compiled: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"contract"})
 coder: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
-"""For integers, which have nothing to round; without the interpreter's lock."""
+"""Decorator for integer code, which has nothing to round; it releases the interpreter's lock."""
 inlined: Any = partial(coder, inline="always")
-"""For what takes arrays and is called for each change. Numba counts references to arrays in every call, with atomic instructions;
-where it inlines a function without branches and loops, it sees that it need not."""
+"""Decorator for functions that take arrays and are called for each change. Numba counts references to arrays in every call,
+with atomic instructions; where it inlines a function without branches and loops, it sees that it need not."""
 intrinsic: Any = _intrinsic
 _sum: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
@@ -55,8 +55,8 @@ def dot3(x, y, z):  # type: ignore[no-untyped-def]
 
 @partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "nnan", "nsz"})
 def largest(x):  # type: ignore[no-untyped-def]
-    """Of finite numbers; the same in whatever order they are compared, which vectors need leave for. Four at a time, so that
-    no comparison waits for the one before."""
+    """Return the largest of finite numbers. It is the same in whatever order they are compared, which permits vectors. Four at a
+    time, so that no comparison waits for the one before."""
     a = b = c = d = x[0]
     whole = len(x) // 4 * 4
     for i in range(0, whole, 4):

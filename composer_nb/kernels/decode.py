@@ -68,7 +68,7 @@ class NewTokens(NamedTuple):
 
 
 def fits(layer_bytes: int) -> bool:
-    """Whether weights of a layer of this size are better read once a token than once a batch."""
+    """Return whether a layer of this size is better read once a token than once a batch."""
     return layer_bytes <= CACHE_BYTES
 
 
@@ -139,7 +139,7 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
 
 @compiled
 def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
-    """Adds the experts' outputs to `x`, for each token in the order of its experts."""
+    """Add the experts' outputs to `x`, for each token in the order of its experts."""
     tokens, chosen = experts.shape
     width, inner = w_out.shape[2], w_out.shape[1]
     out = np.empty((tokens, chosen, width), np.float32)
@@ -215,7 +215,7 @@ def _norm_rope(head, weight, rope, eps):  # type: ignore[no-untyped-def]
 
 @compiled
 def _route(scores, experts, gates):  # type: ignore[no-untyped-def]
-    """Fills in the experts of the highest scores, highest first, and their gates; returns the margin (`moe.Routing`)."""
+    """Fill in the experts of the highest scores, highest first, and their gates; return the margin (`moe.Routing`)."""
     chosen, count = len(experts), len(scores)
     for place in range(chosen):
         best = -1

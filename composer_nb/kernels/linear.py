@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HALF_IS_SLOW = not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-"""Whether oneDNN knows no bf16 on this processor: torch then multiplies number by number, 3 to 30 times slower than float32."""
+"""True if oneDNN has no bf16 on this processor: torch then multiplies number by number, 3 to 30 times slower than float32."""
 TILE = 16
 """Rows of a tile in batch-invariant mode: few enough not to waste much on a step of few tokens."""
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What to multiply instead: bf16 numbers as float32 where products of bf16 are slow. Sums are in float32 either way, and a
-    result that is rounded once is what a unit for bf16 makes."""
+    """Return the operands to multiply: bf16 as float32 where bf16 products are slow. Sums are in float32 either way, and a
+    bf16 unit also rounds its result once."""
     if HALF_IS_SLOW and all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors):
         return tuple(x.float() for x in tensors)
     return tensors

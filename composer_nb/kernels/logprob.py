@@ -55,7 +55,7 @@ def _normalise(logit_PV: Tensor, total_P: Tensor, entropy_P: Tensor) -> Tensor:
 
 @compiled("f4[:,::1], f4[::1], f4[::1]")
 def _normalise_compiled(prob, total, entropy):  # type: ignore[no-untyped-def]
-    """Of logits, in place. With z = x − max: p = e^z / s, log-sum = max + log s, entropy = log s − Σ p·z."""
+    """Turn logits into probabilities in place. With z = x − max: p = e^z / s, log-sum = max + log s, entropy = log s − Σ p·z."""
     rows, width = prob.shape
     z = np.empty(width, np.float32)
     for n in range(rows):

@@ -100,8 +100,8 @@ def logprob_tiles() -> Tiles:
 
 
 def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor) -> tuple[Tensor, Tensor]:
-    """What `logprob.logprob_entropy` gives, in float32: log p of `token_S` by the rows `from_S`, [S], and the entropy of every
-    row, [U], which takes no part in gradients."""
+    """Return what `logprob.logprob_entropy` returns, in float32: log p of `token_S` by the rows `from_S`, [S], and the entropy
+    of every row, [U], which takes no part in gradients."""
     return _LogprobEntropy.apply(hidden_UD.contiguous(), weight_VD.contiguous(), from_S, token_S)
 
 

@@ -1,4 +1,4 @@
-"""Which back end computes: torch or Triton.
+"""Choice of the back end: torch or Triton.
 
     torch     the plain references. Any device.
     triton    kernels in Triton: compiled, on a GPU of compute capability 9.0 or more; on a CPU in its interpreter, for tests.
@@ -33,7 +33,7 @@ def triton_version() -> str | None:
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets kernels. Its environment says so before it is imported, and for the whole process."""
+    """Return whether Triton interprets kernels. Its environment says so before it is imported, and for the whole process."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

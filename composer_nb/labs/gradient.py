@@ -24,7 +24,7 @@ def policy_gradient(
     model: Model, streams: Sequence[Stream], settings: LossSettings, *, replay: ReplaySettings, budget: int = 4096
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the gradient [W] of the loss over `streams` (its denominator their number of sampled tokens) with respect to all W
-    weights, and the metrics of `policy_loss` as sums. The model is left as it is. Raises ValueError for routes that can not be
+    weights, and the metrics of `policy_loss` as sums. The model is left as it is. Raises ValueError for routes that cannot be
     replayed, and for a KL weight, which would need a reference."""
     if settings.beta:
         raise ValueError("loss.beta is above 0: this gradient is that of the advantages alone")
@@ -56,7 +56,7 @@ class Pulled(NamedTuple):
     """The trainer's probability over that on record."""
     advantage: float
     excess: float
-    """What that adds to the token's weight, which is 1 without a mismatch: ratio − 1, or −1 where the loss drops the token."""
+    """Change of the token's weight, which is 1 without a mismatch: ratio − 1, or −1 where the loss drops the token."""
 
 
 def most_pulled(

@@ -242,7 +242,7 @@ class Dashboard:
 
     @property
     def live(self) -> bool:
-        """Whether the board still follows the run."""
+        """True while the board follows the run."""
         return self._thread.is_alive()
 
     def close(self) -> None:

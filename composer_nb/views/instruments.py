@@ -98,7 +98,7 @@ class Future:
     """The result of a fork."""
 
     seen: bool
-    """Whether the visible tests pass."""
+    """The visible tests pass."""
     grade: Grade
     digest: str
     """Digest of the workspace."""
@@ -221,7 +221,7 @@ class Asked:
     now: float
     decision: Decision
     works: bool
-    """Whether the backend can make sandboxes at that time."""
+    """The backend can make sandboxes at that time."""
 
 
 def descendants(pid: int) -> dict[int, int | None]:

@@ -10,6 +10,7 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
@@ -30,27 +31,8 @@ class Html:
         return self.text
 
 
-STYLE = """<style>
-.cnb { color-scheme: light dark; --cnb-back: var(--jp-layout-color0, light-dark(#fff, #181818));
-  --cnb-ink: var(--jp-content-font-color1, light-dark(#222, #e6e6e6));
-  --cnb-line: var(--jp-border-color2, light-dark(#ddd, #444));
-  --cnb-quiet: var(--jp-content-font-color2, light-dark(#666, #a8a8a8));
-  background: var(--cnb-back); color: var(--cnb-ink); padding: .6em; border: 1px solid var(--cnb-line);
-  border-radius: 4px; overflow-x: auto; font: 13px/1.5 system-ui, sans-serif }
-.cnb .head { font-weight: 600 }
-.cnb .quiet, .cnb summary { font-size: 12px; color: var(--cnb-quiet) }
-.cnb summary { cursor: pointer }
-.cnb details { border-top: 1px solid var(--cnb-line); padding: .1em 0 }
-.cnb pre { white-space: pre-wrap; font: 12.5px/1.55 ui-monospace, monospace; background: none; color: var(--cnb-ink);
-  margin: .1em 0 .3em 1.1em; padding: 0 }
-.cnb table { border: 0; color: inherit; font-size: 12.5px }
-.cnb tr { background: none !important }
-.cnb td { text-align: left; vertical-align: top; padding: .1em 1.2em .1em 0; white-space: pre-wrap; overflow-wrap: anywhere }
-.cnb .mono { font-family: ui-monospace, monospace }
-.cnb .read { color: var(--cnb-quiet) }
-.cnb .mark { font-size: 75%; color: var(--cnb-quiet) }
-.cnb .chip { padding: 0 .4em; border-radius: 2px }
-</style>"""
+STYLE = f"<style>\n{Path(__file__).with_name('notebook.css').read_text(encoding='utf-8')}</style>"
+_RULES = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def box(*parts: str) -> Html:
@@ -107,19 +89,3 @@ def text_table(
 def shown(value: float | None, form: str = "") -> str:
     """Return a number as text; "–" where there is none."""
     return "–" if value is None or (isinstance(value, float) and math.isnan(value)) else format(value, form)
-
-
-_RULES = """
-:root { color-scheme: light dark; --quiet: light-dark(#666, #a8a8a8); --line: light-dark(#ddd, #444);
-  --code: light-dark(#f6f7f8, #232323); --good: light-dark(#00734f, #3fbf92); --bad: light-dark(#b34700, #f0894a) }
-body { background: light-dark(#fff, #181818); color: light-dark(#222, #e6e6e6); font: 15px/1.5 system-ui, sans-serif;
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-a { color: light-dark(#0b62a8, #7cc0f2) }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse; display: block; overflow-x: auto }
-td, th { padding: .25rem .7rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line) }
-td { font-variant-numeric: tabular-nums } th { font-weight: 600 }
-figure { margin: 2rem 0 } img { max-width: 100% } figcaption { color: var(--quiet); max-width: 45rem }
-.note { border-left: 3px solid var(--bad); padding: .5rem 1rem } summary { cursor: pointer; margin-top: .6rem }
-pre { background: var(--code); padding: .8rem; overflow-x: auto; font-size: 12.5px }
-"""

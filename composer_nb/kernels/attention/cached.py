@@ -40,7 +40,7 @@ def cached_attention(
 def cached_attention_reference(
     q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor, scale: float | None = None
 ) -> Tensor:
-    """The same with whole cache rows and a mask."""
+    """Return the same, computed with whole cache rows and a mask."""
     scale = scale or 1 / math.sqrt(q_NQC.shape[-1])
     groups = q_NQC.shape[1] // k_SGTC.shape[1]
     longest = int(position_N.max()) + 1

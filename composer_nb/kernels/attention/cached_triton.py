@@ -50,7 +50,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
 def attend(
     q_NQC: Tensor, k_SGTC: Tensor, v_SGTV: Tensor, slot_N: Tensor, position_N: Tensor, scale: float | None = None
 ) -> Tensor:
-    """As `attention.cached_attention`, without gradients; sums are in float32. The last dimension of keys and values is dense."""
+    """Return what `cached_attention` returns, without gradients; sums are in float32. The last dimension of keys and values is
+    dense."""
     assert k_SGTC.stride(-1) == v_SGTV.stride(-1) == 1, "keys and values lie side by side"
     assert not (torch.is_grad_enabled() and (q_NQC.requires_grad or k_SGTC.requires_grad)), "a cache has no gradient"
     tokens, heads, width = q_NQC.shape

@@ -29,7 +29,7 @@ from composer_nb.kernels.linear import widened
 BLOCK = 96
 """Queries of a block: few products, and little that the mask then hides."""
 LONG = 384
-"""From rows of this length on it is worth it; products for short ones are too small."""
+"""Shortest row for which blocks are faster; the products of shorter ones are too small."""
 LOG2E = math.log2(math.e)
 VECTORS = 32
 """Elements that compiled loops take at a time: four vectors of eight."""
@@ -109,7 +109,7 @@ class _Causal(torch.autograd.Function):
 
 
 class _Blocks:
-    """Of each block: its queries, r heads a token; its keys; how many keys are before its first token."""
+    """The blocks: queries (r heads a token), keys, and the number of keys before the first token of each."""
 
     def __init__(self, each: int, lengths: tuple[int, ...]) -> None:
         self.each, self.lengths = each, lengths
@@ -144,8 +144,8 @@ def _by_token(x_GMC: Tensor, each: int) -> Tensor:
 
 @compiled
 def _ends(row, before, each, width):  # type: ignore[no-untyped-def]
-    """Of a row of scores: how many keys its query sees, and these filled up to whole vectors, as far as the row goes. Elements
-    that are left over are computed one by one, and take as long as all others."""
+    """Return how many keys the query of a row of scores sees, and that number rounded up to whole vectors within the row.
+    Elements that are left over are computed one by one, and take as long as all others."""
     seen = before + row // each + 1
     return seen, min((seen + VECTORS - 1) // VECTORS * VECTORS, width)
 

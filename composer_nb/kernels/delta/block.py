@@ -33,14 +33,14 @@ NONE = U(1)
 NAT = 1 << 20
 """A hazard of 1; a unit of the clock at its normal pace is as long."""
 PATIENCE = U(6 * NAT)
-"""How long the next change is waited for; then a symbol says that it has not come, and time begins anew."""
+"""Longest wait for the next change. After it a symbol says that none has come, and time begins anew."""
 RECENT = 5
 """log2 of the changes over which the clock's pace is taken."""
 NORMAL = U(NAT << RECENT)
 """Hazard that so many changes take on average, if all is as the classes say."""
 QUARTERS, TOGETHER = U(4), U(1024)
-"""So many changes, or more, are in four parts, each with a coder, and a decoder does all at once. Fewer are not worth a longer
-header."""
+"""Parts of a large block, and the changes from which a block is large. Each part has a coder of its own, and a decoder works
+on all of them at once. Fewer changes are not worth a longer header."""
 LONGEST = 34
 MODELS = 2 + 2 * LONGEST
 """Adaptive bits of a class: whether away from zero; whether longer than one step, and as many more for the length; the second
@@ -48,7 +48,7 @@ digit for each length. Some to spare."""
 ANY, AWAY, LONGER = U(0), U(14), U(2)
 """Adaptive bits begin as if so many decisions had been seen: whether away from zero is mostly as likely as not."""
 APART = U(16)
-"""So many classes that share the first one's rate have adaptive bits of their own; those below share them."""
+"""Number of classes with the first one's rate that have adaptive bits of their own; those below share them."""
 
 
 def _distribution() -> npt.NDArray[np.uint64]:
@@ -90,7 +90,7 @@ def slower(slow, hazard):  # type: ignore[no-untyped-def]
 
 @coder
 def after_change(slow, before, own):  # type: ignore[no-untyped-def]
-    """The same, after a change of an element of hazard `own`: half of it counts (it came somewhere within), up to 3/4."""
+    """Return the same after a change of an element of hazard `own`. Half of it counts (it came somewhere within), up to 3/4."""
     return slower(slow - (slow >> U(RECENT)), before + min(own >> U(1), U(3 * NAT // 4)))
 
 
@@ -102,7 +102,7 @@ def patience(speed):  # type: ignore[no-untyped-def]
 
 @coder
 def cumulative(hazard, speed):  # type: ignore[no-untyped-def]
-    """Of 2^30, how often the next change has come by then; straight between the knots."""
+    """Return how often, of 2^30, the next change has come by then; linear between the knots."""
     time = min((hazard * speed) >> U(16), PATIENCE)
     k = (time >> U(16)) << U(1)
     return KNOTS_AND_GAPS[k] + (((time & U(65535)) * KNOTS_AND_GAPS[k + U(1)]) >> U(16))
@@ -110,7 +110,7 @@ def cumulative(hazard, speed):  # type: ignore[no-untyped-def]
 
 @coder
 def probability(model):  # type: ignore[no-untyped-def]
-    """Of a one, of 2^30. A model is 24 bits of probability and 8 that count what it has seen."""
+    """Return the probability of a one, of 2^30. A model is 24 bits of probability and an 8-bit count of decisions."""
     return min(max(model >> U(16), U(1)), U(65535)) << U(SCALE - 16)
 
 
@@ -124,21 +124,21 @@ def learn(model, bit):  # type: ignore[no-untyped-def]
 
 @inlined
 def learn_step(models, which, step):  # type: ignore[no-untyped-def]
-    """What a class's models learn from a change: `step` is 2 for away from zero, and 1 for longer than one step."""
+    """Update a class's models with a change: `step` is 2 for away from zero, plus 1 for longer than one step."""
     models[which] = learn(U(models[which]), step >> U(1))
     models[which + U(1)] = learn(U(models[which + U(1)]), step & U(1))
 
 
 @coder
 def share(model):  # type: ignore[no-untyped-def]
-    """Of a one, of 2^16, in the symbol of two decisions."""
+    """Return the probability of a one, of 2^16, in the symbol of two decisions."""
     return ((model >> U(16)) & U(0xFF80)) | U(64)
 
 
 @coder
 def new_models(rates, first, more):  # type: ignore[no-untyped-def]
-    """Of the first class, so many more, and up to APART below; as if some decisions had been seen. A change is of more than one
-    step about as often as one in p is three times in a row (a step that is normally distributed)."""
+    """Return models of the first class, of `more` above it, and of up to APART below, as if some decisions had been seen. A
+    change is of more than one step about as often as one in p is three times in a row (a step that is normally distributed)."""
     below = min(first, APART)
     models = np.full((below + more + U(1)) * U(MODELS), np.uint32(U(1 << 31) | ANY))
     for c in range(below + more + U(1)):
@@ -150,14 +150,14 @@ def new_models(rates, first, more):  # type: ignore[no-untyped-def]
 
 @coder
 def models_of(bits, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Where those of an element's class begin."""
+    """Return where the models of an element's class begin."""
     lowest = first - min(first, APART)
     return (max((bits >> shift) & mask, lowest) - lowest) * U(MODELS)
 
 
 @coder
 def by_bits(rates, width, shift):  # type: ignore[no-untyped-def]
-    """Of classes, made to be indexed by bits >> shift, the sign too: a step less for each element."""
+    """Return a table by class as a table by bits >> shift, sign included, which saves a step per element."""
     table = np.empty(U(1) << (width - shift), np.uint32)
     for bits in range(len(table)):
         table[bits] = rates[bits % len(rates)]

@@ -24,12 +24,12 @@ class Codec(Protocol):
         ...
 
     def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
-        """The target's bits, like `base` in form. Raises ValueError for a payload that can not be one of this base."""
+        """Return the target's bits, in the form of `base`. Raises ValueError for a payload that cannot belong to this base."""
         ...
 
 
 class Same:
-    """Nothing for a tensor that did not change: an expert that no token was routed to."""
+    """No payload for a tensor that did not change, such as an expert that no token was routed to."""
 
     def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
         ends = [_FIRST, *range(_PIECE, max(len(base), len(target)) + _PIECE, _PIECE)]
@@ -79,7 +79,7 @@ CODECS: dict[str, Codec] = {
     "xor-planes-zstd1": XorPlanes(),
     "raw": Raw(),
 }
-"""By the names that manifests record. A tensor gets the first of the smallest payloads, of those that were tried."""
+"""Codecs by the names that manifests record. A tensor gets the first of the smallest payloads, of those that were tried."""
 
 ENOUGH = 1 / 4
 """No further codec is tried after a payload of up to so much of the tensor: trying would cost more time than the coding did, and

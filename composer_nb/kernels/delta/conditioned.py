@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def numbers(self) -> tuple[np.uint64, np.uint64, np.uint64]:
-        """As compiled code takes them: shift, mask, width."""
+        """Shift, mask and width in the form that compiled code takes."""
         return np.uint64(self.shift), np.uint64(self.mask), np.uint64(self.width)
 
 
@@ -50,7 +50,7 @@ LAYOUTS = {
     "int32": _NIBBLE,
     "float4_e2m1fn_x2": _NIBBLE,
 }
-"""By torch's names. The class is the exponent. Integers are what packed numbers of four bits come as; their class is all bits."""
+"""Layouts by torch's names. The class is the exponent. Packed numbers of four bits come as integers; their class is all bits."""
 
 
 class Conditioned:
@@ -102,12 +102,12 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
 
 
 def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
-    """Nothing where nothing changed."""
+    """Return the body of a block, empty where nothing changed."""
     body: Bits = delta_encoder.encode(base, target, *layout.numbers)
     return body.tobytes()
 
 
 def decode_block(base: Bits, made: Bits, body: Bits, layout: Layout) -> None:
-    """Makes the target of the base. Raises ValueError."""
+    """Make the target from the base. Raises ValueError."""
     if fault := delta_decoder.decode(base, made, body, *layout.numbers):
         raise ValueError(f"a block {delta_decoder.FAULTS[fault]}")

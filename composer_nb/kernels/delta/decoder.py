@@ -55,7 +55,7 @@ PIECE = U(1 << 13)
 """Elements, no more, of which hazards are added up at once: they are still in the processor's caches when changes among them are
 looked for."""
 AHEAD = U(1 << 11)
-"""So many elements before they are copied their memory is asked for. What a processor foresees ends with a piece."""
+"""Elements between a prefetch and the copy. The processor's own prediction ends with a piece."""
 FAR, NEVER = U(1 << 30), U((1 << 31) - 1)
 """Hazard after which a piece ends, so that sums have 31 bits; and more than a piece has."""
 SPARE = WINDOW + 8
@@ -65,7 +65,7 @@ SUMS = int(PIECE) // 8 + SPARE
 STATE, USED, LAST, SLOW, NEXT, PASSED, SINCE, END, LONG = (U(4 * k) for k in range(9))
 BEGIN, STOP, BEFORE, WITHIN = (U(4 * k) for k in range(9, 13))
 SLOT, PACE, TARGET, GOAL, PLACE, START, STRIDE, BEYOND, WHICH, BITS = (U(4 * k) for k in range(13, 23))
-"""Where in an array of four numbers each those of a quarter are, the q-th at q more.
+"""Places in an array that has four numbers, one per quarter, at each of them.
 
 Of the quarter: the coder's state, the next word and the end of its words; the clock; the next element, the hazard before that and
 where time began; the end of its elements; how many changes are listed as long.
@@ -76,8 +76,8 @@ element, the hazard before it and its own; what of the distribution lies below i
 
 
 def _bounds() -> tuple[list[int], list[int]]:
-    """Of each 2^20 slots a time at which the distribution is not beyond the first, and 2^32 times the least that time grows by
-    with each of them (time as a function of the slot is convex). From GIVEN_UP on it means nothing."""
+    """Return for each 2^20 slots a time at which the distribution is not beyond the first, and 2^32 times the least growth of
+    time per slot (time as a function of the slot is convex). From GIVEN_UP on it means nothing."""
     knots, times, slopes = KNOTS.tolist(), [], []
     for slot in range(0, int(WHOLE), 1 << _CELL):
         k = min(int(np.searchsorted(KNOTS, slot, side="right")), len(KNOTS) - 1) - 1
@@ -92,7 +92,7 @@ TIMES, SLOPES = (np.array(each, np.uint64) for each in _bounds())
 
 @coder
 def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Makes the target of the base; 0, or one of FAULTS, which leaves something of no use."""
+    """Make the target from the base. Return 0, or one of FAULTS, after which the target is useless."""
     codes = np.zeros(mask + U(1), np.uint8)
     fault, first, more, begin = read_codes(body, codes, mask)
     if fault:
@@ -118,20 +118,20 @@ def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def
 
 @inlined
 def refill(state, words, used, last):  # type: ignore[no-untyped-def]
-    """Takes a word where the state is low and there is one left."""
+    """Take a word where the state is low and one is left."""
     low = (state < LOWEST) & (used < last)
     return either(low, (state << U(32)) | U(words[used]), state), used + U(low)
 
 
 @inlined
 def refilled(parts, q, state, words):  # type: ignore[no-untyped-def]
-    """Keeps the coder's state, with a word where it needs one."""
+    """Store the coder's state, with a word where it needs one."""
     parts[STATE + q], parts[USED + q] = refill(state, words, parts[USED + q], parts[LAST + q])
 
 
 @inlined
 def refill_surely(state, words, used):  # type: ignore[no-untyped-def]
-    """The same where one is left."""
+    """Do the same where one is surely left."""
     low = state < LOWEST
     return either(low, (state << U(32)) | U(words[used]), state), used + U(low)
 
@@ -149,7 +149,7 @@ def get_bit(state, words, used, last, models, which):  # type: ignore[no-untyped
 
 @inlined
 def get_step(parts, q, base, models, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Whether by more than one step, whether away from zero, and the coder's state."""
+    """Decode whether a change is longer than one step and away from zero; return the coder's state."""
     which, state = models_of(U(base[parts[PLACE + q]]), shift, mask, first), parts[STATE + q]
     slot, split = state & MASK, share(U(models[which + U(1)])) << U(SCALE - 16)
     longer = slot < split
@@ -224,8 +224,8 @@ def put_change(base, made, parts, q, models, long, room, width):  # type: ignore
 
 @coder
 def next_piece(base, made, parts, q, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Copies what comes behind the piece: whole groups of 32, and where there are no more in the quarter its rest too. Into
-    `sums` the hazard in it before each eight and behind the last; then such as no goal reaches."""
+    """Copy the next piece: whole groups of 32, and the rest of a quarter that has no more of them. Fill `sums` with the hazard
+    before each eight and behind the last, then with sums that no goal reaches."""
     i, n, k, so_far = parts[STOP + q], parts[END + q], q * U(SUMS), U(0)
     parts[BEGIN + q], parts[BEFORE + q] = i, parts[BEFORE + q] + parts[WITHIN + q]
     end = min(n, i + PIECE)
@@ -248,7 +248,7 @@ def next_piece(base, made, parts, q, sums, table, planes, shift, mask, first):  
 
 @coder
 def waited(parts, q, words):  # type: ignore[no-untyped-def]
-    """Takes the symbols which say that no change has come."""
+    """Take the symbols that say that no change has come."""
     state, slow, used = parts[STATE + q], parts[SLOW + q], parts[USED + q]
     while state & MASK >= GIVEN_UP:
         wait = patience(pace(slow))
@@ -296,7 +296,7 @@ def glance(parts, q, sums):  # type: ignore[no-untyped-def]
 
 @coder
 def look(base, parts, q, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """Which of the eight elements it is, and hazard before it and its own."""
+    """Find which of the eight elements it is, the hazard before it and its own."""
     here, before = parts[PLACE + q], parts[BEFORE + q]
     which, at, end = step_to(base, here, parts[START + q], parts[GOAL + q], table, planes, shift, mask, first)
     parts[PLACE + q], parts[START + q], parts[STRIDE + q] = here + which, before + at, end - at
@@ -304,7 +304,7 @@ def look(base, parts, q, table, planes, shift, mask, first):  # type: ignore[no-
 
 @inlined
 def ends_beyond(parts, q):  # type: ignore[no-untyped-def]
-    """Keeps what of the distribution lies below the element's end; whether that is beyond the slot."""
+    """Store the part of the distribution below the element's end; return whether that is beyond the slot."""
     end = parts[START + q] + parts[STRIDE + q]
     parts[BEYOND + q] = cumulative(max(end, parts[SINCE + q]) - parts[SINCE + q], parts[PACE + q])
     return parts[BEYOND + q] > parts[SLOT + q]
@@ -337,7 +337,7 @@ def search(base, made, parts, q, sums, table, planes, shift, mask, first):  # ty
 
 @coder
 def change(base, made, parts, count, words, sums, long, models, table, planes, shift, mask, width, first):  # type: ignore[no-untyped-def]
-    """Copies the base piece by piece, each before anything is changed in it, and changes what changed; 0 or one of FAULTS."""
+    """Copy the base piece by piece, each before anything in it changes, and apply the changes. Return 0 or one of FAULTS."""
     quarters = QUARTERS if count >= TOGETHER else U(1)
     room = U(len(long)) // quarters
     for q in range(QUARTERS):

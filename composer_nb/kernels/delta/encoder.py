@@ -49,9 +49,9 @@ from composer_nb.kernels.delta.vectors import (
 )
 
 BETWEEN = (RATES[1:-1].astype(np.float64) + RATES[2:]) / 2
-"""Where one rate is as near as the next."""
+"""Hazards that are as near to one rate as to the next."""
 SAMPLE, MOST = U(13), U(127)
-"""To know how many elements of each class there are some 2^13 are counted, and one of so many in a large block."""
+"""log2 of the sample that estimates the size of each class, and the largest step between samples."""
 
 
 @coder
@@ -85,7 +85,7 @@ def encode(base, target, shift, mask, width):  # type: ignore[no-untyped-def]
 
 @coder
 def differences(a, b, at):  # type: ignore[no-untyped-def]
-    """Into `at`, which has room for one more: where `a` and `b` differ, ascending; how many."""
+    """Write the places where `a` and `b` differ into `at`, ascending, and return their number. `at` has room for one more."""
     count, i, n = U(0), U(0), U(len(a))
     while i + GROUP <= n:
         here = differing(a, b, i)
@@ -133,7 +133,7 @@ def histogram(base, changed, shift, mask):  # type: ignore[no-untyped-def]
 
 @coder
 def count_below(base, there, shift, mask, limit):  # type: ignore[no-untyped-def]
-    """Adds elements of classes below the limit, the last few of the array aside."""
+    """Count elements of classes below the limit, except the last few of the array."""
     i = U(0)
     while i + GROUP <= U(len(base)):
         here = below(base, i, shift, mask, limit)
@@ -157,16 +157,16 @@ def entropy(there, changed):  # type: ignore[no-untyped-def]
 
 @coder
 def bits_at(code, there, changed):  # type: ignore[no-untyped-def]
-    """What they take at the rate that a byte stands for."""
+    """Return the bits that they take at the rate of a byte."""
     hazard = RATES[code] / NAT
     return ((there - changed) * hazard - changed * math.log(-math.expm1(-hazard))) / math.log(2.0)
 
 
 @coder
 def rate_codes(there, changed):  # type: ignore[no-untyped-def]
-    """For each class the byte whose hazard is nearest to −ln(1 − changed/there), 0 where nothing changed; the class up to which
-    all are taken together, and the last of which something changed. Those of small numbers have few elements each: a rate
-    for each says less than it costs. Something has to have changed, and of no class more than are there."""
+    """Return the class up to which all share one rate, the last class with a change, and for each class the byte whose hazard is
+    nearest to −ln(1 − changed/there), 0 where nothing changed. Classes of small numbers have few elements each, so a rate for
+    each saves less than it costs. Something must have changed, and in no class more than there is."""
     codes, last = np.zeros(len(there), np.uint8), len(changed) - 1
     while not changed[last]:
         last -= 1
@@ -208,7 +208,7 @@ def put_bit(symbols, count, models, which, bit):  # type: ignore[no-untyped-def]
 
 @inlined
 def step_symbol(models, which, away, longer):  # type: ignore[no-untyped-def]
-    """Whether an element of which the models begin at `which` changed by more than one step, and whether away from zero."""
+    """Return the symbol of a change: away from zero or not, longer than one step or not. Its models begin at `which`."""
     sign, model = U(models[which]), U(models[which + U(1)])
     split = share(model) << U(SCALE - 16)
     begin, whole = either(longer, U(0), split), either(longer, split, WHOLE - split)
@@ -286,8 +286,8 @@ def place_symbols(base, at, cuts, table, planes, shift, mask, first):  # type: i
 
 @coder
 def step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last):  # type: ignore[no-untyped-def]
-    """For each change the symbol that says what it is; quarter by quarter those that say how long the longer ones are, and where
-    those of a quarter end. Of each quarter a change, then the models learn from them."""
+    """Return for each change its symbol; quarter by quarter the symbols of the lengths of longer ones; and where those of a
+    quarter end. The models learn after one change of each quarter."""
     models, symbols = new_models(rates, first, last - first), np.empty(len(at), np.uint64)
     long, longs, learnt = np.empty(len(at) + 1, np.uint32), cuts.copy(), np.empty(QUARTERS, np.uint64)
     for j in range(cuts[1]):

@@ -1,5 +1,5 @@
-"""What the body of a `delta` block begins with, written and read: rates, how many changes, where quarters begin, the coders'
-states. Compiled."""
+"""The header of a `delta` block, written and read: rates, number of changes, where quarters begin, the coders' states.
+Compiled."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LARGEST = 2 + 24 + 35 + 34
 
 @coder
 def write_codes(codes, first, last, header, at):  # type: ignore[no-untyped-def]
-    """In digits of 16 from the byte `at` on, the last byte filled up: two for the first; of another how far it is below the one
-    before it, from -2 to 12, and 2 more (it is 8 where a weight twice as large changes half as often), or else 15 and itself,
-    two. Where they end."""
+    """Write the codes in digits of 16 from the byte `at` on, the last byte filled up: two for the first; of another how far it
+    is below the one before it, from -2 to 12, and 2 more (it is 8 where a weight twice as large changes half as often), or
+    else 15 and itself, two. Return where they end."""
     digits, count = np.zeros(3 * len(codes) + 1, np.uint8), U(2)
     before = U(codes[first])
     digits[0], digits[1] = before >> U(4), before & U(15)
@@ -38,7 +38,7 @@ def write_codes(codes, first, last, header, at):  # type: ignore[no-untyped-def]
 
 @coder
 def read_codes(body, codes, mask):  # type: ignore[no-untyped-def]
-    """Fills `codes`; (fault or 0, the class up to which all share the first, how many there are beyond it, where they end)."""
+    """Fill `codes`; return (fault or 0, the class up to which all share the first, the number beyond it, where they end)."""
     size = U(len(body))
     if size < U(3):
         return 3, U(0), U(0), U(0)
@@ -63,7 +63,7 @@ def read_codes(body, codes, mask):  # type: ignore[no-untyped-def]
 
 @coder
 def write_number(number, header, at):  # type: ignore[no-untyped-def]
-    """Seven bits a byte from the lowest on, all bytes but the last with the eighth bit set. Where it ends."""
+    """Seven bits a byte from the lowest on, all bytes but the last with the eighth bit set. Return where it ends."""
     while number >= U(128):
         header[at] = number & U(127) | U(128)
         number >>= U(7)
@@ -96,9 +96,9 @@ def unzigzag(number):  # type: ignore[no-untyped-def]
 
 @coder
 def write_states(count, ends, words, states, header, at):  # type: ignore[no-untyped-def]
-    """From the byte `at` on: the number of changes; if they are in quarters, of the first three the elements and the coder's
-    words, as differences from those of the one before (from a quarter of all elements, and none); how many bytes each coder's
-    state has, in half a byte; the states. Where they end."""
+    """Write from the byte `at` on: the number of changes; if they are in quarters, of the first three the elements and the
+    coder's words, as differences from those of the one before (from a quarter of all elements, and none); how many bytes each
+    coder's state has, in half a byte; the states. Return where they end."""
     at, quarters = write_number(count, header, at), U(1)
     if count >= TOGETHER:
         quarters, begin = QUARTERS, U(0)
@@ -122,9 +122,9 @@ def write_states(count, ends, words, states, header, at):  # type: ignore[no-unt
 
 @coder
 def read_states(body, at, ends, words, states):  # type: ignore[no-untyped-def]
-    """Fills of each quarter where its elements end (in `ends` the block's number has to stand), where its words end, counted from
-    where they begin, and its state; (fault or 0, the number of changes, where words begin). Fewer changes than are put in
-    quarters are all in the first."""
+    """Fill in where the elements of each quarter end (`ends` holds the block's number), where its words end, counted from
+    where they begin, and its state. Return (fault or 0, the number of changes, where words begin). Fewer changes than are put
+    in quarters are all in the first."""
     size, n, quarters, before, used = U(len(body)), ends[0], U(1), U(0), U(0)
     count, at = read_number(body, at)
     states[:] = NONE

@@ -1,4 +1,4 @@
-"""Where sums pass a goal, found by vector instructions without a branch that no processor could foresee. For compiled code only.
+"""Search for the place where sums pass a goal, by vector instructions without unpredictable branches. For compiled code only.
 
 Sums grow, so the place is how many are below the goal: masks of comparisons are counted, whatever the order of their bits.
 Where a processor has no AVX2 the same is counted one by one.
@@ -17,13 +17,13 @@ from composer_nb.kernels.compiled import inlined, intrinsic
 from composer_nb.kernels.delta.vectors import CLASSES, I32, I64, PLANES, U, Writer, has_avx2
 
 WINDOW = 64
-"""So many numbers `below_goal` looks at."""
+"""Numbers that `below_goal` looks at."""
 _BYTE, _EIGHT, _FOUR = ir.IntType(8), ir.VectorType(I32, 8), ir.VectorType(I32, 4)
 _SHORTS, _BYTES, _HALF = (ir.VectorType(ir.IntType(n), k) for n, k in ((16, 16), (8, 32), (8, 16)))
 
 
 class _Eight(Writer):
-    """For eight elements of an array."""
+    """Writer of code for eight elements of an array."""
 
     def entries(self, array: Any, values: Any, i: Any, planes: Any, table: Any, classes: Any) -> list[Any]:
         """Two vectors of four: the elements' entries in the table of which the planes are; shift, mask, first: `classes`."""
@@ -47,7 +47,7 @@ class _Eight(Writer):
         return [self.builder.bitcast(self.shuffle(low, high, places), _FOUR) for places in halves]
 
     def running(self, pair: list[Any]) -> Any:
-        """Of two vectors of four, their running sums as one of eight."""
+        """Return the running sums of two vectors of four as one of eight."""
         nothing, sums = ir.Constant(_FOUR, [0] * 4), []
         for four in pair:
             for shifted in ([4, 0, 1, 2], [4, 4, 0, 1]):
@@ -61,7 +61,7 @@ if has_avx2():
 
     @intrinsic
     def below_goal(typing, numbers, i, goal):  # type: ignore[no-untyped-def]
-        """How many of 64 signed numbers of 32 bits from the i-th on are less than a goal."""
+        """Return how many of 64 signed numbers of 32 bits from the i-th on are less than a goal."""
 
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             v, less = Writer(context, builder), []
@@ -78,8 +78,9 @@ if has_avx2():
 
     @intrinsic
     def step_to(typing, array, i, so_far, goal, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-        """Of eight elements from the i-th on, before which entries add up to `so_far`, the one with which they reach a goal, less
-        than 2^31: which, and the sums before it and with it. One of them has to. The last five: as in `vectors.total`."""
+        """Find the element, of eight from the i-th on, with which entries reach a goal below 2^31; before the eight they add
+        up to `so_far`. Return which, and the sums before it and with it. One of them must reach it. The last five: as in
+        `vectors.total`."""
         result = types.UniTuple(types.uint64, 3)
 
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

@@ -23,7 +23,7 @@ from composer_nb.kernels.compiled import coder, inlined, intrinsic
 U = np.uint64
 I32, I64 = ir.IntType(32), ir.IntType(64)
 CLASSES = 16
-"""As many classes as have entries of their own: from the first on. Those below it have the first one's, those above none."""
+"""Number of classes with entries of their own, from the first on. Those below it have the first one's, those above none."""
 GROUP = U(32)
 """Elements that are looked up together."""
 PLANES = 3
@@ -31,7 +31,7 @@ PLANES = 3
 
 
 def has_avx2() -> bool:
-    """Whether code that numba compiles here may use it."""
+    """Return whether code that numba compiles here may use AVX2."""
     config: Any = numba.config
     told = config.CPU_NAME or config.CPU_FEATURES  # which is for another processor than this one
     return not told and bool(llvmlite.binding.get_host_cpu_features().get("avx2"))
@@ -39,7 +39,8 @@ def has_avx2() -> bool:
 
 @coder
 def planes_of(table, first):  # type: ignore[no-untyped-def]
-    """Of a table by class, what `total` and `eights` take: bytes of the entries from `first` on, equal significance together."""
+    """Return a table by class in the form that `total` and `eights` take: bytes of the entries from `first` on, by
+    significance."""
     planes = np.zeros(PLANES * CLASSES, np.uint8)
     for c in range(min(U(CLASSES), U(len(table)) - first)):
         for k in range(PLANES):
@@ -71,12 +72,12 @@ class Writer:
         return self.shuffle(one, one, [0] * kind.count)
 
     def shuffle(self, a: Any, b: Any, places: list[int]) -> Any:
-        """Of the elements of both, one behind the other, those at some places."""
+        """Return the elements of both, one after the other, at some places."""
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
 class _Vectors(Writer):
-    """For 32 elements of an array, from its i-th on."""
+    """Writer of code for 32 elements of an array, from its i-th on."""
 
     def __init__(self, context: Any, builder: Any, array: Any, values: Any, i: Any) -> None:
         super().__init__(context, builder)
@@ -98,7 +99,7 @@ class _Vectors(Writer):
         return self.call("llvm.usub.sat.v32i8", self.bytes, found, self.spread(first, self.bytes))
 
     def only(self, classes: Any, count: Any) -> Any:
-        """The same with those from the count-th on beyond all tables."""
+        """Return the same with those from the count-th on beyond all tables."""
         each = ir.Constant(self.bytes, list(range(32)))
         beyond = self.builder.icmp_unsigned(">=", each, self.spread(count, self.bytes))
         return self.builder.or_(classes, self.builder.sext(beyond, self.bytes))
@@ -149,7 +150,7 @@ def below(typing, array, i, shift, mask, limit):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def copied(typing, source, target, i, count):  # type: ignore[no-untyped-def]
-    """Copies so many elements from the i-th on; returns nothing of use."""
+    """Copy `count` elements from the i-th on; the result means nothing."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kinds = signature.args[:2]
@@ -201,7 +202,7 @@ if has_avx2():
 
     @intrinsic
     def part(typing, array, i, count, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-        """The same, of no more than `count` of them; 32 have to be there."""
+        """Return the same of the first `count`; 32 must be there."""
 
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             v = _Vectors(context, builder, array, *arguments[:2])

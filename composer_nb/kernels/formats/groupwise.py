@@ -60,5 +60,5 @@ def unpack(word: Tensor, columns: int, *, bits: int = 4) -> Tensor:
 
 
 def rounded(weight: Tensor, *, bits: int = 4, group: int = 32, dim: int = -1) -> Tensor:
-    """What is left of `weight` when it goes through the format, in its own dtype."""
+    """Return `weight` rounded to the format, in its own dtype."""
     return dequantize(*quantize(weight, bits=bits, group=group, dim=dim), dim=dim).to(weight.dtype)

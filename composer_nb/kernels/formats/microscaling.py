@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Rule = Literal["rceil", "floor"]
-"""How the largest magnitude of a block, a, chooses its scale: 2^⌈log2(a / 448)⌉, so that nothing saturates (arXiv 2506.08027;
+"""Choice of the scale by the largest magnitude a of a block: 2^⌈log2(a / 448)⌉, so that nothing saturates (arXiv 2506.08027;
 what Cursor, cuBLAS and TransformerEngine do), or OCP's 2^(⌊log2 a⌋ − 8), by which all above 448 scales saturates."""
 
 Share = Literal["token", "tensor"]
-"""Who shares NVFP4's float32 scale."""
+"""Sharing of NVFP4's float32 scale."""
 
 MX_BLOCKS = (32, 128)
 NVFP4_BLOCK = 16
@@ -51,7 +51,7 @@ class MXTensor:
     """Rows that share a scale: 1, or `block` for squares, which weights may have: transposed they are the same numbers."""
     rule: Rule = "rceil"
     made_by: str = "torch"
-    """What computed it: `torch`, `triton` or `interpret`."""
+    """The back end that computed it: `torch`, `triton` or `interpret`."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., R, K]. Exact in float32 wherever the result is not beyond its range: four bits times a power of two."""
@@ -76,7 +76,7 @@ class NVFP4Tensor:
     """float32: [..., 1], one for each token (row), or [] for the tensor."""
     share: Share = "token"
     made_by: str = "torch"
-    """What computed it: `torch`, `triton` or `interpret`."""
+    """The back end that computed it: `torch`, `triton` or `interpret`."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., K]. code · scale is exact; times the float32 scale it is rounded, once in float32."""
@@ -178,7 +178,7 @@ def nvfp4_global_scale(largest: Tensor) -> Tensor:
 
 
 def mx_scale_shape(shape: torch.Size, block: int, rows: int) -> tuple[int, ...]:
-    """Of the scales of a tensor of `shape`."""
+    """Return the shape of the scales of a tensor of `shape`."""
     height = (-(-shape[-2] // rows),) if len(shape) > 1 else ()
     return (*shape[:-2], *height, -(-shape[-1] // block))
 

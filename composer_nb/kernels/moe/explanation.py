@@ -1,6 +1,6 @@
-"""What a recipe comes to on a device: which back end, formats and instructions, and why.
+"""Explanation of a recipe on a device: back end, formats and instructions, and the reason.
 
-What is said here is checked: the ahead-of-time gate looks for the patterns of `INSTRUCTIONS` in the compiled kernels.
+Its claims are checked: the ahead-of-time gate looks for the patterns of `INSTRUCTIONS` in the compiled kernels.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
     ),
     ("nvfp4", 100): ("block-scaled tcgen05.mma (mxf4nvf4)", r"kind::mxf4nvf4\.block_scale"),
 }
-"""What products compile to, by format and architecture, and how the compiled text shows it."""
+"""Instructions of the products by format and architecture, and the pattern in the compiled text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What will run. `str` of it is a few lines to read."""
+    """Back end, formats and instructions of a recipe. `str` gives a few lines to read."""
 
     backend: BackendName
     device: str
@@ -68,9 +68,10 @@ def architecture(device: torch.device) -> int:
 def explain(
     recipe: str | Recipe = "bf16", *, device: torch.device | str | None = None, backend: str | None = None
 ) -> Explanation:
-    """Which back end, formats and instructions `moe` would use, and why; `device` is a GPU if there is one, else the CPU.
+    """Return the back end, formats and instructions that `moe` would use, and why; `device` is a GPU if there is one, else the
+    CPU.
 
-    Raises ValueError as `moe` would, for an unknown recipe or a back end that can not run, and for a device that is not here."""
+    Raises ValueError as `moe` would, for an unknown recipe or a back end that cannot run, and for a device that is not here."""
     chosen = as_recipe(recipe)
     where = _here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name, why = choose(where, backend)

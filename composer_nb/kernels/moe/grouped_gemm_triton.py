@@ -27,7 +27,7 @@ from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.triton_runtime import interpreting
 
 INTERPRETED_PROGRAMS = 3
-"""So few that each has several tiles to do."""
+"""Programs in the interpreter: few, so that each has several tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def tiles(dtype: torch.dtype) -> Tiles:
 
 @cache
 def programs(device: torch.device) -> int:
-    """Of a persistent kernel."""
+    """Return the number of programs of a persistent kernel."""
     if interpreting():
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -62,7 +62,7 @@ def programs(device: torch.device) -> int:
 
 @triton.jit
 def tile_table(ends, E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For each expert: first row, end, tiles of rows, and all tiles up to its last."""
+    """Return for each expert its first row, end, tiles of rows, and all tiles up to its last."""
     e = tl.arange(0, BE)
     end = tl.load(ends + e, mask=e < E, other=0)
     begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
@@ -120,7 +120,7 @@ def product_tma_kernel(  # type: ignore[no-untyped-def]
     a, b, c, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows that lie side by side and weights [E · B, A]: tiles come by the tensor memory accelerator. One that
+    """Multiply rows that lie side by side with weights [E · B, A]; the tensor memory accelerator loads the tiles. One that
     reaches over an expert's end brings rows of the next one, which are not stored."""
     begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
     for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
@@ -136,7 +136,7 @@ def product_tma_kernel(  # type: ignore[no-untyped-def]
 
 
 def product(a_RA: Tensor, b_EBA: Tensor, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
-    """[M, B] in `dtype`; see `plain.Steps.product`. `a_RA` is contiguous along A, `b_EBA` along A or B."""
+    """[M, B] in `dtype`; see `plain.PlainSteps.product`. `a_RA` is contiguous along A, `b_EBA` along A or B."""
     experts, width, depth = b_EBA.shape
     shape = tiles(a_RA.dtype)
     c_MB = a_RA.new_empty(len(plan.token_M), width, dtype=dtype)
@@ -191,7 +191,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
 
 
 def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
-    """[E, B, A] in the layout of `like`; see `plain.Steps.outer`."""
+    """[E, B, A] in the layout of `like`; see `plain.PlainSteps.outer`."""
     experts, width, depth = like.shape
     shape = tiles(g.dtype)
     dw_EBA = torch.empty_like(like)

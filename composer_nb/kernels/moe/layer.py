@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.moe.experts import grouped_experts
 from composer_nb.kernels.moe.explanation import architecture
-from composer_nb.kernels.moe.plain import PlainSteps, Plan, Steps
+from composer_nb.kernels.moe.plain import PlainSteps, Plan
 from composer_nb.kernels.moe.recipes import Recipe, as_recipe
 from composer_nb.kernels.triton_runtime import BackendName, choose
 
@@ -109,7 +109,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
 
 class _GroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a_MA: Tensor, b_EAB: Tensor, ends_E: Tensor, steps: Steps) -> Tensor:
+    def forward(ctx: Any, a_MA: Tensor, b_EAB: Tensor, ends_E: Tensor, steps: PlainSteps) -> Tensor:
         ctx.save_for_backward(a_MA, b_EAB, ends_E)
         ctx.steps = steps
         return steps.product(a_MA, b_EAB.mT, _of_rows(a_MA, ends_E), gather=False, dtype=a_MA.dtype)
@@ -131,7 +131,7 @@ def _of_rows(a_MA: Tensor, ends_E: Tensor) -> Plan:
 
 
 def _backend(x: Tensor, backend: str | None) -> BackendName:
-    """As `choose` says; float64, which only references need, is torch's."""
+    """Return the back end that `choose` names; torch for float64, which only references need."""
     name, _ = choose(x.device, backend)
     if name == "triton" and x.dtype == torch.float64:
         if backend == "triton":
@@ -140,7 +140,7 @@ def _backend(x: Tensor, backend: str | None) -> BackendName:
     return name
 
 
-def _steps(name: BackendName, device: torch.device, tile: int) -> Steps:
+def _steps(name: BackendName, device: torch.device, tile: int) -> PlainSteps:
     if name == "torch":
         return PlainSteps(tile)
     from composer_nb.kernels.moe.triton_steps import TritonSteps
@@ -158,7 +158,7 @@ class _Experts(torch.autograd.Function):
         w_down_EDI: Tensor,
         experts_NK: Tensor,
         recipe: Recipe,
-        steps: Steps,
+        steps: PlainSteps,
     ) -> Tensor:
         plan = steps.plan(experts_NK, len(w_up_EFD))
         gate_M = gates_NK.detach().reshape(-1)[plan.slot_M]

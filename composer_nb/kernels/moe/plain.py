@@ -1,5 +1,5 @@
 """The steps of an expert layer in plain torch, on any device: the oracle of the kernels in Triton (`triton_steps.py`), and the
-back end that emulates number formats. Every step says what its kernel must do.
+back end that emulates number formats. The docstring of each step specifies its kernel.
 
 Dimensions: N tokens, K experts a token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I, E experts;
 A the width that a product sums over, B its output width.
@@ -8,7 +8,6 @@ A the width that a product sums over, B its output width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,62 +21,35 @@ from composer_nb.kernels.moe.routing import choose_experts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Where each of N tokens' K choices goes, rows of one expert side by side and in the order of tokens. All int32. It is made,
+    """The rows of N tokens' K choices: those of one expert side by side, in the order of tokens. All int32. It is made,
     and used, without the host having to know how many rows an expert has."""
 
     ends_E: Tensor
     """Expert e has the rows from ends_E[e − 1] up to ends_E[e]."""
     token_M: Tensor
-    """Whose each row is."""
+    """Token of each row."""
     slot_M: Tensor
-    """Which choice each row is: token · K + place."""
+    """Choice of each row: token · K + place."""
     row_NK: Tensor
     """The row of each choice."""
 
 
-class Steps(Protocol):
-    """What a back end does for `layer.py`."""
-
-    def choose(self, logits_NE: Tensor, k: int) -> Tensor:
-        """int64 [N, K]: see `routing.choose_experts`."""
-
-    def plan(self, experts_NK: Tensor, experts: int) -> Plan: ...
-
-    def rows(self, x_RK: Tensor, format: Format | None) -> Operand:
-        """Quantised, a row on its own."""
-
-    def weights(self, w_EBA: Tensor, format: Format | None) -> Operand:
-        """Quantised along the last dimension."""
-
-    def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
-        """[M, B]: each row times the transposed weight [B, A] of its expert, sums in float32. `gather`: x has a row a token."""
-
-    def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
-        """[E, B, A] in the layout of `like`: for each expert Σ over its rows of g [B] ⊗ x [A]. `gather_…`: a row a token."""
-
-    def swiglu(self, h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
-        """silu(h[:, :I]) · h[:, I:] · gate, computed in float32, rounded to the dtype of h, quantised."""
-
-    def swiglu_backward(
-        self, d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
-    ) -> tuple[Tensor, Operand, Tensor, Tensor]:
-        """dh [M, F] as it is and quantised, the activation [M, I] again, and the gradient of the gates [M] in float32, which is
-        the inner product of d and the activation without its gate (so the down projection's output need not be kept)."""
-
-    def combine(self, y_MD: Tensor, plan: Plan) -> Tensor:
-        """[N, D]: each token's K rows added up in the order of its choices, in float32."""
-
-
 class PlainSteps:
-    """`tile` as in `linear.py`: rows then come out the same to the last bit whatever is beside them."""
+    """The steps of a back end for `layer.py`. With `tile` (as in `linear.py`) rows come out the same to the last bit whatever is
+    beside them."""
+
+    backend: str | None = None
+    """Back end that quantises."""
 
     def __init__(self, tile: int = 0) -> None:
         self.tile = tile
 
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
+        """Return int64 [N, K]; see `routing.choose_experts`."""
         return choose_experts(logits_NE, k)
 
     def plan(self, experts_NK: Tensor, experts: int) -> Plan:
+        """Return the plan of the experts chosen."""
         flat_M = experts_NK.reshape(-1)
         slot_M = torch.argsort(flat_M, stable=True)
         row_NK = torch.empty_like(slot_M).scatter_(0, slot_M, torch.arange(len(slot_M), device=slot_M.device))
@@ -86,18 +58,24 @@ class PlainSteps:
         return Plan(*(each.to(torch.int32) for each in whole))
 
     def rows(self, x_RK: Tensor, format: Format | None) -> Operand:
-        return quantise_rows(x_RK, format)
+        """Quantise each row by itself."""
+        return quantise_rows(x_RK, format, self.backend)
 
     def weights(self, w_EBA: Tensor, format: Format | None) -> Operand:
-        return quantise_weights(w_EBA, format)
+        """Quantise along the last dimension."""
+        return quantise_weights(w_EBA, format, self.backend)
 
     def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
+        """Return [M, B]: each row times the transposed weight [B, A] of its expert, summed in float32. With `gather`, x has a row
+        per token."""
         wide = torch.promote_types(dtype, torch.float32)
         x_RA, w_EBA = as_numbers(x, wide), as_numbers(w, wide)
         x_MA = x_RA.index_select(0, plan.token_M) if gather else x_RA
         return grouped_mm(x_MA, w_EBA.transpose(1, 2), plan.ends_E, self.tile).to(dtype)
 
     def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
+        """Return [E, B, A] in the layout of `like`: for each expert Σ over its rows of g [B] ⊗ x [A]. With `gather_…`, a row per
+        token."""
         g_MB = g.index_select(0, plan.token_M) if gather_g else g
         x_MA = x.index_select(0, plan.token_M) if gather_x else x
         out_EBA = torch.empty_like(like)
@@ -108,6 +86,7 @@ class PlainSteps:
         return out_EBA
 
     def swiglu(self, h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
+        """Return silu(h[:, :I]) · h[:, I:] · gate, computed in float32, rounded to the dtype of h, quantised."""
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         a_MI, b_MI = h_MF.to(wide).chunk(2, dim=-1)
         act_MI = a_MI * self._sigmoid(a_MI) * b_MI * gate_M.to(wide)[:, None]
@@ -116,6 +95,9 @@ class PlainSteps:
     def swiglu_backward(
         self, d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
     ) -> tuple[Tensor, Operand, Tensor, Tensor]:
+        """Return dh [M, F] as it is and quantised, the activation [M, I] again, and the gradient of the gates [M] in float32.
+        That gradient is the inner product of d and the activation without its gate, so the down projection's output need not be
+        kept."""
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         d, gate = d_MI.to(wide), gate_M.to(wide)[:, None]
         a, b = h_MF.to(wide).chunk(2, dim=-1)
@@ -127,6 +109,7 @@ class PlainSteps:
         return dh_MF, quantise_rows(dh_MF, format), (act_MI * gate).to(h_MF.dtype), dgate_M
 
     def combine(self, y_MD: Tensor, plan: Plan) -> Tensor:
+        """Return [N, D]: the sum of each token's K rows in the order of its choices, in float32."""
         wide = torch.promote_types(y_MD.dtype, torch.float32)
         out_ND = y_MD[plan.row_NK[:, 0]].to(wide)
         for place in range(1, plan.row_NK.shape[1]):

@@ -26,14 +26,15 @@ from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor
 from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
 
 Format = Literal["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"]
-"""Of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does: kept to show what that breaks."""
+"""Number format of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does: kept to show what
+that breaks."""
 
 RecipeName = Literal["bf16", "mxfp8", "fp8_block128", "nvfp4"]
 
 Operand = Tensor | MXTensor | NVFP4Tensor
 
 MULTIPLE: dict[Format, int] = {"mxfp8": 32, "fp8_block128": 128, "nvfp4": 32, "nvfp4_tensor": 32}
-"""What the widths of a layer must be multiples of."""
+"""Divisor of the widths of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ RECIPES: dict[RecipeName, Recipe] = {
 
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
-    """Raises ValueError for a name that is none of `RECIPES`."""
+    """Return the recipe of a name. Raises ValueError for a name that is not in `RECIPES`."""
     if isinstance(recipe, Recipe):
         return recipe
     found = next((known for name, known in RECIPES.items() if name == recipe), None)
@@ -86,5 +87,5 @@ def quantise_weights(w_EBA: Tensor, format: Format | None, backend: str | None =
 
 
 def as_numbers(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """What is multiplied: a tensor as it is, a quantised one in `dtype`."""
+    """Return what is multiplied: a tensor as it is, a quantised one in `dtype`."""
     return operand if isinstance(operand, Tensor) else operand.dequantize(dtype)

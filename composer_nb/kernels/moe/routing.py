@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the router's choice, what of it is replayed, how evenly it loads the experts.
+"""Routing of tokens to experts: the router's choice, its replay, and how evenly it loads the experts.
 
 Dimensions: N tokens, D model width, E experts, K experts a token, L MoE layers.
 """
@@ -17,13 +17,13 @@ from composer_nb.kernels.compiled import compiled
 from composer_nb.kernels.linear import linear, sigmoid
 
 Level = Literal["ids", "ids+order", "weights"]
-"""What of the routes on record is replayed: the set of experts (in the order of the live scores), their order too, or also
+"""The part of recorded routes that is replayed: the set of experts (in the order of the live scores), their order too, or also
 their gates, through which then no gradient reaches the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How a router chooses. `chosen` is K."""
+    """Rule by which a router chooses. `chosen` is K."""
 
     chosen: int
     sigmoid: bool = False
@@ -34,7 +34,7 @@ class Rule:
     scale: float = 1.0
     """Factor of all gates."""
     normalised: bool = True
-    """Whether softmax gates are divided by the sum of a token's; sigmoid gates always are."""
+    """Divide softmax gates by a token's sum; sigmoid gates always are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Replay:
     own that are not among those kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
 
     def take(self, own_N: Tensor) -> Replay:
-        """Those of some tokens."""
+        """Return the routes of some tokens."""
         gates, valid_N = (None if x is None else x[own_N] for x in (self.gates, self.valid_N))
         return replace(self, experts=self.experts[own_N], gates=gates, valid_N=valid_N)
 
@@ -64,7 +64,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a router decided for N tokens."""
+    """A router's decisions for N tokens."""
 
     experts_NK: Tensor
     """int64, in order of falling score (or in the replayed order)."""
@@ -151,7 +151,7 @@ def _best(score_NE: Tensor, count: int) -> Tensor:
 
 @compiled
 def _fill_best(score, best):  # type: ignore[no-untyped-def]
-    """By insertion; torch's `topk` takes twice as long on 64 scores. What is not a number comes first."""
+    """Fill `best` by insertion; torch's `topk` takes twice as long on 64 scores. NaN comes first."""
     count = best.shape[1]
     held = np.empty(count, np.float32)
     for n in range(len(score)):

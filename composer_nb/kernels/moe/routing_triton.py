@@ -16,7 +16,7 @@ from torch import Tensor
 from composer_nb.kernels.moe.plain import Plan
 
 CHOICES = 256
-"""Of a block of the plan."""
+"""Choices of one block of the plan."""
 TAKEN = tl.constexpr(-0x80000000)
 
 

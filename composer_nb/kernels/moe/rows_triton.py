@@ -1,4 +1,4 @@
-"""What happens to rows between the products, in Triton: copies for experts, SwiGLU with its backward pass, sums over a token's
+"""Work on rows between the products, in Triton: copies for experts, SwiGLU with its backward pass, sums over a token's
 choices. Nothing is added to by two programs, so every sum has one order.
 
 Dimensions: N tokens, K experts a token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I.
@@ -19,7 +19,8 @@ from composer_nb.kernels.triton_runtime import interpreting, ran
 
 
 def columns(width: int) -> int:
-    """Of a block, as many as 128-bit loads by four warps take; all in the interpreter, where a program costs most."""
+    """Return the columns of a block: as many as 128-bit loads by four warps take, or all in the interpreter, where programs
+    cost most."""
     return min(triton.next_power_of_2(width), 4096 if interpreting() else 1024)
 
 
@@ -35,7 +36,7 @@ def combine_kernel(y, out, row, tokens, D: tl.constexpr, K: tl.constexpr, BN: tl
 
 
 def combine(y_MD: Tensor, plan: Plan) -> Tensor:
-    """[N, D]; see `plain.Steps.combine`."""
+    """[N, D]; see `plain.PlainSteps.combine`."""
     (tokens, chosen), width = plan.row_NK.shape, y_MD.shape[1]
     out_ND = y_MD.new_empty(tokens, width)
     grid = (triton.cdiv(tokens, 4), triton.cdiv(width, columns(width)))
@@ -122,12 +123,12 @@ def _parts(kept: MXTensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(half: int, block: int, wide: int) -> bool:
-    """Whether four scales can be stored as one word."""
+    """Return whether four scales can be stored as one word."""
     return bool(block) and half % (4 * block) == 0 and wide >= 4 * block
 
 
 def swiglu(h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
-    """See `plain.Steps.swiglu`."""
+    """See `plain.PlainSteps.swiglu`."""
     rows, half = h_MF.shape[0], h_MF.shape[1] // 2
     block = MX_BLOCK.get(format, 0)
     act_MI = h_MF.new_empty(0 if block else rows, half)
@@ -143,7 +144,7 @@ def swiglu(h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
 def swiglu_backward(
     d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
 ) -> tuple[Tensor, Operand, Tensor, Tensor]:
-    """See `plain.Steps.swiglu_backward`."""
+    """See `plain.PlainSteps.swiglu_backward`."""
     rows, half = d_MI.shape
     block = MX_BLOCK.get(format, 0)
     dh_MF, act_MI, dgate_M = torch.empty_like(h_MF), torch.empty_like(d_MI), torch.empty_like(gate_M)

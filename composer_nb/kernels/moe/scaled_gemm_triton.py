@@ -125,7 +125,7 @@ def block128_product_kernel(  # type: ignore[no-untyped-def]
 def scaled_product(
     x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype, widen: bool = False
 ) -> Tensor:
-    """[M, N] in `dtype`; see `plain.Steps.product`. `widen`: NVFP4 in registers, for GPUs whose tensor cores have no FP4."""
+    """[M, N] in `dtype`; see `plain.PlainSteps.product`. `widen`: NVFP4 in registers, for GPUs whose tensor cores have no FP4."""
     if isinstance(x, NVFP4Tensor) and isinstance(w, NVFP4Tensor):
         return _four_or_mx(x, w, plan, gather, dtype, widen)
     assert isinstance(x, MXTensor) and isinstance(w, MXTensor), "both sides are of one format"

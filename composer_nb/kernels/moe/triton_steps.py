@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.moe import grouped_gemm_triton, routing_triton, rows_triton
-from composer_nb.kernels.moe.plain import Plan
-from composer_nb.kernels.moe.recipes import Format, Operand, quantise_rows, quantise_weights
+from composer_nb.kernels.moe.plain import PlainSteps, Plan
+from composer_nb.kernels.moe.recipes import Format, Operand
 from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
 
 
-class TritonSteps:
-    """`architecture` is 90, 100, …, or 0 in the interpreter: what has no FP4 widens it."""
+class TritonSteps(PlainSteps):
+    """Steps by Triton kernels. `architecture` is 90, 100, …, or 0 in the interpreter; one without FP4 widens it."""
+
+    backend = "triton"
 
     def __init__(self, architecture: int = 0) -> None:
+        super().__init__()
         self.widen = 0 < architecture < 100
 
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
@@ -22,12 +25,6 @@ class TritonSteps:
 
     def plan(self, experts_NK: Tensor, experts: int) -> Plan:
         return routing_triton.plan(experts_NK, experts)
-
-    def rows(self, x_RK: Tensor, format: Format | None) -> Operand:
-        return quantise_rows(x_RK, format, "triton")
-
-    def weights(self, w_EBA: Tensor, format: Format | None) -> Operand:
-        return quantise_weights(w_EBA, format, "triton")
 
     def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
         if isinstance(x, Tensor) and isinstance(w, Tensor):

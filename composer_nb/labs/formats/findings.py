@@ -1,4 +1,4 @@
-"""What Cursor found out about low precision, as numbers that anybody can compute again.
+"""Cursor's findings on low precision, as numbers that anybody can compute again.
 
 NVFP4 as NVIDIA has it shares one float32 scale among all tokens of a tensor. So a token's numbers depend on tokens beside it, and
 on later ones; and its divisions must be those of IEEE 754 (Composer 2 technical report, §6.1). Nothing here needs a GPU.
@@ -34,7 +34,7 @@ FORMATS: dict[str, Quantize] = {
     "NVFP4, a scale per token": nvfp4_quantize_reference,
     "NVFP4, a scale per tensor": lambda x: nvfp4_quantize_reference(x, share="tensor"),
 }
-"""By the names that figures have."""
+"""Quantisers by the names that figures have."""
 
 
 # -- who sees whom -------------------------------------------------------------------------------------------
@@ -59,8 +59,9 @@ def changed_alone(quantize: Quantize, x_TK: Tensor) -> Tensor:
 # -- division ------------------------------------------------------------------------------------------------
 
 Division = Literal["ieee", "inverse", "approximate"]
-"""Of float32: rounded to nearest; times the rounded inverse; times an inverse that is cut off instead of rounded. The last one is
-within one unit in the last place, which is what PTX promises of `rcp.approx.f32`, that `__fdividef` and `div.full` go through."""
+"""Division of float32: rounded to nearest; times the rounded inverse; times an inverse that is cut off instead of rounded. The
+last one is within one unit in the last place, which is what PTX promises of `rcp.approx.f32`, that `__fdividef` and `div.full`
+go through."""
 
 
 def quotient(a: Tensor, b: Tensor, how: Division) -> Tensor:
@@ -91,13 +92,13 @@ def dividing(how: Division) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differing:
-    """What another division changes, as shares of what is stored."""
+    """Changes that another division makes, as shares of what is stored."""
 
     global_scales: float
     scales: float
     codes: float
     tokens: float
-    """Those with any bit changed."""
+    """Tokens with any bit changed."""
 
 
 def differing(x_TK: Tensor, how: Division) -> Differing:

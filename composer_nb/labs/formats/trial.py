@@ -1,6 +1,6 @@
 """A tiny mixture-of-experts model trained with its experts in a number format, from the same weights on the same text.
 
-What it is for: whether the loss in MXFP8 and in NVFP4 follows the one in high precision, and what becomes of a run whose
+Its questions: whether the loss in MXFP8 and in NVFP4 follows the one in high precision, and what becomes of a run whose
 NVFP4 is divided differently. Text is the standard library's, a byte a token; attention and router stay in float32.
 
 Dimensions: B rows of T tokens.
@@ -45,7 +45,7 @@ class Curve:
     recipe: RecipeName
     division: Division
     losses: list[float]
-    """Of each step, in nats a byte."""
+    """Loss of each step, in nats a byte."""
     held_out: float
     """After the last one."""
     gap: list[tuple[int, float, float]]
@@ -65,7 +65,7 @@ def train(
     seed: int = 0,
     told: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Curve:
-    """A training of `steps` steps of 512 bytes. Repeats to the bit on one machine with one thread."""
+    """Train for `steps` steps of 512 bytes. Repeats to the bit on one machine with one thread."""
     torch.manual_seed(seed)
     model = Model(TINY)
     model.kernels = Kernels(recipe=recipe)
@@ -93,7 +93,7 @@ def train(
 
 @cache
 def _texts() -> tuple[bytes, bytes]:
-    """Of training, and held out."""
+    """Return the training text and the held-out text."""
     corpus = read_corpus("stdlib")
     return "".join(corpus.train[:200]).encode(), "".join(corpus.validation[:200]).encode()
 

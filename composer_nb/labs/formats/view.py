@@ -1,6 +1,6 @@
-"""Number formats in pictures: bits, errors, who sees whom through a shared scale, divisions, rooflines, losses.
+"""Figures of number formats: bits, errors, tokens that affect each other through a shared scale, divisions, rooflines, losses.
 
-Every figure is drawn from what `kernels.findings` and `trainer.format_trial` compute.
+The numbers come from `findings.py` and `trial.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYOUT = {"bf16": (1, 8, 7), "e4m3": (1, 4, 3), "e2m1": (1, 2, 1), "E8M0": (0, 8
 
 
 def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor, shown: int = 4) -> dict[str, list[int]]:
-    """The first numbers of a token as they are stored, by the name of their format, scales after codes."""
+    """Return the first numbers of a token as they are stored, by the name of their format, scales after codes."""
     return {
         "bf16": x_K.bfloat16().view(torch.int16)[:shown].int().bitwise_and(0xFFFF).tolist(),
         "e4m3": mx.qdata.view(torch.uint8).flatten()[:shown].tolist(),
@@ -43,7 +43,7 @@ def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor, shown: int = 4) -> dic
 
 
 def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
-    """A box for each bit, coloured by what it means, a row a format and a group of boxes a number."""
+    """Draw one box per bit, coloured by its meaning, one row per format and one group of boxes per number."""
     picture, ax = style.one_panel(9.5, 0.5 * len(stored) + 0.6)
     for row, (name, numbers) in enumerate(stored.items()):
         widths = LAYOUT[name]
@@ -63,8 +63,8 @@ def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
 
 
 def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Picture:
-    """Relative error of a number by its size, in a block whose largest is `largest`: the saw of a mantissa of few bits, the slope
-    below the smallest normal number, and from where on all is lost."""
+    """Draw the relative error of a number by its size, in a block whose largest is `largest`: the saw of a short mantissa, the
+    slope below the smallest normal number, and total loss below that."""
     sizes = torch.logspace(-decades, 0, 4000) * largest
     x = torch.zeros(len(sizes), 128)
     x[:, 0], x[:, 1] = largest, sizes
@@ -84,7 +84,7 @@ def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Pict
 
 
 def values() -> Picture:
-    """All positive numbers that four bits have, and how far apart they are."""
+    """Draw all positive numbers of four bits."""
     picture, ax = style.one_panel(9.5, 1.1)
     ax.vlines(E2M1_VALUES, 0, 1, color=style.BLUE, linewidth=2)
     ax.set(yticks=[], xticks=E2M1_VALUES, ylim=(0, 1.2))
@@ -94,7 +94,7 @@ def values() -> Picture:
 
 
 def by_token(found: Mapping[str, Tensor], heading: str, y: str) -> Picture:
-    """A panel a format: a number for each token."""
+    """Draw a number for each token, one panel per format."""
     picture = Picture(9.5, 2.4)
     panels = picture.panels(1, len(found), sharey=True)
     for ax, (name, value), color in zip(panels, found.items(), LINES, strict=False):
@@ -106,7 +106,7 @@ def by_token(found: Mapping[str, Tensor], heading: str, y: str) -> Picture:
 
 
 def divisions(found: Mapping[str, Differing]) -> Picture:
-    """Shares of what is stored that another division changes, on a logarithmic axis; none is drawn where nothing changes."""
+    """Draw the shares of stored numbers that another division changes, on a logarithmic axis."""
     parts = {"global_scales": "float32 scales", "scales": "e4m3 scales", "codes": "codes", "tokens": "tokens with any"}
     picture, ax = style.one_panel(9.5, 2.4)
     sides = [
@@ -121,7 +121,7 @@ def divisions(found: Mapping[str, Differing]) -> Picture:
 
 
 def roofline(chips: Sequence[Chip], shape: tuple[int, int, int]) -> Picture:
-    """Each chip's roofs, with a product of this shape (rows, columns, inner width) and the quantisation before it."""
+    """Draw each chip's roofs, with a product of this shape (rows, columns, inner width) and the quantisation before it."""
     picture = Picture(9.5, 3.2)
     panels = picture.panels(1, len(chips), sharey=True)
     intensity = np.logspace(-1, 4, 200)
@@ -141,7 +141,7 @@ def roofline(chips: Sequence[Chip], shape: tuple[int, int, int]) -> Picture:
 
 
 def losses(curves: Sequence[Curve], smooth: int = 20) -> Picture:
-    """Training losses, and what each is away from the first one's."""
+    """Draw training losses, and the distance of each from the first."""
     picture = Picture(9.5, 2.8)
     left, right = picture.panels(1, 2)
     means = [np.convolve(curve.losses, np.ones(smooth) / smooth, "valid") for curve in curves]
@@ -157,8 +157,8 @@ def losses(curves: Sequence[Curve], smooth: int = 20) -> Picture:
 
 
 def gaps(curves: Sequence[Curve]) -> Picture:
-    """Mean |Δ log p| between a trainer that divides as IEEE 754 says and an engine that does not, at the same published weights;
-    beside it what publishing them in bfloat16 does."""
+    """Draw mean |Δ log p| between a trainer that divides as IEEE 754 says and an engine that does not, at the same published
+    weights, beside the effect of publishing them in bfloat16."""
     picture, ax = style.one_panel(9.5, 2.4)
     for curve, color in zip(curves, LINES, strict=False):
         steps, gap, cast = zip(*curve.gap, strict=True)

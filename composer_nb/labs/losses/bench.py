@@ -45,7 +45,7 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.mismatch import gap_figures
 
 BETA = 0.04
-"""Of the KL rows: GRPO's."""
+"""β of the KL rows, GRPO's."""
 OURS, EXACT = "ours", "exact"
 LOSSES: dict[str, LossSettings] = {
     OURS: LossSettings(),
@@ -77,13 +77,13 @@ class Tokens(NamedTuple):
 
     logprob_S: Tensor
     sampled_S: Tensor
-    """What the losses take for the sampler's log-probability."""
+    """The sampler's log-probability for the losses."""
     drawn_S: Tensor
-    """That of the policy that really drew the tokens."""
+    """Log-probability under the policy that really drew the tokens."""
     advantage_S: Tensor
     """R − mean(R)."""
     std_S: Tensor
-    """What a division by the group's standard deviation makes of an advantage of 1."""
+    """An advantage of 1 after division by the group's standard deviation."""
     rollout_S: Tensor
     reference_S: Tensor | None
 
@@ -94,13 +94,13 @@ class Slope(NamedTuple):
     slope_S: Tensor
     """∂L/∂ℓ."""
     weight_S: Tensor
-    """How much of A ∇ℓ a token adds, A as R − mean(R) less the KL's part: r for PPO within its clip. NaN where A is 0."""
+    """Weight of a token's A ∇ℓ, A as R − mean(R) less the KL's part: r for PPO within its clip. NaN where A is 0."""
     reason_S: Tensor
-    """Into REASONS."""
+    """Indices into REASONS."""
 
 
 def slope(tokens: Tokens, settings: LossSettings, denominator: float) -> Slope:
-    """Raises ValueError for a KL weight without a reference."""
+    """Return the slope of a loss. Raises ValueError for a KL weight without a reference."""
     advantage_S = torch.where(tokens.advantage_S.abs() > NO_SIGNAL, tokens.advantage_S, 0.0)
     scale_S = tokens.std_S if settings.std_norm else torch.ones_like(tokens.std_S)
     advantage_S = advantage_S * scale_S
@@ -162,7 +162,7 @@ class GroupGradients:
     """L; the last is EXACT."""
     vectors_UW: Tensor
     place_LK: NDArray[np.int64]
-    """Which of the U a loss has on a group; −1: none, it is 0."""
+    """Index of the gradient among the U; −1 for a gradient of 0."""
     slopes: tuple[tuple[Slope, ...], ...]
     """[L][K]"""
     gap_S: Array
@@ -303,15 +303,15 @@ class Row:
     """Share of *all* sampled tokens that have an advantage and no gradient: what is rejected stays in the denominator, so that
     rejecting more cannot make it look better."""
     reasons: dict[str, float]
-    """The same by REASONS; they add up to 1."""
+    """Shares of tokens by REASONS; they add up to 1."""
     ess: float
     """Effective sample size of the weights, as a share of the tokens that have an advantage (`effective_share`)."""
     norm: float
     """Length of the gradient; the denominator is the batch's tokens, or rollouts with a length norm."""
     cosine: float
-    """To the first loss's gradient."""
+    """Cosine to the first loss's gradient."""
     cosine_exact: float
-    """To the exact on-policy gradient, as this batch estimates it."""
+    """Cosine to the exact on-policy gradient, as this batch estimates it."""
     variance: float
     """`bootstrap_variance` over the squared length of the gradient."""
     noise: float
@@ -320,7 +320,7 @@ class Row:
     noise_share: float
     """noise / (noise + signal), which is finite where there is no signal."""
     excess: float
-    """That share, less the first loss's."""
+    """Noise share less the first loss's."""
     excess_interval: tuple[float, float]
     """On the same resamples for both, so that what they have in common drops out."""
 
@@ -355,7 +355,7 @@ def bench(
     seed: int = 0,
 ) -> Bench:
     """Return a table of `losses`, with the exact gradient as its last row; arguments as those of `group_gradients`, `count`
-    resamples of the groups. Raises ValueError for fewer than two groups, of which no noise can be told."""
+    resamples of the groups. Raises ValueError for fewer than two groups, which show no noise."""
     if len(groups) < 2:
         raise ValueError(f"{len(groups)} groups: the noise of a gradient needs two or more")
     found = group_gradients(model, groups, losses, drawn=drawn, reference=reference, replay=replay)

@@ -51,7 +51,7 @@ class Stage:
     drawn: Groups
     """Streams with those of the policy that drew them."""
     reference: Model
-    """For the KL rows."""
+    """Reference of the KL rows."""
     replay: ReplaySettings = NO_REPLAY
 
     def bench(self, count: int = 2000) -> Bench:

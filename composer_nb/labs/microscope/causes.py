@@ -48,7 +48,7 @@ CAUSES = (
     Cause("GEMM", ("numerics", "alone", "forward")),
     Cause("weights", ("model",)),
 )
-"""From cheap to expensive to rule out. `weights` are no arithmetic; they come last because nothing else explains them."""
+"""Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them."""
 
 
 def trainer_of(model: Model, batch: Batch) -> Program:

@@ -106,7 +106,7 @@ class RouteChecks:
 
     pairs: int
     hits: dict[str, list[Where]]
-    """By kind: missing, route ids, order, gate weights."""
+    """Places by kind: missing, route ids, order, gate weights."""
     gates: NDArray[np.float32]
     """Recorded gates that differ."""
 

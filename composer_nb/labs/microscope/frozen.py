@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def routed(self) -> bool:
-        """Whether routes and gates are on record."""
+        """True if routes and gates are on record."""
         return all(len(row.trace.gates) > 0 for row in self.rows)
 
     @property

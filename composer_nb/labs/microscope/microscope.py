@@ -91,7 +91,7 @@ class Step:
 
     cause: str
     change: str
-    """From the trainer's choice to the engine's; empty if they are the same."""
+    """The trainer's choice and the engine's; empty if they are the same."""
     found: bool
     """The search found the engine's choice; it was neither declared nor on record."""
     figures: Figures
@@ -118,7 +118,7 @@ class Report:
     flip: Where | None
     """First token and layer at which the engine used other experts than the trainer would."""
     versions: Mapping[int, Figures]
-    """What is left with all causes put in, by recorded policy version."""
+    """Figures with all causes put in, by recorded policy version."""
     streams: Streams | None
     tokens: int
     tolerance: float

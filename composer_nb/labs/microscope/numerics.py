@@ -1,4 +1,4 @@
-"""How an engine or a trainer computes log-probabilities: a list of choices, and what they give on a frozen batch.
+"""The arithmetic of an engine or a trainer as a list of choices, and its results on a frozen batch.
 
     observe(program, batch)    log-probabilities, distributions, routes and residual streams
     record(program, batch)     the batch as an engine of these choices would have recorded it
@@ -64,7 +64,7 @@ class Program:
     head: torch.dtype = torch.float32
     """Dtype of the output layer's product."""
     replay: ReplayLevel = "none"
-    """What to replay of the recorded routes."""
+    """Level at which recorded routes are replayed."""
     layout: Layout = "rows"
     attention: torch.dtype = torch.float32
     numerics: Numerics = field(default_factory=Numerics)
@@ -106,7 +106,7 @@ class Rows(NamedTuple):
 
 
 Forward = Callable[[Model, Rows], Forwarded]
-"""Raises ValueError for a model or rows that it cannot compute."""
+"""A forward pass. It raises ValueError for a model or rows that it cannot compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

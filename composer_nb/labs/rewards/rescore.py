@@ -50,7 +50,7 @@ class StoredBatch:
     """The batch of one RL step, and the settings then in force."""
 
     step: int
-    """From 1."""
+    """Number of the RL step, from 1."""
     groups: tuple[tuple[Scored, ...], ...]
     settings: Settings
 

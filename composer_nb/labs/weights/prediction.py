@@ -1,4 +1,4 @@
-"""How large weight deltas will be, before anything is trained: from the learning rate, the optimiser's directions, the weights.
+"""Prediction of the size of weight deltas from the learning rate, the optimiser's directions and the weights, before training.
 
 A step moves a float32 master weight by lr · u. Its bfloat16 cast, which is what is published, lies on a grid whose spacing is
 2^(e − 7) for a weight of exponent e, and the master lies anywhere in its cell. So the cast changes with probability
@@ -40,7 +40,7 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How many weights have which exponent and which |u|: float64 [256 exponents, bins of |u|]. Profiles of tensors add up."""
+    """Counts of weights by exponent and |u|: float64 [256 exponents, bins of |u|]. Profiles of tensors add up."""
 
     counts_EB: Floats
 
@@ -49,7 +49,7 @@ class Profile:
 
     @property
     def weights(self) -> float:
-        """How many there are."""
+        """Number of weights."""
         return float(self.counts_EB.sum())
 
     @property
@@ -59,8 +59,8 @@ class Profile:
 
 
 def profile(weights: Tensor, directions: Tensor) -> Profile:
-    """Of one tensor and the optimiser's directions u for it, both of any float dtype and equal shape. Raises ValueError when the
-    shapes differ or a direction is not a finite number."""
+    """Return the profile of a tensor and the optimiser's directions u, both of any float dtype. Raises ValueError when the shapes
+    differ or a direction is not a finite number."""
     if weights.shape != directions.shape:
         raise ValueError(f"weights are {tuple(weights.shape)}, directions {tuple(directions.shape)}")
     size = directions.detach().reshape(-1).double().abs().numpy()
@@ -74,7 +74,7 @@ def profile(weights: Tensor, directions: Tensor) -> Profile:
 
 
 def independent(weights: Tensor, mean_u: float) -> Profile:
-    """For weights whose directions nobody has measured: |u| spread as that of a normal variable with mean |u| `mean_u`, whatever
+    """Return the profile of weights with unmeasured directions: |u| of a normal variable with mean |u| `mean_u`, independent of
     the weight. Raises ValueError for a negative one."""
     if not 0 <= mean_u < math.inf:
         raise ValueError(f"mean_u={mean_u} must be a size, 0 or more")
@@ -84,7 +84,7 @@ def independent(weights: Tensor, mean_u: float) -> Profile:
 
 
 def exponents(weights: Tensor) -> NDArray[np.int64]:
-    """The eight exponent bits of each weight's bfloat16 cast, flat."""
+    """Return the eight exponent bits of each weight's bfloat16 cast, flat."""
     return ((weights.detach().reshape(-1).bfloat16().view(torch.int16).numpy() >> _MANTISSA) & 255).astype(np.int64)
 
 
@@ -97,8 +97,8 @@ def adamw_direction(
     eps: float = 1e-8,
     decay: Tensor | float = 0.0,
 ) -> Tensor:
-    """u of AdamW's update w ← w − lr · u, from its moments after `steps` steps (arXiv 1711.05101, bias corrected); `decay` is
-    weight decay times the weights. Raises ValueError before the first step."""
+    """Return u of AdamW's update w ← w − lr · u, from its moments after `steps` steps (arXiv 1711.05101, bias corrected);
+    `decay` is weight decay times the weights. Raises ValueError before the first step."""
     if steps < 1:
         raise ValueError("AdamW has no direction before its first step")
     first, second = (moment.double() / (1 - beta**steps) for moment, beta in zip((mean, square), betas, strict=True))
@@ -107,8 +107,8 @@ def adamw_direction(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one step. `bytes` is what an ideal code conditioned on the base's exponent needs for places, signs and sizes; codecs and
-    containers come on top."""
+    """Prediction for one step. `bytes` is what an ideal code conditioned on the base's exponent needs for places, signs and
+    sizes; codecs and containers come on top."""
 
     lr: float
     weights: float
@@ -122,7 +122,8 @@ class Prediction:
 
 
 def predict(found: Profile, lr: float) -> Prediction:
-    """What a step at this learning rate changes, once masters lie anywhere in their cells. ValueError for a rate below 0."""
+    """Predict the changes of a step at this learning rate, once masters lie anywhere in their cells. Raises ValueError for a rate
+    below 0."""
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr} must be 0 or more")
     steps_EB = lr * _SIZES[None] / _SPACING[:, None]
@@ -133,8 +134,8 @@ def predict(found: Profile, lr: float) -> Prediction:
 
 
 def _bits(counts_B: Floats, steps_B: Floats) -> float:
-    """Entropy of how many grid steps each weight of one exponent goes, in bits, at most the 16 of a weight: a move of r steps is
-    ⌊r⌋ or ⌈r⌉ of them, and up or down."""
+    """Return the bits that it takes to say how many grid steps the weights of one exponent move, at most 16 a weight. A move of r
+    steps is ⌊r⌋ or ⌈r⌉ of them, up or down."""
     steps = np.minimum(steps_B, _MOST)
     low = np.floor(steps).astype(np.int64)
     odds = np.zeros(_MOST + 2)
@@ -149,8 +150,8 @@ def _bits(counts_B: Floats, steps_B: Floats) -> float:
 def warm_up(
     found: Profile, lr: float, steps: int, *, momentum: float = 0.9, samples: int = 50_000, seed: int = 0
 ) -> Floats:
-    """Share of weights that changes in each of the first `steps` steps when masters begin in the middle of their cells, float64
-    [steps], by simulation: directions are normal, with the profile's sizes, and turn as slowly as Adam's first moment does."""
+    """Simulate the share of weights that changes in each of the first `steps` steps, float64 [steps], when masters begin in the
+    middle of their cells. Directions are normal, with the profile's sizes, and turn as slowly as Adam's first moment does."""
     random = np.random.default_rng(seed)
     flat = found.counts_EB.ravel() / found.weights
     drawn = random.choice(flat.size, samples, p=flat)
@@ -166,7 +167,7 @@ def warm_up(
 
 
 def exact(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    """Share of weights whose bfloat16 bits differ between two sets of float32 masters, or of published weights."""
+    """Return the share of weights whose bfloat16 bits differ between two sets of float32 masters, or of published weights."""
     changed = sum(int((_cast(before[name]) != _cast(after[name])).sum()) for name in before)
     return changed / max(sum(tensor.numel() for tensor in before.values()), 1)
 
@@ -176,7 +177,7 @@ def _cast(weights: Tensor) -> Tensor:
 
 
 def plan_checkpoint(path: Path, lr: float, mean_u: float) -> dict[str, Any]:
-    """Prediction for a checkpoint's bfloat16 weights at a learning rate, with |u| as in `independent`. Raises ValueError or
+    """Predict for a checkpoint's bfloat16 weights at a learning rate, with |u| as in `independent`. Raises ValueError or
     FileNotFoundError that names the file; ValueError where there is no such weight."""
     tensors = Mapped(read_shards(path))
     found = Profile(np.zeros((256, len(_SIZES))))
@@ -184,7 +185,7 @@ def plan_checkpoint(path: Path, lr: float, mean_u: float) -> dict[str, Any]:
         if tensors[name].dtype == torch.bfloat16:
             found += independent(tensors[name], mean_u)
     if not found.weights:
-        raise ValueError(f"{path} holds no bfloat16 weights, of which alone deltas are predicted")
+        raise ValueError(f"{path} holds no bfloat16 weights; deltas are predicted for these alone")
     one = predict(found, lr)
     return {
         "weights": int(one.weights),

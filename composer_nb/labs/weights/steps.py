@@ -1,4 +1,4 @@
-"""Optimiser steps on a stored batch, looked at through what they publish: which bits change, in which tensors, at which rate."""
+"""Optimiser steps on a stored batch: which published bits change, in which tensors, at which rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Learner
 
 _BETAS = (0.9, 0.95)
-"""Those of `FlatAdamW`."""
+"""β of `FlatAdamW`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Walk:
         self._streams, self._rl = taken, batch.settings.rl
 
     def step(self, lr: float) -> Stepped:
-        """Takes one step at a learning rate."""
+        """Take one step at a learning rate."""
         before, foretold = published(self._model), self._profile()
         self._learner.learn(
             self._streams,
@@ -80,7 +80,7 @@ class Walk:
         return Stepped(lr=lr, before=before, after=published(self._model), foretold=foretold)
 
     def try_step(self, lr: float) -> Stepped:
-        """A step that is taken back."""
+        """Take a step, then undo it."""
         state = {name: tensor.clone() for name, tensor in self._optimizer.state().items()}
         try:
             return self.step(lr)
@@ -96,7 +96,7 @@ class Walk:
 
 
 def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
-    """Share of changed weights of tensors that `group` gives one name, in order of that name."""
+    """Return the share of changed weights by the name that `group` gives a tensor, in order of that name."""
     names: dict[str, list[str]] = {}
     for name in stepped.before:
         names.setdefault(group(name), []).append(name)
@@ -107,9 +107,10 @@ def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
 
 
 def by_exponent(stepped: Stepped) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """By exponent: weights, how many of them changed, and how many were foretold to. Raises ValueError for the first step."""
+    """Return by exponent the number of weights, of changed ones, and of predicted changes. Raises ValueError for the first
+    step."""
     if stepped.foretold is None:
-        raise ValueError("the first step of an optimiser can not be foretold: it has no direction yet")
+        raise ValueError("the first step of an optimiser cannot be predicted: it has no direction yet")
     weights = torch.cat([stepped.before[name].reshape(-1) for name in stepped.before])
     moved = torch.cat([(stepped.before[n] != stepped.after[n]).reshape(-1) for n in stepped.before]).numpy()
     places = exponents(weights)

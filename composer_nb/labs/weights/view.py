@@ -1,4 +1,4 @@
-"""Weight versions in pictures: where bits change, what was foretold, what codecs make of it.
+"""Figures of weight versions: changed bits, predictions, and sizes of codecs.
 
 Each figure is drawn from plain numbers, so that it can be drawn again from what a run kept. None is a widget: each is its own
 static twin.
@@ -30,7 +30,7 @@ def shares(found: Mapping[str, float], heading: str) -> Picture:
 
 
 def by_exponent(weights: Sequence[float], changed: Sequence[float], foretold: Sequence[float]) -> Picture:
-    """Left: how many weights each exponent has. Right: what share of them changed, and what was foretold. Exponents are those of
+    """Draw the number of weights by exponent, and the share of them that changed beside the prediction. Exponents are those of
     bfloat16, 0 to 255; empty ones are left out."""
     counts, counted, told = (np.asarray(values, dtype=float) for values in (weights, changed, foretold))
     there = np.flatnonzero(counts > 0)
@@ -48,7 +48,7 @@ def by_exponent(weights: Sequence[float], changed: Sequence[float], foretold: Se
 
 
 def foretold(rates: Sequence[float], counted: Sequence[float], predicted: Sequence[float]) -> Picture:
-    """Changed share against the learning rate: counted, and predicted with a band of ten per cent."""
+    """Draw the changed share against the learning rate: counted, and predicted with a band of ten per cent."""
     picture, ax = style.one_panel(6.0, 3.3)
     told = np.asarray(predicted)
     ax.fill_between(rates, 0.9 * told, 1.1 * told, color=style.PALE, label="predicted, ± 10 %")
@@ -63,7 +63,7 @@ def foretold(rates: Sequence[float], counted: Sequence[float], predicted: Sequen
 
 
 def warming(counted: Sequence[float], simulated: Floats, settled: float) -> Picture:
-    """Share of weights that changes against the step since masters were read from bfloat16."""
+    """Draw the share of changed weights against the step since masters were read from bfloat16."""
     picture, ax = style.one_panel(7.0, 3.1)
     ax.plot(np.arange(1, len(simulated) + 1), simulated, color=style.ORANGE, label="simulated")
     ax.plot(np.arange(1, len(counted) + 1), counted, "o", color=style.BLUE, markersize=3.5, label="counted")

@@ -9,7 +9,7 @@ from torch import Tensor
 from composer_nb.kernels import grouped_mm, moe
 from composer_nb.kernels.formats.microscaling import MXTensor
 from composer_nb.kernels.logprob import logprob_entropy as plain_logprob_entropy
-from composer_nb.kernels.moe.plain import PlainSteps, Plan, Steps
+from composer_nb.kernels.moe.plain import PlainSteps, Plan
 from composer_nb.kernels.moe.recipes import as_numbers, quantise_rows, quantise_weights
 from composer_nb.kernels.moe.routing import choose_experts
 from composer_nb.kernels.triton_runtime import triton_version
@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def steps(device: str) -> Steps:
+def steps(device: str) -> PlainSteps:
     from composer_nb.kernels.moe.explanation import architecture
     from composer_nb.kernels.moe.triton_steps import TritonSteps
 
@@ -57,7 +57,7 @@ def close(found: Tensor, wanted: Tensor, limit: float) -> None:
 
 @pytest.mark.parametrize("n, e, k", [(1, 1, 1), (37, 6, 2), (20, 130, 8), (5, 8, 8)])
 def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(
-    steps: Steps, device: str, n: int, e: int, k: int
+    steps: PlainSteps, device: str, n: int, e: int, k: int
 ):
     logits = normal(n, e).round(decimals=1)  # many ties
     logits[n // 2] = 0
@@ -67,7 +67,7 @@ def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(
 
 
 @pytest.mark.parametrize("n, e, k", [(1, 1, 1), (300, 5, 2), (70, 130, 8), (9, 40, 1)])
-def test_the_plan_is_a_stable_sort(device: str, steps: Steps, n: int, e: int, k: int):
+def test_the_plan_is_a_stable_sort(device: str, steps: PlainSteps, n: int, e: int, k: int):
     experts = chosen(n, e, k)
     found, wanted = steps.plan(experts.to(device), e), PLAIN.plan(experts, e)
     for part in ("ends_E", "token_M", "slot_M", "row_NK"):
@@ -85,7 +85,7 @@ def planned(device: str, n: int = 40, e: int = 5, k: int = 2) -> Plan:
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
-def test_the_product(device: str, steps: Steps, gather: bool, transposed: bool, dtype: torch.dtype, limit: float):
+def test_the_product(device: str, steps: PlainSteps, gather: bool, transposed: bool, dtype: torch.dtype, limit: float):
     """Widths that no tile divides; with 128 the tiles come by descriptors."""
     plan = planned(device)
     for a, b in ((40, 72), (128, 64)):
@@ -101,7 +101,7 @@ def test_the_product(device: str, steps: Steps, gather: bool, transposed: bool, 
 
 
 @pytest.mark.parametrize("gather_g, gather_x", [(True, False), (False, True), (False, False)])
-def test_gradients_of_weights_in_the_layout_of_the_weights(device: str, steps: Steps, gather_g: bool, gather_x: bool):
+def test_gradients_of_weights_in_the_layout_of_the_weights(device: str, steps: PlainSteps, gather_g: bool, gather_x: bool):
     plan = planned(device)
     g = normal(40 if gather_g else 80, 40, device=device)
     x = normal(40 if gather_x else 80, 72, seed=1, device=device)
@@ -114,7 +114,7 @@ def test_gradients_of_weights_in_the_layout_of_the_weights(device: str, steps: S
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"])
-def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str, steps: Steps, format):
+def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str, steps: PlainSteps, format):
     """128 × 96 (of 32 blocks the last step is cut), or whole squares."""
     depth, width = (128, 128) if format == "fp8_block128" else (160, 96)
     plan = planned(device, n=20, e=3)
@@ -144,7 +144,7 @@ def test_nvfp4_widened_in_registers_is_the_same_product(device: str):
 # -- between the products ------------------------------------------------------------------------------------
 
 
-def test_sums_of_rows(device: str, steps: Steps):
+def test_sums_of_rows(device: str, steps: PlainSteps):
     plan = planned(device)
     y = normal(80, 72, seed=1, device=device, dtype=torch.bfloat16)
     assert torch.equal(steps.combine(y, plan), PLAIN.combine(y, plan))
@@ -152,7 +152,7 @@ def test_sums_of_rows(device: str, steps: Steps):
 
 @pytest.mark.parametrize("format", [None, "mxfp8", "fp8_block128", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swiglu_with_its_backward_pass_and_quantisation(device: str, steps: Steps, format, dtype: torch.dtype):
+def test_swiglu_with_its_backward_pass_and_quantisation(device: str, steps: PlainSteps, format, dtype: torch.dtype):
     half = 384 if format == "fp8_block128" else 96
     h, d = normal(11, 2 * half, device=device, dtype=dtype), normal(11, half, seed=1, device=device, dtype=dtype)
     gate = normal(11, seed=2, device=device).abs()
