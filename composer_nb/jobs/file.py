@@ -122,21 +122,19 @@ def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
     in one line: unknown names come with the nearest known one.
     """
     written = _read(path)
-    known = {name: _known(path, name, node) for name, node in written.nodes.items()}
-    given = _given(written, known)
-    axes = {name: dict(node.grid) for name, node in written.nodes.items()}
-    dotted: dict[str, dict[str, Any]] = {name: {} for name in written.nodes}
+    drafts = {name: _draft(path, name, node, written.parameters) for name, node in written.nodes.items()}
+    everything = {name: kind for draft in drafts.values() for name, kind in draft.known.items()}
+    for name in written.parameters:
+        if name not in everything:
+            raise ValueError(f"no notebook of {written.name} has a parameter {name!r}; {nearest(name, everything)}")
     for key, text in (settings or {}).items():
-        _set(key, text, known, given, axes, dotted)
-    families = {
-        name: list(_expand(path, name, node, given[name], axes[name], dotted[name]))
-        for name, node in written.nodes.items()
-    }
+        _set(key, text, drafts)
+    families = {name: list(_expand(path, name, draft)) for name, draft in drafts.items()}
     nodes = {node.name: node for family in families.values() for node in family}
     if len(nodes) < sum(map(len, families.values())):
         raise ValueError(f"{path}: two nodes of a grid have the same name; label its values: {{label: value}}")
     for node in nodes.values():
-        _check(path, node, known[node.family], written)
+        _check(path, node, drafts[node.family].known, written)
     return Job(name=written.name, path=path.resolve(), parallel=written.parallel, nodes=_ordered(path, nodes, families))
 
 
@@ -225,56 +223,49 @@ def _read(path: Path) -> JobFile:
         raise ValueError(f"{path}: not YAML: {error}") from None
 
 
-def _known(path: Path, name: str, node: NodeFile) -> dict[str, type]:
-    """Return the parameters of the node's notebook."""
+@dataclass(kw_only=True)
+class _Draft:
+    """A node while settings of the command line are applied to it."""
+
+    node: NodeFile
+    known: Mapping[str, type]
+    """Parameters of its notebook."""
+    given: dict[str, Any]
+    axes: dict[str, Any]
+    dotted: dict[str, Any] = field(default_factory=dict)
+    """Settings on top of the `overrides` that the file or the grid gives."""
+
+
+def _draft(path: Path, name: str, node: NodeFile, common: Mapping[str, Any]) -> _Draft:
+    """Return a node with the job's parameters, then its own."""
     if not NAME.fullmatch(name) or name == JOB:
         raise ValueError(f"{path}: {name!r} cannot name a node: letters, digits, - and _, and not `job`")
     notebook = path.parent / node.notebook
     check_outputs(notebook, node.outputs)
     if DIR in node.outputs:
         raise ValueError(f"{path}: {name}: every node has an output `dir` already; choose another name")
-    return parameters_of(notebook)
+    known = parameters_of(notebook)
+    given = {key: value for key, value in common.items() if key in known and key not in node.grid} | node.parameters
+    return _Draft(node=node, known=known, given=given, axes=dict(node.grid))
 
 
-def _given(written: JobFile, known: Mapping[str, Mapping[str, type]]) -> dict[str, dict[str, Any]]:
-    """Return the parameters of each node: the job's, then its own."""
-    everything = {name: kind for kinds in known.values() for name, kind in kinds.items()}
-    for name in written.parameters:
-        if name not in everything:
-            raise ValueError(f"no notebook of {written.name} has a parameter {name!r}; {nearest(name, everything)}")
-    return {
-        name: {key: value for key, value in written.parameters.items() if key in known[name] and key not in node.grid}
-        | node.parameters
-        for name, node in written.nodes.items()
-    }
-
-
-def _set(
-    key: str,
-    text: str,
-    known: Mapping[str, Mapping[str, type]],
-    given: dict[str, dict[str, Any]],
-    axes: dict[str, dict[str, Any]],
-    dotted: dict[str, dict[str, Any]],
-) -> None:
-    """Apply one `--set`. A parameter that a grid varies is no longer varied; dotted settings come on top of
-    whatever `overrides` the file or a grid gives."""
+def _set(key: str, text: str, drafts: Mapping[str, _Draft]) -> None:
+    """Apply one `--set`. A parameter that a grid varies is no longer varied."""
     node, colon, name = key.rpartition(":")
-    if colon and node not in known:
-        raise ValueError(f"--set {key}: no node {node!r}; {nearest(node, known)}")
-    chosen = [node] if colon else list(known)
-    takers = [each for each in chosen if ("overrides" if "." in name else name) in known[each]]
+    if colon and node not in drafts:
+        raise ValueError(f"--set {key}: no node {node!r}; {nearest(node, drafts)}")
+    chosen = [drafts[node]] if colon else list(drafts.values())
+    takers = [draft for draft in chosen if ("overrides" if "." in name else name) in draft.known]
     if not takers:
-        names = {each: kind for node in chosen for each, kind in known[node].items()}
+        names = {each: kind for draft in chosen for each, kind in draft.known.items()}
         raise ValueError(f"--set {key}: no notebook has a parameter {name!r}; {nearest(name, names)}")
-    for each in takers:
+    for draft in takers:
         if "." in name:
-            dotted[each][name] = _typed(text, object)
-        else:
-            given[each][name] = (
-                str(Path(text).resolve()) if name in PLACES and text else _typed(text, known[each][name])
-            )
-            axes[each].pop(name, None)
+            draft.dotted[name] = _typed(text, object)
+            continue
+        is_path = name in PLACES and text
+        draft.given[name] = str(Path(text).resolve()) if is_path else _typed(text, draft.known[name])
+        draft.axes.pop(name, None)
 
 
 def _typed(text: str, wanted: type) -> Any:
@@ -292,17 +283,11 @@ def _typed(text: str, wanted: type) -> Any:
         return text
 
 
-def _expand(
-    path: Path,
-    family: str,
-    node: NodeFile,
-    given: Mapping[str, Any],
-    axes: Mapping[str, Any],
-    dotted: Mapping[str, Any],
-) -> Iterator[Node]:
+def _expand(path: Path, family: str, draft: _Draft) -> Iterator[Node]:
     """Yield one node per point of the grid."""
+    node = draft.node
     choices = []
-    for name, values in axes.items():
+    for name, values in draft.axes.items():
         if not values:
             raise ValueError(f"{path}: {family}: grid.{name} is empty")
         if name in node.parameters:
@@ -313,20 +298,14 @@ def _expand(
         name = "-".join([family, *(f"{axis}={label}" for axis, label, _ in point)])
         if not NAME.fullmatch(name):
             raise ValueError(f"{path}: {name!r} is no name for a node; label the grid's values: {{label: value}}")
-        parameters = {**given, **{axis: value for axis, _, value in point}}
-        if dotted:
+        parameters = {**draft.given, **{axis: value for axis, _, value in point}}
+        if draft.dotted:
             written = parameters.get("overrides", {})
             if not isinstance(written, Mapping):
                 raise ValueError(f"{path}: {name}.overrides={written!r} is no dictionary that --set could add to")
-            parameters["overrides"] = {**written, **dotted}
-        yield Node(
-            name=name,
-            family=family,
-            notebook=(path.parent / node.notebook).resolve(),
-            parameters=parameters,
-            spec=node,
-            needs=(),
-        )
+            parameters["overrides"] = {**written, **draft.dotted}
+        notebook = (path.parent / node.notebook).resolve()
+        yield Node(name=name, family=family, notebook=notebook, parameters=parameters, spec=node, needs=())
 
 
 def _label(value: Any) -> str:

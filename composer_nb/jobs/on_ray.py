@@ -57,12 +57,8 @@ class OnRay:
                 raise ValueError(f"{node.name} wants {wanted}; no machine of the cluster has that: change cpus or gpus")
 
     def start(self, attempt: Path, node: Node) -> tuple[Any, Path]:
-        options = self.task.options(
-            name=f"{self.run}/{node.name}",
-            num_cpus=node.spec.cpus,
-            num_gpus=node.spec.gpus,
-            scheduling_strategy="SPREAD",
-        )
+        needs = {"num_cpus": node.spec.cpus, "num_gpus": node.spec.gpus}
+        options = self.task.options(name=f"{self.run}/{node.name}", scheduling_strategy="SPREAD", **needs)
         return options.remote(str(attempt), self.run, package_digest()), attempt
 
     def poll(self, handle: tuple[Any, Path]) -> str | None:

@@ -147,17 +147,8 @@ def guarded(kind: str, value: str, folder: Path, scratch: Path | None = None, wa
     `kind` is RUN or NODE, `value` the mark to look for.
     """
     clean = {name: text for name, text in os.environ.items() if name not in (RUN, NODE, LEASE)}
-    command = [
-        sys.executable,
-        "-P",
-        __file__,
-        kind,
-        value,
-        str(wait_s),
-        str(folder),
-        str(os.getpid()),
-        str(scratch or ""),
-    ]
+    given = kind, value, str(wait_s), str(folder), str(os.getpid()), str(scratch or "")
+    command = [sys.executable, "-P", __file__, *given]
     quiet = subprocess.DEVNULL
     watch = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=clean, start_new_session=True

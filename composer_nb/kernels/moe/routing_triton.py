@@ -50,16 +50,8 @@ def choose(logits_NE: Tensor, k: int) -> Tensor:
     wide = triton.next_power_of_2(count)
     block = max(1, min(16, 2048 // wide))
     choice_kernel[(triton.cdiv(tokens, block),)](
-        logits_NE,
-        experts_NK,
-        tokens,
-        logits_NE.stride(0),
-        E=count,
-        K=k,
-        BE=wide,
-        BK=triton.next_power_of_2(k),
-        BN=block,
-    )
+        logits_NE, experts_NK, tokens, logits_NE.stride(0), E=count, K=k, BE=wide, BK=triton.next_power_of_2(k), BN=block
+    )  # fmt: skip
     return experts_NK
 
 

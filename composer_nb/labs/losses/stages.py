@@ -23,6 +23,7 @@ import torch
 from composer_nb.labs.losses.bench import Bench, bench, with_logprobs
 from composer_nb.labs.retrace import retrace
 from composer_nb.labs.rewards.rescore import StoredBatch, model_before, stored_batch
+from composer_nb.settings import RlSettings
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.optimizer import FlatAdamW
 from composer_nb.trainer.learning.packing import Stream
@@ -122,17 +123,22 @@ def later(model: Model, lessons: Sequence[Groups], batch: StoredBatch, versions:
     learner = Learner(made, FlatAdamW(made, published=torch.bfloat16), LossSettings())
     for step in range(versions):
         streams = [stream for group in lessons[step % len(lessons)] for stream in group]
-        learner.learn(
-            streams,
-            Ranks(),
-            Random(step),
-            minibatches=1,
-            denominator=rl.denominator(LossSettings()),
-            lr=rl.rate(step),
-            clip=rl.clip,
-            budget=rl.microbatch_tokens,
-        )
+        learn_once(learner, streams, rl, rl.rate(step), step)
     return made
+
+
+def learn_once(learner: Learner, streams: Sequence[Stream], rl: RlSettings, lr: float, seed: int) -> None:
+    """Take one optimiser step on a whole batch, with the run's settings."""
+    learner.learn(
+        streams,
+        Ranks(),
+        Random(seed),
+        minibatches=1,
+        denominator=rl.denominator(LossSettings()),
+        lr=lr,
+        clip=rl.clip,
+        budget=rl.microbatch_tokens,
+    )
 
 
 def markdown(name: str, found: Bench) -> str:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from random import Random
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.labs.losses.stages import raw_streams
+from composer_nb.labs.losses.stages import learn_once, raw_streams
 from composer_nb.labs.rewards.rescore import stored_batch, weights_of
 from composer_nb.labs.weights.prediction import Profile, adamw_direction, exact, exponents, predict, profile
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatAdamW
-from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Learner
@@ -33,7 +31,7 @@ class Stepped:
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
     """Published weights, bfloat16, under Hugging Face's names."""
-    foretold: Profile | None
+    predicted: Profile | None
     """Measured before the step; None before the first one, when AdamW has no direction yet."""
 
     @property
@@ -66,18 +64,9 @@ class Walk:
 
     def step(self, lr: float) -> Stepped:
         """Take one step at a learning rate."""
-        before, foretold = published(self._model), self._profile()
-        self._learner.learn(
-            self._streams,
-            Ranks(),
-            Random(0),
-            minibatches=1,
-            denominator=self._rl.denominator(LossSettings()),
-            lr=lr,
-            clip=self._rl.clip,
-            budget=self._rl.microbatch_tokens,
-        )
-        return Stepped(lr=lr, before=before, after=published(self._model), foretold=foretold)
+        before, predicted = published(self._model), self._profile()
+        learn_once(self._learner, self._streams, self._rl, lr, 0)
+        return Stepped(lr=lr, before=before, after=published(self._model), predicted=predicted)
 
     def try_step(self, lr: float) -> Stepped:
         """Take a step, then undo it."""
@@ -109,15 +98,15 @@ def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
 def by_exponent(stepped: Stepped) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return by exponent the number of weights, of changed ones, and of predicted changes. Raises ValueError for the first
     step."""
-    if stepped.foretold is None:
+    if stepped.predicted is None:
         raise ValueError("the first step of an optimiser cannot be predicted: it has no direction yet")
     weights = torch.cat([stepped.before[name].reshape(-1) for name in stepped.before])
     moved = torch.cat([(stepped.before[n] != stepped.after[n]).reshape(-1) for n in stepped.before]).numpy()
     places = exponents(weights)
     counted = np.bincount(places[moved], minlength=256).astype(float)
-    told = np.zeros(256)
-    for exponent in np.flatnonzero(stepped.foretold.counts_EB.sum(1)):
-        alone = np.zeros_like(stepped.foretold.counts_EB)
-        alone[exponent] = stepped.foretold.counts_EB[exponent]
-        told[exponent] = predict(Profile(alone), stepped.lr).changed_fraction * alone.sum()
-    return np.bincount(places, minlength=256).astype(float), counted, told
+    expected = np.zeros(256)
+    for exponent in np.flatnonzero(stepped.predicted.counts_EB.sum(1)):
+        alone = np.zeros_like(stepped.predicted.counts_EB)
+        alone[exponent] = stepped.predicted.counts_EB[exponent]
+        expected[exponent] = predict(Profile(alone), stepped.lr).changed_fraction * alone.sum()
+    return np.bincount(places, minlength=256).astype(float), counted, expected

@@ -29,10 +29,10 @@ def shares(found: Mapping[str, float], heading: str) -> Picture:
     return picture
 
 
-def by_exponent(weights: Sequence[float], changed: Sequence[float], foretold: Sequence[float]) -> Picture:
+def by_exponent(weights: Sequence[float], changed: Sequence[float], predicted: Sequence[float]) -> Picture:
     """Draw the number of weights by exponent, and the share of them that changed beside the prediction. Exponents are those of
     bfloat16, 0 to 255; empty ones are left out."""
-    counts, counted, told = (np.asarray(values, dtype=float) for values in (weights, changed, foretold))
+    counts, counted, expected = (np.asarray(values, dtype=float) for values in (weights, changed, predicted))
     there = np.flatnonzero(counts > 0)
     picture = Picture(9.5, 3.1)
     left, right = picture.panels(1, 2)
@@ -40,19 +40,18 @@ def by_exponent(weights: Sequence[float], changed: Sequence[float], foretold: Se
     left.set_yscale("log")
     title(left, "weights by size", "2ⁿ ≤ |w| < 2ⁿ⁺¹, n =", "weights")
     right.plot(there - 127, counted[there] / counts[there], "o", color=style.BLUE, markersize=4, label="counted")
-    right.plot(there - 127, told[there] / counts[there], color=style.ORANGE, label="foretold")
+    right.plot(there - 127, expected[there] / counts[there], color=style.ORANGE, label="predicted")
     as_share(right, 1.05)
     title(right, "share of them that changed", "n")
     key(right)
     return picture
 
 
-def foretold(rates: Sequence[float], counted: Sequence[float], predicted: Sequence[float]) -> Picture:
+def predicted(rates: Sequence[float], counted: Sequence[float], expected: Floats) -> Picture:
     """Draw the changed share against the learning rate: counted, and predicted with a band of ten per cent."""
     picture, ax = style.one_panel(6.0, 3.3)
-    told = np.asarray(predicted)
-    ax.fill_between(rates, 0.9 * told, 1.1 * told, color=style.PALE, label="predicted, ± 10 %")
-    ax.plot(rates, told, color=style.ORANGE)
+    ax.fill_between(rates, 0.9 * expected, 1.1 * expected, color=style.PALE, label="predicted, ± 10 %")
+    ax.plot(rates, expected, color=style.ORANGE)
     ax.plot(rates, counted, "o", color=style.BLUE, markersize=5, label="counted")
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -67,7 +66,7 @@ def warming(counted: Sequence[float], simulated: Floats, settled: float) -> Pict
     picture, ax = style.one_panel(7.0, 3.1)
     ax.plot(np.arange(1, len(simulated) + 1), simulated, color=style.ORANGE, label="simulated")
     ax.plot(np.arange(1, len(counted) + 1), counted, "o", color=style.BLUE, markersize=3.5, label="counted")
-    ax.axhline(settled, color=style.GREY, linestyle=":", label="foretold, once settled")
+    ax.axhline(settled, color=style.GREY, linestyle=":", label="predicted, once settled")
     as_share(ax)
     title(ax, "the first deltas are too small to go by", "step since the checkpoint was loaded", "changed")
     key(ax, loc="lower right")

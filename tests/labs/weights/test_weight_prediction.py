@@ -81,7 +81,7 @@ def _nothing() -> Profile:
 
 @pytest.mark.parametrize("lr", RATES)
 def test_within_ten_per_cent_on_a_network_that_is_being_trained(trained, lr: float):
-    """Each step is foretold from the moments that the step before left."""
+    """Each step is predicted from the moments that the step before left."""
     profiles, counts = trained[lr]
     predicted = [predict(found, lr).changed_fraction for found in profiles]
     assert np.mean(predicted) == pytest.approx(np.mean(counts), rel=0.1)
