@@ -47,10 +47,11 @@ def by_exponent(weights: Sequence[float], changed: Sequence[float], predicted: S
     return picture
 
 
-def predicted(rates: Sequence[float], counted: Sequence[float], expected: Floats) -> Picture:
+def predicted(rates: Sequence[float], counted: Sequence[float], expected: Sequence[float]) -> Picture:
     """Draw the changed share against the learning rate: counted, and predicted with a band of ten per cent."""
     picture, ax = style.one_panel(6.0, 3.3)
-    ax.fill_between(rates, 0.9 * expected, 1.1 * expected, color=style.PALE, label="predicted, ± 10 %")
+    low, high = (factor * np.asarray(expected) for factor in (0.9, 1.1))
+    ax.fill_between(rates, low, high, color=style.PALE, label="predicted, ± 10 %")
     ax.plot(rates, expected, color=style.ORANGE)
     ax.plot(rates, counted, "o", color=style.BLUE, markersize=5, label="counted")
     ax.set_xscale("log")

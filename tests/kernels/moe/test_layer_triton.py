@@ -101,7 +101,9 @@ def test_the_product(device: str, steps: PlainSteps, gather: bool, transposed: b
 
 
 @pytest.mark.parametrize("gather_g, gather_x", [(True, False), (False, True), (False, False)])
-def test_gradients_of_weights_in_the_layout_of_the_weights(device: str, steps: PlainSteps, gather_g: bool, gather_x: bool):
+def test_gradients_of_weights_in_the_layout_of_the_weights(
+    device: str, steps: PlainSteps, gather_g: bool, gather_x: bool
+):
     plan = planned(device)
     g = normal(40 if gather_g else 80, 40, device=device)
     x = normal(40 if gather_x else 80, 72, seed=1, device=device)
