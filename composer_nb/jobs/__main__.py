@@ -16,11 +16,11 @@ from composer_nb.jobs.records import ENDED, read_json
 def main(path: Path) -> int:
     """Run the attempt that `path` describes; return the exit status of its state."""
     attempt = json.loads(path.read_text(encoding="utf-8"))  # the arguments of run_notebook
-    paths = {name: Path(attempt.pop(name)) for name in ("source", "output", "folder")}
+    attempt |= {name: Path(attempt[name]) for name in ("source", "output", "folder")}
     try:
         with terminate_as_interrupt():
             processes.follow_parent()
-            run_notebook(**paths, **attempt, say=_print)
+            run_notebook(**attempt, say=_print)
     except KeyboardInterrupt:
         _print("interrupted")
     except (JobFailed, ValueError, OSError) as error:
@@ -29,7 +29,7 @@ def main(path: Path) -> int:
     except Exception:  # a bug of ours: the log keeps its traceback, the job its record
         _print(traceback.format_exc())
         return 1
-    return ENDED[(read_json(paths["output"].with_name("run.json")) or {}).get("state", "interrupted")]
+    return ENDED[(read_json(attempt["output"].with_name("run.json")) or {}).get("state", "interrupted")]
 
 
 def _print(line: str) -> None:
