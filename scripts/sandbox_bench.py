@@ -94,10 +94,10 @@ def bwrap_peer() -> dict[str, float]:
 
 def docker_peers(backend: Backend) -> dict[str, float]:
     """`docker exec` of `true` in one of our own containers."""
-    from composer_nb.harness.sandbox import engine
+    from composer_nb.harness.sandbox.docker import connect
 
     found: dict[str, float] = {}
-    with backend.create(SPEC) as box, contextlib.closing(engine.connect()) as client:
+    with backend.create(SPEC) as box, contextlib.closing(connect()) as client:
         container: Any = client.containers.get(box.id)
         sdk = [_ms(lambda: container.exec_run("true")) for _ in range(30)]
         found["peer_docker_exec_true_ms"] = statistics.median(sdk)

@@ -14,7 +14,7 @@ import pytest
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Silent, verdict_of
 from composer_nb.labs.attacks.sandbox_check import CALL_CASES as CASES
-from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES, run_checks, surroundings
+from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES, surroundings
 from tests.adversarial.test_sandboxes import NoWalls as Trusting
 from tests.harness.sandbox.test_calls import single
 
@@ -52,11 +52,6 @@ def test_rows_have_their_shape(rows: Rows) -> None:
     assert json.loads(json.dumps(rows)) == rows
     flagged = {name for name, row in rows.items() if row["flagged"]}
     assert {"forged-lines", "always-equal", "endless-loop", "exit-at-import", "huge-output"} <= flagged
-
-
-def test_unknown_backend_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="backend must be one of bwrap, docker, process, not 'chroot'"):
-        run_checks("chroot")
 
 
 class NoWalls:

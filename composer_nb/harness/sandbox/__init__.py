@@ -1,4 +1,4 @@
-"""Sandboxes in which agents work and grades are made; `contract.py` says what one is."""
+"""Sandboxes in which agents work and grades are made; `contract.py` defines them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BACKENDS = ("bwrap", "docker", "process")
 
 
 def open_backend(name: str, run_id: str | None = None, journal: Path | None = None) -> Backend:
-    """The backend of this name, begun. Raises ValueError for an unknown name, SandboxUnavailable where it does not work here."""
+    """Return a backend by name. Raises ValueError for an unknown name, SandboxUnavailable where it does not work here."""
     if name == "bwrap":
         from composer_nb.harness.sandbox.bwrap import BwrapBackend
 

@@ -31,7 +31,7 @@ class ResidentBackend(Backend):
         """`journal`: a folder in which resources are noted while they exist (`reap.py`)."""
         self.run_id = run_id or uuid.uuid4().hex
         self._journal = None if journal is None else Journal(journal, self.run_id)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._live: dict[str, Sandbox] = {}
         self._closed = False
         atexit.register(self.close)

@@ -46,7 +46,7 @@ from composer_nb.harness.sandbox.host import sender, socket_pair
 from composer_nb.harness.sandbox.journal import OWN, Resource
 from composer_nb.harness.sandbox.layout import Layout
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
-from composer_nb.harness.sandbox.system.linux import machine, patience, write_all
+from composer_nb.harness.sandbox.system.linux import machine, patience
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 from composer_nb.harness.sandbox.toolchain import Interpreter, install_hint
 
@@ -152,8 +152,7 @@ class BwrapBackend(ResidentBackend):
 
     def close(self) -> None:
         super().close()
-        with self._lock:
-            self._stop_zygote()
+        self._stop_zygote()
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         limits, forked = dict(LIMITS_INSIDE), self._mode == "forked"
@@ -240,9 +239,10 @@ class BwrapBackend(ResidentBackend):
             return True
 
     def _stop_zygote(self) -> None:
-        if self._zygote is not None:
-            made, self._zygote = self._zygote, None
-            self._end_zygote(made)
+        with self._lock:
+            if self._zygote is not None:
+                made, self._zygote = self._zygote, None
+                self._end_zygote(made)
 
     def _end_zygote(self, made: _Zygote) -> None:
         with contextlib.suppress(OSError):
@@ -297,15 +297,10 @@ class BwrapBackend(ResidentBackend):
         with contextlib.ExitStack() as stack:
             data: dict[str, tuple[int, str]] = {}
             for place, (content, permissions) in self._layout.contents(forked).items():
-                if isinstance(content, str):
-                    fd = os.open(content, os.O_RDONLY | os.O_CLOEXEC)
-                else:
-                    fd = os.memfd_create("data")
-                stack.callback(os.close, fd)
-                if isinstance(content, bytes):
-                    write_all(fd, content)
-                    os.lseek(fd, 0, os.SEEK_SET)
-                data[place] = fd, permissions
+                file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
+                file.write(content)
+                file.seek(0)
+                data[place] = file.fileno(), permissions
             yield data
 
     def _command(self, mode: Mode, data: Mapping[str, tuple[int, str]], spec: SandboxSpec) -> list[str]:
@@ -347,12 +342,10 @@ class BwrapBackend(ResidentBackend):
                 complaints.append(f"{mode}: `true` ended with {done.exit_code}: {done.stderr!r}")
             except SandboxFailure as error:
                 if isinstance(error, SandboxSlow):
-                    with self._lock:
-                        self._stop_zygote()
+                    self._stop_zygote()
                     raise
                 complaints.append(f"{mode}: {error}")
-            with self._lock:
-                self._stop_zygote()  # of a mode that does not work here
+            self._stop_zygote()  # of a mode that does not work here
         user = "this user" if self._uid is None else f"user {self._uid}"
         raise SandboxUnavailable(
             "bubblewrap cannot make a sandbox here (are unprivileged user namespaces allowed, and can "

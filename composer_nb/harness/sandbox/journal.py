@@ -84,10 +84,10 @@ def mark_of(kind: Kind, name: str) -> str | None:
     """Return the mark of what now has this name; None when nothing has. Raises OSError for a container if no Docker Engine
     answers."""
     if kind == "container":
-        from composer_nb.harness.sandbox import engine
+        from composer_nb.harness.sandbox.docker import connect, container_mark
 
-        with closing(engine.connect()) as client:
-            return engine.container_mark(client, name)
+        with closing(connect()) as client:
+            return container_mark(client, name)
     if kind == "process":
         tick = started(int(name))
         return None if tick is None else str(tick)

@@ -1,4 +1,4 @@
-"""What a sandbox of the backend `bwrap` sees of this machine, as arguments for bubblewrap and as the guest's plan of a root.
+"""The view that a sandbox of the backend `bwrap` has of this machine: arguments for bubblewrap and the guest's plan of a root.
 
 Programs and libraries are this machine's own, read-only. Hidden are installed Python packages, copies of packages that come with
 Python or with programs (a task may be made of the same library), and what /proc says of the whole machine.
@@ -33,7 +33,7 @@ LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf")
 DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty"))
 STREAMS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 KIT = "/kit"
-"""Where the zygote has what roots are built of. No sandbox sees it."""
+"""Folder of the zygote with the parts of roots. No sandbox sees it."""
 ROOT = f"{KIT}/root"
 NOTHING = "/mnt"
 """An empty folder, shown in place of what is hidden."""
@@ -50,13 +50,13 @@ SHOWN = """
 """Files of /proc that are shown: programs need the first four, and no sandbox can change any of them for another."""
 
 
-Content = tuple[bytes | str, str]
-"""What a file holds, or the path of a file that holds it; and permissions."""
+Content = tuple[bytes, str]
+"""Content of a file, and its permissions."""
 
 
 @functools.cache
 def packages(folders: Sequence[str]) -> tuple[str, ...]:
-    """Folders of Python packages and wheels below some folders."""
+    """Return the folders of Python packages and wheels below some folders."""
     if (find := shutil.which("find")) is None:
         hint = install_hint("findutils")
         raise SandboxUnavailable(f"`find`, which looks for installed Python packages, is missing: {hint}")
@@ -74,7 +74,7 @@ def packages(folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def counters() -> dict[str, str]:
-    """Files of /proc that programs need, without what they count for the whole machine."""
+    """Return the files of /proc that programs need, without what they count for the whole machine."""
     lines = Path("/proc/stat").read_text().splitlines()
     cores = "".join(f"{line.split()[0]} 0 0 0 0 0 0 0 0 0 0\n" for line in lines if line.startswith("cpu"))
     booted = next(line for line in lines if line.startswith("btime"))
@@ -91,14 +91,14 @@ def counters() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What sandboxes see. `uid`: who they run as, where that is not this user."""
+    """The view of this machine that sandboxes get. `uid`: the user that they run as, where that is not this user."""
 
     interpreter: Interpreter
     programs: Mapping[str, str]
     """Place in a sandbox -> file of this machine that is there."""
     uid: int | None
     points: frozenset[str]
-    """Where something is mounted on this machine."""
+    """Paths at which something is mounted on this machine."""
 
     @classmethod
     def of(cls, interpreter: Interpreter, uid: int | None) -> Layout:
@@ -108,21 +108,21 @@ class Layout:
         return cls(interpreter, programs, uid, mounts())
 
     def crowded(self) -> list[str]:
-        """Trees that something is mounted in: the kernel makes no overlay of them, so sandboxes share their files."""
+        """Return the trees that something is mounted in: the kernel makes no overlay of them, so sandboxes share their files."""
         return [tree for tree in self.trees() if self._holds_mounts(tree)]
 
     def trees(self) -> list[str]:
-        """Folders that are shown whole."""
+        """Return the folders that are shown whole."""
         links = [path for path in LINKS if os.path.islink(path)]
         real = [path for path in (*LINKS, *PROGRAMS, *SETTINGS) if os.path.isdir(path) and path not in links]
         return [*real, *(path for path in self.interpreter.directories if not path.startswith((*PROGRAMS, *real)))]
 
     def masks(self) -> list[str]:
-        """Folders in them that are not shown."""
+        """Return the folders in them that are not shown."""
         return list(packages((*PROGRAMS, *self.interpreter.directories)))
 
     def plans(self) -> dict[str, dict[str, Any]]:
-        """What the guest builds roots by (`program.furnish`): of sandboxes for commands and of those for calls."""
+        """Return the plans by which the guest builds roots (`program.furnish`): for commands and for calls."""
         places = {name: f"{KIT}/{name}" for name in ("root", "new", "scratch", "empty", "counters")}
         trees, masks = self.trees(), self.masks()
         shared = places | {"crowded": self.crowded(), "nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
@@ -142,7 +142,7 @@ class Layout:
         return {"commands": commands, "calls": commands | less}
 
     def contents(self, forked: bool) -> dict[str, Content]:
-        """Files that are copied into a sandbox: place -> content, or the path of a file with it; and permissions.
+        """Return the files that are copied into a sandbox: place -> content and permissions.
 
         A passwd and a group file that know two users, programs that are made here, and those that the user of the sandbox could
         not read where they lie, as in an environment below a private folder.
@@ -154,8 +154,9 @@ class Layout:
             "/etc/group": (f"root:x:0:\nagent:x:{uid}:\n".encode(), "0444"),
         }
         copies |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
-        copies |= {place: (path, "0555") for place, path in self.programs.items() if place not in self._shown()}
-        copies |= {path: (path, "0444") for path in LOADER if os.path.isfile(path)}
+        hidden = {place: (path, "0555") for place, path in self.programs.items() if place not in self._shown()}
+        hidden |= {path: (path, "0444") for path in LOADER if os.path.isfile(path)}
+        copies |= {place: (Path(path).read_bytes(), permissions) for place, (path, permissions) in hidden.items()}
         counted = "/proc" if not forked else f"{KIT}/counters"
         known: dict[str, Content] = {f"{counted}/{name}": (text.encode(), "0444") for name, text in counters().items()}
         if not forked:
@@ -166,7 +167,7 @@ class Layout:
         return {f"{ROOT}{place}": entry for place, entry in copies.items()} | known
 
     def zygote(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Arguments for a bubblewrap whose program builds the roots."""
+        """Return the arguments for a bubblewrap whose program builds the roots."""
         command = [*self._links(""), *self._binds(), "--dev", "/dev", "--bind", "/proc", "/proc"]
         for path in filter(os.path.isfile, LOADER):
             command += ["--ro-bind", path, path]
@@ -186,7 +187,7 @@ class Layout:
         return command
 
     def alone(self, data: Mapping[str, tuple[int, str]], spec: SandboxSpec) -> list[str]:
-        """Arguments for a bubblewrap that holds one sandbox."""
+        """Return the arguments for a bubblewrap that holds one sandbox."""
         command = self._links("")
         for place, share in ((WORKSPACE, 1), ("/tmp", 1)):  # before what may lie below them
             command += ["--size", str(spec.disk_bytes // share), "--tmpfs", place]
@@ -217,7 +218,7 @@ class Layout:
         return [word for path in (*self.trees(), *files) for word in ("--ro-bind", path, path)]
 
     def _shown(self) -> dict[str, str]:
-        """Programs that are shown where they lie: not those that the user that sandboxes run as could not read there."""
+        """Return the programs that are shown where they lie: those that the user of the sandboxes can read there."""
         read = {place: path for place, path in self.programs.items() if self.uid is None or open_to_all(path)}
         return {place: path for place, path in read.items() if not self._holds_mounts(os.path.dirname(path))}
 

@@ -170,10 +170,10 @@ def _in_order(resources: Iterable[Resource]) -> list[Resource]:
 
 
 def _end_container(resource: Resource) -> None:
-    from composer_nb.harness.sandbox import engine
+    from composer_nb.harness.sandbox.docker import connect, remove_container
 
-    with closing(engine.connect()) as client:
-        engine.remove_container(client, resource.name)
+    with closing(connect()) as client:
+        remove_container(client, resource.name)
 
 
 def _end_process(resource: Resource) -> None:

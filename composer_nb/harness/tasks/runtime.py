@@ -234,7 +234,7 @@ def _bring(box: Sandbox, packages: Mapping[str, bytes]) -> None:
 
 def _image(task: Task) -> str:
     """Build the derived image and return its name."""
-    from composer_nb.harness.sandbox.engine import connect
+    from composer_nb.harness.sandbox.docker import connect
     from composer_nb.harness.sandbox.image import build_image
 
     assert task.kept is not None

@@ -19,7 +19,7 @@ import pytest
 
 from composer_nb.harness.sandbox import journal as journals
 from composer_nb.harness.sandbox import reap as reaping
-from composer_nb.harness.sandbox.engine import MARK, remove_container
+from composer_nb.harness.sandbox.docker import MARK, remove_container
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.journal import Journal, started, this_process
 from composer_nb.harness.sandbox.reap import Reaped, is_dead, reap

@@ -15,6 +15,8 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
 REMOVE_S = 2.0
+SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
+"""Limits that kernels without swap accounting do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +27,26 @@ class Group:
     version: int
 
     def attach(self, pid: int) -> None:
-        """Moves a process in; what it starts from now on is in it too. Raises OSError."""
+        """Move a process in; what it starts from now on is in it too. Raises OSError."""
         if not pid:
             raise OSError(3, "its first process is not seen from here")  # 0 would mean this process
         for folder in self.folders:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def memory_bytes(self) -> int:
-        return int(self._read("memory.usage_in_bytes", "memory.current"))
+        return int(self.file("memory.usage_in_bytes" if self.version == 1 else "memory.current").read_text())
 
     def cpu_s(self) -> float:
         if self.version == 1:
-            return int(self._read("cpuacct.usage", "")) / 1e9
+            return int(self.file("cpuacct.usage").read_text()) / 1e9
         return self._fields("cpu.stat")["usage_usec"] / 1e6
 
     def kills(self) -> int:
-        """Processes that were killed for memory."""
+        """Return the number of processes that were killed for memory."""
         return self._fields("memory.oom_control" if self.version == 1 else "memory.events").get("oom_kill", 0)
 
     def remove(self) -> None:
-        """Removes the empty group. Raises OSError when something is still in it after REMOVE_S."""
+        """Remove the empty group. Raises OSError when something is still in it after REMOVE_S."""
         deadline = time.monotonic() + REMOVE_S
         for folder in self.folders:
             while folder.is_dir():
@@ -55,28 +57,28 @@ class Group:
                         raise
                     time.sleep(0.002)
 
-    def _read(self, first: str, second: str) -> str:
-        name = first if self.version == 1 else second
+    def file(self, name: str) -> Path:
+        """Return a control file of the group. Raises FileNotFoundError where the kernel has none of this name."""
         for folder in self.folders:
             if (folder / name).exists():
-                return (folder / name).read_text()
+                return folder / name
         raise FileNotFoundError(2, f"no {name} in {', '.join(map(str, self.folders))}")
 
     def _fields(self, name: str) -> dict[str, int]:
-        lines = [line.split() for line in self._read(name, name).splitlines()]
+        lines = [line.split() for line in self.file(name).read_text().splitlines()]
         return {line[0]: int(line[1]) for line in lines if len(line) == 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """Where groups can be made: a folder a controller (version 1), or one for all (version 2)."""
+    """Places for groups: a folder a controller (version 1), or one for all (version 2)."""
 
     places: dict[str, Path]
     version: int
 
     @classmethod
     def find(cls, proc: Path = Path("/proc/self")) -> Cgroups | str:
-        """The places, or why there are none."""
+        """Return the places, or why there are none."""
         mounts, own = _mounts(proc), _own(proc)
         places = {}
         for controller in (*CONTROLLERS, "cpuacct"):
@@ -107,7 +109,7 @@ class Cgroups:
         return cls({"": place}, 2)
 
     def folders(self, name: str) -> tuple[Path, ...]:
-        """Where the group of this name would be."""
+        """Return the folders of a group of this name."""
         return tuple(place / name for place in dict.fromkeys(self.places.values()))
 
     def make(self, folders: tuple[Path, ...], memory_bytes: int, processes: int, cpus: float) -> Group:
@@ -116,8 +118,12 @@ class Cgroups:
         try:
             for folder in folders:
                 folder.mkdir()
-            for file, value in self._limits(memory_bytes, processes, cpus).items():
-                self._write(group, file, value)
+            for name, value in self._limits(memory_bytes, processes, cpus).items():
+                try:
+                    group.file(name).write_text(value)
+                except FileNotFoundError:
+                    if name not in SWAP:
+                        raise
         except OSError:
             group.remove()
             raise
@@ -132,18 +138,6 @@ class Cgroups:
         limits = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory, "pids.max": most}
         return limits | {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": str(share)}
 
-    def _write(self, group: Group, file: str, value: str) -> None:
-        swap = file in (
-            "memory.swap.max",
-            "memory.memsw.limit_in_bytes",
-        )  # kernels without swap accounting have neither
-        for folder in group.folders:
-            if (folder / file).exists():
-                (folder / file).write_text(value)
-                return
-        if not swap:
-            raise FileNotFoundError(2, f"no {file} in {', '.join(map(str, group.folders))}")
-
 
 def _make_room(place: Path) -> None:
     """Version 2 lets no group have both processes and groups with limits, so this process moves one down, if it is alone."""
@@ -157,7 +151,7 @@ def _make_room(place: Path) -> None:
 
 
 def _mounts(proc: Path) -> dict[str, tuple[str, Path]]:
-    """controller -> (root of what is mounted, mount point); "" for version 2."""
+    """Return controller -> (root of what is mounted, mount point); "" for version 2."""
     found: dict[str, tuple[str, Path]] = {}
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -171,7 +165,7 @@ def _mounts(proc: Path) -> dict[str, tuple[str, Path]]:
 
 
 def _own(proc: Path) -> dict[str, str]:
-    """controller -> this process's group."""
+    """Return controller -> this process's group."""
     found = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -181,7 +175,7 @@ def _own(proc: Path) -> dict[str, str]:
 
 
 def _place(mount: tuple[str, Path] | None, own: str) -> Path | None:
-    """Where a group lies in what is mounted; in a container the root of that is the container's own group."""
+    """Return the folder of a group in what is mounted; in a container the root of that is the container's own group."""
     if mount is None:
         return None
     root, point = mount
