@@ -139,7 +139,7 @@ class ExecResult:
     """Result of a command."""
 
     exit_code: int
-    """As a shell reports it: 128 + n after signal n; 126 or 127 when it could not be started (stderr says why)."""
+    """Exit code as a shell reports it: 128 + n after signal n; 126 or 127 when it could not be started (stderr says why)."""
     stdout: bytes
     stderr: bytes
     truncated: bool = False
@@ -196,7 +196,7 @@ class Capabilities:
 
     backend: str
     mode: str
-    """How sandboxes are made: `forked`, `single`, …"""
+    """Way of making sandboxes: `forked`, `single`, …"""
     uid: int
     """User id of what runs in a sandbox, as this machine sees it."""
     isolated: bool

@@ -45,13 +45,13 @@ PROGRAMS = """
 BY_NAME = ("libgcc_s.so.1", "libnss_files.so.2")
 """Libraries beside the C library that it opens itself: for ending threads, for users (before glibc 2.34)."""
 CACHE = "/etc/ld.so.cache"
-"""Where the loader finds libraries that are in no usual place; written anew whenever libraries are installed."""
+"""File by which the loader finds libraries that are in no usual place; written anew whenever libraries are installed."""
 LEFT_OUT = re.compile(
     r"(^|/)(site-packages|dist-packages|_vendor|_bundled|idlelib|turtledemo|test|tests|config-[^/]*|(site|user)customize\.[^/]*)(/|$)"
     r"|\.opt-\d\.pyc$"
     r"|/git-core/(git-)?(daemon|http-|imap-send|instaweb|remote-|scalar|shell|web--browse)[^/]*$"
 )
-"""Of the standard library and of git: what nobody installs for a task, or what needs a network."""
+"""Parts of the standard library and of git that nobody installs for a task, or that need a network."""
 WRITTEN = {
     "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\n{USER[0]}:x:{USER[1]}:{USER[1]}:{USER[0]}:/workspace:/bin/sh\n",
     "/etc/group": f"root:x:0:\n{USER[0]}:x:{USER[1]}:\n",

@@ -22,7 +22,7 @@ from tree_sitter import Language, Node, Parser
 from composer_nb.harness.search.embedding import weigh
 
 How = Literal["parsed", "plain", "no_grammar", "unparsable"]
-"""How a file was cut: by its grammar, or into windows because no grammar exists, it is not installed, or it fails."""
+"""Way in which a file was cut: by its grammar, or into windows because no grammar exists, it is not installed, or it fails."""
 
 LONGEST_FILE = 1 << 20
 """Maximum bytes of an indexed file; longer files are data or generated."""

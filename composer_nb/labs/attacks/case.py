@@ -56,7 +56,7 @@ class Site:
     """Serves function calls; only `bwrap` has one."""
 
     def reached(self) -> list[str]:
-        """Names of the listeners that somebody has connected to."""
+        """Return the names of the listeners that somebody has connected to."""
         found = []
         for name in ("tcp", "local", "abstract"):
             try:

@@ -67,7 +67,7 @@ def killed_harness(site: Site) -> Verdict:
 
 
 def _noted(folder: Path) -> set[tuple[Kind, str, str]]:
-    """All that was ever held by what wrote journals there, and has not been struck with its journal: (kind, name, mark)."""
+    """Return (kind, name, mark) of all resources in the journals of a folder."""
     entries = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().split("\n")[:-1]]
     return {(entry["kind"], entry["name"], entry["mark"]) for entry in entries}
 

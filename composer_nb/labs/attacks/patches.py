@@ -1,7 +1,7 @@
 """Hostile patches for a task of the grader `pytest`, as data. Each must score nothing; the honest fix must score.
 
-They are the cases 1 to 18 of the reference's list of ways to a reward without the work: what an agent can leave in a workspace,
-or write into the code that is tested. `flagged` says that a person hears of it. `fools` names the plain graders that a patch
+They are the kinds 1 to 18 of ways to a reward without the work: files that an agent can leave in a workspace, or code that it can
+write into the module under test. A `flagged` patch is reported to a person. `fools` names the plain graders that a patch
 gets past, which the tests verify, so that no patch is rejected only because it would not work anyway:
 
 * `exit_code`: pytest, in the agent's own workspace with the hidden tests laid in, says 0;
@@ -28,7 +28,7 @@ Naive = Literal["exit_code", "one_process"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """What an agent left."""
+    """Changes that an agent made to a workspace."""
 
     id: str
     title: str
@@ -43,7 +43,7 @@ class Patch:
 
     @property
     def workspace(self) -> dict[str, bytes]:
-        """All files that the agent left."""
+        """Return all files of the workspace afterwards."""
         files = {path: text.encode() for path, text in self.task.files.items()} | dict(self.files)
         return {path: data for path, data in files.items() if data is not None}
 
@@ -78,19 +78,19 @@ def _text(files: Mapping[str, str]) -> dict[str, bytes | None]:
 
 
 def _bytecode(text: str, path: str) -> bytes:
-    """A compiled module that is believed without a look at its source."""
+    """Return a compiled module that Python believes without a look at its source."""
     return (
         importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8) + marshal.dumps(compile(text, path, "exec"))
     )
 
 
 def _beside(id: str, title: str, case: int, files: Mapping[str, str], **options: object) -> Patch:
-    """The code stays as faulty as it was; the trick is in other files, which are flagged because they are dropped."""
+    """Return a patch whose trick lies beside the faulty code, in files that are flagged because they are dropped."""
     return Patch(id=id, title=title, case=case, files=_text(files), **({"flagged": True} | options))  # type: ignore[arg-type]
 
 
 def _inside(id: str, title: str, case: int, setup: str = "", answer: str = "", **options: object) -> Patch:
-    """The trick is in the module under test."""
+    """Return a patch whose trick is in the module under test."""
     text = module(SETUP.get(setup, ""), *([ANSWER[answer]] if answer else []))
     return Patch(id=id, title=title, case=case, files=_text({MODULE: text}), **options)  # type: ignore[arg-type]
 

@@ -32,9 +32,9 @@ from composer_nb.labs.attacks.patches import patches
 CALL_CASES = calls.CASES
 """Cases of function calls."""
 SANDBOX_CASES = sorted((*walls.CASES, *burdens.CASES, *conduct.CASES), key=lambda case: case.number)
-"""Of every backend."""
+"""Cases of every backend."""
 KINDS = 30
-"""Of attack, that every backend has to withstand: 1 to 18 are patches, the rest uses of a sandbox."""
+"""Number of kinds of attack: 1 to 18 are patches, the rest uses of a sandbox."""
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ WRONG = "return wrong\n"
 
 
 def module(setup: str = "", answer: str = WRONG, *, answer_name: str = "answer") -> str:
-    """The text of a hostile `ledger.py`."""
+    """Return the text of a hostile `ledger.py`."""
     parts = [setup, EASY, f"\n\ndef {answer_name}(name, arguments, wrong):\n{textwrap.indent(answer, '    ')}"]
     for name, (arguments, wrong) in HARD.items():
         call = f'{answer_name}("{name}", ({arguments},), {wrong})'

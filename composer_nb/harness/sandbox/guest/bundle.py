@@ -10,12 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxSpec
-from composer_nb.harness.sandbox.guest import calls, commands, files
-from composer_nb.harness.sandbox.guest import program as guest
+from composer_nb.harness.sandbox.guest import calls, commands, files, program
 from composer_nb.harness.sandbox.system import linux
 
 _START = """\
@@ -24,7 +22,7 @@ sys.path[:] = [entry for entry in sys.path if entry]  # `-c` puts the current di
 for name, text in {sources!r}:
     sys.modules[name] = module = types.ModuleType(name)
     exec(compile(text, name, "exec"), module.__dict__)
-module.main(*{arguments!r})
+module.main({settings!r})
 """
 
 BOOT = """\
@@ -48,21 +46,6 @@ more programs for commands to find, variables that an image sets. Besides these,
 back behind the resident program; 0 where they have no CPU group of their own, in which it counts."""
 
 
-def bundle(*modules: ModuleType, arguments: tuple[str, ...] = ()) -> str:
-    """A program that ends in `main(*arguments)` of the last module. They may import those before them, `linux`, and the
-    standard library."""
-    sources = [
-        (module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (linux, *modules)
-    ]
-    return _START.format(sources=sources, arguments=arguments)
-
-
-def packet(program: str) -> bytes:
-    """What BOOT reads, as one packet. Nothing may follow before the program has answered."""
-    data = program.encode()
-    return len(data).to_bytes(4, "big") + data
-
-
 def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **own: Any) -> str:
     """Return a resident program's settings as JSON: the argument of `program.main`, and what a zygote is sent.
 
@@ -73,6 +56,9 @@ def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = N
     return json.dumps({**USUAL, **sizes, "rlimits": common | dict(limits or {}), **own})
 
 
-def resident_program(told: str) -> bytes:
-    """Return what BOOT reads to become a resident program, or a zygote, with these settings."""
-    return packet(bundle(files, commands, calls, guest, arguments=(told,)))
+def resident_program(settings: str) -> bytes:
+    """Return what BOOT reads to become a resident program, or a zygote. Nothing may follow before that has answered."""
+    modules = (linux, files, commands, calls, program)
+    sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
+    data = _START.format(sources=sources, settings=settings).encode()
+    return len(data).to_bytes(4, "big") + data

@@ -237,7 +237,7 @@ def worker(settings: Settings, result: int, go: int, program: bytes, maps: Maps)
 
 
 def asleep(pid: int) -> bool:
-    """Whether no thread of a process runs, waits for a CPU, or waits in the kernel (as for a disk)."""
+    """Return whether no thread of a process runs, waits for a CPU, or waits in the kernel (as for a disk)."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):

@@ -14,7 +14,7 @@ import time
 import typing
 
 from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
-from composer_nb.harness.sandbox.system.linux import processes, read_exactly
+from composer_nb.harness.sandbox.system.linux import ended_children, processes, read_exactly
 
 DRAIN_S = 0.1  # how long output is awaited from processes that a command left behind
 KILL_S = 2.0  # how long a tree may take to end
@@ -69,17 +69,7 @@ class Commands:
 
     def reap(self) -> None:
         """Take note of everything that has ended."""
-        try:
-            os.read(self.wake, 4096)
-        except BlockingIOError:
-            pass
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in ended_children(self.wake):
             self.running.discard(pid)
             if pid == self.awaited:
                 self.code = os.waitstatus_to_exitcode(status)

@@ -33,7 +33,7 @@ class OpenHow(ctypes.Structure):
 
 
 def open_beneath(root: int, path: str, flags: int, resolve: int = 0) -> int:
-    """A descriptor of `path` below the folder `root`. Raises OSError; EXDEV for a path that leads out."""
+    """Return a descriptor of `path` below the folder `root`. Raises OSError; EXDEV for a path that leads out."""
     how = OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS | resolve)
     name = ctypes.c_char_p(os.fsencode(path))
     return int(check(libc.syscall(OPENAT2, root, name, ctypes.byref(how), ctypes.sizeof(how)), path))
@@ -73,7 +73,7 @@ class Files:
             os.close(fd)
 
     def folder(self, path: str) -> int:
-        """A descriptor of a folder, made with those above it where it is missing."""
+        """Return a descriptor of a folder, made with those above it where it is missing."""
         fd, done = os.dup(self.fd), ""
         for part in [p for p in path.split("/") if p not in ("", ".")]:
             done += part + "/"
@@ -150,7 +150,7 @@ class Files:
             os.close(folder)
 
     def walk(self) -> typing.Iterator[tuple[str, os.stat_result, int, str]]:
-        """(path, status, folder, name) of everything below. Raises OSError below MAX_DEPTH folders.
+        """Yield (path, status, folder, name) of everything below. Raises OSError below MAX_DEPTH folders.
 
         Others may change it meanwhile: what is gone, or closed to us, is passed over.
         """
@@ -202,7 +202,7 @@ class Files:
         return digest, out.getvalue()
 
     def _content(self, name: str, folder: int, most: int) -> bytes | None:
-        """What is in a file; None for one that can not be opened. Raises OSError for too much."""
+        """Return the content of a file; None for one that cannot be opened. Raises OSError for too much."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=folder)
         except OSError:
@@ -214,7 +214,7 @@ class Files:
         return data
 
     def unpack(self, payload: memoryview) -> None:
-        """The inverse of `pack`; files that are there already are replaced."""
+        """Write the files of an archive, as `pack` makes them; replace files that are there already."""
         modes = []
         with tarfile.open(fileobj=io.BytesIO(payload), mode="r:") as archive:
             for info in archive:
@@ -250,7 +250,7 @@ class Files:
 
 
 def clock(ns: int) -> int:
-    """A time of change in seconds, within what archives and file systems can hold."""
+    """Return a time of change in seconds, within what archives and file systems can hold."""
     return min(max(ns // 1_000_000_000, 0), 1 << 33)
 
 

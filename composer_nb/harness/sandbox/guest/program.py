@@ -21,6 +21,7 @@ Covers Linux on x86_64 and aarch64, Python 3.9 and newer.
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -41,8 +42,10 @@ from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
 from composer_nb.harness.sandbox.system.linux import (
     NAMESPACES,
     check,
+    child_alarm,
     clone,
     drop_capabilities,
+    ended_children,
     hide_memory,
     install_filter,
     libc,
@@ -126,16 +129,6 @@ class Resident:
                 return self.commands.start(asked, (nothing.fileno(), log, log))
         finally:
             os.close(log)
-
-
-def child_alarm() -> int:
-    """Return a descriptor that can be read once a child has ended."""
-    wake, note = os.pipe()
-    for fd in (wake, note):
-        os.set_blocking(fd, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
-    return wake
 
 
 def confine(settings: Header) -> None:
@@ -253,8 +246,12 @@ def zygote(layouts: Header) -> None:
             if fd in lifelines:
                 poller.unregister(fd)
                 os.kill(lifelines[fd], signal.SIGKILL)
-        if wake in events:
-            _bury(wake, poller, lifelines)
+        for pid, _ in ended_children(wake):
+            for fd in [fd for fd, owner in lifelines.items() if owner == pid]:
+                with contextlib.suppress(KeyError):  # it was ended from outside, and is not polled any more
+                    poller.unregister(fd)
+                del lifelines[fd]
+                os.close(fd)
         if control.fileno() in events:
             message, fds, _, _ = socket.recv_fds(control, 1 << 20, 2)
             if not message:
@@ -271,24 +268,6 @@ def zygote(layouts: Header) -> None:
             os.close(channel)
             lifelines[lifeline] = pid
             poller.register(lifeline, select.POLLIN)
-
-
-def _bury(wake: int, poller: select.poll, lifelines: dict[int, int]) -> None:
-    os.read(wake, 4096)
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        for fd in [fd for fd, owner in lifelines.items() if owner == pid]:
-            try:
-                poller.unregister(fd)
-            except KeyError:
-                pass  # it was ended from outside
-            del lifelines[fd]
-            os.close(fd)
 
 
 def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, most: int) -> typing.NoReturn:

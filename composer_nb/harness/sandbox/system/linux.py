@@ -99,7 +99,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def patience(seconds: float) -> float:
-    """How long to wait for what takes at most `seconds` on an idle machine: more by as much as programs share each core.
+    """Return how long to wait for what takes at most `seconds` on an idle machine: longer as programs share each core.
 
     For what is started and ended, never for what a task may use.
     """
@@ -165,7 +165,7 @@ def status_of(path: str) -> list[bytes]:
 
 
 def lives(fields: list[bytes]) -> bool:
-    """Whether these fields are of a living process; a zombie's is one while another of its threads lives."""
+    """Return whether these fields are of a living process; a zombie's is one while another of its threads lives."""
     return bool(fields) and (fields[0] not in (b"Z", b"X") or int(fields[17]) > 1)
 
 
@@ -174,3 +174,29 @@ def processes() -> typing.Iterator[tuple[int, int, int]]:
     for name in os.listdir("/proc"):
         if name.isdigit() and lives(fields := status_of(name)):
             yield int(name), int(fields[1]), int(fields[19])
+
+
+def child_alarm() -> int:
+    """Return a descriptor that can be read once a child has ended."""
+    wake, note = os.pipe()
+    for fd in (wake, note):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    return wake
+
+
+def ended_children(wake: int) -> typing.Iterator[tuple[int, int]]:
+    """Yield (pid, status) of every child that has ended since the last call. `wake`: from `child_alarm`."""
+    try:
+        os.read(wake, 4096)
+    except BlockingIOError:
+        pass
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
