@@ -13,16 +13,13 @@ from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.labs.attacks import sandbox_check
 from composer_nb.labs.attacks.case import verdict_of
 from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES as CASES
-from tests.harness.sandbox.conftest import BACKENDS, make
-
-ISOLATED = [name for name in BACKENDS if name != "process"]
+from tests.harness.sandbox.conftest import ISOLATED, make
 
 
 @pytest.fixture(params=ISOLATED, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    made = make(request.param, request)
-    yield made
-    made.close()
+    with make(request.param, request) as made:
+        yield made
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

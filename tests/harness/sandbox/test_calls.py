@@ -232,21 +232,13 @@ def test_hashes_are_the_same_in_every_sandbox(forked: SandboxExecutor) -> None:
         assert forked.run([order]) == other.run([order])
 
 
-@pytest.mark.parametrize(
-    "value", [object(), [1, (2, type)], {1: frozenset()}, "a" * 20000, 1 << 20000, True + 0j], ids=range(6)
-)
-def test_value_text_refuses_unreadable_values(value: object) -> None:
-    with pytest.raises(ValueError, match="plain data"):
-        value_text(value)
-
-
-def test_value_text_refuses_depth_and_cycles() -> None:
+def test_value_text_refuses_what_is_not_plain_or_too_deep_or_too_long() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
     wide: list[Any] = []
     for _ in range(40):
         wide = [wide, wide]
-    for value in (cycle, wide):
+    for value in (object(), [1, (2, type)], {1: frozenset()}, "a" * 20000, 1 << 20000, True + 0j, cycle, wide):
         with pytest.raises(ValueError, match="plain data"):
             value_text(value)
 
