@@ -12,19 +12,17 @@ References: Harbor's `Verifier` (paths, order of the two files, numbers only); H
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import tarfile
 import time
 from collections.abc import Mapping
 
 from composer_nb.harness.grading.diff import Changes, changes
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Grade, Status
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.toolchain import PLACE, TESTING
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.runtime import start, variables
+from composer_nb.harness.tasks.runtime import bring, start, variables
 from composer_nb.harness.tasks.task import ENTRY, SOLVE, Task
 
 FLAGS = {
@@ -39,24 +37,18 @@ MAX_REWARDS = 1000
 OUTPUT = 8000
 """Last characters of each of a script's streams that a grade keeps."""
 LONGEST_REWARD_NAME = 200
+LOGS = "/tmp/logs/verifier"
 
-_PLACE = """\
-import sys, os, tarfile
-os.makedirs("/tmp/logs/verifier", exist_ok=True)
-tarfile.open(fileobj=sys.stdin.buffer, mode="r|").extractall("/tmp")
-"""
-_REMOVE = "import sys, os, json\nfor path in json.load(sys.stdin): os.unlink(path)"
-_ALLOW = "import sys, os, json\nfor path in json.load(sys.stdin): os.chmod(path, 0o755)"
 _REWARD = """\
 import sys, os, stat
 for name in ("reward.json", "reward.txt"):
     try:
-        fd = os.open("/tmp/logs/verifier/" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(sys.argv[1] + "/" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         continue
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         sys.exit("no regular file")
-    sys.stdout.buffer.write(name.encode() + b"\\n" + os.read(fd, int(sys.argv[1]) + 1))
+    sys.stdout.buffer.write(name.encode() + b"\\n" + os.read(fd, int(sys.argv[2]) + 1))
     break
 """
 
@@ -95,9 +87,11 @@ def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Map
     held = {path: data for path, data in harbor.layout(task).files.items() if path.startswith(f"{folder}/")}
     if f"{folder}/{name}" not in held:
         raise ValueError(f"task {task.id}: {folder}/{name} is missing")
-    placed = box.exec(_python(_PLACE), stdin=_archive(held))
-    if placed.exit_code:
-        raise SandboxFailure(f"task {task.id}: {folder} do not fit into a sandbox: {placed.stderr[-300:]!r}")
+    try:
+        bring(box, held, "/tmp", mode=0o755)  # scripts are executable, as Harbor makes them
+        bring(box, {}, LOGS)
+    except OSError as error:
+        raise SandboxFailure(f"task {task.id}: {folder} do not fit into a sandbox: {error}") from None
     usual = {} if task.image else {"PYTHONPATH": f"{PLACE}/{TESTING}"}
     given = usual | variables(task.settings.environment.env) | variables(env)
     return box.exec([f"/{folder}/{name}"], timeout_s=min(timeout_s, 1e6), env=given)
@@ -118,18 +112,15 @@ def _lay(task: Task, box: Sandbox, files: Mapping[str, bytes]) -> Changes:
         pristine = box.download()
         found = changes(task, files, pristine)
         new = {path: data for path, data in found.files.items() if pristine.get(path) != data}
-        _with_paths(box, _REMOVE, sorted(set(pristine) - set(found.files)))
-        box.upload(new)
-        _with_paths(box, _ALLOW, sorted(path for path, data in new.items() if data.startswith(b"#!")))
+        for path in sorted(set(pristine) - set(found.files)):
+            box.remove(path)
+        scripts = {path for path, data in new.items() if data.startswith(b"#!")}
+        box.upload({path: data for path, data in new.items() if path not in scripts})
+        for path in sorted(scripts):
+            box.write(path, new[path], mode=0o755)
     except OSError as error:
         raise SandboxFailure(f"task {task.id}: the workspace does not fit into a sandbox: {error}") from error
     return found
-
-
-def _with_paths(box: Sandbox, program: str, paths: list[str]) -> None:
-    done = box.exec(_python(program), stdin=json.dumps(paths).encode()) if paths else None
-    if done is not None and done.exit_code:
-        raise OSError(done.stderr[-300:].decode("utf-8", "replace"))
 
 
 def _rewards(box: Sandbox) -> dict[str, float]:
@@ -138,7 +129,8 @@ def _rewards(box: Sandbox) -> dict[str, float]:
         box.end_all()
     except OSError as error:
         raise SandboxDied(f"sandbox {box.id}: {error}") from error
-    done = box.exec([*_python(_REWARD), str(MAX_REWARD_BYTES)], output_bytes=4 * MAX_REWARD_BYTES)
+    program = ["python3", "-I", "-S", "-c", _REWARD, LOGS, str(MAX_REWARD_BYTES)]
+    done = box.exec(program, output_bytes=4 * MAX_REWARD_BYTES)
     return parse_rewards(done.stdout) if done.exit_code == 0 else {}
 
 
@@ -162,30 +154,11 @@ def parse_rewards(said: bytes) -> dict[str, float]:
     return {key: float(value) for key, value in held.items()}
 
 
-def _grade(status: str, flags: set[str], rewards: Mapping[str, float], began: float, output: str = "") -> Grade:
+def _grade(status: Status, flags: set[str], rewards: Mapping[str, float], began: float, output: str = "") -> Grade:
     tests = {f"{ENTRY}::{name}": value >= 1 for name, value in rewards.items()}
     if not tests and status != "infra_error":
         tests = {f"{ENTRY}::reward": False}
     cost = {"wall_s": time.monotonic() - began}
     return Grade(
-        status=status,  # type: ignore[arg-type]
-        tests=tests,
-        flags=tuple(sorted(flags)),
-        rewards=dict(rewards),
-        cost=cost,
-        output=output,
+        status=status, tests=tests, flags=tuple(sorted(flags)), rewards=dict(rewards), cost=cost, output=output
     )
-
-
-def _python(program: str) -> list[str]:
-    return ["python3", "-I", "-S", "-c", program]
-
-
-def _archive(files: Mapping[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for path, data in files.items():
-            info = tarfile.TarInfo(path)
-            info.size, info.mode = len(data), 0o755  # a script is made executable, as Harbor does
-            archive.addfile(info, io.BytesIO(data))
-    return packed.getvalue()

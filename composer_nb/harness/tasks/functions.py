@@ -70,7 +70,7 @@ def render_tests(module: str, function: str, cases: list[tuple[tuple[object, ...
 @lru_cache(maxsize=8192)
 def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
     """Parse a test file. Raises ValueError that names the line if it holds anything but tests of the plain form."""
-    tree = _parse(path, text)
+    tree = parse_module(path, text)
     tests: list[FunctionTest] = []
     imported: dict[str, tuple[str, str]] = {}
     bound: list[str] = []
@@ -88,7 +88,8 @@ def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
     return tuple(tests)
 
 
-def _parse(path: str, text: str) -> ast.Module:
+def parse_module(path: str, text: str) -> ast.Module:
+    """Parse a module without executing it. Raises ValueError that names the line if it is not Python."""
     try:
         return ast.parse(text)
     except SyntaxError as error:

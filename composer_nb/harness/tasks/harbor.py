@@ -21,12 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.untrusted import beneath, checked, visible
+
+if TYPE_CHECKING:
+    from composer_nb.harness.tasks.task import Task
 
 WORKSPACE = "environment/workspace"
 RUNTIME = "host-python"
@@ -147,29 +150,6 @@ class Kept(BaseModel):
     executable: tuple[Name, ...] = ()
 
 
-class Fields(Protocol):
-    """The fields of a Task that a directory holds. `task.py` imports this module."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def instruction(self) -> str: ...
-    @property
-    def files(self) -> Mapping[str, str]: ...
-    @property
-    def tests(self) -> Mapping[str, str]: ...
-    @property
-    def solution(self) -> Mapping[str, str]: ...
-    @property
-    def source_scope(self) -> tuple[str, ...]: ...
-    @property
-    def grader(self) -> str: ...
-    @property
-    def metadata(self) -> Mapping[str, str]: ...
-    @property
-    def kept(self) -> Kept | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
     """A task directory in memory."""
@@ -233,11 +213,11 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
     """Return the fields of the Task in `directory`, which was read from `path`. Raises ValueError that names the file or key."""
     toml = _text(directory, "task.toml", path)
     told = settings(toml, str(path / "task.toml"))
-    own = told.metadata.composer_nb
-    grader = (own and own.grader) or ("functions" if own and own.source_scope else "script")
+    own = told.metadata.composer_nb or Own()
+    grader, scope = _graded(own)
     if told.steps:
         raise ValueError(f"{path / 'task.toml'}: steps: tasks of several steps are not supported")
-    if grader != "script" and not (own and own.source_scope):
+    if grader != "script" and not own.source_scope:
         raise ValueError(f"{path / 'task.toml'}: [metadata.composer_nb] must name source_scope")
     instruction = _text(directory, "instruction.md", path).removesuffix("\n")
     fields: dict[str, dict[str, str]] = {name: {} for name in FIELDS}
@@ -246,12 +226,9 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
         rest["instruction.md"] = directory.files["instruction.md"]
     for name, data in directory.files.items():
         field = next((field for field, folder in FIELDS.items() if name.startswith(folder + "/")), None)
-        binary_allowed = grader == "script" and field != "files"
-        if field is None and name not in ("task.toml", "instruction.md"):
-            rest[name] = data
-        elif field is not None and not (binary_allowed and _is_binary(data)):
+        if field is not None and not (grader == "script" and field != "files" and decoded(data) is None):
             fields[field][name.removeprefix(FIELDS[field] + "/")] = _text(directory, name, path)
-        elif field is not None:
+        elif name not in ("task.toml", "instruction.md"):
             rest[name] = data
     if grader != "script":
         _drop_doors(grader, fields, rest)
@@ -259,14 +236,14 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
     return fields | {
         "id": _id(told, path.resolve().name),
         "instruction": instruction,
-        "source_scope": tuple(own.source_scope if own and own.source_scope else ("**",)),
+        "source_scope": scope,
         "grader": grader,
-        "metadata": dict(own.facts) if own else {},
+        "metadata": dict(own.facts),
         "kept": kept,
     }
 
 
-def layout(task: Fields) -> Directory:
+def layout(task: Task) -> Directory:
     """Return the directory of a task: as it was read, with the changes since, or as it is written here."""
     files = {
         f"{folder}/{name}": text.encode()
@@ -319,19 +296,20 @@ def _drop_doors(grader: str, fields: dict[str, dict[str, str]], rest: dict[str, 
 
 
 def _id(told: Settings, name: str) -> str:
-    own = told.metadata.composer_nb
-    if own is not None and own.id is not None:
-        return own.id
-    return told.task.name if told.task else name
+    own = told.metadata.composer_nb or Own()
+    return own.id if own.id is not None else told.task.name if told.task else name
 
 
-def _kept_toml(task: Fields, kept: Kept) -> str:
+def _graded(own: Own) -> tuple[str, tuple[str, ...]]:
+    """Return the grader and the source scope."""
+    return own.grader or ("functions" if own.source_scope else "script"), tuple(own.source_scope or ("**",))
+
+
+def _kept_toml(task: Task, kept: Kept) -> str:
     """Return the task.toml as it was; if the task has changed, with our table rewritten at its end."""
     told = settings(kept.toml)
     own = told.metadata.composer_nb or Own()
-    grader = own.grader or ("functions" if own.source_scope else "script")
-    scope = tuple(own.source_scope or ("**",))
-    if (task.id, task.grader, task.source_scope, task.metadata) == (_id(told, kept.name), grader, scope, own.facts):
+    if (task.id, task.grader, task.source_scope, task.metadata) == (_id(told, kept.name), *_graded(own), own.facts):
         return kept.toml
     lines, ours = [], False
     for line in kept.toml.split("\n"):
@@ -356,7 +334,7 @@ def _without_own(told: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in told.items() if key != "metadata"} | {"metadata": metadata}
 
 
-def _toml(task: Fields) -> str:
+def _toml(task: Task) -> str:
     return (
         'schema_version = "1.4"\nartifacts = ["/workspace"]\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
         'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
@@ -364,7 +342,7 @@ def _toml(task: Fields) -> str:
     )
 
 
-def _own_table(task: Fields, runtime: str) -> str:
+def _own_table(task: Task, runtime: str) -> str:
     facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
     return (
         f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"
@@ -378,12 +356,12 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _is_binary(data: bytes) -> bool:
+def decoded(data: bytes) -> str | None:
+    """Return a text; None for what is not UTF-8."""
     try:
-        data.decode()
+        return data.decode()
     except UnicodeDecodeError:
-        return True
-    return False
+        return None
 
 
 def _text(directory: Directory, name: str, path: Path) -> str:

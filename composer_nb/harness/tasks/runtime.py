@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import re
 import shlex
 import stat
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,6 +30,7 @@ from composer_nb.harness.sandbox.contract import (
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
+    archive_of,
 )
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.dockerfile import Copied, copied
@@ -46,43 +45,43 @@ PACKAGES, PACKAGES_DIGEST = "packages", "packages.sha256"
 PACKAGES_AT = "/tmp/packages"
 MAX_PACKAGES_BYTES = 32 << 20
 MAX_PACKAGES_FILES = 20_000
-_UNPACK = "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall(sys.argv[1])"
+_UNPACK = """\
+import os, sys, tarfile
+os.makedirs(sys.argv[1], exist_ok=True)
+for member in (archive := tarfile.open(fileobj=sys.stdin.buffer, mode="r|")):
+    member.mode = int(sys.argv[2])
+    archive.extract(member, sys.argv[1])
+"""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 
 def obstacles(task: Task) -> list[str]:
     """Return what a task asks for that no sandbox here has, each with the name of its setting."""
     told = task.settings
-    place = told.environment
-    network = {
-        f"{name}.network_mode": table.network_mode
-        for name, table in (("environment", place), ("agent", told.agent), ("verifier", told.verifier))
-    }
+    place, users = told.environment, (("agent", told.agent), ("verifier", told.verifier))
+    network = [(name, table.network_mode) for name, table in (("environment", place), *users)]
+    network = [(name, mode) for name, mode in network if mode not in (None, "no-network")]
     compose = [name for name in harbor.IMAGE_FILES[1:] if task.kept and f"environment/{name}" in task.kept.rest]
-    internet = ["environment.allow_internet = true: sandboxes have no network"] if place.allow_internet else []
-    return [
-        *internet,
-        *(f"{name} = {mode!r}: sandboxes have no network" for name, mode in network.items() if mode not in (None, "no-network")),
-        *(f"environment/{name}: a sandbox is one container" for name in compose),
-        *(["environment.gpus: sandboxes have none"] if place.gpus else []),
-        *([f"environment.os = {place.os!r}: sandboxes run Linux"] if place.os.lower() != "linux" else []),
-        *(["environment.mcp_servers: tools of a task's own are not supported"] if place.mcp_servers else []),
-        *(["environment.healthcheck: services are not supported"] if place.healthcheck else []),
-        *(["verifier.environment: a task has one image, which grading uses too"] if told.verifier.environment else []),
-        *(["verifier.collect: only the workspace is carried into grading"] if told.verifier.collect else []),
+    found: list[tuple[object, str]] = [
+        (place.allow_internet, "environment.allow_internet = true: sandboxes have no network"),
+        *((True, f"{name}.network_mode = {mode!r}: sandboxes have no network") for name, mode in network),
+        *((True, f"environment/{name}: a sandbox is one container") for name in compose),
+        (place.gpus, "environment.gpus: sandboxes have none"),
+        (place.os.lower() != "linux", f"environment.os = {place.os!r}: sandboxes run Linux"),
+        (place.mcp_servers, "environment.mcp_servers: tools of a task's own are not supported"),
+        (place.healthcheck, "environment.healthcheck: services are not supported"),
+        (told.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
+        (told.verifier.collect, "verifier.collect: only the workspace is carried into grading"),
         *(
-            f"{name}.user = {table.user!r}: a sandbox has one user, who is not root"
-            for name, table in (("agent", told.agent), ("verifier", told.verifier))
-            if table.user not in (None, "agent")
+            (table.user not in (None, "agent"), f"{name}.user = {table.user!r}: a sandbox has one user, who is not root")
+            for name, table in users
         ),
-        *(
-            [f"environment.workdir = {place.workdir!r}: without an image it is {WORKSPACE}"]
-            if place.workdir not in (None, WORKSPACE) and not task.image
-            else []
+        (
+            place.workdir not in (None, WORKSPACE) and not task.image,
+            f"environment.workdir = {place.workdir!r}: without an image it is {WORKSPACE}",
         ),
-        *host_copies(task).problems,
-        *(_unknown_variables(task)),
     ]  # fmt: skip
+    return [*(text for asked, text in found if asked), *host_copies(task).problems, *_unknown_variables(task)]
 
 
 def _unknown_variables(task: Task) -> Iterator[str]:
@@ -147,7 +146,7 @@ def start(task: Task, backend: Backend) -> Sandbox:
         for path in laid.executable:
             made.write(path, laid.files[path], mode=0o755)
         if packages := packages_of(task):
-            _bring(made, packages)
+            bring(made, packages, PACKAGES_AT)
     except OSError as error:
         made.destroy()
         raise SandboxFailure(f"task {task.id}: its workspace does not fit into a sandbox: {error}") from error
@@ -219,17 +218,11 @@ def packages_digest(packages: Mapping[str, bytes]) -> str:
     return known.hexdigest()
 
 
-def _bring(box: Sandbox, packages: Mapping[str, bytes]) -> None:
-    """Write packages to where the agent's terminal imports them from."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for path, data in packages.items():
-            info = tarfile.TarInfo(path)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    done = box.exec(["python3", "-I", "-S", "-c", _UNPACK, PACKAGES_AT], stdin=packed.getvalue())
+def bring(box: Sandbox, files: Mapping[str, bytes], at: str, mode: int = 0o644) -> None:
+    """Write files to a folder outside of the workspace. Raises OSError if they do not fit."""
+    done = box.exec(["python3", "-I", "-S", "-c", _UNPACK, at, str(mode)], stdin=archive_of(files))
     if done.exit_code:
-        raise OSError(f"packages: {done.stderr[-300:].decode('utf-8', 'replace')}")
+        raise OSError(done.stderr[-300:].decode("utf-8", "replace"))
 
 
 def _image(task: Task) -> str:

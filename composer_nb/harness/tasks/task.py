@@ -6,7 +6,6 @@ tasks travel as one JSON Lines file.
 
 from __future__ import annotations
 
-import ast
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.functions import is_test, parse_test_files
+from composer_nb.harness.tasks.functions import is_test, parse_module, parse_test_files
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.untrusted import UnsafeName, checked, json_of
 
@@ -96,7 +95,7 @@ class Task(BaseModel):
         if self.kept is None or self.grader != "script":
             return False
         told = harbor.settings(self.kept.toml)
-        if told.metadata.composer_nb is not None and told.metadata.composer_nb.runtime:
+        if told.metadata.composer_nb and told.metadata.composer_nb.runtime:
             return False
         files = {f"environment/{name}" for name in harbor.IMAGE_FILES}
         return told.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
@@ -134,24 +133,12 @@ class Task(BaseModel):
 
 
 def _check_modules(tests: Mapping[str, str]) -> None:
-    """Raise ValueError if there is no test module, or a module is not Python. Nothing is executed."""
+    """Raise ValueError if there is no test module, or a module is not Python."""
     if not any(is_test_module(path) for path in tests):
         raise ValueError("no test module found (test_….py or …_test.py): a task without tests cannot be graded")
     for path, text in tests.items():
         if path.endswith(".py"):
-            try:
-                ast.parse(text)
-            except SyntaxError as error:
-                raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
-            except (ValueError, RecursionError, MemoryError) as error:  # null bytes, too deep
-                raise ValueError(f"{path}: not Python: {error or type(error).__name__}") from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()  # bytes: line ends stay as they are
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
+            parse_module(path, text)
 
 
 def _validated(where: str, values: Mapping[str, Any]) -> Task:
@@ -191,7 +178,10 @@ def read_tasks(path: Path) -> Iterator[tuple[str, Task | ValueError]]:
     if (path / "tasks.jsonl").is_file():  # what `tasks make` leaves
         path = path / "tasks.jsonl"
     if path.is_file():
-        text = _read_text(path).removesuffix("\n")
+        try:
+            text = path.read_bytes().decode().removesuffix("\n")  # bytes: line ends stay as they are
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
         lines = text.split("\n") if text else []  # JSON may hold what splitlines takes for a line's end
         for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"

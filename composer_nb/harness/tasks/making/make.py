@@ -21,7 +21,7 @@ from typing import Any
 from composer_nb.harness.grading.recorded import Guarding, guard_of, meets
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
-from composer_nb.harness.tasks.making.bugs.changes import Change, Unit, bugs, combined, features, units
+from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
 from composer_nb.harness.tasks.making.options import INI, Options, Running, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
 from composer_nb.harness.tasks.making.store import Store
@@ -118,14 +118,13 @@ def make(
     with Store(out / RECORD) as store:
         repository, options = _prepared(repository, running, out, backend, spec)
         _claim(store, repository, seed, out, [running.test_s, list(options.select), *options.paths, *options.ignored])
-        held = store.fact("baseline")
-        if held is None:
+        if "baseline" not in store.facts:
             if options.dropped:
                 told(State(doing=f"leaving out pytest's {' '.join(options.dropped)}"))
             found = measure(repository, backend, spec, lambda doing: told(State(doing=doing)), running, options)
-            store.keep_fact("baseline", held := found.to_json())
-        baseline = Baseline.from_json(held)
-        maker = Maker(repository, baseline, backend, spec, seed, store, told, limit, require)
+            store.keep_fact("baseline", found.to_json())
+        baseline = Baseline.from_json(store.facts["baseline"])
+        maker = Maker(Subject(repository, baseline, backend, spec, seed), store, told, limit, require)
         tasks: list[Task] = []
         try:
             for task in maker.tasks():
@@ -133,7 +132,7 @@ def make(
         finally:
             if tasks:
                 save_tasks(tasks, out / TASKS)
-            made = _summary(repository, baseline, store, tasks, time.monotonic() - began)
+            made = _summary(maker.subject, store, tasks, time.monotonic() - began)
             (out / SUMMARY).write_text(made.to_json() + "\n", encoding="utf-8")
     return made
 
@@ -145,15 +144,14 @@ def _prepared(
     settings: dict[str, str] = {"image": running.image} if running.image else {}
     plugins: list[str] = []
     if running.wheels is not None:
-        from composer_nb.harness.tasks.making.wheels import plugins as announced
-        from composer_nb.harness.tasks.making.wheels import unpack
+        from composer_nb.harness.tasks.making import wheels
 
         folder = out.resolve() / PACKAGES
         if not folder.exists():
-            unpack(running.wheels, folder, backend, spec)
+            wheels.unpack(running.wheels, folder, backend, spec)
         held = read_packages(folder)
         settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(held)}
-        plugins = announced(held)
+        plugins = wheels.plugins(held)
     options = read_options(repository.files, running.pytest_args, plugins)
     settings |= {INI: options.ini} if options.ini else {}
     return replace(repository, settings=settings), options
@@ -163,7 +161,7 @@ def _claim(store: Store, repository: Repository, seed: str, out: Path, ways: lis
     """Note whose tasks `out` holds. Raises ValueError if they belong to another repository or setting."""
     held = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
     own = hashlib.sha256(json.dumps(held).encode()).hexdigest()
-    if store.fact("made of") not in (None, own):
+    if store.facts.get("made of", own) != own:
         raise ValueError(
             f"--out {out}: holds tasks of another repository, state of it, seed, or way to run its tests; choose another folder"
         )
@@ -174,25 +172,11 @@ class Maker:
     """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
 
     def __init__(
-        self,
-        repository: Repository,
-        baseline: Baseline,
-        backend: Backend,
-        spec: SandboxSpec,
-        seed: str,
-        store: Store,
-        told: Callable[[State], None],
-        limit: int,
-        require: Guarding,
+        self, subject: Subject, store: Store, told: Callable[[State], None], limit: int, require: Guarding
     ) -> None:
-        every = [unit for path in repository.sources for unit in _units(repository, path)]
-        reached = {place for reach in baseline.reach.values() for place in reach.depths}
-        self.units = [unit for unit in every if not reached.isdisjoint(unit.places)]
-        names = frozenset(unit.name.rpartition(".")[2] for unit in every)
-        self.subject = Subject(
-            repository=repository, baseline=baseline, names=names, backend=backend, spec=spec, seed=seed
-        )
-        self.store, self.told, self.limit, self.require = store, told, limit, require
+        reached = {place for reach in subject.baseline.reach.values() for place in reach.depths}
+        self.units = [unit for unit in subject.units if not reached.isdisjoint(unit.places)]
+        self.subject, self.store, self.told, self.limit, self.require = subject, store, told, limit, require
         self.tried = 0
         self.found: dict[str, tuple[Change, Task]] = {}
         """Tasks that were kept, by the change's key."""
@@ -214,17 +198,14 @@ class Maker:
         """Yield the tasks of the first `wanted` candidates that make one, in the candidates' order."""
         stream = iter(candidates)
         while wanted > 0 and (window := list(islice(stream, min(SIDE_BY_SIDE * TOGETHER, 2 * wanted)))):
-            known = {each.key: outcome for each in window if (outcome := self.store.outcome(each.key)) is not None}
-            for outcome in self._try(pool, [each for each in window if each.key not in known]):
-                known[outcome.key] = outcome
+            for outcome in self._try(pool, [each for each in window if each.key not in self.store.outcomes]):
                 self.store.keep(outcome)
                 self.tried += 1
                 self._tell(doing)
             for change in window:
-                task = known[change.key].task
-                if known[change.key].verdict != "kept" or task is None or wanted == 0:
-                    continue
-                if self.require == "none" or meets(guard_of(task), self.require):
+                outcome = self.store.outcomes[change.key]
+                task = outcome.task if outcome.verdict == "kept" and wanted else None
+                if task is not None and (self.require == "none" or meets(guard_of(task), self.require)):
                     wanted -= 1
                     self.found[change.key] = change, task
                     self._tell(doing)
@@ -252,16 +233,10 @@ class Maker:
         self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried))
 
 
-def _units(repository: Repository, path: str) -> list[Unit]:
-    try:
-        return units(path, repository.files[path])
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # a template, or for another Python: no bug can be planted in it
-
-
-def _summary(repository: Repository, baseline: Baseline, store: Store, tasks: Sequence[Task], wall_s: float) -> Made:
+def _summary(subject: Subject, store: Store, tasks: Sequence[Task], wall_s: float) -> Made:
+    baseline = subject.baseline
     by_kind: dict[str, list[Outcome]] = {}
-    for outcome in store.outcomes():
+    for outcome in store.outcomes.values():
         by_kind.setdefault(outcome.kind, []).append(outcome)
     kinds = [
         Kind(
@@ -274,7 +249,7 @@ def _summary(repository: Repository, baseline: Baseline, store: Store, tasks: Se
         for kind, found in sorted(by_kind.items())
     ]
     return Made(
-        repository=repository.name,
+        repository=subject.repository.name,
         tasks=len(tasks),
         tests=len(baseline.plan.tests),
         left_out=dict(Counter(baseline.left_out.values())),

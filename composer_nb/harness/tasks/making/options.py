@@ -25,14 +25,8 @@ INI = "pytest.ini"
 """Metadata key of the settings of every run."""
 SELECTS = "-m, -k, --deselect, --ignore, --ignore-glob, -p PLUGIN, and paths"
 NOT_KEPT = (
-    "addopts",
-    "testpaths",
-    "minversion",
-    "required_plugins",
-    "cache_dir",
-    "norecursedirs",
-    "collect_imported_tests",
-)
+    "addopts", "testpaths", "minversion", "required_plugins", "cache_dir", "norecursedirs", "collect_imported_tests",
+)  # fmt: skip
 DROPPED = ("filterwarnings", "pythonpath", "python_files", "confcutdir")
 _KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 """A key whose line cannot be taken for another one."""
@@ -80,10 +74,7 @@ class Options:
     def chosen(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Return the test modules that run."""
         return tuple(
-            module
-            for module in modules
-            if (not self.paths or any(_below(module, path) for path in self.paths))
-            and not any(_below(module, path) for path in self.ignored)
+            each for each in modules if _any_below(each, self.paths or [""]) and not _any_below(each, self.ignored)
         )
 
 
@@ -98,32 +89,28 @@ def read_options(files: Mapping[str, str], given: str = "", plugins: Sequence[st
     paths = [word for word in unknown if not word.startswith("-")]
     if refused := [word for word in unknown if word.startswith("-")]:
         raise ValueError(f"--pytest-args: {refused[0]} cannot be followed; these can: {SELECTS}")
-    if missing := [path for path in paths if not any(_below(file, path) for file in files)]:
+    if missing := [path for path in paths if not any(_any_below(file, [path]) for file in files)]:
         raise ValueError(f"--pytest-args: {missing[0]!r} is no file or folder of the repository")
     installed = {plugin.partition(".")[0] for plugin in plugins}
     wanted = [name for name in own.p if name.partition(".")[0] in installed]
     loaded = dict.fromkeys([*plugins, *wanted, *(name for name in asked.p if not name.startswith("no:"))])
     # A project may name folders in `testpaths` that its source distribution does not ship: pytest looks everywhere then.
-    tested = paths or [path for path in _words(held.get("testpaths", ""), where) if any(_below(f, path) for f in files)]
-    kept = {
-        key: value for key, value in held.items() if key not in (*NOT_KEPT, *DROPPED) and not key.startswith(OUTPUT)
-    }
+    tested = [path for path in _words(held.get("testpaths", ""), where) if any(_any_below(f, [path]) for f in files)]
+    left_out = {*NOT_KEPT, *DROPPED}
+    kept = {key: value for key, value in held.items() if key not in left_out and not key.startswith(OUTPUT)}
     odd = [key for key in kept if not _KEY.fullmatch(key)]
     lines = [_line(key, value) for key, value in sorted(kept.items()) if key not in odd]
     lines += [f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n"] if loaded else []
     mark, names = asked.m or own.m, asked.k or own.k
     select = [*(["-m", mark] if mark else []), *(["-k", names] if names else [])]
     select += [f"--deselect={each}" for each in (*own.deselect, *asked.deselect)]
+    dropped = [word for word in others if word.startswith("-")] + [key for key in DROPPED if key in held]
     return Options(
         ini="".join(lines),
         select=tuple(select),
-        paths=tuple(tested),
+        paths=tuple(paths or tested),
         ignored=(*own.ignore, *own.ignore_glob, *asked.ignore, *asked.ignore_glob),
-        dropped=tuple(
-            [word for word in others if word.startswith("-")]
-            + [key for key in DROPPED if key in held]
-            + [visible(key[:60]) for key in odd]
-        ),
+        dropped=(*dropped, *(visible(key[:60]) for key in odd)),
     )
 
 
@@ -187,9 +174,10 @@ def _parsed(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError(f"pytest options {shlex.join(words)!r}: {error}") from None
 
 
-def _below(file: str, path: str) -> bool:
-    path = path.strip("/").removeprefix("./")
-    return path in ("", ".", file) or file.startswith(f"{path}/") or fnmatch(file, f"{path}/*")
+def _any_below(file: str, paths: Iterable[str]) -> bool:
+    """Return whether a file is one of these paths, or below one of them, which may be globs."""
+    places = [path.strip("/").removeprefix("./") for path in paths]
+    return any(at in ("", ".", file) or file.startswith(f"{at}/") or fnmatch(file, f"{at}/*") for at in places)
 
 
 def _line(key: str, value: object) -> str:

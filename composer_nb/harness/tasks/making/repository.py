@@ -32,17 +32,8 @@ LOOKED_AT = 16
 DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError)
 """Exceptions for archives that are cut, damaged, locked, or packed in an unknown way."""
 BUILT = {
-    "dist",
-    "wheelhouse",
-    "htmlcov",
-    "node_modules",
-    "site-packages",
-    "dist-packages",
-    "venv",
-    ".venv",
-    "env",
-    ".eggs",
-}
+    "dist", "wheelhouse", "htmlcov", "node_modules", "site-packages", "dist-packages", "venv", ".venv", "env", ".eggs",
+}  # fmt: skip
 EDITORS = {".idea", ".vscode", ".github", ".gitlab", ".circleci"}
 LEFTOVERS = (".so", ".pyd", ".orig", ".rej", ".bak", ".patch", ".diff", ".whl", ".egg", "~")
 TEST_FOLDERS = {"test", "tests", "testing"}

@@ -15,13 +15,11 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from composer_nb.harness.grading.box import Boxes, Job, Ran, Result, RunnerEnded
 from composer_nb.harness.grading.plan import (
     Plan,
-    Twin,
     digest,
     gold_files,
     job,
@@ -37,7 +35,7 @@ from composer_nb.harness.grading.recorded import record
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, whole
-from composer_nb.harness.tasks.making.bugs.changes import Change
+from composer_nb.harness.tasks.making.changes import Change, units
 from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
@@ -62,17 +60,15 @@ SHORT_CODE = 300
 """Characters of code that are quickly read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The repository that changes are tried on."""
 
-    repository: Repository
-    baseline: Baseline
-    names: frozenset[str]
-    """Names of the repository's functions and classes."""
-    backend: Backend
-    spec: SandboxSpec
-    seed: str
+    def __init__(
+        self, repository: Repository, baseline: Baseline, backend: Backend, spec: SandboxSpec, seed: str
+    ) -> None:
+        self.repository, self.baseline, self.backend, self.spec, self.seed = repository, baseline, backend, spec, seed
+        self.units = [unit for path in repository.sources for unit in units(path, repository.files[path])]
+        self.names = frozenset(unit.name.rpartition(".")[2] for unit in self.units)
 
     def boxes(self, timeout_s: float) -> Boxes:
         return Boxes(backend=self.backend, spec=self.spec, timeout_s=timeout_s)
@@ -91,14 +87,14 @@ class Outcome:
 
 def look(subject: Subject, changes: Sequence[Change]) -> list[Verdict | None]:
     """Return what is wrong with each change at first sight; None if its tests notice it. Raises SandboxFailure."""
-    jobs = []
-    for change in changes:
-        keys = subject.baseline.nearest(change.places)[:LOOK_AT]
-        jobs.append(_job(subject, change.apply(subject.repository.files), keys))
-    seconds = [sum(subject.baseline.reach[key].seconds for key in each.keys or ()) for each in jobs]
+    near = [subject.baseline.nearest(change.places)[:LOOK_AT] for change in changes]
+    jobs = [
+        _job(subject, change.apply(subject.repository.files), keys) for change, keys in zip(changes, near, strict=True)
+    ]
+    longest = max((sum(subject.baseline.reach[key].seconds for key in keys) for keys in near), default=0.0)
     return [
-        ran if isinstance(ran, str) else None if _failing(ran, each.keys or ()) else "unseen"
-        for each, ran in zip(jobs, _tried(subject, jobs, 6.0 + 4 * max(seconds, default=0.0)), strict=True)
+        ran if isinstance(ran, str) else None if _failing(ran, keys) else "unseen"
+        for keys, ran in zip(near, _tried(subject, jobs, 6.0 + 4 * longest), strict=True)
     ]
 
 
@@ -175,12 +171,13 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> tuple[V
     task = repeated(subject, draft, failing)
     if not isinstance(task, Task):
         return task, None
-    failing_ids = json.loads(task.metadata["fail_to_pass"])
-    text = (
-        _feature_text(subject, change, told)
-        if change.kind == "feature"
-        else write(told, len(failing_ids), f"{subject.seed} {change.key}")
-    )
+    seed = f"{subject.seed} {change.key}"
+    if change.kind == "feature":
+        edit = change.edits[0]
+        original = "\n".join(subject.repository.files[edit.path].split("\n")[edit.start - 1 : edit.end])
+        text = write_feature(edit.path, edit.name, original, seed, told)
+    else:
+        text = write(told, len(json.loads(task.metadata["fail_to_pass"])), seed)
     if not text:
         return "silent", None
     task = task.model_copy(update={"instruction": text})
@@ -212,13 +209,16 @@ def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: S
 def restricted(plan: Plan, keys: Iterable[str], made_for: str) -> Plan:
     """Return a plan of fewer tests."""
     kept = set(keys)
-    twins = [
-        replace(twin, keys=tuple(kept.intersection(twin.keys)), besides=tuple(kept.intersection(twin.besides)))
+    twins = tuple(
+        replace(twin, keys=_common(kept, twin.keys), besides=_common(kept, twin.besides))
         for twin in plan.twins
-        if kept.intersection(twin.keys)
-    ]
-    ordered: list[Twin] = [replace(t, keys=tuple(sorted(t.keys)), besides=tuple(sorted(t.besides))) for t in twins]
-    return Plan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(ordered))
+        if not kept.isdisjoint(twin.keys)
+    )
+    return Plan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=twins)
+
+
+def _common(some: set[str], others: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(some.intersection(others)))
 
 
 def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
@@ -230,14 +230,10 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
     timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys)
     seen: list[set[str]] = []
     for seed in range(REPEATS):
-        try:
-            pair = [replace(each, hash_seed=seed) for each in jobs]
-            right, wrong = subject.boxes(timeout_s).run(pair)
-        except (SandboxDied, RunnerEnded):
-            return "ends early"
-        if wrong.flags:
-            return "endless" if "timeout" in wrong.flags else "ends early"
-        if right.flags or _failing(right, keys):
+        right, wrong = _tried(subject, [replace(each, hash_seed=seed) for each in jobs], timeout_s)
+        if isinstance(wrong, str):
+            return wrong
+        if isinstance(right, str) or _failing(right, keys):
             return "ungraded"
         seen.append(_failing(wrong, keys))
     steady, ever = set.intersection(*seen) & set(failing), set.union(*seen) | set(failing)
@@ -309,18 +305,7 @@ def _best(subject: Subject, ran: Ran, keys: Sequence[str]) -> Symptom | None:
     return min(found, key=lambda each: (each.rank, bool(each.setup), len(each.code) > SHORT_CODE), default=None)
 
 
-@lru_cache(maxsize=32)
-def _normal(text: str) -> str:
-    return normal(plain_lines(text))
-
-
 def _symptom(subject: Subject, ran: Ran, key: str) -> Symptom:
     result = ran.results.get(key, Result(outcome="failed"))
-    text = _normal(subject.repository.hidden[key.partition("::")[0]])
+    text = normal(plain_lines(subject.repository.hidden[key.partition("::")[0]]))
     return symptom(key, text, result, ran.failures.get(key), subject.names)
-
-
-def _feature_text(subject: Subject, change: Change, examples: Sequence[Symptom]) -> str:
-    edit = change.edits[0]
-    text = "\n".join(subject.repository.files[edit.path].split("\n")[edit.start - 1 : edit.end])
-    return write_feature(edit.path, edit.name, text, f"{subject.seed} {change.key}", examples)

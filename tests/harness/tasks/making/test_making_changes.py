@@ -15,8 +15,8 @@ import libcst as cst
 import pytest
 
 from composer_nb.harness.grading import plan, twins
-from composer_nb.harness.tasks.making.bugs import changes as making
-from composer_nb.harness.tasks.making.bugs.changes import (
+from composer_nb.harness.tasks.making import changes as making
+from composer_nb.harness.tasks.making.changes import (
     MAX_CHANGED,
     Change,
     Edit,
@@ -26,9 +26,9 @@ from composer_nb.harness.tasks.making.bugs.changes import (
     normalised,
     units,
 )
-from composer_nb.harness.tasks.making.bugs.statements import OF_CLASSES
+from composer_nb.harness.tasks.making.mutations import KINDS, OF_CLASSES
 
-ALL_KINDS = {**making.KINDS, **OF_CLASSES}
+ALL_KINDS = {**KINDS, **OF_CLASSES}
 SOURCES = {f"{each.__name__}.py": inspect.getsource(each) for each in (plan, twins, textwrap, shlex)}
 UNITS = [unit for path, text in SOURCES.items() for unit in units(path, text)]
 

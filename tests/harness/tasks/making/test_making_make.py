@@ -19,11 +19,11 @@ from composer_nb.harness.grading.recorded import guard_of
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making import make as making
 from composer_nb.harness.tasks.making.baseline import Baseline, measure, whole
-from composer_nb.harness.tasks.making.bugs.changes import Change, Edit
+from composer_nb.harness.tasks.making.changes import Change, Edit
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, make
 from composer_nb.harness.tasks.making.repository import read_repository
 from composer_nb.harness.tasks.making.show import table
-from composer_nb.harness.tasks.making.trial import Outcome
+from composer_nb.harness.tasks.making.trial import Outcome, Subject
 from composer_nb.harness.tasks.task import Task, load_tasks
 
 LIMIT = 7
@@ -156,7 +156,8 @@ def test_progress_counts_the_tasks_that_are_taken(checkout: Path, tmp_path: Path
     edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(6)]
     changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
     with making.Store(tmp_path / RECORD) as store:
-        maker = making.Maker(repository, empty, cast(Backend, None), SandboxSpec(), "0", store, told.append, 3, "none")
+        subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
+        maker = making.Maker(subject, store, told.append, 3, "none")
         maker._try = lambda pool, some: [  # type: ignore[method-assign,assignment,return-value]
             Outcome(key=each.key, kind="k", verdict="kept", seconds=0.0, task=task) for each in some
         ]

@@ -19,8 +19,7 @@ from random import Random
 import libcst as cst
 
 from composer_nb.harness.grading.box import Place
-from composer_nb.harness.tasks.making.bugs import expressions, statements
-from composer_nb.harness.tasks.making.bugs.expressions import Maker
+from composer_nb.harness.tasks.making.mutations import KINDS, OF_CLASSES
 
 MIN_LINES, MAX_LINES = 3, 160
 """Lines of a function in which a bug may be planted."""
@@ -29,9 +28,6 @@ MAX_CHANGED = 24
 """Maximum lines that one bug adds and removes, together."""
 FEATURE_LINES = (6, 120)
 ROUNDS = 8
-Kinds = Mapping[str, tuple[Maker, tuple[type[cst.CSTNode], ...]]]
-"""Kind -> its generator, and the node types that it applies to."""
-KINDS: Kinds = {**expressions.KINDS, **statements.KINDS}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -87,10 +83,14 @@ class Change:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
+def header_of(text: str) -> str:
+    """Return the line that must stand before the lines of a function or class to make them a module."""
+    return "if 1:\n" if text[:1].isspace() else ""
+
+
 def normalised(text: str) -> str:
     """Return a function's or class's text without layout, comments and docstrings."""
-    lines = text.split("\n")
-    tree = ast.parse(f"if 1:\n{text}" if lines[0][:1].isspace() else text)
+    tree = ast.parse(header_of(text) + text)
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -98,10 +98,11 @@ def normalised(text: str) -> str:
 
 
 def units(path: str, text: str) -> list[Unit]:
-    """Return the units of a file; none if its lines do not end in `\\n`. Raises SyntaxError or ValueError if it is not Python."""
-    if "\r" in text or "\f" in text:
+    """Return the units of a file; none if its lines do not end in `\\n`, or if it is a template or for another Python."""
+    try:
+        return [] if "\r" in text or "\f" in text else list(_units(path, ast.parse(text).body, ""))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return list(_units(path, ast.parse(text).body, ""))
 
 
 def _units(path: str, body: Iterable[ast.AST], base: str) -> Iterator[Unit]:
@@ -136,8 +137,8 @@ def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator
     Random(f"bugs {seed}").shuffle(order)
     for number in range(ROUNDS):
         for unit in order:
-            lot = Random(f"bugs {seed} {number} {unit.path} {unit.name}")
-            for change in _drawn(unit, text_of(unit, files), lot, used):
+            rng = Random(f"bugs {seed} {number} {unit.path} {unit.name}")
+            for change in _drawn(unit, text_of(unit, files), rng, used):
                 if change.key not in seen:
                     seen.add(change.key)
                     used[change.kind] += 1
@@ -145,18 +146,18 @@ def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator
                     break
 
 
-def _drawn(unit: Unit, text: str, lot: Random, used: Counter[str]) -> Iterator[Change]:
+def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[Change]:
     """Yield changes of a unit at one place, the least used kinds first."""
     lines = text.count("\n") + 1
     if not MIN_LINES <= lines <= (MAX_CLASS_LINES if unit.is_class else MAX_LINES):
         return
-    header = "if 1:\n" if text[:1].isspace() else ""
+    header = header_of(text)
     try:
         tree = cst.parse_module(f"{header}{text}\n")
     except (cst.ParserSyntaxError, RecursionError):
         return
-    found = _sites(tree, bool(header), unit.is_class, lot)
-    lot.shuffle(found)
+    found = _sites(tree, bool(header), unit.is_class, rng)
+    rng.shuffle(found)
     found.sort(key=lambda site: used[site[0]])  # stable
     for kind, old, new in found:
         replaced = tree.deep_replace(old, new)
@@ -182,92 +183,75 @@ def changed_lines(old: str, new: str) -> int:
     return sum(line.startswith(("+", "-")) for line in list(diff)[2:])
 
 
-def _sites(tree: cst.Module, nested: bool, is_class: bool, lot: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:
-    """Return (kind, node, replacement) for each possible change."""
+def _sites(tree: cst.Module, nested: bool, is_class: bool, rng: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:
+    """Return (kind, node, replacement) for each possible change. Of a class only its own statement changes."""
     root: cst.CSTNode = tree.body[0]
     if nested:
         assert isinstance(root, cst.If)
         root = root.body.body[0]
-    finder = _Finder(lot, root if is_class else None)
-    names = _Names()
-    root.visit(names)
-    finder.names = sorted(names.found)
-    root.visit(finder)
-    return finder.found
+    seen = _Seen(root if is_class else None)
+    root.visit(seen)
+    names = sorted(seen.names)
+    return [
+        (kind, node, new)
+        for node in seen.nodes
+        for kind, (mutate, types) in (OF_CLASSES if is_class else KINDS).items()
+        if isinstance(node, types)
+        for new in mutate(node, rng, names)
+    ]
 
 
-class _Names(cst.CSTVisitor):
-    """The parameters and variables of a function."""
+class _Seen(cst.CSTVisitor):
+    """Nodes in the order of the text, annotations left out, with the function's parameters and variables."""
 
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-
-    def visit_Param(self, node: cst.Param) -> None:
-        self.found.add(node.name.value)
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if isinstance(node.target, cst.Name):
-            self.found.add(node.target.value)
-
-
-class _Finder(cst.CSTVisitor):
-    def __init__(self, lot: Random, only: cst.CSTNode | None) -> None:
-        """`only`: a class whose own statement is changed, and nothing inside it."""
-        self.lot, self.only = lot, only
-        self.kinds = KINDS if only is None else statements.OF_CLASSES
-        self.names: list[str] = []
-        self.found: list[tuple[str, cst.CSTNode, cst.CSTNode]] = []
+    def __init__(self, only: cst.CSTNode | None) -> None:
+        self.only = only
+        self.nodes: list[cst.CSTNode] = []
+        self.names: set[str] = set()
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        for kind, (make, types) in self.kinds.items():
-            if isinstance(node, types):
-                self.found += [(kind, node, new) for new in make(node, self.lot, self.names)]
+        self.nodes.append(node)
+        if isinstance(node, cst.Param):
+            self.names.add(node.name.value)
+        elif isinstance(node, cst.AssignTarget) and isinstance(node.target, cst.Name):
+            self.names.add(node.target.value)
         return not isinstance(node, cst.Annotation) and node is not self.only
 
 
 def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
     """Yield changes that remove the body of a public function, with the private functions that only it uses."""
-    order = [unit for unit in where if not unit.is_class and is_public(unit.name)]
+    order = [unit for unit in where if not unit.is_class and not re.search(r"(^|\.)_", unit.name)]
     Random(f"features {seed}").shuffle(order)
     for unit in order:
         text = text_of(unit, files)
-        node = _function(text)
-        if (
-            not FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1]
-            or node is None
-            or not ast.get_docstring(node)
-        ):
-            continue
-        first = node.body[0].lineno - 1 - text[:1].isspace()
-        lines = text.split("\n")
-        indent = re.match(r"\s*", lines[first])
-        if first == 0 or indent is None or _head_line(node) > first + text[:1].isspace():
-            continue  # all on one line
-        gone = "\n".join([*lines[:first], f"{indent[0]}raise NotImplementedError"])
-        edits = [Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=gone)]
+        gone = _without_body(text) if FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1] else ""
         helpers = [each for each in where if each.path == unit.path and _only_helps(each, text, files)]
-        edits += [Edit(path=each.path, name=each.name, start=each.start, end=each.end, text="") for each in helpers]
-        if not any(each.start <= unit.end and unit.start <= each.end for each in helpers):
+        if gone and not any(each.start <= unit.end and unit.start <= each.end for each in helpers):
+            edits = [Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=gone)]
+            edits += [Edit(path=each.path, name=each.name, start=each.start, end=each.end, text="") for each in helpers]
             yield Change(kind="feature", edits=tuple(edits), places=unit.places)
 
 
-def is_public(name: str) -> bool:
-    return not any(part.startswith("_") for part in name.split("."))
+def function_of(text: str) -> Function | None:
+    """Return the syntax tree of a function's lines. Raises SyntaxError."""
+    return next((node for node in ast.walk(ast.parse(header_of(text) + text)) if isinstance(node, Function)), None)
 
 
-def _head_line(node: Function) -> int:
-    """Return the last line before the body, as far as the tree shows."""
-    ends = [each.end_lineno or 0 for each in ast.walk(node.args) if hasattr(each, "end_lineno")]
-    return max([node.lineno, *ends, node.returns.end_lineno or 0 if node.returns else 0])
-
-
-def _function(text: str) -> Function | None:
+def _without_body(text: str) -> str:
+    """Return a documented function whose body only raises; empty where the body begins on the line of the head."""
     try:
-        body = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text).body
+        node = function_of(text)
     except SyntaxError:
-        return None
-    node = body[0].body[0] if isinstance(body[0], ast.If) else body[0]
-    return node if isinstance(node, Function) else None
+        return ""
+    if node is None or not ast.get_docstring(node):
+        return ""
+    head = [node.lineno, *(each.end_lineno for each in ast.walk(node.args) if isinstance(each, ast.expr | ast.arg))]
+    head += [node.returns.end_lineno] if node.returns else []
+    if node.body[0].lineno <= max(each or 0 for each in head):
+        return ""
+    lines = text.split("\n")
+    first = node.body[0].lineno - 1 - header_of(text).count("\n")
+    return "\n".join([*lines[:first], lines[first][: node.body[0].col_offset] + "raise NotImplementedError"])
 
 
 def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
@@ -282,12 +266,12 @@ def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
 
 def combined(changes: Sequence[Change], seed: str) -> Iterator[Change]:
     """Yield combinations of two or three changes, of one file where possible and never of one function. None is used twice."""
-    lot = Random(f"combined {seed}")
+    rng = Random(f"combined {seed}")
     left = list(changes)
-    lot.shuffle(left)
+    rng.shuffle(left)
     while len(left) > 1:
         first = left.pop(0)
-        size = lot.choice((2, 2, 3))
+        size = rng.choice((2, 2, 3))
         chosen = [first]
         left.sort(key=lambda each: each.edits[0].path != first.edits[0].path)  # stable
         for each in list(left):

@@ -1,1 +1,0 @@
-"""Bugs planted in the source code of a repository."""
