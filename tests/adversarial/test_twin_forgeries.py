@@ -165,7 +165,7 @@ def test_each_grade_draws_other_values(judged: tuple[Task, Plan]) -> None:
         drawn = {
             twin.text
             for seed in range(40)
-            for run in draw(plan, random.Random(seed), 3).runs
+            for run in draw(plan, random.Random(seed), 3)
             for twin in run
             if key in twin.keys
         }

@@ -100,7 +100,7 @@ class Noted:
 
     call: Call
     inside: bool
-    """Whether a changed file defines the function."""
+    """True if a changed file defines the function."""
     ends: tuple[Said, ...] = field(hash=False)
     """Possible outcomes. A tracer cannot tell whether None was returned or an exception went on, so there may be two."""
 
@@ -145,7 +145,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How one test ended, as its process reported it."""
+    """The end of one test, as its process reported it."""
 
     outcome: str
     """`passed`, `failed` or `skipped`. An expected failure counts as skipped."""
@@ -161,7 +161,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What a test called, as its process reported it."""
+    """The functions that a test called, as its process reported them."""
 
     seconds: float
     """Duration with tracing on, which is longer than without."""
@@ -171,7 +171,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a test failed, as its process reported it."""
+    """The failure of a test, as its process reported it."""
 
     line: int
     """Line in the test's own module as `plan.normal` writes it; 0 if the test failed elsewhere."""
@@ -378,7 +378,7 @@ def _depths(called: list[Any], places: Sequence[Place]) -> dict[Place, int] | No
 
 
 def _looks_like_pytest(output: str) -> bool:
-    """Whether output has a line in the form of pytest's reports. pytest's own are turned off, so something else printed it."""
+    """Return whether output has a line in the form of pytest's reports, whose own are turned off: something else printed it."""
     for words in [line.split() for line in output.split("\n") if len(line) <= LINE and "passed" in line.lower()]:
         first, second, last = words[0], "".join(words[1:2]), words[-1]
         if ("::" in first and second == "PASSED") or (first == "PASSED" and "::" in second):

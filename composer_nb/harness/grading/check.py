@@ -6,7 +6,7 @@ validated first (`validate.py`). For `script`, `solution/solve.sh` writes the an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import PLAN, gold_files, plan_of, start_files
-from composer_nb.harness.grading.recorded import GUARDS, Guarding, guard
+from composer_nb.harness.grading.recorded import Guarding, guard, meets
 from composer_nb.harness.grading.script_grader import run_script
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox import open_backend
@@ -69,27 +69,25 @@ def check_task(task: Task, sandbox: Executor | Backend, require: Guarding = "non
         if task.grader == "pytest" and PLAN not in task.metadata:
             row |= _validated(task, cast(Backend, sandbox))
         else:
-            gold, none = ([grade(task, files(), sandbox) for _ in range(2)] for files in _workspaces(task, sandbox))
+            gold, none = (
+                [grade(task, _files(task, sandbox, solved), sandbox) for _ in range(2)] for solved in (True, False)
+            )
             row |= _compared(gold, none, SOLVE in task.solution if task.grader == "script" else bool(task.solution))
             if task.grader == "pytest":
                 failing = [name for name, passed in none[0].tests.items() if not passed]
                 row["guard"] = asdict(guard(plan_of(task), failing))
     except (ValueError, SandboxUnavailable, SandboxFailure, SandboxDied) as error:
         row["problem"] = str(error).removeprefix(f"task {task.id}: ")
-    if not row["problem"] and GUARDS.index(row["guard"]["by"]) > GUARDS.index(require):
+    if not row["problem"] and not meets(row["guard"]["by"], require):
         row["problem"] = f"its guard is {row['guard']['by']!r}, not {require!r}: {NOT_GUARDED}"
     return row
 
 
-Workspace = Callable[[], Mapping[str, str | bytes]]
-
-
-def _workspaces(task: Task, sandbox: Executor | Backend) -> tuple[Workspace, Workspace]:
-    """Return what makes the workspace with the solution, and as it is at the start."""
-    if task.grader != "script":
-        return lambda: gold_files(task), lambda: start_files(task)
-    backend = cast(Backend, sandbox)
-    return lambda: _left(task, backend, solve=SOLVE in task.solution), lambda: _left(task, backend, solve=False)
+def _files(task: Task, sandbox: Executor | Backend, solved: bool) -> Mapping[str, str | bytes]:
+    """Return the workspace with the solution, or as it is at the start."""
+    if task.grader == "script":
+        return _left(task, cast(Backend, sandbox), solve=solved and SOLVE in task.solution)
+    return gold_files(task) if solved else start_files(task)
 
 
 def _validated(task: Task, backend: Backend) -> dict[str, Any]:
@@ -110,10 +108,10 @@ def _validated(task: Task, backend: Backend) -> dict[str, Any]:
 
 def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
     """Return the workspace as it is at the start, or as `solve.sh` leaves it."""
-    told = task.settings
+    asked = task.settings
     with start(task, backend) as box:
         if solve:
-            done = run_script(box, task, "solution", told.agent.timeout_sec or SOLVE_S, told.solution.env)
+            done = run_script(box, task, "solution", asked.agent.timeout_sec or SOLVE_S, asked.solution.env)
             if done.exit_code:
                 last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
                 why = "did not end in time" if done.timed_out else f"ends with {done.exit_code}: {''.join(last)}"
@@ -125,12 +123,13 @@ def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
 
 
 def _compared(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> dict[str, Any]:
+    """Return a row's findings about a task from two grades of its solution and two of its start."""
     return {
         "tests": len(gold[0].tests),
         "gold": solved and gold[0].passed,
         "none": none[0].passed,
         "output": gold[0].output,
-        "repeatable": gold[0].tests == gold[1].tests and none[0].tests == none[1].tests,
+        "repeatable": not _unlike(gold) and not _unlike(none),
         "problem": next(_problems(gold, none, solved), ""),
     }
 
@@ -149,20 +148,15 @@ def _unlike(grades: Sequence[Grade]) -> list[str]:
 
 def _problems(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> Iterator[str]:
     if any(not grade.known for grade in (*gold, *none)):
-        yield "the sandbox failed while it was graded: nothing is known" + next(
-            filter(None, map(_last, (*gold, *none))), ""
-        )
-    if gold[0].tests != gold[1].tests or none[0].tests != none[1].tests:
-        yield f"two runs gave different results: {', '.join(_unlike(gold) or _unlike(none))}"
+        said = next(filter(None, map(_last, (*gold, *none))), "")
+        yield f"the sandbox failed while it was graded: nothing is known{said}"
+    if unlike := _unlike(gold) or _unlike(none):
+        yield f"two runs gave different results: {', '.join(unlike)}"
     if not solved:
         yield "has no solution"
     if not gold[0].passed:
         failed = [name for name, passed in gold[0].tests.items() if not passed]
-        why = (
-            f"the solution fails {len(failed)} tests, first {failed[0]}"
-            if failed
-            else f"the solution is {gold[0].status}"
-        )
-        yield why + _last(gold[0])
+        why = f"fails {len(failed)} tests, first {failed[0]}" if failed else f"is {gold[0].status}"
+        yield f"the solution {why}{_last(gold[0])}"
     if none[0].passed:
         yield "passes before anything is changed"

@@ -109,8 +109,10 @@ def _unwanted(task: Task, path: str) -> Drop | None:
 
 
 def _makes_package(task: Task, path: str) -> bool:
-    """Whether a new file makes a package of a folder of hidden tests: their modules then have other names, and a file of the
-    agent's can stand in for one that they import by its old name."""
+    """Return whether a new file makes a package of a folder of hidden tests.
+
+    Their modules then have other names, and a file of the agent's can stand in for one that they import by its old name.
+    """
     folder, _, name = path.rpartition("/")
     new = path not in task.files and path not in task.solution and path not in task.tests
     return name == "__init__.py" and bool(folder) and new and any(each.startswith(folder + "/") for each in task.tests)

@@ -14,8 +14,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
-from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
 
@@ -47,26 +46,12 @@ class Grade:
 
     @property
     def known(self) -> bool:
-        """Whether it says anything about the agent's work."""
+        """Return whether it says anything about the agent's work."""
         return self.status in ("graded", "tampered", "agent_failed")
 
     @property
     def passed(self) -> bool:
         return self.status == "graded" and bool(self.tests) and all(self.tests.values()) and not self.calls_failed
-
-
-def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) -> Grade:
-    """Grade by function calls."""
-    steps = grading(task, files)
-    try:
-        [outcomes] = executor.run([next(steps)])
-        steps.send(outcomes)
-    except SandboxFailure:
-        return Grade(status="infra_error")
-    except StopIteration as stop:
-        grade: Grade = stop.value
-        return grade
-    raise AssertionError("grading asks for one execution")
 
 
 def grading(task: Task, files: Mapping[str, str]) -> Generator[CallRequest, tuple[CallOutcome, ...], Grade]:

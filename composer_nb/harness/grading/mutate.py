@@ -40,7 +40,7 @@ class Place:
     apart_by: float = 0.0
     """The same, absolute."""
     signed: bool = False
-    """Whether a minus stands before it."""
+    """True if a minus stands before it."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ def others(value: object, rng: random.Random, suite: Suite, place: Place = Place
 
 
 def telling(value: object, suite: Suite) -> bool:
-    """Whether the only other value is one that the suite hardly ever has in this one's place."""
+    """Return whether the only other value is one that the suite hardly ever has in this one's place."""
     return isinstance(value, bool) and 2 * suite.count(not value) < suite.count(value)
 
 

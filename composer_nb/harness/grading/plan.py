@@ -1,8 +1,8 @@
-"""What the host knows of a task's hidden tests: which of them count, and which changed copies of them must fail.
+"""Plan a task's grades: which of its hidden tests count, and which changed copies of them must fail. Only the host knows.
 
 A *twin* is a hidden test with one expectation changed, so that a correct solution fails it (`twins.py`). A grade runs the tests
-several times, each time in a new sandbox. For each test, a random choice of runs executes its twin in its place. No process is
-told which version it has, and none ever has both. Code that makes tests pass without doing what they ask, by patching
+several times, each time in a new sandbox. For each test, a random choice of runs executes its twin in its place. No process
+learns which version it has, and none ever has both. Code that makes tests pass without doing what they ask, by patching
 comparisons, reading expectations from frames or claiming results, also makes twins pass; nothing that does what is asked passes
 both. Code that tells the two versions apart, but does not know which is true, guesses right at best once in two. Code that
 decides at random in each run guesses right once in 2^runs - 2.
@@ -63,7 +63,7 @@ class Recorded(Call):
     said: str
     """JSON, as `guest.calls.answer` writes it."""
     telling: bool
-    """Whether the task's start answers differently."""
+    """True if the task's start answers differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +87,18 @@ class Plan:
         return len(self.covered) / len(self.tests) if self.tests else 0.0
 
     def to_json(self) -> str:
-        return _plans().dump_json(self, exclude_defaults=True).decode()
+        return _PLANS.dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote. Raises ValueError for anything else."""
         try:
-            return _plans().validate_json(text)
+            return _PLANS.validate_json(text)
         except ValidationError as error:
             raise ValueError(f"not a plan of hidden tests: {error}") from None
 
 
-@lru_cache(maxsize=1)
-def _plans() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan)
+_PLANS = TypeAdapter(Plan)
 
 
 def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
@@ -211,26 +209,11 @@ def job(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """The twins that replace their tests in each run of a grade."""
-
-    runs: tuple[tuple[Twin, ...], ...] = ((),)
-
-    def twins(self, run: int) -> frozenset[str]:
-        """Return the keys of the tests that must fail in a run."""
-        return frozenset(key for twin in self.runs[run] for key in twin.keys)
-
-    def weak(self, run: int) -> frozenset[str]:
-        """Return those of `twins` that honest code may pass too."""
-        return frozenset(key for twin in self.runs[run] if twin.weak for key in twin.keys)
-
-    def void(self, run: int) -> frozenset[str]:
-        """Return the keys of the tests about which a run says nothing."""
-        return frozenset(key for twin in self.runs[run] for key in twin.besides)
+Runs = tuple[tuple[Twin, ...], ...]
+"""The twins that replace their tests in each run of a grade."""
 
 
-def draw(plan: Plan, rng: random.Random, runs: int) -> Drawn:
+def draw(plan: Plan, rng: random.Random, runs: int) -> Runs:
     """Draw one twin for each test that has some, and the runs that execute it: at least one, and not all.
 
     Without twins, one run is enough. Raises ValueError for fewer than two runs.
@@ -238,7 +221,7 @@ def draw(plan: Plan, rng: random.Random, runs: int) -> Drawn:
     if runs < 2:
         raise ValueError(f"a grade takes at least two runs, so that a test and its twin both run, not {runs}")
     if not plan.twins:
-        return Drawn()
+        return ((),)
     pool = list(plan.twins)
     rng.shuffle(pool)
     drawn: list[list[Twin]] = [[] for _ in range(runs)]
@@ -248,7 +231,6 @@ def draw(plan: Plan, rng: random.Random, runs: int) -> Drawn:
         if not taken & touched:
             taken |= touched
             places = rng.randrange(1, (1 << runs) - 1)
-            for run in range(runs):
-                if places >> run & 1:
-                    drawn[run].append(twin)
-    return Drawn(runs=tuple(map(tuple, drawn)))
+            for run in [number for number in range(runs) if places >> number & 1]:
+                drawn[run].append(twin)
+    return tuple(map(tuple, drawn))

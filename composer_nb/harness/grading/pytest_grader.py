@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from composer_nb.harness.grading.box import Boxes, Ran, RunnerEnded
 from composer_nb.harness.grading.diff import changes
 from composer_nb.harness.grading.grade import Grade, Status
-from composer_nb.harness.grading.plan import Drawn, Plan, draw, job, plan_of
+from composer_nb.harness.grading.plan import Plan, Runs, draw, job, plan_of
 from composer_nb.harness.grading.recorded import replay, wrong
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxSpec
 from composer_nb.harness.tasks.task import Task
@@ -89,7 +89,7 @@ def grade_pytest(
         return Grade(status="invalid_task", flags=found.flags)
     rng = rng or random.SystemRandom()
     drawn = draw(plan, rng, runs)
-    jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn.runs]
+    jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn]
     asking = replay(found.files, plan.calls, rng)
     jobs += [each for each, _ in asking]
     try:
@@ -100,7 +100,7 @@ def grade_pytest(
         early = tuple(sorted({*found.flags, "ended_early"}))
         nothing = dict.fromkeys(plan.tests.values(), False)
         return Grade(status="agent_failed", tests=nothing, flags=early, cost={"wall_s": time.monotonic() - began})
-    tested, answered = ran[: len(drawn.runs)], ran[len(drawn.runs) :]
+    tested, answered = ran[: len(drawn)], ran[len(drawn) :]
     tests, flags = judge(plan, drawn, tested)
     failed = [call for (_, order), said in zip(asking, answered, strict=True) for call in wrong(order, said)]
     flags |= {*found.flags, *(flag for said in answered for flag in said.flags)}
@@ -118,38 +118,38 @@ def grade_pytest(
     )
 
 
-def judge(plan: Plan, drawn: Drawn, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:
+def judge(plan: Plan, drawn: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:
     """Return whether each test passed, by node id, and the flags."""
     flags = {flag for run in ran for flag in run.flags}
-    twins = [drawn.twins(number) for number in range(len(ran))]
-    void = [drawn.void(number) for number in range(len(ran))]
-    changed = [{_function(key) for key in twins[number] | void[number]} for number in range(len(ran))]
+    twins = [{key for twin in run for key in twin.keys} for run in drawn]
+    weak = {key for run in drawn for twin in run if twin.weak for key in twin.keys}
+    touched = [keys | {key for twin in run for key in twin.besides} for keys, run in zip(twins, drawn, strict=True)]
+    changed = [{_function(key) for key in keys} for keys in touched]
     tests: dict[str, bool] = {}
     for key, name in plan.tests.items():
-        passed = [key in run.results and run.results[key].passed for run in ran]
-        twin = [said for said, keys in zip(passed, twins, strict=True) if key in keys]
-        itself = [number for number in range(len(ran)) if key not in twins[number] | void[number]]
-        real = [passed[number] for number in itself]
-        named = all(
-            ran[number].results[key].id == name
-            or (_function(key) in changed[number] and same_id(ran[number].results[key].id, name))
-            for number in itself
-            if passed[number]
-        )
-        if all(real) and any(twin):
-            if any(key in drawn.weak(run) for run in range(len(ran))):
-                flags.add("weak_twin_passed")
-            else:
-                flags.add("twin_passed")
-        if len(set(real)) > 1 or len(set(twin)) > 1:
+        real, twin, named = set[bool](), set[bool](), True
+        for number, run in enumerate(ran):
+            result = run.results.get(key)
+            passed = result is not None and result.passed
+            if key in twins[number]:
+                twin.add(passed)
+            elif key not in touched[number]:
+                real.add(passed)
+                if result is not None and passed and result.id != name:
+                    named &= _function(key) in changed[number] and same_id(result.id, name)
+        if False not in real and True in twin:
+            flags.add("weak_twin_passed" if key in weak else "twin_passed")
+        if len(real) > 1 or len(twin) > 1:
             flags.add("inconsistent")
-        tests[name] = all(real) and named and not any(twin)
+        tests[name] = False not in real and named and True not in twin
     return tests, flags
 
 
 def same_id(one: str, two: str) -> bool:
-    """Whether two node ids differ at most in the number that pytest appends to rows that look alike. A changed row may make
-    another row look like it, or no longer like it."""
+    """Return whether two node ids differ at most in the number that pytest appends to rows that look alike.
+
+    A changed row may make another row look like it, or no longer like it.
+    """
     ones, twos = [{each, _without_number(each)} for each in (one, two)]
     return not ones.isdisjoint(twos)
 

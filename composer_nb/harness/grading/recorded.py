@@ -96,7 +96,7 @@ def _agrees(said: str, given: str) -> bool:
 
 
 def same(wanted: Any, given: Any) -> bool:
-    """Whether two encoded values agree: in type and value, floats within CLOSE, dictionaries in any order."""
+    """Return whether two encoded values agree: in type and value, floats within CLOSE, dictionaries in any order."""
     if type(wanted) is not type(given):
         return False
     if isinstance(wanted, float):
@@ -168,13 +168,13 @@ def _empty(value: Any) -> bool:
 
 
 def guessable(call: Recorded) -> bool:
-    """Whether an answer is one of few, or among the call's own arguments."""
+    """Return whether an answer is one of few, or among the call's own arguments."""
     kind, value, after = json.loads(call.said)
     return after is None and (kind == "raised" or _few(value) or json.dumps(value) in parts(json.loads(call.given)))
 
 
 def enough(calls: Iterable[Recorded]) -> bool:
-    """Whether the calls can support a reward: `ENOUGH` telling ones, with different arguments and different answers."""
+    """Return whether the calls can support a reward: `ENOUGH` telling ones, with different arguments and different answers."""
     telling = [call for call in calls if call.telling]
     varied = len({call.given for call in telling}) > 1 and len({call.said for call in telling}) > 1
     return varied and sum(1 if guessable(call) else 2 for call in telling) >= ENOUGH
@@ -195,9 +195,9 @@ class Guard:
     none: int
 
 
-def meets(found: Guard, required: Guarding) -> bool:
-    """Whether a guard is at least as good as required. Recorded calls are better than twins, which are better than none."""
-    return GUARDS.index(found.by) <= GUARDS.index(required)
+def meets(found: Guarding, required: Guarding) -> bool:
+    """Return whether a guard is at least as good as required: recorded calls are better than twins, twins better than none."""
+    return GUARDS.index(found) <= GUARDS.index(required)
 
 
 def guards_line(counts: Mapping[str, int]) -> str:
@@ -301,7 +301,7 @@ def _steady(said: Mapping[Noted, str], alone: Job, boxes: Boxes) -> set[Noted]:
 
 
 def _fits(noted: Noted, said: str) -> bool:
-    """Whether a call's answer matches its outcome in the tests."""
+    """Return whether a call's answer matches its outcome in the tests."""
     kind, value, _ = json.loads(said or '["", null, null]')
     ends = dict(noted.ends)
     if kind == "returned" and "iterator" in ends:

@@ -61,14 +61,14 @@ def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Gr
     """
     if task.grader != "script":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'script'")
-    began, told = time.monotonic(), task.settings
+    began, asked = time.monotonic(), task.settings
     flags, done = {"weak"}, None
     try:
         with start(task, backend) as box:
             found = _lay(task, box, files)
             flags |= set(found.flags)
             try:
-                done = run_script(box, task, "tests", told.verifier.timeout_sec, told.verifier.env)
+                done = run_script(box, task, "tests", asked.verifier.timeout_sec, asked.verifier.env)
                 flags |= {"timeout"} if done.timed_out else set()
                 rewards = _rewards(box)
             except SandboxDied:

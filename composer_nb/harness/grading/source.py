@@ -123,7 +123,7 @@ def last_name(function: ast.expr) -> str:
 
 
 def has_calls(node: ast.expr) -> bool:
-    """Whether an expression calls anything but constructors of plain data."""
+    """Return whether an expression calls anything but constructors of plain data."""
     names = [ast.unparse(each.func).rpartition(".")[2] for each in ast.walk(node) if isinstance(each, ast.Call)]
     return any(name not in PLAIN for name in names)
 

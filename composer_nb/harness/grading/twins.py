@@ -363,9 +363,9 @@ class _Test:
                 for inside in ast.iter_child_nodes(statement):
                     if isinstance(inside, ast.expr):
                         yield self._inputs(inside, must_raise=True)
-            told = [each.value for each in node.keywords if each.arg == "match"]
-            told += node.args[1:2] if name == "assertRaisesRegex" else []
-            for text in told:
+            patterns = [each.value for each in node.keywords if each.arg == "match"]
+            patterns += node.args[1:2] if name == "assertRaisesRegex" else []
+            for text in patterns:
                 if isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value:
                     yield self._literals(text, weak=len(text.value) < SHORT)
         elif name in EQUALS and len(node.args) >= 2:
@@ -429,7 +429,7 @@ class _Test:
         ]
 
     def _also_input(self, column: int) -> bool:
-        """Whether a test that the table is for uses a column twice: then another value does not contradict the test."""
+        """Return whether a test that the table is for uses a column twice: then another value does not contradict the test."""
         users = self.source.users.get(self.table_name, [self.base])
         tests = [test for test in self.hidden.tests if test.base in users]
         return any(
@@ -459,6 +459,6 @@ def _loaded(name: ast.Name) -> bool:
 
 
 def _suppresses(node: ast.With) -> bool:
-    """Whether what follows in a `with` may be left out: by suppress or raises."""
+    """Return whether what follows in a `with` may be left out: by suppress or raises."""
     text = " ".join(ast.unparse(each.context_expr) for each in node.items)
     return "suppress" in text or "aises" in text

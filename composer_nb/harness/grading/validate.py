@@ -78,7 +78,7 @@ class Validation:
 
     @property
     def trainable(self) -> bool:
-        """Whether it can support a reward: enough recorded calls, or strong twins, guard what an answer has to repair."""
+        """Return whether it can support a reward: enough recorded calls, or strong twins, guard what an answer has to repair."""
         return self.valid and self.guard is not None and self.guard.by != "none"
 
 
@@ -237,13 +237,13 @@ def _made(tests: Iterable[str], round: Sequence[Candidate], run: Ran) -> Iterato
 
 
 def _meets(candidate: Candidate, taken: Set[tuple[str, int | None]]) -> bool:
-    """Whether a change touches a test that another change of its round touches."""
+    """Return whether a change touches a test that another change of its round touches."""
     rows = (None, candidate.row) if candidate.row is not None else (ANY,)
     return any((base, row) in taken for base in candidate.bases for row in rows)
 
 
 def _tells(candidate: Candidate, result: Result) -> bool:
-    """Whether a changed test failed because of the change."""
+    """Return whether a changed test failed because of the change."""
     if result.outcome != "failed":
         return False
     return result.why not in NEVER_A_TWIN if candidate.kind == "exception" else result.why in ON_ASSERTION

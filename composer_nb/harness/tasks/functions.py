@@ -31,7 +31,7 @@ class FunctionTest:
     id: str
     """Path and name, `test_f.py::test_0`."""
     module: str
-    """Where the file imports the function from."""
+    """Module that the file imports the function from."""
     function: str
     arguments: str
     """Text of the tuple of arguments, `([3, 1], 4)`."""
@@ -40,7 +40,7 @@ class FunctionTest:
 
 
 def is_test(path: str) -> bool:
-    """Whether a file of a workspace holds tests: its name begins with `test_`."""
+    """Return whether a file of a workspace holds tests: its name begins with `test_`."""
     return PurePosixPath(path).name.startswith("test_")
 
 
@@ -140,5 +140,5 @@ def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> Ca
 
 
 def passes(test: FunctionTest, outcome: CallOutcome) -> bool:
-    """Whether the call returned the wanted value, type and all."""
+    """Return whether the call returned the wanted value, type and all."""
     return outcome.status == "returned" and outcome.text == test.expected

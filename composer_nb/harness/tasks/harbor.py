@@ -212,10 +212,10 @@ def first_problem(error: ValidationError) -> str:
 def values(directory: Directory, path: Path) -> dict[str, Any]:
     """Return the fields of the Task in `directory`, which was read from `path`. Raises ValueError that names the file or key."""
     toml = _text(directory, "task.toml", path)
-    told = settings(toml, str(path / "task.toml"))
-    own = told.metadata.composer_nb or Own()
+    table = settings(toml, str(path / "task.toml"))
+    own = table.metadata.composer_nb or Own()
     grader, scope = _graded(own)
-    if told.steps:
+    if table.steps:
         raise ValueError(f"{path / 'task.toml'}: steps: tasks of several steps are not supported")
     if grader != "script" and not own.source_scope:
         raise ValueError(f"{path / 'task.toml'}: [metadata.composer_nb] must name source_scope")
@@ -234,7 +234,7 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
         _drop_doors(grader, fields, rest)
     kept = {"name": path.resolve().name, "toml": toml, "rest": rest, "executable": sorted(directory.executable)}
     return fields | {
-        "id": _id(told, path.resolve().name),
+        "id": _id(table, path.resolve().name),
         "instruction": instruction,
         "source_scope": scope,
         "grader": grader,
@@ -295,9 +295,9 @@ def _drop_doors(grader: str, fields: dict[str, dict[str, str]], rest: dict[str, 
             rest[name] = fields[folder].pop(file).encode()
 
 
-def _id(told: Settings, name: str) -> str:
-    own = told.metadata.composer_nb or Own()
-    return own.id if own.id is not None else told.task.name if told.task else name
+def _id(table: Settings, name: str) -> str:
+    own = table.metadata.composer_nb or Own()
+    return own.id if own.id is not None else table.task.name if table.task else name
 
 
 def _graded(own: Own) -> tuple[str, tuple[str, ...]]:
@@ -307,9 +307,9 @@ def _graded(own: Own) -> tuple[str, tuple[str, ...]]:
 
 def _kept_toml(task: Task, kept: Kept) -> str:
     """Return the task.toml as it was; if the task has changed, with our table rewritten at its end."""
-    told = settings(kept.toml)
-    own = told.metadata.composer_nb or Own()
-    if (task.id, task.grader, task.source_scope, task.metadata) == (_id(told, kept.name), *_graded(own), own.facts):
+    table = settings(kept.toml)
+    own = table.metadata.composer_nb or Own()
+    if (task.id, task.grader, task.source_scope, task.metadata) == (_id(table, kept.name), *_graded(own), own.facts):
         return kept.toml
     lines, ours = [], False
     for line in kept.toml.split("\n"):
@@ -329,9 +329,9 @@ def _kept_toml(task: Task, kept: Kept) -> str:
     return text
 
 
-def _without_own(told: dict[str, Any]) -> dict[str, Any]:
-    metadata = {key: value for key, value in told.get("metadata", {}).items() if key != "composer_nb"}
-    return {key: value for key, value in told.items() if key != "metadata"} | {"metadata": metadata}
+def _without_own(table: dict[str, Any]) -> dict[str, Any]:
+    metadata = {key: value for key, value in table.get("metadata", {}).items() if key != "composer_nb"}
+    return {key: value for key, value in table.items() if key != "metadata"} | {"metadata": metadata}
 
 
 def _toml(task: Task) -> str:

@@ -67,7 +67,7 @@ def canonical(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What every family draws: names, constants, and whether the constant is a second parameter."""
+    """The draws that every family makes: names, constants, and whether the constant is a second parameter."""
 
     xs: str
     x: str

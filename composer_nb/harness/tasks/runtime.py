@@ -57,8 +57,8 @@ _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 def obstacles(task: Task) -> list[str]:
     """Return what a task asks for that no sandbox here has, each with the name of its setting."""
-    told = task.settings
-    place, users = told.environment, (("agent", told.agent), ("verifier", told.verifier))
+    asked = task.settings
+    place, users = asked.environment, (("agent", asked.agent), ("verifier", asked.verifier))
     network = [(name, table.network_mode) for name, table in (("environment", place), *users)]
     network = [(name, mode) for name, mode in network if mode not in (None, "no-network")]
     compose = [name for name in harbor.IMAGE_FILES[1:] if task.kept and f"environment/{name}" in task.kept.rest]
@@ -70,8 +70,8 @@ def obstacles(task: Task) -> list[str]:
         (place.os.lower() != "linux", f"environment.os = {place.os!r}: sandboxes run Linux"),
         (place.mcp_servers, "environment.mcp_servers: tools of a task's own are not supported"),
         (place.healthcheck, "environment.healthcheck: services are not supported"),
-        (told.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
-        (told.verifier.collect, "verifier.collect: only the workspace is carried into grading"),
+        (asked.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
+        (asked.verifier.collect, "verifier.collect: only the workspace is carried into grading"),
         *(
             (table.user not in (None, "agent"), f"{name}.user = {table.user!r}: a sandbox has one user, who is not root")
             for name, table in users
@@ -81,12 +81,12 @@ def obstacles(task: Task) -> list[str]:
             f"environment.workdir = {place.workdir!r}: without an image it is {WORKSPACE}",
         ),
     ]  # fmt: skip
-    return [*(text for asked, text in found if asked), *host_copies(task).problems, *_unknown_variables(task)]
+    return [*(text for wrong, text in found if wrong), *host_copies(task).problems, *_unknown_variables(task)]
 
 
 def _unknown_variables(task: Task) -> Iterator[str]:
-    told = task.settings
-    for name, table in (("environment", told.environment), ("verifier", told.verifier), ("solution", told.solution)):
+    asked = task.settings
+    for name, table in (("environment", asked.environment), ("verifier", asked.verifier), ("solution", asked.solution)):
         for key, value in table.env.items():
             found = _TEMPLATE.fullmatch(value)
             if found and found[2] is None:

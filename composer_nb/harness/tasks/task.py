@@ -91,14 +91,14 @@ class Task(BaseModel):
 
     @property
     def image(self) -> bool:
-        """Whether it needs an image, by name or from its Dockerfile."""
+        """Return whether it needs an image, by name or from its Dockerfile."""
         if self.kept is None or self.grader != "script":
             return False
-        told = harbor.settings(self.kept.toml)
-        if told.metadata.composer_nb and told.metadata.composer_nb.runtime:
+        asked = harbor.settings(self.kept.toml)
+        if asked.metadata.composer_nb and asked.metadata.composer_nb.runtime:
             return False
         files = {f"environment/{name}" for name in harbor.IMAGE_FILES}
-        return told.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
+        return asked.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
 
     @property
     def settings(self) -> harbor.Settings:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.grading.box import Ran, Result
-from composer_nb.harness.grading.plan import Drawn, Plan, Twin, digest, draw, plan_of, with_plan
+from composer_nb.harness.grading.plan import Plan, Twin, digest, draw, plan_of, with_plan
 from composer_nb.harness.grading.pytest_grader import judge
 from composer_nb.labs.attacks.patch_target import TARGET
 
@@ -70,11 +70,11 @@ def test_a_plan_travels_with_its_task() -> None:
 def test_what_is_drawn(twins: tuple[Twin, ...], seed: int, runs: int) -> None:
     plan = Plan(digest="", tests={key: key for key in KEYS}, twins=twins)
     found = draw(plan, random.Random(seed), runs)
-    assert len(found.runs) == (runs if twins else 1)
-    drawn = {twin for run in found.runs for twin in run}
-    places = {twin: [number for number, run in enumerate(found.runs) if twin in run] for twin in drawn}
+    assert len(found) == (runs if twins else 1)
+    drawn = {twin for run in found for twin in run}
+    places = {twin: [number for number, run in enumerate(found) if twin in run] for twin in drawn}
     assert all(0 < len(numbers) < runs for numbers in places.values())
-    assert all(len(set(run)) == len(run) for run in found.runs)
+    assert all(len(set(run)) == len(run) for run in found)
     counts = Counter(key for each in drawn for key in each.keys + each.besides)
     assert set(counts.values()) <= {1}, "no test has two twins"
     left = [each for each in twins if not set(each.keys + each.besides) & set(counts)]
@@ -94,9 +94,10 @@ def test_the_lot_is_fair() -> None:
     pairs = Counter[tuple[bool, bool]]()
     for _ in range(3600):
         found = draw(plan, lot, 3)
-        for each in {twin for run in found.runs for twin in run}:
-            seen[each.keys[0], each.text, tuple(n for n in range(3) if each in found.runs[n])] += 1
-        pairs[KEYS[0] in found.twins(0), KEYS[1] in found.twins(0)] += 1
+        for each in {twin for run in found for twin in run}:
+            seen[each.keys[0], each.text, tuple(n for n in range(3) if each in found[n])] += 1
+        first, second = (any(key in each.keys for each in found[0]) for key in KEYS[:2])
+        pairs[first, second] += 1
     assert len(seen) == 3 * 2 * 6 and all(230 < count < 370 for count in seen.values())
     assert len(pairs) == 4 and all(800 < count < 1000 for count in pairs.values())
 
@@ -136,7 +137,7 @@ def test_verdict_over_a_test_and_its_twin(
     real: Result | None, changed: Result | None, passed: bool, flags: set[str], first: bool
 ) -> None:
     plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
-    drawn = Drawn(runs=((plan.twins[0],), ()) if first else ((), (plan.twins[0],)))
+    drawn = ((plan.twins[0],), ()) if first else ((), (plan.twins[0],))
     said = [changed, real] if first else [real, changed]
     ran = [Ran(results={} if result is None else {KEYS[0]: result}) for result in said]
     assert judge(plan, drawn, ran) == ({"id": passed}, flags)
@@ -152,14 +153,14 @@ def test_verdict_over_a_test_and_its_twin(
 )
 def test_what_chance_decides_does_not_pass(real: list[Result], changed: list[Result], flags: set[str]) -> None:
     plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
-    drawn = Drawn(runs=tuple([()] * len(real) + [plan.twins] * len(changed)))
+    drawn = tuple([()] * len(real) + [plan.twins] * len(changed))
     assert judge(plan, drawn, [Ran(results={KEYS[0]: each}) for each in real + changed]) == ({"id": False}, flags)
 
 
 def test_a_run_tells_nothing_of_a_test_that_a_twin_changes_besides() -> None:
     both = Twin(path="", start=0, end=0, text="", kind="value", keys=(KEYS[0],), besides=(KEYS[1],))
     plan = Plan(digest="", tests={key: key for key in KEYS[:2]}, twins=(both,))
-    drawn = Drawn(runs=((both,), ()))
+    drawn = ((both,), ())
     for told in (True, False):
         ran = [Ran(results=said(KEYS[1], passed=told)), Ran(results=said(*KEYS[:2]))]
         assert judge(plan, drawn, ran) == ({KEYS[0]: True, KEYS[1]: True}, set())
@@ -171,13 +172,13 @@ def test_a_weak_twin_fails_its_test_and_accuses_nobody() -> None:
     weak = replace(twin(KEYS[0]), weak=True)
     plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(weak,))
     ran = [Ran(results={KEYS[0]: PASSED})] * 2
-    assert judge(plan, Drawn(runs=((weak,), ())), ran) == ({"id": False}, {"weak_twin_passed"})
+    assert judge(plan, ((weak,), ()), ran) == ({"id": False}, {"weak_twin_passed"})
 
 
 def test_a_pass_of_another_test_is_no_pass() -> None:
     plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
     other = Ran(results={KEYS[0]: Result(outcome="passed", id="other")})
     failed = Ran(results={KEYS[0]: FAILED})
-    assert judge(plan, Drawn(runs=((), plan.twins)), [other, failed]) == ({"id": False}, set())
-    tampered = judge(plan, Drawn(runs=((), plan.twins)), [Ran(results={KEYS[0]: PASSED}), other])
+    assert judge(plan, ((), plan.twins), [other, failed]) == ({"id": False}, set())
+    tampered = judge(plan, ((), plan.twins), [Ran(results={KEYS[0]: PASSED}), other])
     assert tampered == ({"id": False}, {"twin_passed"}), "the ids of twins are their own: a changed row has another"

@@ -161,11 +161,11 @@ class Plugin:
         phases.append((str(report.when), outcome, call.excinfo.typename if call.excinfo else ""))
         if self.prepared.explain and call.excinfo and item not in self.failures:
             entries = [entry for entry in call.excinfo.traceback if entry.path == item.path]
-            told = str(call.excinfo.value).strip().split("\n")[0][:200]
+            message = str(call.excinfo.value).strip().split("\n")[0][:200]
             line, values = (entries[-1].lineno + 1, plain(entries[-1].locals)) if entries else (0, {})
             self.failures[item] = (
                 line,
-                told,
+                message,
                 values,
                 self.compared if call.excinfo.typename == "AssertionError" else [],
             )
@@ -214,7 +214,7 @@ class Calls:
         self.sealed = {os.path.join(prepared.root, path) for path in prepared.names}
         self.depths: dict[types.CodeType, int] = {}
         self.numbers: dict[types.CodeType, int] = {}
-        self.told = 0
+        self.reported = 0
 
     def covers(self, code: types.CodeType) -> bool:
         return code.co_filename.startswith(self.inside) and code.co_filename not in self.sealed
@@ -232,6 +232,6 @@ class Calls:
 
     def fresh(self) -> list[tuple[str, int]]:
         """Places of the functions that have got a number since this was last asked for, in the order of the numbers."""
-        codes = list(self.numbers)[self.told :]
-        self.told = len(self.numbers)
+        codes = list(self.numbers)[self.reported :]
+        self.reported = len(self.numbers)
         return [(code.co_filename[len(self.inside) :], code.co_firstlineno) for code in codes]

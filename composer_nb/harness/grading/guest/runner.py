@@ -207,7 +207,7 @@ def take(fd: int, buffer: bytearray) -> bool:
 
 
 def read_since(path: str) -> bool:
-    """Whether a file's time of access is no longer what `bait` made it."""
+    """Return whether a file's time of access is no longer what `bait` made it."""
     try:
         return os.stat(path, follow_symlinks=False).st_atime_ns != 0
     except OSError:
@@ -215,7 +215,7 @@ def read_since(path: str) -> bool:
 
 
 def changed(decoy: str) -> bool:
-    """Whether the report that nobody reads says something else now."""
+    """Return whether the report that nobody reads says something else now."""
     try:
         fd = os.open(decoy, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -309,7 +309,7 @@ class Prepared:
 
     def _add(self, path: str, text: str, packages: set[str]) -> None:
         place = os.path.join(self.root, path)
-        code = compile(told(text) if self.explain else text, place, "exec", dont_inherit=True)
+        code = compile(explained(text) if self.explain else text, place, "exec", dont_inherit=True)
         package = os.path.basename(path) == "__init__.py"
         full = path[: -len("/__init__.py")] if package else path[: -len(".py")]
         base = os.path.dirname(full) if package else os.path.dirname(path)
@@ -332,7 +332,7 @@ class Prepared:
         return laid
 
 
-def told(text: str) -> typing.Any:
+def explained(text: str) -> typing.Any:
     """Return a module whose assertions pass both sides of a failing comparison to pytest."""
     from _pytest.assertion.rewrite import rewrite_asserts
 

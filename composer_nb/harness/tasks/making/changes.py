@@ -37,7 +37,7 @@ class Unit:
 
     path: str
     name: str
-    """As `Class.method`."""
+    """Qualified, `Class.method`."""
     start: int
     """First line, decorators included, from 1."""
     end: int
@@ -169,7 +169,7 @@ def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[C
 
 
 def _fits(old: str, new: str) -> bool:
-    """Whether a change is Python, changes the program, and is small."""
+    """Return whether a change is Python, changes the program, and is small."""
     try:
         if normalised(old) == normalised(new):
             return False
@@ -255,7 +255,7 @@ def _without_body(text: str) -> str:
 
 
 def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
-    """Whether a private function is mentioned nowhere but in itself and in `text`."""
+    """Return whether a private function is mentioned nowhere but in itself and in `text`."""
     if unit.is_class or "." in unit.name or not unit.name.startswith("_") or unit.name.startswith("__"):
         return False
     word = re.compile(rf"\b{re.escape(unit.name)}\b")

@@ -115,18 +115,18 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
     lot = Random(f"instruction {seed}")
     tree = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text)
     node = next(each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
-    told = (ast.get_docstring(node) or "").strip()
-    paragraphs = told.split("\n\n")
+    documented = (ast.get_docstring(node) or "").strip()
+    paragraphs = documented.split("\n\n")
     brief = " ".join(paragraphs[0].split())
     arguments = ast.unparse(node.args)
     call = f"{name}({arguments})" if len(arguments) <= MAX_QUOTE else f"{name}(…)"
-    longer = told if len(told) <= 900 else "\n\n".join(paragraphs[:2])[:900].rstrip()
+    longer = documented if len(documented) <= 900 else "\n\n".join(paragraphs[:2])[:900].rstrip()
     plain = [each for each in examples if each.alone and each.call and each.wanted and not each.code]
     own = name.rpartition(".")[2]
     plain = sorted({each.call: each for each in plain}.values(), key=lambda each: own not in each.call)[:2]
     shown = " and ".join(f"`{each.call}` should give `{each.wanted}`" for each in plain)
     shown = f"\n\nFor example, {shown}." if shown else ""
-    if len(told.split()) < SAYS and not shown:
+    if len(documented.split()) < SAYS and not shown:
         return ""
     brief = brief if len(brief.split()) >= SAYS else longer
     styles = (

@@ -205,7 +205,7 @@ class Maker:
             for change in window:
                 outcome = self.store.outcomes[change.key]
                 task = outcome.task if outcome.verdict == "kept" and wanted else None
-                if task is not None and (self.require == "none" or meets(guard_of(task), self.require)):
+                if task is not None and (self.require == "none" or meets(guard_of(task).by, self.require)):
                     wanted -= 1
                     self.found[change.key] = change, task
                     self._tell(doing)

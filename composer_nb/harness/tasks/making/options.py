@@ -58,7 +58,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How pytest runs a suite."""
+    """The pytest options of a suite."""
 
     ini: str = ""
     """Lines of the section `[pytest]` of every run."""

@@ -47,7 +47,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """How one failing test failed."""
+    """A failing test, as a report of a bug would tell it."""
 
     subject: str
     """The function that was called, as the test names it; else the test's module."""
@@ -56,7 +56,7 @@ class Symptom:
     call: str = ""
     """The expression that goes wrong; empty if it is no short line."""
     alone: bool = False
-    """Whether the call, or `code` where there is some, says everything that is needed to reproduce it."""
+    """True if the call, or `code` where there is some, says everything that is needed to reproduce it."""
     code: str = ""
     """Lines that lead to the call and end in it, if the call alone does not say everything."""
     setup: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Symptom:
 
     @property
     def rank(self) -> int:
-        """How well it tells: 0 by a call, 1 by lines, 2 in words, 3 not at all."""
+        """Return how well it tells: 0 by a call, 1 by lines, 2 in words, 3 not at all."""
         known = bool(self.exception or self.missing or (self.wanted and self.seen))
         if known and self.alone and (self.call or self.code):
             return 1 if self.code else 0
@@ -222,7 +222,7 @@ def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, noted: Sequence[st
 
 
 def _plain(text: str) -> bool:
-    """Whether a text is a literal."""
+    """Return whether a text is a literal."""
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

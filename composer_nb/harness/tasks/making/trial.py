@@ -164,8 +164,8 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> tuple[V
     others = [key for key in sorted(baseline.plan.tests) if key.partition("::")[0] in modules]
     besides = [key for key in dict.fromkeys([*near, *others]) if key not in failing][:BESIDES]
     order = [key for key in baseline.nearest(change.places) if key in failing] or sorted(failing)
-    told = _told(subject, ran, order, change, parts)
-    if not told:
+    symptoms = _symptoms(subject, ran, order, change, parts)
+    if not symptoms:
         return "silent", None
     draft = _draft(subject, change, changed, sorted({*failing, *besides}))
     task = repeated(subject, draft, failing)
@@ -175,9 +175,9 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> tuple[V
     if change.kind == "feature":
         edit = change.edits[0]
         original = "\n".join(subject.repository.files[edit.path].split("\n")[edit.start - 1 : edit.end])
-        text = write_feature(edit.path, edit.name, original, seed, told)
+        text = write_feature(edit.path, edit.name, original, seed, symptoms)
     else:
-        text = write(told, len(json.loads(task.metadata["fail_to_pass"])), seed)
+        text = write(symptoms, len(json.loads(task.metadata["fail_to_pass"])), seed)
     if not text:
         return "silent", None
     task = task.model_copy(update={"instruction": text})
@@ -266,7 +266,7 @@ def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
 
 
 def _copied(repository: Repository, change: Change) -> bool:
-    """Whether the original text of a changed function occurs more than once in the repository."""
+    """Return whether the original text of a changed function occurs more than once in the repository."""
     for edit in change.edits:
         lines = repository.files[edit.path].split("\n")[edit.start - 1 : edit.end]
         text = "\n".join(lines)
@@ -275,7 +275,7 @@ def _copied(repository: Repository, change: Change) -> bool:
     return False
 
 
-def _told(subject: Subject, ran: Ran, order: Sequence[str], change: Change, parts: Sequence[Part]) -> list[Symptom]:
+def _symptoms(subject: Subject, ran: Ran, order: Sequence[str], change: Change, parts: Sequence[Part]) -> list[Symptom]:
     """Return one symptom for each bug, or the examples for a feature; nothing if a bug has no symptom that tells.
 
     For several bugs, a test that fails because of one bug alone is preferred.
@@ -287,16 +287,16 @@ def _told(subject: Subject, ran: Ran, order: Sequence[str], change: Change, part
         return [found] if found else []
     plan = subject.baseline.plan
     broken = [set(json.loads(part.metadata["fail_to_pass"])) for _, part in parts]
-    told: list[Symptom] = []
+    symptoms: list[Symptom] = []
     for number, (own, (kind, _)) in enumerate(zip(broken, parts, strict=True)):
         others = set().union(*broken[:number], *broken[number + 1 :])
         near = [key for key in subject.baseline.nearest(kind.places) if key in order and plan.tests[key] in own]
         mixed = sorted(near, key=lambda key: plan.tests[key] in others)  # stable
         found = _best(subject, ran, mixed)
-        if found is None or found in told:
+        if found is None or found in symptoms:
             return []
-        told.append(found)
-    return told
+        symptoms.append(found)
+    return symptoms
 
 
 def _best(subject: Subject, ran: Ran, keys: Sequence[str]) -> Symptom | None:

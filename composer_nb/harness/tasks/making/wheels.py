@@ -58,12 +58,12 @@ def plugins(packages: Mapping[str, bytes]) -> list[str]:
     found = []
     for path, data in sorted(packages.items()):
         if path.endswith(".dist-info/entry_points.txt"):
-            told = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+            entries = configparser.ConfigParser(delimiters=("=",), interpolation=None)
             try:
-                told.read_string(data.decode())
+                entries.read_string(data.decode())
             except (configparser.Error, ValueError) as error:
                 raise ValueError(f"{path}: cannot be read: {visible(str(error))}") from None
-            found += [value for _, value in told.items("pytest11")] if told.has_section("pytest11") else []
+            found += [value for _, value in entries.items("pytest11")] if entries.has_section("pytest11") else []
     if odd := [value for value in found if not _MODULE.fullmatch(value)]:
         raise ValueError(f"a wheel announces {visible(odd[0][:60])!r} as a pytest plugin, which is no module")
     return found
