@@ -48,12 +48,11 @@ def facts(texts: Mapping[str, str]) -> Iterator[Fact]:
         asserts = [each.test for each in ast.walk(test.node) if isinstance(each, ast.Assert)]
         equations = [each for each in asserts if isinstance(each, ast.Compare) and isinstance(each.ops[0], ast.Eq)]
         used = {side.id for each in equations for side in (each.left, *each.comparators) if isinstance(side, ast.Name)}
-        for names, rows in test.tables:
-            for row in rows:
-                cells = dict(zip(names, cells_of(names, row), strict=False))
-                for name in used & set(cells):
-                    inputs = [value for other, cell in cells.items() if other != name for value in values(cell)]
-                    yield from _fact(ast.parse("f()", mode="eval").body, inputs, cells[name])
+        for row in test.rows:
+            cells = dict(zip(test.columns, cells_of(test.columns, row), strict=False))
+            for name in used & set(cells):
+                inputs = [value for other, cell in cells.items() if other != name for value in values(cell)]
+                yield from _fact(ast.parse("f()", mode="eval").body, inputs, cells[name])
 
 
 def _fact(answer: ast.expr, inputs: Sequence[Any], wanted: ast.expr) -> Iterator[Fact]:

@@ -141,15 +141,12 @@ def _best(
     """Return the proposals that differ least from the original; sometimes, as often as in the suite, the input itself."""
     often = suite.count(value) > 1
     traits = _traits(value, place)
-
     times = Counter(new for new in proposed if not _same(new, value))
 
     def distance(new: Value) -> float:
         unlike = sum(one != two for one, two in zip(traits, _traits(new, place), strict=True))
         unlike += often != (suite.count(new) > 0)
-        return (
-            away(new) + 2 * unlike + rng.expovariate(4 * times[new])
-        )  # of equals the one that was proposed most often
+        return away(new) + 2 * unlike + rng.expovariate(4 * times[new])  # of equals the one proposed most often
 
     ranked = sorted((distance(new), repr(new), new) for new in times)
     found = [new for _, _, new in ranked[:count]]
@@ -268,7 +265,7 @@ def _proposed_texts(text: str, rng: random.Random, suite: Suite, inputs: Sequenc
     yield from near[:TRIES]
     for given in inputs:  # another part of the input
         if text and text in given:
-            yield from {given[at : at + len(text)] for at in range(len(given) - len(text) + 1)}
+            yield from dict.fromkeys(given[at : at + len(text)] for at in range(len(given) - len(text) + 1))
     places = [place for place, letter in enumerate(text) if letter.isascii() and letter.isalnum()]
     for _ in range(TRIES if places else 0):
         place = rng.choice(places)
@@ -304,17 +301,17 @@ def _cases(text: str) -> str:
     return "".join(next((mark for mark, holds in zip("aAd", CASES, strict=True) if holds(each)), each) for each in text)
 
 
+def _alike(one: str, two: str) -> int:
+    """Return the number of letters with which both texts begin."""
+    pairs = zip(one, two, strict=False)
+    return next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(two)))
+
+
 def _relation(text: str, given: str) -> tuple[float, ...]:
     """Return measures, from 0 to 1, of how a text relates to an input."""
     one, two = text.casefold(), given.casefold()
     longest = max(len(one), len(two), 1)
-    begin = next(
-        (at for at, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two))
-    )
-    end = next(
-        (at for at, pair in enumerate(zip(one[::-1], two[::-1], strict=False)) if pair[0] != pair[1]),
-        min(len(one), len(two)),
-    )
+    begin, end = _alike(one, two), _alike(one[::-1], two[::-1])
     shared = (Counter(one) & Counter(two)).total()
     return begin / longest, end / longest, shared / longest, float(one in two), float(two in one), float(text == given)
 

@@ -22,7 +22,7 @@ import builtins
 import copy
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from composer_nb.harness.grading.mutate import Place, Suite, other_exceptions, others, swapped_order, telling
@@ -140,12 +140,14 @@ class _Test:
         self.hidden, self.source, self.node, self.base = hidden, source, node, base
         self.rng = random.Random(f"{base}\n{source.text}")
         self.table_name = ""
-        self.tables = list(self._tables())
+        self.columns, self.rows = self._table()
         self.used_columns: set[str] = set()
-        self.loads = Counter(each.id for each in ast.walk(node) if isinstance(each, ast.Name) and _loaded(each))
+        self.loads = Counter(
+            each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+        )
         self.input_columns: dict[str, tuple[Role, bool]] = {}
         """Columns whose cells decide what no expected value tells -> what they are for, and whether that must raise."""
-        self.known = known_in(source.known, node, {name for names, _ in self.tables for name in names})
+        self.known = known_in(source.known, node, set(self.columns))
         self.bodies = {
             item.context_expr: each.body for each in ast.walk(node) if isinstance(each, ast.With) for item in each.items
         }
@@ -169,12 +171,15 @@ class _Test:
         share = max(1, min(VALUES, CHANGES // max(1, len(places))))
         for changes in places:
             yield from changes[: share * (1 + (changes[:1] != [] and changes[0].kind == "input"))]
-        users = self.source.users.get(self.table_name, [self.base])
-        if self.table_name and self.source.loads[self.table_name] != len(users) + 1:
-            return  # somebody else reads the table
-        for names, rows in self.tables:
-            for number, row in enumerate(rows):
-                yield from self._row(names, number, row)
+        if self.table_name and self.source.loads[self.table_name] != len(self.users) + 1:
+            return  # something else reads the table
+        for number, row in enumerate(self.rows):
+            yield from self._row(number, row)
+
+    @property
+    def users(self) -> list[str]:
+        """The tests that the table is for."""
+        return self.source.users.get(self.table_name, [self.base])
 
     def _change(
         self,
@@ -187,7 +192,6 @@ class _Test:
         telling: bool = False,
     ) -> Candidate:
         start, end = self.source.span(node)
-        bases = (self.base,) if row is None else tuple(self.source.users.get(self.table_name, [self.base]))
         return Candidate(
             path=self.source.path,
             start=start,
@@ -196,7 +200,7 @@ class _Test:
             kind=kind,
             weak=weak or kind in ("exception", "input"),
             telling=telling,
-            bases=bases,
+            bases=(self.base,) if row is None else tuple(self.users),
             row=row,
         )
 
@@ -274,13 +278,9 @@ class _Test:
 
     def _variable(self, name: ast.Name, place: Place) -> Iterator[list[Candidate]]:
         """Yield changes of the value that a variable gets, where it gets it."""
-        if any(name.id in names for names, _ in self.tables):
+        if name.id in self.columns:
             self.used_columns.add(name.id)
-        given = [
-            node.value
-            for node in ast.walk(self.node)
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name.id]
-        ]
+        given = _assigned(ast.walk(self.node), name.id)
         if len(given) == 1:
             yield self._literals(given[0], place=place, weak=self.loads[name.id] > 1)
         yield [self._change(name, f"[{name.id}]", "negation", telling=True)]
@@ -323,7 +323,7 @@ class _Test:
         calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
         for call in calls:
             for role, argument in arguments(call):
-                if isinstance(argument, ast.Name) and any(argument.id in names for names, _ in self.tables):
+                if isinstance(argument, ast.Name) and argument.id in self.columns:
                     self.input_columns[argument.id] = (role, must_raise)
         calls = [call for call in calls if any(isinstance(each, ast.Constant) for _, each in arguments(call))]
         found: dict[str, Candidate] = {}
@@ -355,7 +355,7 @@ class _Test:
         name = last_name(node.func)
         if name in RAISES and node.args:
             wanted = node.args[0]
-            if isinstance(wanted, ast.Name) and any(wanted.id in names for names, _ in self.tables):
+            if isinstance(wanted, ast.Name) and wanted.id in self.columns:
                 self.used_columns.add(wanted.id)
             else:
                 yield self._errors(wanted)
@@ -389,56 +389,41 @@ class _Test:
 
     # Tables of parametrised tests.
 
-    def _tables(self) -> Iterator[tuple[list[str], list[ast.expr]]]:
-        found = [
-            node
-            for node in self.node.decorator_list
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parametrize"
-        ]
-        if len(found) != 1 or len(found[0].args) < 2:  # several multiply: a row is several tests
-            return
+    def _table(self) -> tuple[list[str], list[ast.expr]]:
+        """Return the columns and rows by which the test is parametrised; none if it is so more than once, as a row is several
+        tests then."""
+        found = [each for each in self.node.decorator_list if isinstance(each, ast.Call)]
+        found = [each for each in found if isinstance(each.func, ast.Attribute) and each.func.attr == "parametrize"]
+        if len(found) != 1 or len(found[0].args) < 2:
+            return [], []
         names, rows = found[0].args[:2]
         if isinstance(rows, ast.Name):
-            self.table_name, rows = rows.id, self._global(rows.id) or rows
+            given = _assigned(self.source.tree.body, rows.id)
+            self.table_name, rows = rows.id, given[0] if len(given) == 1 else rows
         match names:
             case ast.Constant(value=str() as text):
-                words = [word.strip() for word in text.split(",") if word.strip()]
+                columns = [word.strip() for word in text.split(",") if word.strip()]
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
-                words = [str(getattr(element, "value", "")) for element in elements]
+                columns = [str(getattr(element, "value", "")) for element in elements]
             case _:
-                return
+                return [], []
         if isinstance(rows, ast.List | ast.Tuple) and not any(isinstance(row, ast.Starred) for row in rows.elts):
-            yield words, rows.elts
-
-    def _global(self, name: str) -> ast.expr | None:
-        given = [
-            node.value
-            for node in self.source.tree.body
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]
-        ]
-        return given[0] if len(given) == 1 else None
+            return columns, rows.elts
+        return [], []
 
     def cells(self, column: str) -> list[ast.expr]:
-        """Return the cells of the tables in a column."""
-        return [
-            cell
-            for names, rows in self.tables
-            for row in rows
-            for name, cell in zip(names, cells_of(names, row), strict=False)
-            if name == column
-        ]
+        """Return the cells of a column."""
+        pairs = [pair for row in self.rows for pair in zip(self.columns, cells_of(self.columns, row), strict=False)]
+        return [cell for name, cell in pairs if name == column]
 
     def _also_input(self, column: int) -> bool:
-        """Return whether a test that the table is for uses a column twice: then another value does not contradict the test."""
-        users = self.source.users.get(self.table_name, [self.base])
-        tests = [test for test in self.hidden.tests if test.base in users]
-        return any(
-            test.loads[name] > 1 for test in tests for names, _ in test.tables for name in names[column : column + 1]
-        )
+        """Return whether a test that the table is for uses a column twice: another value then does not contradict the test."""
+        tests = [test for test in self.hidden.tests if test.base in self.users]
+        return any(test.loads[name] > 1 for test in tests for name in test.columns[column : column + 1])
 
-    def _row(self, names: list[str], number: int, row: ast.expr) -> Iterator[Candidate]:
-        cells = cells_of(names, row)
-        for column, (name, cell) in enumerate(zip(names, cells, strict=False)):
+    def _row(self, number: int, row: ast.expr) -> Iterator[Candidate]:
+        cells = cells_of(self.columns, row)
+        for column, (name, cell) in enumerate(zip(self.columns, cells, strict=False)):
             inputs = tuple(value for each in cells if each is not cell for value in values(each))
             if name in self.input_columns and isinstance(cell, ast.Constant):
                 role, must_raise = self.input_columns[name]
@@ -454,8 +439,13 @@ class _Test:
                 yield self._change(cell, f"[{self.source.of(cell)}]", "value", row=number, telling=True)
 
 
-def _loaded(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Load)
+def _assigned(nodes: Iterable[ast.AST], name: str) -> list[ast.expr]:
+    """Return the values that are assigned to a name, and to nothing else."""
+    return [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]
+    ]
 
 
 def _suppresses(node: ast.With) -> bool:

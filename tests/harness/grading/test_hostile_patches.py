@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import Plan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.grading.validate import validate_task
@@ -80,11 +81,11 @@ def exit_code(patch: Patch, backend: Backend) -> int:
     start += (
         "sys.argv = ['pytest', '-q', 'tests/test_hidden_ledger.py']; runpy.run_module('pytest', run_name='__main__')"
     )
-    with backend.create() as box:
-        box.upload({path.lstrip("/"): text.encode() for path, _, text in box.sources().values()})
-        box.upload({f"w/{path}": data for path, data in patch.workspace.items()})
-        box.upload({f"w/{path}": text.encode() for path, text in patch.task.tests.items()})
-        return int(box.exec(["python3", "-S", "-c", start], cwd="w", timeout_s=60).exit_code)
+    with backend.create() as sandbox:
+        sandbox.upload({path.lstrip("/"): text.encode() for path, _, text in sources().values()})
+        sandbox.upload({f"w/{path}": data for path, data in patch.workspace.items()})
+        sandbox.upload({f"w/{path}": text.encode() for path, text in patch.task.tests.items()})
+        return int(sandbox.exec(["python3", "-S", "-c", start], cwd="w", timeout_s=60).exit_code)
 
 
 def test_whoever_guesses_is_caught_or_fails(backend: Backend, plans: dict[str, Plan]) -> None:

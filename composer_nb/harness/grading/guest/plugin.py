@@ -26,11 +26,6 @@ import pytest
 if typing.TYPE_CHECKING:
     from composer_nb.harness.grading.guest.runner import Prepared, Say
 
-NO_PLUGINS = [
-    "cacheprovider", "terminal", "junitxml", "pastebin", "doctest", "setuponly", "setupplan", "stepwise",
-    "faulthandler",
-]  # fmt: skip
-
 
 def run(prepared: Prepared, say: Say) -> int:
     """Run the tests and return pytest's exit code."""
@@ -42,7 +37,7 @@ def run(prepared: Prepared, say: Say) -> int:
     options = ["-c", prepared.ini, "--rootdir", prepared.root, "--noconftest", "-s", "--assert=plain"]
     options += ["--import-mode=importlib", "--continue-on-collection-errors"]
     options += ["--basetemp=" + os.path.join(os.path.dirname(prepared.ini), "temporary")]
-    for name in NO_PLUGINS:
+    for name in prepared.unused:
         options += ["-p", "no:" + name]
     plugins: list[object] = [Plugin(prepared, say)]
     if prepared.record:

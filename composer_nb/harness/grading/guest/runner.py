@@ -276,6 +276,8 @@ def child(waits: int, says: int, prints: int) -> None:
 class Prepared:
     """A run's folder with all its files, and its hidden modules, compiled."""
 
+    unused = UNUSED
+
     def __init__(self, job: Json) -> None:
         self.root = os.path.abspath(FOLDER)
         aside = tempfile.mkdtemp(prefix="pytest-")
