@@ -338,9 +338,9 @@ def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
             case ["place", str(path), int(number)] if job.reach:
                 places.append((path, number))
             case ["reached", str(key), int() | float() as seconds, list(called)] if (
-                job.reach and key not in ran.reached and (depths := _depths(called, places)) is not None
+                job.reach and key not in ran.reached and all(_fits(each, places) for each in called)
             ):
-                ran.reached[key] = Reach(seconds=seconds, depths=depths)
+                ran.reached[key] = Reach(seconds=seconds, depths={places[number]: depth for number, depth in called})
             case ["at", str(key), int(number), str(message), dict(values), list(compared)] if (
                 job.explain and key not in ran.failures
             ):
@@ -365,16 +365,12 @@ def _read(job: Job, nonce: str, report: Mapping[str, Any]) -> Ran:
     return ran
 
 
-def _depths(called: list[Any], places: Sequence[Place]) -> dict[Place, int] | None:
-    """Return None for anything that the plugin does not write."""
-    depths = {}
-    for each in called:
-        match each:
-            case [int(number), int(depth)] if 0 <= number < len(places):
-                depths[places[number]] = depth
-            case _:
-                return None
-    return depths
+def _fits(called: Any, places: Sequence[Place]) -> bool:
+    """Return whether the plugin could have written this: the number of a place, and a depth."""
+    match called:
+        case [int(number), int()]:
+            return 0 <= number < len(places)
+    return False
 
 
 def _looks_like_pytest(output: str) -> bool:

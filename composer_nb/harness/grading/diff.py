@@ -72,11 +72,10 @@ def changes(task: Task, files: Mapping[str, bytes], pristine: Mapping[str, bytes
             changed.append(path)
     size, places = 0, set[str]()
     for path in sorted(path for path, data in files.items() if pristine.get(path) != data):
-        reason = _unwanted(task, path) or _misfit({*graded, *task.tests} - {path}, path)
+        reason = _unwanted(task, path) or ("conflict" if _misfits({*graded, *task.tests} - {path}, path) else None)
         new, needed = size + len(files[path]), places | {path, *map(str, PurePosixPath(path).parents)}
-        if reason is None and (
-            len(files[path]) > MAX_FILE_BYTES or new > MAX_CHANGED_BYTES or len(needed) > MAX_CHANGED_FILES
-        ):
+        large = len(files[path]) > MAX_FILE_BYTES or new > MAX_CHANGED_BYTES or len(needed) > MAX_CHANGED_FILES
+        if large and not reason:
             reason = "too_large"
         if reason:
             dropped[path] = reason
@@ -101,11 +100,8 @@ def _unwanted(task: Task, path: str) -> Drop | None:
         return "outside_scope"
     if task.grader == "script":  # its tests are set up by what is beside them
         return None
-    if _makes_package(task, path):
-        return "test_setup"
-    if pure.name in SETUP_NAMES or pure.name.endswith(SETUP_ENDINGS) or folders & SETUP_FOLDERS:
-        return "test_setup"
-    return None
+    setup = pure.name in SETUP_NAMES or pure.name.endswith(SETUP_ENDINGS) or folders & SETUP_FOLDERS
+    return "test_setup" if setup or _makes_package(task, path) else None
 
 
 def _makes_package(task: Task, path: str) -> bool:
@@ -118,10 +114,7 @@ def _makes_package(task: Task, path: str) -> bool:
     return name == "__init__.py" and bool(folder) and new and any(each.startswith(folder + "/") for each in task.tests)
 
 
-def _misfit(graded: Set[str], path: str) -> Drop | None:
-    """A file cannot replace a folder, lie below a file, or take the place of what a hidden test needs."""
-    if not graded.isdisjoint(map(str, PurePosixPath(path).parents)) or any(
-        other.startswith(path + "/") for other in graded
-    ):
-        return "conflict"
-    return None
+def _misfits(graded: Set[str], path: str) -> bool:
+    """Return whether a file would replace a folder, lie below a file, or take the place of what a hidden test needs."""
+    parents = map(str, PurePosixPath(path).parents)
+    return not graded.isdisjoint(parents) or any(other.startswith(path + "/") for other in graded)

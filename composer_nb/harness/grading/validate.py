@@ -184,25 +184,25 @@ def seen_to_fail(task: Task, plan: Plan, proposed: Sequence[Candidate], boxes: B
     by_function: dict[str, list[str]] = {}
     for key in plan.tests:
         by_function.setdefault(key.rpartition("#")[0], []).append(key)
-    rounds: list[list[Candidate]] = []
-    taken: list[set[tuple[str, int | None]]] = []
+    rounds: list[tuple[list[Candidate], set[tuple[str, int | None]]]] = []
     for candidate in proposed:  # a round has at most one change for each test
-        if by_function.keys().isdisjoint(candidate.bases):
-            continue
-        number = next((n for n, held in enumerate(taken) if not _meets(candidate, held)), len(taken))
-        if number == len(taken):
-            rounds.append([])
-            taken.append(set())
-        rounds[number].append(candidate)
-        for base in candidate.bases:
-            taken[number] |= {(base, candidate.row), (base, ANY)}
-    changed = [sorted({base for candidate in each for base in candidate.bases}) for each in rounds]
-    keys = [[key for base in bases for key in by_function.get(base, ())] for bases in changed]
-    jobs = [
-        replace(job(task, gold_files(task), [_twin(c) for c in each], frozenset(k)), test_s=TEST_S)
-        for each, k in zip(rounds, keys, strict=True)
+        if not by_function.keys().isdisjoint(candidate.bases):
+            changes, taken = next((each for each in rounds if not _meets(candidate, each[1])), ([], set()))
+            if not changes:
+                rounds.append((changes, taken))
+            changes.append(candidate)
+            taken |= {(base, row) for base in candidate.bases for row in (candidate.row, ANY)}
+    keys = [
+        [key for base in sorted({base for base, _ in taken}) for key in by_function.get(base, ())]
+        for _, taken in rounds
     ]
-    twins = [t for each, k, run in zip(rounds, keys, boxes.run(jobs), strict=True) for t in _made(k, each, run)]
+    gold = gold_files(task)
+    jobs = [
+        replace(job(task, gold, [_twin(each) for each in changes], frozenset(some)), test_s=TEST_S)
+        for (changes, _), some in zip(rounds, keys, strict=True)
+    ]
+    ran = zip(rounds, keys, boxes.run(jobs), strict=True)
+    twins = [twin for (changes, _), some, run in ran for twin in _made(some, changes, run)]
     covered = {key for twin in twins if not twin.telling for key in twin.keys}
     return [twin for twin in twins if not twin.telling or covered.isdisjoint([*twin.keys, *twin.besides])]
 

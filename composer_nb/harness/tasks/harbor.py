@@ -21,15 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.untrusted import beneath, checked, visible
-
-if TYPE_CHECKING:
-    from composer_nb.harness.tasks.task import Task
 
 WORKSPACE = "environment/workspace"
 RUNTIME = "host-python"
@@ -49,6 +46,7 @@ def _stays(path: str) -> str:
 Place = Annotated[str, AfterValidator(_stays)]
 Name = Annotated[str, AfterValidator(checked)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Grader = Literal["functions", "pytest", "script"]
 Network = Literal["no-network", "public", "allowlist"] | None
 Blob = Annotated[
     bytes,
@@ -101,7 +99,7 @@ class Own(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str | None = None
-    grader: Literal["functions", "pytest", "script"] | None = None
+    grader: Grader | None = None
     runtime: Literal["host-python"] | None = None
     source_scope: list[str] | None = None
     facts: dict[str, str] = {}
@@ -148,6 +146,20 @@ class Kept(BaseModel):
     rest: dict[Name, Blob] = {}
     """Files that no field holds, by path; and `instruction.md` where it ends otherwise than with one newline."""
     executable: tuple[Name, ...] = ()
+
+
+class Fields(Protocol):
+    """The fields of a Task that a directory holds. `task.py` imports this module."""
+
+    id: str
+    instruction: str
+    files: dict[str, str]
+    tests: dict[str, str]
+    solution: dict[str, str]
+    source_scope: tuple[str, ...]
+    grader: Grader
+    metadata: dict[str, str]
+    kept: Kept | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +255,7 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
     }
 
 
-def layout(task: Task) -> Directory:
+def layout(task: Fields) -> Directory:
     """Return the directory of a task: as it was read, with the changes since, or as it is written here."""
     files = {
         f"{folder}/{name}": text.encode()
@@ -305,7 +317,7 @@ def _graded(own: Own) -> tuple[str, tuple[str, ...]]:
     return own.grader or ("functions" if own.source_scope else "script"), tuple(own.source_scope or ("**",))
 
 
-def _kept_toml(task: Task, kept: Kept) -> str:
+def _kept_toml(task: Fields, kept: Kept) -> str:
     """Return the task.toml as it was; if the task has changed, with our table rewritten at its end."""
     table = settings(kept.toml)
     own = table.metadata.composer_nb or Own()
@@ -334,7 +346,7 @@ def _without_own(table: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != "metadata"} | {"metadata": metadata}
 
 
-def _toml(task: Task) -> str:
+def _toml(task: Fields) -> str:
     return (
         'schema_version = "1.4"\nartifacts = ["/workspace"]\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
         'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
@@ -342,7 +354,7 @@ def _toml(task: Task) -> str:
     )
 
 
-def _own_table(task: Task, runtime: str) -> str:
+def _own_table(task: Fields, runtime: str) -> str:
     facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
     return (
         f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"

@@ -114,9 +114,9 @@ def _from_files(
     names = _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
     hidden = hidden | {_module(name) for name in names}
     if missing := sorted(hidden - set(tested)):
-        raise ValueError(f"{_text(row, 'instance_id')}: tests name {missing[0]!r}, which is not among the files")
+        raise _unfit(row, f"tests name {missing[0]!r}, which is not among the files")
     if gone := sorted(path for path, text in gold.items() if text is None):
-        raise ValueError(f"{_text(row, 'instance_id')}: its solution deletes {gone[0]!r}, which a task cannot ask for")
+        raise _unfit(row, f"its solution deletes {gone[0]!r}, which a task cannot ask for")
     solution = {path: text for path, text in gold.items() if text is not None and path not in hidden}
     return Task(
         id=_text(row, "instance_id"),
@@ -139,7 +139,7 @@ def _in_image(
     rest: Mapping[str, bytes],
 ) -> Task:
     if any(sign.isspace() for sign in image):
-        raise ValueError(f"{_text(row, 'instance_id')}: image_name: {image!r} is no image's name")
+        raise _unfit(row, f"image_name: {image!r} is no image's name")
     names = _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
     modules = sorted({_module(name) for name in names})
     dockerfile = f"FROM {image}\nWORKDIR /testbed\n{prepare}RUN {_HISTORY}\n"
@@ -170,10 +170,14 @@ def _origin(row: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(row[key]) for key in ("repo", "base_commit", "version") if row.get(key)}
 
 
+def _unfit(row: Mapping[str, Any], why: str) -> ValueError:
+    return ValueError(f"{row.get('instance_id', 'row')}: {why}")
+
+
 def _text(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{row.get('instance_id', 'row')}: {key} is missing or no text")
+        raise _unfit(row, f"{key} is missing or no text")
     return value
 
 
@@ -185,14 +189,12 @@ def _names(row: Mapping[str, Any], key: str) -> list[str]:
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{row.get('instance_id', 'row')}: {key} is no list of tests")
+        raise _unfit(row, f"{key} is no list of tests")
     if key == "FAIL_TO_PASS" and not names:
-        raise ValueError(f"{row.get('instance_id', 'row')}: FAIL_TO_PASS is empty: nothing would tell a right answer")
-    for name in names:
-        if (
-            not _module(name).endswith(".py") or "\n" in name or name.startswith(("-", "@"))
-        ):  # an option, or a file of them
-            raise ValueError(f"{row.get('instance_id', 'row')}: {key}: {name[:80]!r} is no node id of pytest")
+        raise _unfit(row, "FAIL_TO_PASS is empty: nothing would tell a right answer")
+    for name in names:  # not an option, or a file of them
+        if not _module(name).endswith(".py") or "\n" in name or name.startswith(("-", "@")):
+            raise _unfit(row, f"{key}: {name[:80]!r} is no node id of pytest")
     return names
 
 
@@ -204,4 +206,4 @@ def _fits(row: Mapping[str, Any], key: str, applied: Any) -> dict[str, str | Non
     try:
         return dict(applied())
     except ValueError as error:
-        raise ValueError(f"{_text(row, 'instance_id')}: {key}: {error}") from None
+        raise _unfit(row, f"{key}: {error}") from None

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -39,7 +39,7 @@ class Task(BaseModel):
     """Changed files of a right answer. For the grader `script`: `solve.sh` and its files."""
     source_scope: tuple[str, ...]
     """Paths whose changes are graded; changes elsewhere are dropped. For the grader `pytest` also globs (`src/**`)."""
-    grader: Literal["functions", "pytest", "script"] = "functions"
+    grader: harbor.Grader = "functions"
     """functions: tests of one plain form (`functions.py`). pytest: any pytest modules (`grading/pytest_grader.py`); what
     `grading.validate` finds out about them is in `metadata`. script: `tests/test.sh` of a foreign task
     (`grading/script_grader.py`), weak and for evaluation."""

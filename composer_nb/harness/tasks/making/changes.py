@@ -19,6 +19,7 @@ from random import Random
 import libcst as cst
 
 from composer_nb.harness.grading.box import Place
+from composer_nb.harness.grading.source import Function
 from composer_nb.harness.tasks.making.mutations import KINDS, OF_CLASSES
 
 MIN_LINES, MAX_LINES = 3, 160
@@ -28,7 +29,6 @@ MAX_CHANGED = 24
 """Maximum lines that one bug adds and removes, together."""
 FEATURE_LINES = (6, 120)
 ROUNDS = 8
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

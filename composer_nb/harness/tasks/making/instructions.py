@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
+from composer_nb.harness.tasks.making.changes import function_of
 from composer_nb.harness.tasks.making.symptoms import MAX_QUOTE, Symptom, find
 
 SAYS = 5
@@ -113,8 +114,8 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
     """Return the instruction for a missing feature, from the function's text as it was: its signature, its docstring, and up to
     two of `examples`. Empty if neither says anything."""
     lot = Random(f"instruction {seed}")
-    tree = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text)
-    node = next(each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    node = function_of(text)
+    assert node is not None
     documented = (ast.get_docstring(node) or "").strip()
     paragraphs = documented.split("\n\n")
     brief = " ".join(paragraphs[0].split())

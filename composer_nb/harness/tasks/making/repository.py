@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
+from composer_nb.harness.tasks.harbor import decoded
 from composer_nb.harness.tasks.scope import in_scope, is_conftest, is_test_module
 from composer_nb.harness.untrusted import HISTORY, is_plain
 
@@ -141,14 +142,6 @@ def read_repository(path: Path) -> Repository:
     return repository
 
 
-def _is_text(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return b"\0" not in data
-
-
 Found = Iterator[tuple[str, bytes | str]]
 """Path and content, or why there is none."""
 
@@ -158,7 +151,7 @@ def _bounded(found: Found, much: ValueError) -> Found:
     total = 0
     for count, (path, content) in enumerate(found, 1):
         if isinstance(content, bytes):
-            content = content if _is_text(content) else "no UTF-8 text"
+            content = "no UTF-8 text" if decoded(content) is None or b"\0" in content else content
             total += len(content)
         if total > LOOKED_AT * MAX_BYTES or count > LOOKED_AT * MAX_FILES:
             raise much

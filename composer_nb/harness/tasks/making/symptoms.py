@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from composer_nb.harness.grading.box import Failure, Result
+from composer_nb.harness.grading.source import Function, last_name
 
 MAX_QUOTE = 160
 """Characters of a value, a message or a call in a line."""
@@ -42,7 +43,6 @@ UNITTEST = {
     "IsNotNone": "assert ({0}) is not None",
 }
 """unittest's assertions without their prefix `assert`, as statements of the language."""
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ def _failing(function: ast.AST, line: int) -> ast.stmt | None:
 def _called(node: ast.AST | None, known: set[str]) -> str:
     """Return the first function of the repository that is called, as it is written."""
     for call in (each for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.Call)):
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        name = last_name(call.func)
         if name in known and not name.startswith(("assert", "_")) and name not in dir(builtins):
             owner = call.func.value if isinstance(call.func, ast.Attribute) else None
             return f"{owner.id}.{name}" if isinstance(owner, ast.Name) and owner.id[:1].isupper() else name
@@ -258,7 +258,7 @@ def _expected(function: Function, statement: ast.stmt) -> str:
 
 def _expects(items: Sequence[ast.withitem]) -> bool:
     calls = [each.context_expr for each in items if isinstance(each.context_expr, ast.Call)]
-    return any(getattr(each.func, "attr", getattr(each.func, "id", "")) in RAISES for each in calls)
+    return any(last_name(each.func) in RAISES for each in calls)
 
 
 def _holds(block: Sequence[ast.AST], statement: ast.stmt) -> bool:
