@@ -5,7 +5,9 @@ the end of every process in the sandbox, so that nothing writes any more; and on
 in a small regular file.
 
 Weak: the script runs the agent's code as the same user, who can write the reward. No twins and no exact ids would show it. Every
-grade is flagged `weak`, and none is trained on: `grade.grading`, which the trainer asks, refuses this grader.
+grade is flagged `weak`, and none is trained on: `grade.grading`, which the trainer asks, refuses this grader. Other flags besides
+those of `diff.py`: `no_reward` (none was left, or one that is none), `timeout` (of the script), `ended_early` (the sandbox ended
+before the script had).
 
 References: Harbor's `Verifier` (paths, order of the two files, numbers only); Harbor #1779 for why this stays weak.
 """
@@ -25,13 +27,6 @@ from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.runtime import bring, start, variables
 from composer_nb.harness.tasks.task import ENTRY, SOLVE, Task
 
-FLAGS = {
-    "weak": "graded by a script that shares its sandbox with what it tests",
-    "no_reward": "the script left no reward, or one that is none",
-    "timeout": "the script did not end in time",
-    "ended_early": "the sandbox ended before the script had",
-}
-"""Meaning of each flag of a grade, besides those of `diff.py`."""
 MAX_REWARD_BYTES = 64 << 10
 MAX_REWARDS = 1000
 OUTPUT = 8000

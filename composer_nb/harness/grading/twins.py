@@ -183,7 +183,7 @@ class _Test:
 
     def _change(
         self,
-        node: ast.expr,
+        where: ast.expr | tuple[int, int],
         text: str,
         kind: Kind,
         *,
@@ -191,7 +191,7 @@ class _Test:
         weak: bool = False,
         telling: bool = False,
     ) -> Candidate:
-        start, end = self.source.span(node)
+        start, end = where if isinstance(where, tuple) else self.source.span(where)
         return Candidate(
             path=self.source.path,
             start=start,
@@ -247,7 +247,7 @@ class _Test:
     def _operator(self, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Candidate]:
         start, end = self.source.span(left)[1], self.source.span(right)[0]
         if self.source.text[start:end].strip().split() == old.split():
-            yield replace(self._change(left, f" {new} ", "negation", telling=True), start=start, end=end)
+            yield self._change((start, end), f" {new} ", "negation", telling=True)
 
     def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Iterator[list[Candidate]]:
         """Changes of whichever side of an equation is what was expected, never of the answer: a literal, or else the only side
@@ -311,9 +311,8 @@ class _Test:
             found += [self._change(leaf, text, "value", row=row, weak=weak, telling=tells) for text in texts]
         if found and (swapped := swapped_order(displays, self.rng)):
             whole, text = swapped
-            start, end = self.source.span(whole[0])[0], self.source.span(whole[-1])[1]
-            swap = replace(self._change(whole[0], text, "value", row=row, weak=weak), start=start, end=end)
-            found[self.rng.randrange(len(found))] = swap
+            span = self.source.span(whole[0])[0], self.source.span(whole[-1])[1]
+            found[self.rng.randrange(len(found))] = self._change(span, text, "value", row=row, weak=weak)
         return [each for each in found if not each.telling] or found
 
     # Inputs that should come out differently.

@@ -41,7 +41,7 @@ class Program:
 
 @lru_cache(maxsize=4096)
 def canonical(source: str) -> str:
-    """`source` with every local name numbered by first use, and every integer, and the parameter `k` that stands where an
+    """Return `source` with every local name numbered by first use, and every integer, and the parameter `k` that stands where an
     integer could, written as C."""
     tree = ast.parse(source)
     kept = {"sum", "max", "min", "len", "sorted", "abs", "range", "append", "default"}
@@ -110,14 +110,9 @@ MAPS: dict[str, tuple[str, str]] = {
     "div": ("{x} // {c2}", "items div {c2}"),
     "mod": ("{x} % {c2}", "items mod {c2}"),
 }
-COMPARISONS: dict[str, str] = {
-    ">": "more than",
-    "<": "less than",
-    ">=": "at least",
-    "<=": "at most",
-    "==": "equal to",
-    "!=": "not equal to",
-}
+COMPARISONS = {
+    ">": "more than", "<": "less than", ">=": "at least", "<=": "at most", "==": "equal to", "!=": "not equal to",
+}  # fmt: skip
 
 
 def _filter(rng: Random, x: str, p: _Parts) -> tuple[str, str]:
@@ -249,24 +244,18 @@ FAMILIES: dict[str, tuple[float, Callable[[Random], tuple[str, str, tuple[str, .
 
 
 def draw_program(rng: Random) -> Program:
-    """Draws one program. The same generator state gives the same program."""
+    """Draw one program. The same generator state gives the same program."""
     family = rng.choices(list(FAMILIES), [weight for weight, _ in FAMILIES.values()])[0]
     source, spec, inputs = FAMILIES[family][1](rng)
     return Program(family=family, source=ast.unparse(ast.parse(source)), spec=spec, inputs=inputs)
 
 
 def draw_arguments(rng: Random, program: Program) -> tuple[object, ...]:
-    """Draws arguments that fit the program's parameters."""
-
-    def draw(kind: str) -> object:
-        match kind:
-            case "list":
-                return [rng.randint(-9, 15) for _ in range(rng.randint(2, 5))]
-            case "small":
-                return rng.randint(1, 9)
-            case "number":
-                return rng.randint(1, 9999)
-            case _:
-                return rng.randint(-9, 9)
-
-    return tuple(draw(kind) for kind in program.inputs)
+    """Draw arguments that fit the program's parameters."""
+    draws: dict[str, Callable[[], object]] = {
+        "list": lambda: [rng.randint(-9, 15) for _ in range(rng.randint(2, 5))],
+        "small": lambda: rng.randint(1, 9),
+        "number": lambda: rng.randint(1, 9999),
+        "any": lambda: rng.randint(-9, 9),
+    }
+    return tuple(draws[kind]() for kind in program.inputs)

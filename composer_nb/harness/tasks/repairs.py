@@ -48,9 +48,8 @@ def bugs(source: str, rng: Random) -> tuple[str, str] | None:
 
 
 def _locals(tree: ast.AST) -> list[str]:
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
-        node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
-    }
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     return sorted(name for name in names if not hasattr(builtins, name))
 
 
@@ -174,32 +173,23 @@ def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task |
     fails = [outcome != right for outcome, right in zip(outcomes, candidate.right, strict=True)]
     if sum(fails) < 2:
         return None
-    first = fails.index(True)
+    failing = [index for index, failed in enumerate(fails) if failed]
     passing = [index for index, failed in enumerate(fails) if not failed][: VISIBLE - 1]
-    visible = [first, *passing]
-    for index in [i for i, failed in enumerate(fails) if failed and i != first][1:]:
-        if len(visible) < VISIBLE:
-            visible.append(index)
-    cases = [(arguments, value) for arguments, value in zip(candidate.inputs, candidate.wanted, strict=True)]
+    visible = [failing[0], *passing, *failing[2:]][:VISIBLE]
+    cases = list(zip(candidate.inputs, candidate.wanted, strict=True))
     hidden = [cases[index] for index in range(len(cases)) if index not in visible]
     if len({repr(value) for _, value in hidden}) < 2:  # else a constant would pass
         return None
+    program = candidate.program
     digest = hashlib.sha256((candidate.buggy + repr(candidate.inputs)).encode()).hexdigest()[:12]
     return Task(
-        id=f"{candidate.program.family}-{digest}",
-        instruction=f"fix f.py: {candidate.program.spec}",
-        files={
-            "f.py": candidate.buggy + "\n",
-            "test_f.py": render_tests("f", "f", [cases[index] for index in visible]),
-        },
+        id=f"{program.family}-{digest}",
+        instruction=f"fix f.py: {program.spec}",
+        files={"f.py": candidate.buggy + "\n", "test_f.py": render_tests("f", "f", [cases[i] for i in visible])},
         tests={"test_hidden.py": render_tests("f", "f", hidden)},
-        solution={"f.py": candidate.program.source + "\n"},
+        solution={"f.py": program.source + "\n"},
         source_scope=("f.py",),
-        metadata={
-            "family": candidate.program.family,
-            "bug": candidate.kind,
-            "structure": candidate.program.structure,
-        },
+        metadata={"family": program.family, "bug": candidate.kind, "structure": program.structure},
     )
 
 
@@ -222,8 +212,8 @@ def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor
             if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
                 continue
             seen.add(key)
-            _remember(executor, task, candidate, task.files, outcomes)
-            _remember(executor, task, candidate, task.files | task.solution, candidate.right)
+            _remember(executor, task, candidate.inputs, task.files, outcomes)
+            _remember(executor, task, candidate.inputs, task.files | task.solution, candidate.right)
             yield task
             if len(seen) == count:
                 return
@@ -236,12 +226,12 @@ def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor
 def _remember(
     executor: CachedExecutor,
     task: Task,
-    candidate: Candidate,
+    inputs: Sequence[object],
     files: Mapping[str, str],
     outcomes: Sequence[CallOutcome],
 ) -> None:
-    """Store what `files` return on the candidate's inputs, as the visible and the hidden tests will ask for it."""
-    known = {literal(given): outcome for given, outcome in zip(candidate.inputs, outcomes, strict=True)}
+    """Store what `files` return on these inputs, as the visible and the hidden tests will ask for it."""
+    known = {literal(given): outcome for given, outcome in zip(inputs, outcomes, strict=True)}
     for tests in (task.visible_tests, task.tests):
         request = request_tests(files, parse_test_files(tests))
         executor.remember(request, [known[arguments] for arguments in request.arguments])

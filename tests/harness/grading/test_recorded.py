@@ -196,7 +196,7 @@ def test_what_guards_a_task(plan: Plan, by: Guarding, tests: tuple[int, int, int
     found = guard(plan, [f"t.py::test_{n}" for n in range(3)])
     assert (found.by, (found.strong, found.weak, found.none)) == (by, tests)
     assert found.calls == found.telling == len(plan.calls)
-    assert [meets(found, required) for required in ("calls", "twins", "none")] == {
+    assert [meets(found.by, required) for required in ("calls", "twins", "none")] == {
         "calls": [True, True, True], "twins": [False, True, True], "none": [False, False, True]
     }[by]  # fmt: skip
     assert Plan.from_json(plan.to_json()) == plan
