@@ -13,14 +13,14 @@ from typing import Any, cast
 
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import PLAN, gold_files, plan_of, start_files
+from composer_nb.harness.grading.plan import PLAN, gold_files, plan_of
 from composer_nb.harness.grading.recorded import Guarding, guard, meets
 from composer_nb.harness.grading.script_grader import run_script
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxUnavailable
-from composer_nb.harness.tasks.runtime import start
+from composer_nb.harness.tasks.runtime import start, workspace
 from composer_nb.harness.tasks.task import SOLVE, Task
 
 NOT_GUARDED = "code that only claims to be right could pass it"
@@ -87,7 +87,7 @@ def _files(task: Task, sandbox: Executor | Backend, solved: bool) -> Mapping[str
     """Return the workspace with the solution, or as it is at the start."""
     if task.grader == "script":
         return _left(task, cast(Backend, sandbox), solve=solved and SOLVE in task.solution)
-    return gold_files(task) if solved else start_files(task)
+    return gold_files(task) if solved else workspace(task)
 
 
 def _validated(task: Task, backend: Backend) -> dict[str, Any]:

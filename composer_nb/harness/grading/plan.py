@@ -26,7 +26,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from composer_nb.harness.grading.box import Call, Job
-from composer_nb.harness.tasks.runtime import packages_of
+from composer_nb.harness.tasks.runtime import packages_of, workspace
 from composer_nb.harness.tasks.scope import is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task
 
@@ -131,14 +131,9 @@ def with_plan(task: Task, plan: Plan) -> Task:
     return task.model_copy(update={"metadata": {**task.metadata, PLAN: plan.to_json()}})
 
 
-def start_files(task: Task) -> dict[str, bytes]:
-    """Return the workspace as an agent finds it."""
-    return {path: text.encode() for path, text in task.files.items()}
-
-
 def gold_files(task: Task) -> dict[str, bytes]:
     """Return the workspace with the solution applied."""
-    return {path: text.encode() for path, text in (task.files | task.solution).items()}
+    return workspace(task) | {path: text.encode() for path, text in task.solution.items()}
 
 
 @lru_cache(maxsize=256)

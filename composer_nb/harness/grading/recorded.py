@@ -23,8 +23,9 @@ from itertools import chain, zip_longest
 from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
-from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of, start_files
+from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of
 from composer_nb.harness.sandbox.contract import SandboxDied
+from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
 MOST, MOST_TELLING = 64, 48
@@ -262,7 +263,7 @@ def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tupl
             return ()
         alone = Job(files=gold, hidden={}, tests=(), calls=tuple((each.call,) for each in asked))
         watching = replace(alone, hash_seed=1, zone=ELSEWHERE, watch=True)
-        starting = replace(alone, files=start_files(task), batch_cpu_s=START_CPU_S)
+        starting = replace(alone, files=workspace(task), batch_cpu_s=START_CPU_S)
         right, started = boxes.run([watching, starting])
         said = {each: right.answers.get(place, "") for place, each in enumerate(asked)}
         said = {each: text for each, text in said.items() if len(text) <= LONGEST and _fits(each, text)}

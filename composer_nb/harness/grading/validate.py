@@ -23,12 +23,12 @@ from composer_nb.harness.grading.plan import (
     gold_files,
     job,
     normal,
-    start_files,
 )
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import Guard, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
 IDS = "pytest.ids"
@@ -107,7 +107,7 @@ def validate_task(
         return found
     plan, twin_problems, proposed = with_twins(task, found.plan, boxes, repeats=repeats)
     problems = list(twin_problems)
-    pristine = start_files(task)
+    pristine = workspace(task)
     nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s, spec=spec)
     if nothing.status not in ("graded", "agent_failed"):
         problems.append(f"no change is {nothing.status} {list(nothing.flags)}")

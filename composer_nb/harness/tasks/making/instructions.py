@@ -19,26 +19,12 @@ SAYS = 5
 WORDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "value": (
         (
-            "`{c}` gives `{o}`. It should give `{w}`.",
-            "I expect `{w}` from `{c}` and get `{o}`.",
-            "Bug: `{c}` is `{o}`, which should be `{w}`. Please fix.",
-            "why do I get `{o}` for `{c}`? it should be `{w}`",
+            "`{c}` gives {o}. It should give {w}.",
+            "I expect {w} from `{c}` and get {o}.",
+            "Bug: `{c}` is {o}, which should be {w}. Please fix.",
+            "why do I get {o} for `{c}`? it should be {w}",
         ),
-        "{l} gives `{o}` there. It should give `{w}`.",
-        "There, `{c}` gives {o}. Expected: {w}.",
-    ),
-    "truth": (
-        (
-            "`{c}` is {o} and should be {w}.",
-            "`{c}` should be {w}, but it is {o}. Please fix.",
-            "why is `{c}` {o}? expected {w}",
-        ),
-        "{l} is {o} there and should be {w}.",
-        "There, `{c}` gives {o}. Expected: {w}.",
-    ),
-    "part": (
-        ("`{c}` should be {w}, but it is `{o}`.", "I expect {w} from `{c}` and get `{o}`."),
-        "{l} gives `{o}` there. It should give {w}.",
+        "{l} gives {o} there. It should give {w}.",
         "There, `{c}` gives {o}. Expected: {w}.",
     ),
     "exception": (
@@ -81,8 +67,8 @@ def _said(symptom: Symptom, lot: Random) -> str:
     one_line, after_code, in_words = WORDINGS[symptom.kind]
     words = {
         "c": symptom.call,
-        "w": symptom.wanted,
-        "o": symptom.seen,
+        "w": _quoted(symptom.wanted),
+        "o": _quoted(symptom.seen),
         "e": symptom.exception or symptom.missing,
         "m": f": {symptom.message}" if symptom.message else "",
         "x": _instead(symptom),
@@ -105,9 +91,12 @@ def _instead(symptom: Symptom) -> str:
         return "It should not."
     if not symptom.wanted:
         return "It worked before."
-    if symptom.wanted.startswith(("something ", "one of ")) or symptom.wanted in ("true", "false"):
-        return f"It should be {symptom.wanted}."
-    return f"It should give `{symptom.wanted}`."
+    return f"It should give {_quoted(symptom.wanted)}."
+
+
+def _quoted(value: str) -> str:
+    """Return a value as code, unless it is in words."""
+    return value if value in ("true", "false") or value.startswith(("something ", "one of ")) else f"`{value}`"
 
 
 def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence[Symptom] = ()) -> str:

@@ -25,15 +25,15 @@ from composer_nb.harness.tasks.making.changes import Change, bugs, combined, fea
 from composer_nb.harness.tasks.making.options import INI, Options, Running, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
 from composer_nb.harness.tasks.making.store import Store
-from composer_nb.harness.tasks.making.trial import Outcome, Subject, look, settle
+from composer_nb.harness.tasks.making.trial import Outcome, Subject, settle
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, packages_digest, read_packages
 from composer_nb.harness.tasks.task import Task, save_tasks
 
 TASKS, RECORD, SUMMARY = "tasks.jsonl", "made.db", "summary.json"
 SIDE_BY_SIDE = 2
 """Sandboxes at a time."""
-TOGETHER = 6
-"""Changes tried in one sandbox."""
+AHEAD = 12
+"""Candidates drawn at a time."""
 SHARE = 6
 """One task in SHARE is a missing feature, and one combines several bugs."""
 FORMAT = "5"
@@ -197,7 +197,7 @@ class Maker:
     def _kept(self, pool: ThreadPoolExecutor, doing: str, candidates: Iterable[Change], wanted: int) -> Iterator[Task]:
         """Yield the tasks of the first `wanted` candidates that make one, in the candidates' order."""
         stream = iter(candidates)
-        while wanted > 0 and (window := list(islice(stream, min(SIDE_BY_SIDE * TOGETHER, 2 * wanted)))):
+        while wanted > 0 and (window := list(islice(stream, min(AHEAD, 2 * wanted)))):
             for outcome in self._try(pool, [each for each in window if each.key not in self.store.outcomes]):
                 self.store.keep(outcome)
                 self.tried += 1
@@ -212,22 +212,10 @@ class Maker:
                     yield task
 
     def _try(self, pool: ThreadPoolExecutor, fresh: Sequence[Change]) -> Iterator[Outcome]:
-        """Yield the outcomes of changes, first of those that fail the first look. The parts of a combined one have passed it."""
-        single = [change for change in fresh if not change.parts]
-        size = max(1, -(-len(single) // SIDE_BY_SIDE))
-        groups = [single[start : start + size] for start in range(0, len(single), size)]
-        survivors = [change for change in fresh if change.parts]
-        for group, verdicts in zip(groups, pool.map(lambda each: look(self.subject, each), groups), strict=True):
-            for change, verdict in zip(group, verdicts, strict=True):
-                if verdict is None:
-                    survivors.append(change)
-                else:
-                    yield Outcome(key=change.key, kind=change.kind, verdict=verdict, seconds=0.0)
-        settling = [
-            pool.submit(settle, self.subject, change, [self.found[key] for key in change.parts]) for change in survivors
-        ]
-        for future in settling:
-            yield future.result()
+        """Yield the outcomes of changes."""
+        yield from pool.map(
+            lambda change: settle(self.subject, change, [self.found[key] for key in change.parts]), fresh
+        )
 
     def _tell(self, doing: str) -> None:
         self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried))

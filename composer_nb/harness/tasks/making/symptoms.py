@@ -85,11 +85,7 @@ class Symptom:
     @property
     def kind(self) -> str:
         """Key of `instructions.WORDINGS`."""
-        if self.exception or self.missing:
-            return "exception" if self.exception else "missing"
-        if self.seen in ("true", "false"):
-            return "truth"
-        return "part" if self.wanted.startswith(("something ", "one of ")) else "value"
+        return "exception" if self.exception else "missing" if self.missing else "value"
 
 
 def symptom(key: str, test: str, result: Result, failure: Failure | None, known: Iterable[str]) -> Symptom:
@@ -298,16 +294,6 @@ class _Fill(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Writes `f(*[1, 2])` as `f(1, 2)`."""
-        self.generic_visit(node)
-        args: list[ast.expr] = []
-        for each in node.args:
-            spread = isinstance(each, ast.Starred) and isinstance(each.value, ast.List | ast.Tuple)
-            args += each.value.elts if spread else [each]  # type: ignore[attr-defined]
-        node.args = args
-        return node
 
 
 def _as_assert(statement: ast.stmt) -> ast.stmt:

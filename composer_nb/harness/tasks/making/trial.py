@@ -1,7 +1,7 @@
 """Validate candidate tasks by execution, cheapest checks first.
 
-1. `look`: do the tests that reach the changed function notice it? Many changes are tried side by side.
-2. `settle`: the whole suite runs once, which finds every failing test. Then the task's solution and its start run five times each
+1. `look`: do the tests that reach the changed function notice it?
+2. The whole suite runs once, which finds every failing test. Then the task's solution and its start run five times each
    under different hash seeds; every result must be the same. Last, both are graded with twins and recorded calls: the solution
    must score 1 and the start 0, with exactly the failing tests that were seen before.
 
@@ -27,7 +27,6 @@ from composer_nb.harness.grading.plan import (
     normal,
     plain_lines,
     plan_of,
-    start_files,
     with_plan,
 )
 from composer_nb.harness.grading.pytest_grader import grade_pytest
@@ -39,6 +38,7 @@ from composer_nb.harness.tasks.making.changes import Change, units
 from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
+from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 
@@ -85,19 +85,6 @@ class Outcome:
     task: Task | None = None
 
 
-def look(subject: Subject, changes: Sequence[Change]) -> list[Verdict | None]:
-    """Return what is wrong with each change at first sight; None if its tests notice it. Raises SandboxFailure."""
-    near = [subject.baseline.nearest(change.places)[:LOOK_AT] for change in changes]
-    jobs = [
-        _job(subject, change.apply(subject.repository.files), keys) for change, keys in zip(changes, near, strict=True)
-    ]
-    longest = max((sum(subject.baseline.reach[key].seconds for key in keys) for keys in near), default=0.0)
-    return [
-        ran if isinstance(ran, str) else None if _failing(ran, keys) else "unseen"
-        for keys, ran in zip(near, _tried(subject, jobs, 6.0 + 4 * longest), strict=True)
-    ]
-
-
 def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> Job:
     """Return a run of the tests of these keys on a changed repository, without the test modules that they do not need."""
     files = {path: text.encode() for path, text in {**subject.repository.files, **changed}.items()}
@@ -140,10 +127,20 @@ Part = tuple[Change, Task]
 
 def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Outcome:
     """Return the task of a change, or why there is none. Raises SandboxFailure."""
+    if not parts and (unfit := look(subject, change)):  # the parts of a combined bug have been looked at
+        return Outcome(key=change.key, kind=change.kind, verdict=unfit, seconds=0.0)
     began = time.monotonic()
     verdict, task = _settled(subject, change, parts)
     seconds = time.monotonic() - began
     return Outcome(key=change.key, kind=change.kind, verdict=verdict, seconds=seconds, task=task)
+
+
+def look(subject: Subject, change: Change) -> Verdict | None:
+    """Return what is wrong with a change at first sight; None if its nearest tests notice it."""
+    keys = subject.baseline.nearest(change.places)[:LOOK_AT]
+    seconds = sum(subject.baseline.reach[key].seconds for key in keys)
+    [ran] = _tried(subject, [_job(subject, change.apply(subject.repository.files), keys)], 6.0 + 4 * seconds)
+    return ran if isinstance(ran, str) else None if _failing(ran, keys) else "unseen"
 
 
 def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> tuple[Verdict, Task | None]:
@@ -225,7 +222,7 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
     """Return the task with the tests on which all runs agree, and its workspace without those that fail."""
     plan = Plan.from_json(task.metadata["pytest.plan"])
     keys = frozenset(plan.tests)
-    jobs = [job(task, files, (), keys) for files in (gold_files(task), start_files(task))]
+    jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
     reach = subject.baseline.reach
     timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys)
     seen: list[set[str]] = []
@@ -258,7 +255,7 @@ def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
     task = with_plan(task, replace(plan, calls=calls))
     right, wrong = (
         grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
-        for files in (gold_files(task), start_files(task))
+        for files in (gold_files(task), workspace(task))
     )
     failed = {name for name, passed in wrong.tests.items() if not passed}
     fits = right.passed and not right.flags and wrong.status == "graded" and not wrong.flags
