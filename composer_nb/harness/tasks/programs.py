@@ -129,8 +129,11 @@ def _map(rng: Random, x: str, c2: int) -> tuple[str, str]:
     return code.format(x=x, c2=c2), words.format(c2=c2)
 
 
-def _loop(rng: Random) -> tuple[str, str, tuple[str, ...]]:
-    p = _parts(rng)
+Draw = tuple[str, str, tuple[str, ...]]
+"""Source, specification and kinds of the parameters."""
+
+
+def _loop(rng: Random, p: _Parts) -> Draw:
     value, words = _map(rng, p.x, p.c2)
     test, where = _filter(rng, p.x, p)
     start, step, name = rng.choice(
@@ -161,8 +164,7 @@ def _aggregate(rng: Random, inner: str, words: str) -> tuple[str, str]:
     )
 
 
-def _comp(rng: Random) -> tuple[str, str, tuple[str, ...]]:
-    p = _parts(rng)
+def _comp(rng: Random, p: _Parts) -> Draw:
     value, words = _map(rng, p.x, p.c2)
     test, where = _filter(rng, p.x, p)
     code, spec = _aggregate(rng, p.out, words)
@@ -170,8 +172,7 @@ def _comp(rng: Random) -> tuple[str, str, tuple[str, ...]]:
     return body, f"{spec} for items {where}", p.kinds
 
 
-def _pair(rng: Random) -> tuple[str, str, tuple[str, ...]]:
-    p = _parts(rng)
+def _pair(rng: Random, p: _Parts) -> Draw:
     d = rng.choice([1, 1, 2, 3])
     sign = rng.choice(list(COMPARISONS))
     value, words = rng.choice([(f"{p.xs}[i]", "items"), (f"{p.xs}[i] - {p.xs}[i - {d}]", "steps"), ("i", "indexes")])
@@ -189,8 +190,7 @@ def _pair(rng: Random) -> tuple[str, str, tuple[str, ...]]:
     return body, f"{name} where item is {COMPARISONS[sign]} the item {d} before", ("list",)
 
 
-def _fn2(rng: Random) -> tuple[str, str, tuple[str, ...]]:
-    p = _parts(rng)
+def _fn2(rng: Random, p: _Parts) -> Draw:
     a, b = rng.choice([("p", "q"), ("a", "b"), ("x", "y"), ("m", "n")])
     sign = rng.choice(list(COMPARISONS))
     words = {"+": "plus", "-": "minus", "*": "times"}
@@ -200,8 +200,7 @@ def _fn2(rng: Random) -> tuple[str, str, tuple[str, ...]]:
     return body, spec, ("any", "any")
 
 
-def _digits(rng: Random) -> tuple[str, str, tuple[str, ...]]:
-    p = _parts(rng)
+def _digits(rng: Random, p: _Parts) -> Draw:
     base = rng.choice([10, 10, 2, 8])
     bound = min(p.c, base - 1)
     sign = rng.choice(list(COMPARISONS))
@@ -215,8 +214,7 @@ def _digits(rng: Random) -> tuple[str, str, tuple[str, ...]]:
     return body, f"{name} of base {base} digits {COMPARISONS[sign]} {bound}", ("number",)
 
 
-def _slice(rng: Random) -> tuple[str, str, tuple[str, ...]]:
-    p = _parts(rng)
+def _slice(rng: Random, p: _Parts) -> Draw:
     c = rng.randint(1, 4)
     part, words = rng.choice(
         [
@@ -233,7 +231,7 @@ def _slice(rng: Random) -> tuple[str, str, tuple[str, ...]]:
     return body, f"{spec} over {words}", ("list",)
 
 
-FAMILIES: dict[str, tuple[float, Callable[[Random], tuple[str, str, tuple[str, ...]]]]] = {
+FAMILIES: dict[str, tuple[float, Callable[[Random, _Parts], Draw]]] = {
     "loop": (5.0, _loop),
     "comp": (3.0, _comp),
     "pair": (2.0, _pair),
@@ -246,7 +244,7 @@ FAMILIES: dict[str, tuple[float, Callable[[Random], tuple[str, str, tuple[str, .
 def draw_program(rng: Random) -> Program:
     """Draw one program. The same generator state gives the same program."""
     family = rng.choices(list(FAMILIES), [weight for weight, _ in FAMILIES.values()])[0]
-    source, spec, inputs = FAMILIES[family][1](rng)
+    source, spec, inputs = FAMILIES[family][1](rng, _parts(rng))
     return Program(family=family, source=ast.unparse(ast.parse(source)), spec=spec, inputs=inputs)
 
 
