@@ -1,4 +1,4 @@
-"""What the harness's tests share: one fleet of sandboxes, a small tokenizer, a task, and a policy that writes given tokens."""
+"""Fixtures of the harness: a fleet of sandboxes, a backend, a small tokenizer, a task, and a policy that writes given tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.tiny import Agent, Limits
 from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.models.tokenizer import train_tokenizer
@@ -25,6 +27,12 @@ HIDDEN = [(([4, 4, 9], 4), [9]), (([2, 8], 1), [2, 8]), (([-1, 0, 7], -5), [-1, 
 def sandboxes() -> Iterator[SandboxExecutor]:
     with SandboxExecutor() as boxes:
         yield boxes
+
+
+@pytest.fixture(scope="session")
+def backend() -> Iterator[Backend]:
+    with BwrapBackend() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

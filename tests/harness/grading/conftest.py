@@ -1,24 +1,17 @@
-"""One backend, and the plans of the ledger tasks, for all tests of grading."""
+"""Plans of the ledger tasks, for all tests of grading."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from composer_nb.harness.grading.box import Boxes, Job, Ran
 from composer_nb.harness.grading.plan import Plan
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_check import plan_for
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
-
-
-@pytest.fixture(scope="session")
-def backend() -> Iterator[Backend]:
-    with BwrapBackend() as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

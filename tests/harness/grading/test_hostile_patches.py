@@ -160,5 +160,6 @@ def test_the_check_of_a_backend(backend: Backend) -> None:
     rows = list(check_patches(backend))
     assert [row["id"] for row in rows] == [patch.id for patch in patches()]
     assert [row["id"] for row in rows if not row["blocked"]] == []
-    assert [row["flagged"] for row in rows] == [patch.flagged for patch in patches()]
+    for row, patch in zip(rows, patches(), strict=True):  # a wrong answer may satisfy a weak twin
+        assert row["flagged"] if patch.flagged else not set(row["detail"].split(", ")[2:]) - {"weak_twin_passed"}
     assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.contract import Backend
 
 SHAPES = '''\
 """Things about sequences."""
@@ -156,12 +152,6 @@ LEAKS = {
     ".mypy_cache/3.11/shapes.data.json": "{}",
     "shapes/core.py.orig": SHAPES,
 }
-
-
-@pytest.fixture(scope="session")
-def backend() -> Iterator[Backend]:
-    with BwrapBackend() as made:
-        yield made
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
