@@ -1,4 +1,4 @@
-"""The front of the three graders."""
+"""Grade a task by its own grader."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Suite:
         return self.seen[type(value), value]
 
     def likelihood(self, text: str, without: Counter[str]) -> float:
-        """Mean logarithm of a letter's probability after the two before it, in a suite without certain trigrams."""
+        """Return the mean logarithm of a letter's probability after the two before it, in a suite without certain trigrams."""
         total = 0.0
         padded = f"\2\2{text}\3"
         for at in range(2, len(padded)):
@@ -162,12 +162,9 @@ def _best(
 def _traits(value: Value, place: Place) -> tuple[object, ...]:
     """Return what a reader could notice about a value in its place, besides its own form."""
     row = [*place.before, value, *place.after]
-    try:
-        ordered = len(row) > 1 and (row == sorted(row), row == sorted(row, reverse=True))  # type: ignore[type-var]
-    except TypeError:
-        ordered = False
+    ordered = _sorted(row)
     return (
-        ordered,
+        len(row) > 1 and (row == ordered, row == ordered[::-1]),
         any(_same(value, each) for each in (*place.before, *place.after)),
         any(_same(value, each) for each in place.inputs),
     )
@@ -202,7 +199,7 @@ def _numbers(value: float, rng: random.Random, suite: Suite, place: Place, count
 
 
 def _number_form(value: float) -> Form:
-    """Digits before and after the point, and the exponent's text; nothing for what is not finite."""
+    """Return the digits before and after the point, and the exponent's text; nothing for what is not finite."""
     found = re.fullmatch(r"(\d+)(?:\.(\d+))?(e.*)?", repr(value))
     return (len(found[1]), len(found[2] or ""), found[3] or "") if found else ()
 
@@ -213,7 +210,7 @@ def _zeros(value: Value) -> int:
 
 
 def _other_digits(text: str, rng: random.Random, suite: Suite) -> str:
-    """With the first digit that is not 0 changed, and some of the others, to such as are common in the suite."""
+    """Return a number with its first digit other than 0 changed, and perhaps more, to digits that are common in the suite."""
     digits, mark, rest = text.partition("e")
     places = [place for place, digit in enumerate(digits) if digit.isdigit()]
     tail = len(digits.rstrip("0."))
@@ -278,7 +275,7 @@ def _proposed_texts(text: str, rng: random.Random, suite: Suite, inputs: Sequenc
 
 
 def _other_letter(text: str, place: int, rng: random.Random, suite: Suite) -> str:
-    """Another of the same kind, as likely as after the two before it in the suite."""
+    """Return another letter of the same kind, drawn by how often the suite has it after the two before it."""
     letter = text[place]
     kind = next(
         kind for kind in ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ") if letter in kind
@@ -322,8 +319,11 @@ def _relation(text: str, given: str) -> tuple[float, ...]:
 def other_exceptions(
     wanted: ast.expr, rng: random.Random, expected: Counter[str], count: int = 2
 ) -> list[tuple[str, bool]]:
-    """Exceptions that are no kin of the wanted ones, and whether they tell. Drawn from those that the suite itself expects, by
-    how often it does, if they are written like the wanted one; what is kin among them is found out on the gold patch."""
+    """Return exceptions unrelated to the wanted ones, and whether they tell.
+
+    They are drawn from those that the suite expects, by how often it does, if they are written like the wanted one. Running them
+    on the gold patch shows which are related after all.
+    """
     kinds = [kind for node in ast.walk(wanted) if (kind := _builtin(getattr(node, "id", "")))]
 
     def kin(name: str) -> bool:

@@ -250,9 +250,9 @@ class _Test:
             yield self._change((start, end), f" {new} ", "negation", telling=True)
 
     def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Iterator[list[Candidate]]:
-        """Changes of whichever side of an equation is what was expected, never of the answer: a literal, or else the only side
-        that the test knows by itself. Where neither tells, the equation becomes one that is false for right answers on either
-        side, and true of what equals everything."""
+        """Yield changes of the expected side of an equation, never of the answer: a literal, or else the only side that the test
+        knows by itself. If neither is so, the equation becomes one that is false for right answers on either side, and true
+        for what equals everything."""
         literal = [side for side in (right, left) if names_in(side) <= PLAIN | {"pytest"}]
         known = [side for side in (right, left) if names_in(side) <= self.known]
         side = literal[0] if literal else known[0] if len(known) == 1 else None

@@ -146,7 +146,7 @@ def answer(module: str, name: str, given: Json, watch: bool) -> Json:
 
 
 class Watcher:
-    """Notices calls of the clock and of random numbers, and how much CPU time passes. For honest code."""
+    """A profiler that notices calls of the clock and of random numbers, and how much CPU time passes. For honest code."""
 
     unsteady = False
 
@@ -234,7 +234,7 @@ class Recorder:
 
 
 class Ending:
-    """Waits for one call's end and says it."""
+    """A tracer that reports one call's end."""
 
     def __init__(self, place: tuple[str, str, str], inside: bool, say: Say) -> None:
         self.place, self.inside, self.say = place, inside, say

@@ -97,11 +97,11 @@ class Plugin:
 
     @pytest.fixture(scope="session")
     def doctest_namespace(self) -> dict[str, object]:
-        """Stands in for the one of pytest's doctest plugin, which conftests ask for in every test."""
+        """Stand in for the fixture of pytest's doctest plugin, which conftests ask for in every test."""
         return {}
 
     def pytest_exception_interact(self, call: pytest.CallInfo[None], report: object) -> None:
-        """Prints why a module cannot be imported; for people, like all that is printed."""
+        """Print why a module cannot be imported; for people, like all that is printed."""
         if isinstance(report, pytest.CollectReport) and call.excinfo:
             print(call.excinfo.exconly(tryshort=True)[:300], file=sys.stderr)
 
@@ -139,7 +139,7 @@ class Plugin:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> None:
-        """Notes what is compared; asked for comparisons that fail, in modules of a run that explains."""
+        """Note what is compared. pytest calls this for comparisons that fail, in a run that explains."""
         self.compared = [op, shown(left), shown(right)]
 
     def end(self, number: int, frame: object) -> None:
@@ -184,7 +184,7 @@ VALUES = 40  # of one test
 
 
 def plain(variables: typing.Mapping[str, object]) -> dict[str, str]:
-    """Variables that can be written down, as `repr` writes them."""
+    """Return the variables that can be written down, as `repr` writes them."""
     held = {name: value for name, value in variables.items() if type(value) in PLAIN and not name.startswith("@")}
     found = {name: shown(value) for name, value in list(held.items())[:VALUES]}
     return {name: text for name, text in found.items() if len(text) < SHOWN}
@@ -202,7 +202,7 @@ class Endless(BaseException):
 
 
 class Calls:
-    """Traces which functions of the workspace are called, except in other threads."""
+    """A tracer of the workspace's functions that are called, except in other threads."""
 
     def __init__(self, prepared: Prepared) -> None:
         self.inside = prepared.root + os.sep
@@ -226,7 +226,7 @@ class Calls:
             self.depths[code] = depth
 
     def fresh(self) -> list[tuple[str, int]]:
-        """Places of the functions that have got a number since this was last asked for, in the order of the numbers."""
+        """Return the places of the functions that got a number since the last call, in the order of the numbers."""
         codes = list(self.numbers)[self.reported :]
         self.reported = len(self.numbers)
         return [(code.co_filename[len(self.inside) :], code.co_firstlineno) for code in codes]

@@ -69,7 +69,7 @@ def prctl(option: int, value: int) -> None:
 
 
 class Memory:
-    """Imports modules from compiled code."""
+    """An importer of modules from compiled code."""
 
     def __init__(self, codes: Kit | Codes) -> None:
         self.codes = codes
@@ -94,7 +94,7 @@ class Memory:
 
 
 def main(kit: Kit) -> None:
-    """argv: seconds that the run may take."""
+    """Run what the frame on stdin asks for. argv: seconds that the run may take."""
     limit_s = float(sys.argv[1])
     prctl(PR_SET_DUMPABLE, 0)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -124,7 +124,7 @@ def write(fd: int, data: bytes) -> None:
 
 
 def run(wake: int, limit_s: float) -> Json:
-    """Sees the run through: what its child said, what it printed, and which traces it left."""
+    """Follow the run to its end. Return what its child reported, what it printed, and which traces it left."""
     (heard, says), (output, prints), (waits, go) = os.pipe(), os.pipe(), os.pipe()
     began = time.monotonic()
     pid = os.fork()
@@ -325,7 +325,7 @@ class Prepared:
         self.names[path] = short if self.codes[short][0] == place else full
 
     def bait(self) -> list[str]:
-        """Lays empty files where hidden modules would lie, last read in 1970. Returns where."""
+        """Lay empty files, last read in 1970, where hidden modules would lie. Return their paths."""
         laid = [os.path.join(self.root, path) for path in self.names]
         for path in laid:
             put(path, b"")

@@ -55,15 +55,15 @@ HEADS = ("Several things broke:", "please fix these:", "A few reports came in, l
 
 def write(symptoms: Sequence[Symptom], failing: int, seed: str) -> str:
     """Return the instruction for a bug that makes `failing` tests fail, or for several bugs."""
-    lot = Random(f"instruction {seed}")
+    rng = Random(f"instruction {seed}")
     if len(symptoms) == 1:
-        extra = lot.choice(EXTRAS) if failing > 1 else ""
-        return "\n\n".join(filter(None, (_said(symptoms[0], lot), extra.format(n=failing))))
-    said = ["\n  ".join(_said(each, lot).split("\n")) for each in symptoms]
-    return "\n\n".join([lot.choice(HEADS), *(f"{number}. {text}" for number, text in enumerate(said, 1))])
+        extra = rng.choice(EXTRAS) if failing > 1 else ""
+        return "\n\n".join(filter(None, (_said(symptoms[0], rng), extra.format(n=failing))))
+    said = ["\n  ".join(_said(each, rng).split("\n")) for each in symptoms]
+    return "\n\n".join([rng.choice(HEADS), *(f"{number}. {text}" for number, text in enumerate(said, 1))])
 
 
-def _said(symptom: Symptom, lot: Random) -> str:
+def _said(symptom: Symptom, rng: Random) -> str:
     one_line, after_code, in_words = WORDINGS[symptom.kind]
     words = {
         "c": symptom.call,
@@ -77,10 +77,10 @@ def _said(symptom: Symptom, lot: Random) -> str:
     if symptom.rank == 2:
         return f"`{symptom.subject}` goes wrong in this case: {symptom.topic}. {in_words.format(**words)}"
     if not symptom.code:
-        return lot.choice(one_line).format(**words)
+        return rng.choice(one_line).format(**words)
     setup = " and ".join(f"`{name}`" for name in symptom.setup)
     known = f" ({setup} {'come' if len(symptom.setup) > 1 else 'comes'} from the setup of our tests.)" if setup else ""
-    return f"{lot.choice(LEADS)}\n\n```python\n{symptom.code}\n```\n\n{after_code.format(**words)}{known}"
+    return f"{rng.choice(LEADS)}\n\n```python\n{symptom.code}\n```\n\n{after_code.format(**words)}{known}"
 
 
 def _instead(symptom: Symptom) -> str:
@@ -102,7 +102,7 @@ def _quoted(value: str) -> str:
 def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence[Symptom] = ()) -> str:
     """Return the instruction for a missing feature, from the function's text as it was: its signature, its docstring, and up to
     two of `examples`. Empty if neither says anything."""
-    lot = Random(f"instruction {seed}")
+    rng = Random(f"instruction {seed}")
     node = function_of(text)
     assert node is not None
     documented = (ast.get_docstring(node) or "").strip()
@@ -125,7 +125,7 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
         f"We need `{call}` ({path}):\n\n{longer}",
         f"`{name}` in {path} is missing its implementation. {brief} The signature stays as it is.",
     )
-    return lot.choice(styles) + shown
+    return rng.choice(styles) + shown
 
 
 def without_tests(text: str, keys: Iterable[str]) -> str:

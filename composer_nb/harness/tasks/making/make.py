@@ -42,7 +42,7 @@ FORMAT = "5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Progress."""
+    """The progress of one run."""
 
     doing: str
     kept: int = 0

@@ -89,7 +89,7 @@ def _supports_tests(path: str) -> bool:
 
 
 def unwanted(path: str) -> str:
-    """Why a file or folder of this path is no part of a task; empty if it is."""
+    """Return why a file or folder of this path is no part of a task; empty if it is one."""
     name, folders = PurePosixPath(path).name, set(PurePosixPath(path).parts)
     if folders & HISTORY:
         return "history"
@@ -201,7 +201,7 @@ def _of_tar(path: Path) -> Found:
 
 
 def _without_top(found: list[tuple[str, bytes | str]]) -> list[tuple[str, bytes | str]]:
-    """Without the one folder that all files of a distribution lie in. Paths that lead elsewhere are dropped."""
+    """Return files without the one folder that all of a distribution lie in, and without paths that lead elsewhere."""
     safe = [(plain, content) for path, content in found if is_plain(plain := path.removeprefix("./"))]
     tops = Counter(path.split("/")[0] for path, _ in safe)
     if len(tops) == 1 and all("/" in path for path, _ in safe):

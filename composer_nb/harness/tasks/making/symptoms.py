@@ -287,7 +287,7 @@ def short(text: str) -> str:
 
 
 class _Fill(ast.NodeTransformer):
-    """Puts values in the places of names."""
+    """A transformer that puts values in the places of names."""
 
     def __init__(self, values: Mapping[str, ast.expr]) -> None:
         self.values = values
