@@ -93,21 +93,20 @@ def encode_result(value: typing.Any) -> Json:
 
 
 def run(prepared: typing.Any, say: Say) -> int:
-    """Answer every call of `prepared.calls`, a list of batches. Each batch has a process of its own, forked after the import."""
-    sys.path += [place for place in dict.fromkeys(prepared.search) if os.path.isdir(place)]
+    """Answer every call of a list of batches. Each batch has a process of its own, forked after the import."""
     sys.dont_write_bytecode = True
-    os.chdir(prepared.root)
-    for name in dict.fromkeys(module for batch in prepared.calls for module, _, _ in batch):
+    batches, cpu_s = prepared.asked["calls"], prepared.asked["batch_cpu_s"]
+    for name in dict.fromkeys(module for batch in batches for module, _, _ in batch):
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
     number = 0
-    for batch in prepared.calls:
+    for batch in batches:
         pid = os.fork()
         if pid == 0:
             try:
-                resource.setrlimit(resource.RLIMIT_CPU, (prepared.batch_cpu_s, prepared.batch_cpu_s))
+                resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
                 for place, (module, name, given) in enumerate(batch, number):
-                    say(["answer", place, answer(module, name, json.loads(given), prepared.watch)])
+                    say(["answer", place, answer(module, name, json.loads(given), prepared.asked["watch"])])
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
@@ -182,7 +181,7 @@ class Recorder:
         self.say = say
         self.inside = prepared.root + os.sep
         self.sealed = {os.path.join(prepared.root, path) for path in prepared.names}
-        self.changed = {os.path.join(prepared.root, path) for path in prepared.record}
+        self.changed = {os.path.join(prepared.root, path) for path in prepared.asked["record"]}
         self.named: dict[types.CodeType, tuple[str, types.FunctionType | None]] = {}
         self.starts: dict[types.CodeType, int] = {}
         self.seen: set[tuple[str, str, str]] = set()

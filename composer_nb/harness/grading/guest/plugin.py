@@ -29,10 +29,8 @@ if typing.TYPE_CHECKING:
 
 def run(prepared: Prepared, say: Say) -> int:
     """Run the tests and return pytest's exit code."""
-    sys.path += [place for place in dict.fromkeys(prepared.search) if os.path.isdir(place)]
-    if prepared.site:  # an image's own packages
+    if prepared.asked["site"]:  # an image's own packages
         sys.path += site.getsitepackages()
-    os.chdir(prepared.root)
     sys.argv = ["pytest", "--junitxml=" + prepared.decoy, *map(os.path.relpath, prepared.tests)]
     options = ["-c", prepared.ini, "--rootdir", prepared.root, "--noconftest", "-s", "--assert=plain"]
     options += ["--import-mode=importlib", "--continue-on-collection-errors"]
@@ -40,9 +38,9 @@ def run(prepared: Prepared, say: Say) -> int:
     for name in prepared.unused:
         options += ["-p", "no:" + name]
     plugins: list[object] = [Plugin(prepared, say)]
-    if prepared.record:
+    if prepared.asked["record"]:
         plugins.append(importlib.import_module("composer_nb_grading_calls").Recorder(prepared, say))
-    options += prepared.select
+    options += prepared.asked["select"]
     return int(pytest.main([*options, *prepared.tests], plugins=plugins))
 
 
@@ -65,7 +63,7 @@ class Plugin:
         self.phases: dict[pytest.Item, list[tuple[str, str, str]]] = {}
         self.failures: dict[pytest.Item, tuple[int, str, dict[str, str], list[str]]] = {}
         self.compared: list[str] = []
-        self.calls = Calls(prepared) if prepared.reach else None
+        self.calls = Calls(prepared) if prepared.asked["reach"] else None
         self.late = False
 
     @pytest.hookimpl(tryfirst=True)
@@ -107,8 +105,8 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        wanted = self.prepared.keys
-        if wanted is not None:
+        if self.prepared.asked["keys"] is not None:
+            wanted = set(self.prepared.asked["keys"])
             items[:] = [item for item in items if self.keys[item] in wanted]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -129,10 +127,11 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> typing.Generator[None, object, object]:
-        if not self.prepared.test_s:
+        seconds = self.prepared.asked["test_s"]
+        if not seconds:
             return (yield)
         signal.signal(signal.SIGALRM, self.end)
-        signal.setitimer(signal.ITIMER_REAL, self.prepared.test_s, self.prepared.test_s)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         try:
             return (yield)
         finally:
@@ -154,7 +153,7 @@ class Plugin:
         outcome = "skipped" if report.skipped or hasattr(report, "wasxfail") else report.outcome
         phases = self.phases.setdefault(item, [])  # of a test with subtests there are several calls
         phases.append((str(report.when), outcome, call.excinfo.typename if call.excinfo else ""))
-        if self.prepared.explain and call.excinfo and item not in self.failures:
+        if self.prepared.asked["explain"] and call.excinfo and item not in self.failures:
             entries = [entry for entry in call.excinfo.traceback if entry.path == item.path]
             message = str(call.excinfo.value).strip().split("\n")[0][:200]
             line, values = (entries[-1].lineno + 1, plain(entries[-1].locals)) if entries else (0, {})
@@ -172,7 +171,7 @@ class Plugin:
             said, why = min(bad, default=("passed", ""))  # "failed" before "skipped"
             if self.late:  # whatever the test made of it
                 said, why, self.late = "failed", "Endless", False
-            if said == "failed" and self.prepared.explain:
+            if said == "failed" and self.prepared.asked["explain"]:
                 self.say(["at", self.keys[item], *self.failures.get(item, (0, "", {}, []))])
             self.say([self.keys[item], said, why, item.nodeid])
         return report

@@ -263,7 +263,9 @@ def child(waits: int, says: int, prints: int) -> None:
     os.read(4, 1)
     os.close(4)
     sys.meta_path.insert(0, Memory(prepared.codes))
-    code = importlib.import_module(CALLS if prepared.calls else PLUGIN).run(prepared, say)
+    sys.path += [place for place in dict.fromkeys(prepared.search) if os.path.isdir(place)]
+    os.chdir(prepared.root)
+    code = importlib.import_module(CALLS if prepared.asked["calls"] else PLUGIN).run(prepared, say)
     say(["done", code])
     try:
         atexit._run_exitfuncs()
@@ -274,7 +276,7 @@ def child(waits: int, says: int, prints: int) -> None:
 
 
 class Prepared:
-    """A run's folder with all its files, and its hidden modules, compiled."""
+    """A run's folder with all its files, its hidden modules, compiled, and its options (`asked`)."""
 
     unused = UNUSED
 
@@ -282,36 +284,27 @@ class Prepared:
         self.root = os.path.abspath(FOLDER)
         aside = tempfile.mkdtemp(prefix="pytest-")
         self.decoy, self.ini = os.path.join(aside, "junit.xml"), os.path.join(aside, "trusted.ini")
-        self.keys: set[str] | None = None if job["keys"] is None else set(job["keys"])
-        self.reach: bool = job["reach"]
-        self.explain: bool = job["explain"]
-        self.test_s: float = job["test_s"]
-        self.record: list[str] = job["record"]
-        self.calls: list[list[list[str]]] = job["calls"]
-        self.batch_cpu_s: int = job["batch_cpu_s"]
-        self.watch: bool = job["watch"]
+        hidden, files, packages = (job.pop(each) for each in ("hidden", "files", "packages"))
+        self.asked = {name: value for name, value in job.items() if name != "nonce"}
         put(self.decoy, DECOY)
         put(self.ini, b"[pytest]\n" + job["ini"].encode())
-        self.select: list[str] = job["select"]
-        self.site: bool = job["site"]
         installed = os.path.join(aside, "packages")
-        for path, data in job["packages"].items():
+        for path, data in packages.items():
             put(os.path.join(installed, path), data)
-        for path, data in job["files"].items():
+        for path, data in files.items():
             put(os.path.join(self.root, path), data)
-        hidden: dict[str, str] = job["hidden"]
         self.codes: Codes = {}
         self.names: dict[str, str] = {}
         self.search = [installed, self.root, os.path.join(self.root, "src")]
-        packages = {os.path.dirname(path) for path in (*job["files"], *hidden) if path.endswith("__init__.py")}
+        folders = {os.path.dirname(path) for path in (*files, *hidden) if path.endswith("__init__.py")}
         for path, text in sorted(hidden.items()):
-            self._add(path, text, packages)
+            self._add(path, text, folders)
         self.tests = [os.path.join(self.root, path) for path in job["tests"]]
         self.conftests = sorted((path for path in hidden if os.path.basename(path) == "conftest.py"), key=len)
 
     def _add(self, path: str, text: str, packages: set[str]) -> None:
         place = os.path.join(self.root, path)
-        code = compile(explained(text) if self.explain else text, place, "exec", dont_inherit=True)
+        code = compile(explained(text) if self.asked["explain"] else text, place, "exec", dont_inherit=True)
         package = os.path.basename(path) == "__init__.py"
         full = path[: -len("/__init__.py")] if package else path[: -len(".py")]
         base = os.path.dirname(full) if package else os.path.dirname(path)
