@@ -205,9 +205,8 @@ def _end_cgroup(resource: Resource) -> None:
 
     def empty() -> bool:
         left = [int(pid) for folder in folders for pid in (folder / "cgroup.procs").read_text().split()]
-        _kill(
-            pid for pid in left if pid
-        )  # 0: of another pid namespace, out of reach; as a target it would mean ourselves
+        # A pid of 0 belongs to another pid namespace and is out of reach; as a target it would mean ourselves.
+        _kill(filter(None, left))
         return not left
 
     _wait(empty)
