@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 SHIPPED = Path(__file__).with_suffix(".safetensors")
-_BLOCK = 1 << 16
 WORD = re.compile(r"[^\W\d]\w*|\d+")
 _PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+|[^\W\d_A-Za-z]+")
 _LONGEST = 64
@@ -106,15 +106,8 @@ class Embedding:
         factor = np.where(self.terms[place] == terms, np.log1p(weights), 0.0).astype(np.float32)
         ends = np.concatenate([[0], np.cumsum(counts)])
         out = np.zeros((len(counts), self.vectors.shape[1]), np.float32)
-        first = 0
-        while first < len(counts):  # in blocks, because N × W numbers would not fit into memory
-            last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, side="right")) - 1)
-            some = slice(int(ends[first]), int(ends[last]))
-            rows = self.vectors[place[some]] * factor[some, None]
-            filled = np.flatnonzero(np.diff(ends[first : last + 1])) + first
-            if len(filled):
-                out[filled] = np.add.reduceat(rows, ends[filled] - ends[first], axis=0)
-            first = last
+        for row, (first, last) in zip(out, pairwise(ends), strict=True):  # all at once would not fit into memory
+            row[:] = factor[first:last] @ self.vectors[place[first:last]]
         norm = np.linalg.norm(out, axis=1, keepdims=True)
         return np.divide(out, norm, out=out, where=norm > 0)
 

@@ -151,15 +151,3 @@ def test_an_embedding_survives_storing(tmp_path: Path) -> None:
     (tmp_path / "e.safetensors").write_bytes(b"something else")
     with pytest.raises(ValueError, match="make_retrieval"):
         load_embedding(tmp_path / "e.safetensors")
-
-
-def test_many_texts_are_encoded_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = embedding()
-    rng = np.random.default_rng(1)
-    counts = rng.integers(0, 6, 40)
-    terms = rng.choice(np.append(known.terms, np.uint64(7)), counts.sum())
-    weights = rng.random(counts.sum()).astype(np.float32)
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    single = [known.encode(terms[a:b], weights[a:b], [b - a])[0] for a, b in zip(ends, ends[1:], strict=False)]
-    monkeypatch.setattr("composer_nb.harness.search.embedding._BLOCK", 5)
-    np.testing.assert_allclose(known.encode(terms, weights, counts), single, atol=1e-6)
