@@ -26,6 +26,7 @@ from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html, json_of, visible, visible_lines
 from composer_nb.jobs.file import load_job
+from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views.task import card
@@ -246,6 +247,8 @@ def test_pages_that_hold_one_another_end(tmp_path: Path) -> None:
 CELLS: dict[str, tuple[str, Any]] = {
     "deep": ("UPDATE step SET metrics = ?", DEEP),
     "no object": ("UPDATE step SET metrics = ?", "5"),
+    "no time": ("UPDATE step SET metrics = ?", '{"reward": 0.5}'),
+    "no clock": ("UPDATE step SET metrics = ?", '{"time": 5}'),
     "a blob": ("UPDATE step SET metrics = ?", b"\xff\xfe"),
     "a word for a number": ("UPDATE checkpoint SET seconds = ?", "soon"),
     "no step": ("UPDATE step SET step = ?", "first"),
@@ -260,6 +263,9 @@ def test_strange_cells_of_a_run_database_are_named(tmp_path: Path, sql: str, val
         db.execute(sql, (value,))
     with pytest.raises(ValueError, match=r"run\.db"):
         read_status(run.path)
+    (run.path / "settings.json").write_text("{}")
+    with pytest.raises(ValueError, match=str(run.path)):
+        build_report(run)
 
 
 def test_a_sound_run_database_is_read_as_before(tmp_path: Path) -> None:

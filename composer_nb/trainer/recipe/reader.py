@@ -10,7 +10,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.trainer.recipe.launch import LOCK, SAID
-from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.records.rundir import RunDir, well_formed
 from composer_nb.trainer.services.head import holder
 
 EXAMPLES = tuple(Path(__file__).parents[3] / "data" / name for name in ("example", "example_seed_1"))
@@ -102,11 +102,11 @@ class Change:
 def database(run: RunDir) -> dict[str, Any]:
     """Return RL's steps, stages, checkpoints and the state of services, read in one transaction. Raises ValueError for a
     database that a run would not write."""
-    with closing(run.connect()) as db, _well_formed(run.path / "run.db"):
+    with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
         rows = db.execute("SELECT step, metrics FROM step WHERE stage = 'rl' ORDER BY step")
         return {
-            "steps": [{"step": int(step), **json_of(metrics)} for step, metrics in rows],
+            "steps": [_step(step, json_of(metrics)) for step, metrics in rows],
             "stages": {
                 str(name): float(spent) for name, spent in db.execute("SELECT name, seconds FROM stage ORDER BY rowid")
             },
@@ -118,13 +118,9 @@ def database(run: RunDir) -> dict[str, Any]:
         }
 
 
-@contextmanager
-def _well_formed(file: Path) -> Iterator[None]:
-    """Turn any error from strange content of a file into a ValueError that names it."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
-        raise ValueError(f"{file}: not what a run writes ({type(error).__name__}: {error})") from None
+def _step(number: Any, metrics: dict[str, Any]) -> dict[str, Any]:
+    wall_s, train_s = (float(metrics["time"][name]) for name in ("wall_s", "train_s"))
+    return {"step": int(number), **metrics, "time": metrics["time"] | {"wall_s": wall_s, "train_s": train_s}}
 
 
 def _services(db: sqlite3.Connection) -> dict[str, Any]:
@@ -182,7 +178,7 @@ def _whole_lines(raw: bytes) -> list[str]:
 
 def groups_of_batches(run: RunDir) -> tuple[set[int], Counter[int]] | None:
     """Return the prompts in flight, and how often each was trained on, from the log of batches; None without services."""
-    with closing(run.connect()) as db, _well_formed(run.path / "run.db"):
+    with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
         if (state := _snapshot(db)) is None:
             return None

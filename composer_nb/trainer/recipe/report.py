@@ -21,7 +21,7 @@ from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.settings import from_dict, to_dict
 from composer_nb.trainer.recipe.reader import rl_tables, solved_by_task
-from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.records.rundir import RunDir, well_formed
 
 POLICIES = ("base", "midtrained", "start", "final")
 STAGES = (
@@ -46,7 +46,14 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `ledger`           RL's sampled tokens by what became of them
     `wall_s`           seconds of stages. `total` sums all stages, also those not named here, without the start of processes
                        and without steps that a killed process lost
+
+    Raises ValueError for records that no run writes.
     """
+    with well_formed(run.path):
+        return _built(run)
+
+
+def _built(run: RunDir) -> dict[str, Any]:
     if run.excerpt is not None:
         stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
         return stored

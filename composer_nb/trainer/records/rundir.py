@@ -17,8 +17,8 @@ import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,17 @@ def opened(run: Path, options: str = "", *, whole: bool = True) -> sqlite3.Conne
         db.close()
         raise ValueError(f"{run / 'run.db'}: {error}; bring it back from a copy, or start a new run") from None
     return db
+
+
+@contextmanager
+def well_formed(file: Path) -> Iterator[None]:
+    """Turn any error from strange content of a file into a ValueError that names it."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+        if isinstance(error, ValueError) and str(file) in str(error):
+            raise
+        raise ValueError(f"{file}: not what a run writes ({type(error).__name__}: {error})") from error
 
 
 def full_disk(error: Exception, path: Path) -> str:
@@ -197,7 +208,8 @@ class RunDir:
     def steps(self, stage: str) -> list[dict[str, Any]]:
         """Return the metrics of all durable steps of a stage."""
         rows = self.query("SELECT step, metrics FROM step WHERE stage = ? ORDER BY step", stage)
-        return [{"step": step, **json_of(metrics)} for step, metrics in rows]
+        with well_formed(self.path / "run.db"):
+            return [{"step": step, **json_of(metrics)} for step, metrics in rows]
 
     def ledger(self) -> dict[str, int]:
         """Return sampled tokens by what became of them."""
