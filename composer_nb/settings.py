@@ -329,7 +329,7 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
         elif inner := [each for each in known if each.startswith(f"{name}.")]:
             raise ValueError(f"{name} is a group of settings; name one of {', '.join(inner)}")
         else:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = [each for each in difflib.get_close_matches(name, known) if _reads(known[each], value)]
             raise ValueError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return _replaced(settings, typed)
 
@@ -366,6 +366,15 @@ def _types(settings: Any, prefix: str = "") -> dict[str, Any]:
         value, full = getattr(settings, name), prefix + name
         found |= _types(value, f"{full}.") if dataclasses.is_dataclass(value) else {full: wanted}
     return found
+
+
+def _reads(wanted: Any, value: Any) -> bool:
+    """Return whether a setting can have `value`, if it is text: else it is a setting of another kind that was meant."""
+    with suppress(ValueError):
+        if isinstance(value, str):
+            _typed(value, wanted, "")
+        return True
+    return False
 
 
 def _typed(value: Any, wanted: Any, name: str) -> Any:

@@ -149,6 +149,11 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, near: str):
     assert str(error.value).split("'")[-2] in NAMES
 
 
+def test_a_setting_of_another_kind_is_not_suggested():
+    with pytest.raises(ValueError, match="unknown setting 'model.start'$"):
+        override(Settings(), {"model.start": "/checkpoint"})
+
+
 @pytest.mark.parametrize("name", ["rl", "reward.effort", "model"])
 def test_a_group_cannot_be_set_as_a_whole(name: str):
     inner = next(other for other in NAMES if other.startswith(name + "."))
