@@ -1,4 +1,4 @@
-"""Arguments of the tools: one model per tool, which gives both its JSON schema and its checks.
+"""Tools from functions: a pydantic model of the parameters gives both the JSON schema and the checks.
 
 A call is checked in one of two ways, a setting of the environment. *Strict* accepts only what the schema says. *Lenient* also
 accepts a sloppy call that can mean only one thing:
@@ -15,13 +15,14 @@ documentation); optional parameters are left out of `required`, so OpenAI's flag
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import Tool, ToolError
 
 SYNONYMS = (
     {"target_file", "file_path", "path", "filepath", "filename", "file"},
@@ -65,7 +66,6 @@ Text = Annotated[Content, AfterValidator(_no_nul)]
 Path = Annotated[Text, Field(min_length=1, max_length=4096)]
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Lines = Annotated[int, Field(ge=0, le=1000)]
-Why = Annotated[Text | None, Field(description="One sentence: why you make this call.")]
 
 
 class Arguments(BaseModel):
@@ -74,104 +74,34 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
 
-class ReadFile(Arguments):
-    target_file: Path
-    offset: Annotated[Count | None, Field(description="First line to show, counted from 1.")] = None
-    limit: Annotated[Count | None, Field(description="Number of lines to show.")] = None
-
-
-class SearchReplace(Arguments):
-    file_path: Path
-    old_string: Annotated[
-        Content, Field(description="Exact text to replace; include enough context to make it unique.")
-    ]
-    new_string: Annotated[Content, Field(description="New text.")]
-    replace_all: Annotated[bool, Field(description="Replace every occurrence.")] = False
-
-
-class Write(Arguments):
-    file_path: Path
-    contents: Annotated[Content, Field(description="Whole content of the file.")]
-
-
-class DeleteFile(Arguments):
-    target_file: Path
-    explanation: Why = None
-
-
-class ListDir(Arguments):
-    target_directory: Path
-    ignore_globs: Annotated[list[Text] | None, Field(description="Names to leave out, such as *.log.")] = None
-
-
-class GlobFileSearch(Arguments):
-    glob_pattern: Annotated[
-        Text,
-        Field(min_length=1, max_length=4096, description="Such as *.py or src/**/test_*.py; matches at any depth."),
-    ]
-    target_directory: Annotated[Path | None, Field(description="Folder to search (default: everywhere).")] = None
-
-
-class Grep(Arguments):
-    pattern: Annotated[
-        Text, Field(min_length=1, max_length=20_000, description="Regular expression in ripgrep's syntax.")
-    ]
-    path: Annotated[Path | None, Field(description="File or folder to search (default: everywhere).")] = None
-    glob: Annotated[Text | None, Field(max_length=4096, description="Only files that match, such as *.{ts,tsx}.")] = (
-        None
-    )
-    type: Annotated[Text | None, Field(max_length=100, description="Only files of this ripgrep type, such as py.")] = (
-        None
-    )
-    output_mode: Annotated[
-        Literal["content", "files_with_matches", "count"],
-        Field(description="Matching lines (default), paths alone, or the number of lines per file."),
-    ] = "content"
-    after: Annotated[Lines | None, Field(alias="-A", description="Lines to show after each match.")] = None
-    before: Annotated[Lines | None, Field(alias="-B", description="Lines to show before each match.")] = None
-    around: Annotated[Lines | None, Field(alias="-C", description="Lines to show around each match.")] = None
-    ignore_case: Annotated[bool, Field(alias="-i", description="Ignore case.")] = False
-    head_limit: Annotated[Count | None, Field(description="Maximum lines of output.")] = None
-    multiline: Annotated[bool, Field(description="Allow matches across lines; . matches a newline.")] = False
-
-
-class CodebaseSearch(Arguments):
-    query: Annotated[Text, Field(min_length=1, max_length=20_000, description="A question in plain words.")]
-    target_directories: Annotated[
-        list[Path], Field(max_length=1, description="One folder to search, or none for everywhere; no globs.")
-    ]
-    explanation: Why = None
-
-
-class RunTerminalCmd(Arguments):
-    command: Annotated[Text, Field(min_length=1, max_length=30_000, description="Command for bash; it gets no input.")]
-    is_background: Annotated[bool, Field(description="Return at once while it runs, for example for servers.")]
-    explanation: Why = None
-    timeout_ms: Annotated[
-        int | None, Field(ge=1, le=600_000, description="Timeout in milliseconds (default 120000).")
-    ] = None
-    working_directory: Annotated[
-        Path | None, Field(description="Folder to run it in (default: where the last command ended).")
-    ] = None
-
-
-class ReadLints(Arguments):
-    paths: Annotated[list[Path] | None, Field(max_length=100, description="Files or folders (default: all).")] = None
-
-
 class Todo(Arguments):
     id: Annotated[Text, Field(min_length=1, max_length=100)]
     content: Annotated[Text, Field(min_length=1, max_length=1000)]
     status: Literal["pending", "in_progress", "completed", "cancelled"]
 
 
-class TodoWrite(Arguments):
-    merge: Annotated[bool, Field(description="Update the list by id instead of replacing it.")]
-    todos: Annotated[list[Todo], Field(max_length=100, description="At most one may be in_progress.")]
+def tool(**traits: Any) -> Callable[[Callable[..., Any]], Tool]:
+    """Make a tool of a function.
 
+    Its name is the function's, its arguments are the parameters after the first. The docstring is what a model reads: the
+    description of the tool, an empty line, then a line `name: description` for each parameter that needs one. `traits`: further
+    fields of `Tool`.
+    """
 
-class ApplyPatch(Arguments):
-    patch: Annotated[Content, Field(min_length=1, description="*** Begin Patch … *** End Patch.")]
+    def made(function: Callable[..., Any]) -> Tool:
+        description, _, lines = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+        described = dict(line.split(": ", 1) for line in lines.splitlines())
+        _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
+        fields: dict[str, Any] = {}
+        for each in parameters:
+            default = ... if each.default is each.empty else each.default
+            fields[each.name] = (each.annotation, Field(default, description=described.pop(each.name, None)))
+        assert not described, f"{function.__name__} has no parameter {', '.join(described)}"
+        model = create_model(function.__name__, __base__=Arguments, **fields)
+        text = " ".join(description.splitlines())
+        return Tool(name=function.__name__, description=text, arguments=model, run=function, **traits)
+
+    return made
 
 
 def check(model: type[BaseModel], arguments: object, strict: bool) -> BaseModel:

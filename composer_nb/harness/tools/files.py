@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import Field
 
 from composer_nb.harness.tools import patch as patches
-from composer_nb.harness.tools.arguments import (
-    CONTROLS,
-    ApplyPatch,
-    DeleteFile,
-    ListDir,
-    ReadFile,
-    SearchReplace,
-    Write,
-    printable,
-)
+from composer_nb.harness.tools.arguments import CONTROLS, Content, Count, Path, Text, printable, tool
 from composer_nb.harness.tools.edits import replace
 from composer_nb.harness.tools.session import SHOWN, Session, shown
 from composer_nb.harness.tools.tool_call import ToolError
 
 READ_BYTES = 16 << 20
-"""Of a file, from its beginning, that `read_file` looks at."""
+"""Maximum bytes that `read_file` reads, from the beginning of a file."""
 LINE = 2000
 """Characters shown of a line."""
 
 
-def read_file(session: Session, arguments: ReadFile) -> str:
-    path = session.path(arguments.target_file)
+@tool()
+def read_file(session: Session, target_file: Path, offset: Count | None = None, limit: Count | None = None) -> str:
+    """Read a text file as LINE|CONTENT. A long file comes in parts: continue with offset.
+
+    offset: First line to show, counted from 1.
+    limit: Number of lines to show.
+    """
+    path = session.path(target_file)
     data = session.sandbox.read(path, max_bytes=READ_BYTES + 1)
     session.seen.add(path)
     if not data:
@@ -34,12 +34,12 @@ def read_file(session: Session, arguments: ReadFile) -> str:
     if b"\0" in data[:8192]:
         raise ToolError("UnexpectedEnvironment", f"{path}: not a text ({len(data)} bytes or more)")
     lines = data[:READ_BYTES].decode("utf-8", "replace").removesuffix("\n").split("\n")
-    first = arguments.offset or 1
+    first = offset or 1
     if first > len(lines):
         raise ToolError("InvalidArguments", f"{path}: has {len(lines)} lines, so none is numbered {first}")
     parts: list[str] = []
     room = SHOWN
-    for number, line in enumerate(lines[first - 1 :][: arguments.limit], first):
+    for number, line in enumerate(lines[first - 1 :][:limit], first):
         line = line.removesuffix("\r").translate(CONTROLS)
         cut = f"{line[:LINE]}[… {len(line) - LINE} more characters]" if len(line) > LINE else line
         room -= len(cut) + 8
@@ -53,34 +53,56 @@ def read_file(session: Session, arguments: ReadFile) -> str:
     return "\n".join(parts)
 
 
-def search_replace(session: Session, arguments: SearchReplace) -> str:
-    path = session.path(arguments.file_path)
-    changed, numbers = replace(
-        session.text(path), arguments.old_string, arguments.new_string, arguments.replace_all, session.strict
-    )
+@tool(mutates=True)
+def search_replace(
+    session: Session, file_path: Path, old_string: Content, new_string: Content, replace_all: bool = False
+) -> str:
+    """Replace a text in a file. It must occur exactly once, unless replace_all is set.
+
+    old_string: Exact text to replace; include enough context to make it unique.
+    new_string: New text.
+    replace_all: Replace every occurrence.
+    """
+    path = session.path(file_path)
+    changed, numbers = replace(session.text(path), old_string, new_string, replace_all, session.strict)
     session.store(path, changed)
     at = ", ".join(map(str, numbers[:20])) + (", …" if len(numbers) > 20 else "")
     return f"{path}: changed at line {at}"
 
 
-def write(session: Session, arguments: Write) -> str:
-    path = session.path(arguments.file_path)
+@tool(mutates=True)
+def write(session: Session, file_path: Path, contents: Content) -> str:
+    """Write a whole file. Read an existing file first; to change one, prefer search_replace.
+
+    contents: Whole content of the file.
+    """
+    path = session.path(file_path)
     there = session.exists(path)
     if there and path not in session.seen:
         raise ToolError("InvalidArguments", f"{path}: is there already; read it before you write over it")
-    session.store(path, arguments.contents)
-    return f"{path}: {'written' if there else 'made'}, {arguments.contents.count(chr(10))} lines"
+    session.store(path, contents)
+    return f"{path}: {'written' if there else 'made'}, {contents.count(chr(10))} lines"
 
 
-def delete_file(session: Session, arguments: DeleteFile) -> str:
-    path = session.path(arguments.target_file)
+@tool(mutates=True)
+def delete_file(session: Session, target_file: Path, explanation: Text | None = None) -> str:
+    """Delete a file.
+
+    explanation: One sentence: why you make this call.
+    """
+    path = session.path(target_file)
     session.remove(path)
     return f"{path}: deleted"
 
 
-def list_dir(session: Session, arguments: ListDir) -> str:
-    path = session.path(arguments.target_directory)
-    ignored = [glob.removeprefix("**/").removesuffix("/**").rstrip("/") for glob in arguments.ignore_globs or ()]
+@tool()
+def list_dir(session: Session, target_directory: Path, ignore_globs: list[Text] | None = None) -> str:
+    """List a folder without hidden names. Folders end with /, links with @.
+
+    ignore_globs: Names to leave out, such as *.log.
+    """
+    path = session.path(target_directory)
+    ignored = [glob.removeprefix("**/").removesuffix("/**").rstrip("/") for glob in ignore_globs or ()]
     marks = {"folder": "/", "link": "@", "other": "?", "file": ""}
     lines = [
         shown(entry.name) + marks[entry.kind]
@@ -90,11 +112,16 @@ def list_dir(session: Session, arguments: ListDir) -> str:
     return session.fit("\n".join(lines), "list_dir") or "(nothing, but for names that begin with a dot)"
 
 
-def apply_patch(session: Session, arguments: ApplyPatch) -> str:
-    """All changes are worked out before the first is made."""
+@tool(mutates=True)
+def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]) -> str:
+    """Change several files with one patch; if any part does not apply, nothing is changed.
+
+    patch: *** Begin Patch … *** End Patch.
+    """
+    # All changes are worked out before the first is made.
     texts: dict[str, str | None] = {}
     told: list[str] = []
-    for change in patches.parse(arguments.patch, session.strict):
+    for change in patches.parse(patch, session.strict):
         path = session.path(change.path)
         to = session.path(change.to) if change.to else path
         if not texts.keys().isdisjoint((path, to)):  # by another spelling, `./a` for `a`

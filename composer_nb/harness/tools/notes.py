@@ -1,10 +1,13 @@
-"""Tools that tell an agent how it stands: what a linter says of its files, and its list of things to do."""
+"""Tools that report: the linter's findings, and the agent's to-do list."""
 
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from composer_nb.harness.tools.arguments import ReadLints, TodoWrite
+from pydantic import Field
+
+from composer_nb.harness.tools.arguments import Path, Todo, tool
 from composer_nb.harness.tools.session import Session, below, clean
 from composer_nb.harness.tools.tool_call import ToolError
 
@@ -12,17 +15,22 @@ PYTHON = (".py", ".pyi", ".ipynb")
 MARKS = {"pending": "[ ]", "in_progress": "[>]", "completed": "[x]", "cancelled": "[-]"}
 
 
-def read_lints(session: Session, arguments: ReadLints) -> str:
-    paths: list[str] = []
+@tool(needs="ruff")
+def read_lints(session: Session, paths: Annotated[list[Path] | None, Field(max_length=100)] = None) -> str:
+    """Show what the linter ruff finds in Python files or folders.
+
+    paths: Files or folders (default: all).
+    """
+    linted: list[str] = []
     others: list[str] = []
-    for text in arguments.paths or ["."]:
+    for text in paths or ["."]:
         path = session.place(text)
         is_file = path != "." and _is_file(session, path)
-        (others if is_file and not path.endswith(PYTHON) else paths).append(path)
+        (others if is_file and not path.endswith(PYTHON) else linted).append(path)
     found = f"(no linter for {', '.join(others)})\n" if others else ""
-    if paths:
+    if linted:
         command = ["ruff", "check", "--no-cache", "--quiet", "--output-format=concise", "--"]
-        done = session.program([*command, *(below(path) for path in paths)])
+        done = session.program([*command, *(below(path) for path in linted)])
         if done.exit_code not in (0, 1):
             told = " ".join(clean(done.stderr).split())[:500]
             raise ToolError("UnexpectedEnvironment", f"ruff: {told or f'ended with {done.exit_code}'}")
@@ -38,14 +46,19 @@ def _is_file(session: Session, path: str) -> bool:
         return False
 
 
-def todo_write(session: Session, arguments: TodoWrite) -> str:
-    ids = [todo.id for todo in arguments.todos]
-    if len(set(ids)) < len(ids):
+@tool(mutates=True)
+def todo_write(session: Session, merge: bool, todos: Annotated[list[Todo], Field(max_length=100)]) -> str:
+    """Keep a to-do list for work of several steps. One item at a time is in_progress.
+
+    merge: Update the list by id instead of replacing it.
+    todos: At most one may be in_progress.
+    """
+    if len({todo.id for todo in todos}) < len(todos):
         raise ToolError("InvalidArguments", "todos: two have the same id")
-    todos = (session.todos if arguments.merge else {}) | {todo.id: todo for todo in arguments.todos}
-    if sum(todo.status == "in_progress" for todo in todos.values()) > 1:
+    held = (session.todos if merge else {}) | {todo.id: todo for todo in todos}
+    if sum(todo.status == "in_progress" for todo in held.values()) > 1:
         raise ToolError("InvalidArguments", "todos: only one can be in_progress")
-    if len(todos) > 100:
+    if len(held) > 100:
         raise ToolError("InvalidArguments", "todos: at most 100")
-    session.todos = todos
-    return "\n".join(f"{MARKS[todo.status]} {todo.id}: {todo.content}" for todo in todos.values()) or "(nothing to do)"
+    session.todos = held
+    return "\n".join(f"{MARKS[todo.status]} {todo.id}: {todo.content}" for todo in held.values()) or "(nothing to do)"

@@ -1,14 +1,18 @@
-"""Tools that look for something: by ripgrep, and by the meaning of a question where the environment has such a search."""
+"""Search tools: by ripgrep, and by meaning where the environment has such a search."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from composer_nb.harness.sandbox.contract import ExecResult
-from composer_nb.harness.tools.arguments import CodebaseSearch, GlobFileSearch, Grep
+from composer_nb.harness.tools.arguments import Count, Lines, Path, Text, tool
 from composer_nb.harness.tools.session import Session, below, clean
 from composer_nb.harness.tools.tool_call import ToolError
 
+Pattern = Annotated[Text, Field(min_length=1, max_length=20_000)]
 RIPGREP = ("rg", "--no-config", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
 NEWEST_FIRST = """
 import os, subprocess, sys
@@ -27,44 +31,76 @@ for path in sorted(filter(None, done.stdout.split(b"\\0")), key=lambda path: (ag
 sys.exit(done.returncode)
 """
 """Runs ripgrep and sorts the files that it lists. Its own sort by time fails where its program has no path."""
-LINES = 200
-"""Shown of an answer unless the call says otherwise."""
+SHOWN_LINES = 200
+"""Lines shown of an answer, unless the call sets a limit."""
 HITS = 10
 COLUMNS = 500
-"""Shown of a line that matched."""
+"""Characters shown of a line that matched."""
 
 
-def grep(session: Session, arguments: Grep) -> str:
-    path = session.place(arguments.path)
+@tool(needs="rg")
+def grep(
+    session: Session,
+    pattern: Pattern,
+    path: Path | None = None,
+    glob: Annotated[Text | None, Field(max_length=4096)] = None,
+    type: Annotated[Text | None, Field(max_length=100)] = None,
+    output_mode: Literal["content", "files_with_matches", "count"] = "content",
+    after: Annotated[Lines | None, Field(alias="-A")] = None,
+    before: Annotated[Lines | None, Field(alias="-B")] = None,
+    around: Annotated[Lines | None, Field(alias="-C")] = None,
+    ignore_case: Annotated[bool, Field(alias="-i")] = False,
+    head_limit: Count | None = None,
+    multiline: bool = False,
+) -> str:
+    """Search the contents of files with ripgrep. Files that git ignores are left out.
+
+    pattern: Regular expression in ripgrep's syntax.
+    path: File or folder to search (default: everywhere).
+    glob: Only files that match, such as *.{ts,tsx}.
+    type: Only files of this ripgrep type, such as py.
+    output_mode: Matching lines (default), paths alone, or the number of lines per file.
+    after: Lines to show after each match.
+    before: Lines to show before each match.
+    around: Lines to show around each match.
+    ignore_case: Ignore case.
+    head_limit: Maximum lines of output.
+    multiline: Allow matches across lines; . matches a newline.
+    """
+    place = session.place(path)
     command = [*RIPGREP, "--sort=path", "--no-heading", "--with-filename", "--line-number"]
     command += [f"--max-columns={COLUMNS}", "--max-columns-preview"]
-    command += {"content": [], "files_with_matches": ["--files-with-matches"], "count": ["--count"]}[
-        arguments.output_mode
-    ]
-    for option, value in (("-A", arguments.after), ("-B", arguments.before), ("-C", arguments.around)):
-        command += [] if value is None or arguments.output_mode != "content" else [f"{option}{value}"]
-    for option, text in (("glob", arguments.glob), ("type", arguments.type)):
+    command += [] if output_mode == "content" else [f"--{output_mode.replace('_', '-')}"]
+    for option, value in (("-A", after), ("-B", before), ("-C", around)):
+        command += [] if value is None or output_mode != "content" else [f"{option}{value}"]
+    for option, text in (("glob", glob), ("type", type)):
         command += [] if text is None else [f"--{option}={text}"]
-    command += ["--ignore-case"] * arguments.ignore_case + ["--multiline", "--multiline-dotall"] * arguments.multiline
-    lines, cut = _lines(session.program([*command, f"--regexp={arguments.pattern}", "--", below(path)]))
+    command += ["--ignore-case"] * ignore_case + ["--multiline", "--multiline-dotall"] * multiline
+    lines, cut = _lines(session.program([*command, f"--regexp={pattern}", "--", below(place)]))
     if not lines:
         return "(no matches)"
-    return session.fit(_head(lines, arguments.head_limit or LINES, cut), "grep")
+    return session.fit(_head(lines, head_limit or SHOWN_LINES, cut), "grep")
 
 
-def glob_file_search(session: Session, arguments: GlobFileSearch) -> str:
-    path = session.place(arguments.target_directory)
-    glob = arguments.glob_pattern.removeprefix("./").lstrip("/")
+@tool(needs="rg")
+def glob_file_search(session: Session, glob_pattern: Path, target_directory: Path | None = None) -> str:
+    """Find files by name, newest first. Files that git ignores are left out.
+
+    glob_pattern: Such as *.py or src/**/test_*.py; matches at any depth.
+    target_directory: Folder to search (default: everywhere).
+    """
+    path = session.place(target_directory)
+    glob = glob_pattern.removeprefix("./").lstrip("/")
     glob = glob if glob.startswith("**/") else f"**/{glob}"
     command = [*RIPGREP, "--files", "--null", f"--glob={glob}", "--", below(path)]
     lines, cut = _lines(session.program(["python3", "-I", "-S", "-c", NEWEST_FIRST, *command]))
     if not lines:
         return "(no files)"
-    return session.fit(_head(lines, LINES, cut), "glob_file_search")
+    return session.fit(_head(lines, SHOWN_LINES, cut), "glob_file_search")
 
 
 def _lines(done: ExecResult) -> tuple[list[str], bool]:
-    """What ripgrep found, and whether there was more than was kept. Raises ToolError for what it can not look for."""
+    """Return the lines that ripgrep found, and whether there were more than were kept. Raises ToolError for an invalid search."""
     if done.exit_code > 1 and not done.stdout:
         told = [line.strip() for line in clean(done.stderr).splitlines() if line.strip()]
         text = " ".join(told)[:500].removeprefix("rg: ")
@@ -88,11 +124,23 @@ def _head(lines: Sequence[str], limit: int, cut: bool) -> str:
     return "\n".join([*lines[:limit], f"(the first {min(limit, len(lines))} of {count} lines)"])
 
 
-def codebase_search(session: Session, arguments: CodebaseSearch) -> str:
-    assert session.search is not None  # the tool is offered where there is one
-    folders = [session.place(folder) for folder in arguments.target_directories]
+@tool()
+def codebase_search(
+    session: Session,
+    query: Pattern,
+    target_directories: Annotated[list[Path], Field(max_length=1)],
+    explanation: Text | None = None,
+) -> str:
+    """Find code by its meaning: ask a question in plain words.
+
+    query: A question in plain words.
+    target_directories: One folder to search, or none for everywhere; no globs.
+    explanation: One sentence: why you make this call.
+    """
+    assert session.search is not None  # the tool is offered only where there is one
+    folders = [session.place(folder) for folder in target_directories]
     try:
-        hits = session.search(arguments.query, folders, HITS)[:HITS]
+        hits = session.search(query, folders, HITS)[:HITS]
     except OSError as error:
         raise ToolError("ProviderError", f"the search does not work now: {error}") from error
     blocks = [f"{hit.path}:{hit.first_line}-{hit.last_line}\n{hit.text.rstrip()}" for hit in hits]

@@ -1,20 +1,23 @@
-"""The terminal: commands in bash, one after the other, that find folder and exported variables as the last one left them."""
+"""The terminal: commands in bash, one after another; each starts in the folder and with the variables that the last one left."""
 
 from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
 
 from composer_nb.harness.sandbox.contract import ExecResult
-from composer_nb.harness.tools.arguments import RunTerminalCmd
+from composer_nb.harness.tools.arguments import Path, Text, tool
 from composer_nb.harness.tools.session import FOLDER, Session, clean
 from composer_nb.harness.tools.tool_call import ToolError
 
 TIMEOUT_S = 120.0
 OUTPUT_BYTES = 2 << 20
-"""Kept of what a command writes: its head and its tail."""
+"""Bytes kept of a command's output, half of them from its head and half from its tail."""
 STATE_BYTES = 64 << 10
-"""Of the environment; of a larger one nothing is taken over."""
+"""Maximum size of an environment that is carried over to the next command."""
 QUIET = {
     "PAGER": "cat",
     "GIT_PAGER": "cat",
@@ -36,7 +39,7 @@ trap '{ printf "%s\\0" "$PWD"; env -0; } >&3' EXIT
 cd -- "$1" || exit 1
 eval "$2" 3>&-
 """
-"""Both streams of a command are one, as in a terminal; where it ended goes to the other."""
+"""Merges both streams of a command, as in a terminal, and reports its final folder and environment on the other stream."""
 BACKGROUND = """\
 trap 'echo "[exit code $?]"' EXIT
 cd -- "$1" || exit 1
@@ -44,23 +47,39 @@ eval "$2"
 """
 
 
-def run_terminal_cmd(session: Session, arguments: RunTerminalCmd) -> str:
+@tool(mutates=True, needs="bash")
+def run_terminal_cmd(
+    session: Session,
+    command: Annotated[Text, Field(min_length=1, max_length=30_000)],
+    is_background: bool,
+    explanation: Text | None = None,
+    timeout_ms: Annotated[int | None, Field(ge=1, le=600_000)] = None,
+    working_directory: Path | None = None,
+) -> str:
+    """Run a command in bash. The working directory and exported variables carry over to the next command. It gets no input
+    and is stopped at its timeout; run long commands in the background.
+
+    command: Command for bash; it gets no input.
+    is_background: Return at once while it runs, for example for servers.
+    explanation: One sentence: why you make this call.
+    timeout_ms: Timeout in milliseconds (default 120000).
+    working_directory: Folder to run it in (default: where the last command ended).
+    """
     folder = session.cwd
-    if arguments.working_directory is not None:
-        path = session.place(arguments.working_directory)
-        folder = posixpath.normpath(posixpath.join(session.root, path))
+    if working_directory is not None:
+        folder = posixpath.normpath(posixpath.join(session.root, session.place(working_directory)))
     environment = {**QUIET, **session.environment}
     session.restless = True
-    if arguments.is_background:
+    if is_background:
         session.background = True
         log = f"{FOLDER}/terminals/{next(session.numbers)}.txt"
         session.keep(log, "")
-        command = ["bash", "-c", BACKGROUND, "bash", folder, arguments.command]
-        pid = session.sandbox.exec_background(command, log=log, env=environment)
+        words = ["bash", "-c", BACKGROUND, "bash", folder, command]
+        pid = session.sandbox.exec_background(words, log=log, env=environment)
         return f"runs as process {pid}; what it writes is in {log}"
-    timeout_s = TIMEOUT_S if arguments.timeout_ms is None else arguments.timeout_ms / 1000
-    command = ["bash", "-c", FOREGROUND, "bash", folder, arguments.command]
-    done = session.run(command, timeout_s=timeout_s, output_bytes=OUTPUT_BYTES, env=environment)
+    timeout_s = TIMEOUT_S if timeout_ms is None else timeout_ms / 1000
+    words = ["bash", "-c", FOREGROUND, "bash", folder, command]
+    done = session.run(words, timeout_s=timeout_s, output_bytes=OUTPUT_BYTES, env=environment)
     output = session.fit(clean(done.stdout), "run_terminal_cmd")
     if done.timed_out:
         raise ToolError("Timeout", f"ended after {timeout_s:g} s, with all that it had started\n{output}".rstrip())
@@ -75,7 +94,7 @@ def run_terminal_cmd(session: Session, arguments: RunTerminalCmd) -> str:
 
 
 def _state(done: ExecResult) -> tuple[str, Mapping[str, str]] | None:
-    """The folder and the exported variables that a command left; None where it did not tell: it replaced the shell, say."""
+    """Return the folder and the exported variables that a command left; None if it did not report them."""
     if len(done.stderr) > STATE_BYTES:
         return None
     folder, *pairs = done.stderr.decode("utf-8", "surrogateescape").removesuffix("\0").split("\0")

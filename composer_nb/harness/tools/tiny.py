@@ -9,31 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import Field
 
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
-from composer_nb.harness.tools.arguments import Arguments
-from composer_nb.harness.tools.tool_call import Tool, ToolError
+from composer_nb.harness.tools.arguments import tool
+from composer_nb.harness.tools.tool_call import ToolError
 
 Execution = Generator[CallRequest, tuple[CallOutcome, ...], "Observation"]
-Path = Annotated[str, Field(description="relative path")]
-
-
-class ReadArguments(Arguments):
-    path: Path
-
-
-class EditArguments(Arguments):
-    path: Path
-    line: int
-    text: str
-
-
-class NoArguments(Arguments):
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +42,26 @@ class Workspace:
         return self.files[path]
 
 
-def _read_file(workspace: Workspace, arguments: ReadArguments) -> Execution:
-    lines = _lines(workspace.text(arguments.path))
+@tool()
+def read_file(workspace: Workspace, path: str) -> Execution:
+    """Read a file.
+
+    path: relative path
+    """
+    lines = _lines(workspace.text(path))
     return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(lines, 1)))
     yield  # a tool is a generator, also when it executes nothing
 
 
-def _edit_line(workspace: Workspace, arguments: EditArguments) -> Execution:
-    before = workspace.text(arguments.path)
-    lines, text = _lines(before), arguments.text.strip()
-    place = arguments.line - 1
+@tool(mutates=True)
+def edit_line(workspace: Workspace, path: str, line: int, text: str) -> Execution:
+    """Replace one line of a file by another; its indentation is kept.
+
+    path: relative path
+    """
+    before = workspace.text(path)
+    lines, text = _lines(before), text.strip()
+    place = line - 1
     if not 0 <= place < len(lines):
         raise ToolError("InvalidArguments", "no line")
     if "\n" in text or "\r" in text:
@@ -78,7 +70,7 @@ def _edit_line(workspace: Workspace, arguments: EditArguments) -> Execution:
     if lines[place] == indent + text:
         return Observation(text="same")  # tells the agent at once that this edit changed nothing
     lines[place] = indent + text
-    workspace.files[arguments.path] = "\n".join(lines) + "\n" * before.endswith("\n")
+    workspace.files[path] = "\n".join(lines) + "\n" * before.endswith("\n")
     return Observation(text="ok")
     yield
 
@@ -88,7 +80,9 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _run_tests(workspace: Workspace, arguments: NoArguments) -> Execution:
+@tool()
+def run_tests(workspace: Workspace) -> Execution:
+    """Run the visible tests."""
     if not workspace.visible_tests:
         raise ToolError("UnexpectedEnvironment", "no tests here")
     tests = parse_test_files(workspace.visible_tests)
@@ -101,7 +95,9 @@ def _run_tests(workspace: Workspace, arguments: NoArguments) -> Execution:
     return Observation(text=text[:110], tests_passed=sum(passed), tests_run=len(tests))
 
 
-def _finish(workspace: Workspace, arguments: NoArguments) -> Execution:
+@tool(ends=True)
+def finish(workspace: Workspace) -> Execution:
+    """Finish; the files are graded."""
     return Observation(text="")
     yield
 
@@ -121,15 +117,4 @@ def _compact(text: str) -> str:
     return _STRING_OR_SPACE.sub(lambda part: "" if part[0] == " " else part[0], text)
 
 
-TINY = (
-    Tool(name="read_file", description="Read a file.", arguments=ReadArguments, run=_read_file),
-    Tool(
-        name="edit_line",
-        description="Replace one line of a file by another; its indentation is kept.",
-        arguments=EditArguments,
-        run=_edit_line,
-        mutates=True,
-    ),
-    Tool(name="run_tests", description="Run the visible tests.", arguments=NoArguments, run=_run_tests),
-    Tool(name="finish", description="Finish; the files are graded.", arguments=NoArguments, run=_finish, ends=True),
-)
+TINY = (read_file, edit_line, run_tests, finish)

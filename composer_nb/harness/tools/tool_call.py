@@ -47,6 +47,10 @@ class Tool:
     ends: bool = False
     """Whether a call of it ends the rollout."""
 
+    def __call__(self, place: Any, arguments: BaseModel) -> Any:
+        """Carry out a call with checked arguments. `place`: what the tool works in."""
+        return self.run(place, **{name: getattr(arguments, name) for name in type(arguments).model_fields})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:

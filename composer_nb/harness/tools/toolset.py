@@ -19,10 +19,8 @@ from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.sandbox.contract import Sandbox, SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hint
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
-from composer_nb.harness.tools import arguments as models
-from composer_nb.harness.tools import files, notes, terminal
+from composer_nb.harness.tools import files, notes, search, terminal
 from composer_nb.harness.tools.arguments import check, parameters, printable
-from composer_nb.harness.tools.search import codebase_search, glob_file_search, grep
 from composer_nb.harness.tools.session import DOING, Search, Session
 from composer_nb.harness.tools.tiny import TINY, Execution, Workspace
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError
@@ -33,89 +31,9 @@ FAN_OUT = 16
 
 
 TOOLS = (
-    Tool(
-        name="read_file",
-        description="Read a text file as LINE|CONTENT. A long file comes in parts: continue with offset.",
-        arguments=models.ReadFile,
-        run=files.read_file,
-    ),
-    Tool(
-        name="search_replace",
-        description="Replace a text in a file. It must occur exactly once, unless replace_all is set.",
-        arguments=models.SearchReplace,
-        run=files.search_replace,
-        mutates=True,
-    ),
-    Tool(
-        name="write",
-        description="Write a whole file. Read an existing file first; to change one, prefer search_replace.",
-        arguments=models.Write,
-        run=files.write,
-        mutates=True,
-    ),
-    Tool(
-        name="delete_file",
-        description="Delete a file.",
-        arguments=models.DeleteFile,
-        run=files.delete_file,
-        mutates=True,
-    ),
-    Tool(
-        name="list_dir",
-        description="List a folder without hidden names. Folders end with /, links with @.",
-        arguments=models.ListDir,
-        run=files.list_dir,
-    ),
-    Tool(
-        name="glob_file_search",
-        description="Find files by name, newest first. Files that git ignores are left out.",
-        arguments=models.GlobFileSearch,
-        run=glob_file_search,
-        needs="rg",
-    ),
-    Tool(
-        name="grep",
-        description="Search the contents of files with ripgrep. Files that git ignores are left out.",
-        arguments=models.Grep,
-        run=grep,
-        needs="rg",
-    ),
-    Tool(
-        name="run_terminal_cmd",
-        description="Run a command in bash. The working directory and exported variables carry over to the next command. It gets "
-        "no input and is stopped at its timeout; run long commands in the background.",
-        arguments=models.RunTerminalCmd,
-        run=terminal.run_terminal_cmd,
-        mutates=True,
-        needs="bash",
-    ),
-    Tool(
-        name="read_lints",
-        description="Show what the linter ruff finds in Python files or folders.",
-        arguments=models.ReadLints,
-        run=notes.read_lints,
-        needs="ruff",
-    ),
-    Tool(
-        name="todo_write",
-        description="Keep a to-do list for work of several steps. One item at a time is in_progress.",
-        arguments=models.TodoWrite,
-        run=notes.todo_write,
-        mutates=True,
-    ),
-    Tool(
-        name="apply_patch",
-        description="Change several files with one patch; if any part does not apply, nothing is changed.",
-        arguments=models.ApplyPatch,
-        run=files.apply_patch,
-        mutates=True,
-    ),
-    Tool(
-        name=SEARCH,
-        description="Find code by its meaning: ask a question in plain words.",
-        arguments=models.CodebaseSearch,
-        run=codebase_search,
-    ),
+    *(files.read_file, files.search_replace, files.write, files.delete_file, files.list_dir),
+    *(search.glob_file_search, search.grep, terminal.run_terminal_cmd, notes.read_lints, notes.todo_write),
+    *(files.apply_patch, search.codebase_search),
 )
 NAMES = tuple(tool.name for tool in TOOLS)
 
@@ -208,7 +126,7 @@ class ToolSet:
     def _step(self, workspace: Workspace, call: ToolCall) -> Generator[CallRequest, tuple[CallOutcome, ...], Reply]:
         try:
             tool, arguments = self.find(call)
-            execution: Execution = tool.run(workspace, arguments)
+            execution: Execution = tool(workspace, arguments)
             seen = yield from execution
         except ToolError as error:
             return Reply(call=call, text=str(error), error=error.kind)
@@ -293,7 +211,7 @@ class ToolSet:
         if session.stop.is_set():
             raise ToolError("UserAborted", "not begun")
         try:
-            text: str = tool.run(session, checked)
+            text: str = tool(session, checked)
             return text
         except SandboxDied as error:
             raise ToolError("UnexpectedEnvironment", str(error)) from error

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.tools import arguments as models
-from composer_nb.harness.tools.arguments import Arguments, check, parameters
+from composer_nb.harness.tools.arguments import check, parameters
 from composer_nb.harness.tools.tool_call import ToolError
 from composer_nb.harness.tools.toolset import TOOLS, ToolSet
 
+MODELS = {tool.name: tool.arguments for tool in TOOLS}
 REFERENCE = {
     "read_file": ({"target_file"}, {"offset", "limit"}),
     "search_replace": ({"file_path", "old_string", "new_string"}, {"replace_all"}),
@@ -61,7 +61,7 @@ VALUES = st.one_of(
 @given(st.data())
 def test_strict_is_what_the_schema_says(data: st.DataObject) -> None:
     """The schema, read by an independent validator, and the check agree; but for NUL, which no schema speaks of."""
-    model = data.draw(st.sampled_from([tool.arguments for tool in TOOLS] + [models.CodebaseSearch]))
+    model = data.draw(st.sampled_from(list(MODELS.values())))
     schema = parameters(model)
     names = st.sampled_from([*schema["properties"], "other"])
     arguments = data.draw(st.dictionaries(names, VALUES, max_size=6))
@@ -82,59 +82,59 @@ def test_strict_is_what_the_schema_says(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "sloppy", "meant"),
+    ("name", "sloppy", "meant"),
     [
-        (models.ReadFile, {"target_file": "a", "offset": "5"}, {"target_file": "a", "offset": 5}),
-        (models.ReadFile, {"target_file": "a", "offset": 5.0, "limit": None}, {"target_file": "a", "offset": 5}),
-        (models.ReadFile, {"path": "a"}, {"target_file": "a"}),
-        (models.SearchReplace, {"path": "a", "old_str": "1", "new_str": 2, "replace_all": "true"},
+        ("read_file", {"target_file": "a", "offset": "5"}, {"target_file": "a", "offset": 5}),
+        ("read_file", {"target_file": "a", "offset": 5.0, "limit": None}, {"target_file": "a", "offset": 5}),
+        ("read_file", {"path": "a"}, {"target_file": "a"}),
+        ("search_replace", {"path": "a", "old_str": "1", "new_str": 2, "replace_all": "true"},
          {"file_path": "a", "old_string": "1", "new_string": "2", "replace_all": True}),
-        (models.Write, {"filename": "a", "content": ""}, {"file_path": "a", "contents": ""}),
-        (models.GlobFileSearch, {"pattern": "*", "path": "d"}, {"glob_pattern": "*", "target_directory": "d"}),
-        (models.Grep, {"query": "a", "-A": "3", "-i": 1}, {"pattern": "a", "-A": 3, "-i": True}),
-        (models.ReadLints, {"paths": "a"}, {"paths": ["a"]}),
-        (models.ReadLints, {"paths": '["a", "b"]'}, {"paths": ["a", "b"]}),
-        (models.TodoWrite, {"merge": "no", "todos": '[{"id": 1, "content": "x", "status": "pending"}]'},
+        ("write", {"filename": "a", "content": ""}, {"file_path": "a", "contents": ""}),
+        ("glob_file_search", {"pattern": "*", "path": "d"}, {"glob_pattern": "*", "target_directory": "d"}),
+        ("grep", {"query": "a", "-A": "3", "-i": 1}, {"pattern": "a", "-A": 3, "-i": True}),
+        ("read_lints", {"paths": "a"}, {"paths": ["a"]}),
+        ("read_lints", {"paths": '["a", "b"]'}, {"paths": ["a", "b"]}),
+        ("todo_write", {"merge": "no", "todos": '[{"id": 1, "content": "x", "status": "pending"}]'},
          {"merge": False, "todos": [{"id": "1", "content": "x", "status": "pending"}]}),
-        (models.RunTerminalCmd, {"cmd": "ls", "background": "false"}, {"command": "ls", "is_background": False}),
-        (models.RunTerminalCmd, {"command": "ls"}, {"command": "ls", "is_background": False}),
-        (models.RunTerminalCmd, {"command": "ls", "is_background": None}, {"command": "ls", "is_background": False}),
-        (models.RunTerminalCmd, {"command": "ls", "background": True}, {"command": "ls", "is_background": True}),
+        ("run_terminal_cmd", {"cmd": "ls", "background": "false"}, {"command": "ls", "is_background": False}),
+        ("run_terminal_cmd", {"command": "ls"}, {"command": "ls", "is_background": False}),
+        ("run_terminal_cmd", {"command": "ls", "is_background": None}, {"command": "ls", "is_background": False}),
+        ("run_terminal_cmd", {"command": "ls", "background": True}, {"command": "ls", "is_background": True}),
     ],
 )  # fmt: skip
 def test_lenient_takes_what_can_only_have_been_meant(
-    model: type[Arguments], sloppy: dict[str, object], meant: dict[str, object]
+    name: str, sloppy: dict[str, object], meant: dict[str, object]
 ) -> None:
     with pytest.raises(ToolError):
-        check(model, sloppy, strict=True)
-    assert check(model, sloppy, strict=False) == check(model, meant, strict=True)
+        check(MODELS[name], sloppy, strict=True)
+    assert check(MODELS[name], sloppy, strict=False) == check(MODELS[name], meant, strict=True)
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments"),
+    ("name", "arguments"),
     [
-        (models.ReadFile, {"target_file": "a", "offset": "five"}),
-        (models.ReadFile, {"target_file": "a", "offset": 5.5}),
-        (models.ReadFile, {"target_file": None}),
-        (models.ReadFile, {"target_file": "a", "path": "b"}),  # two files, and only one can be read
-        (models.ReadFile, {"target_file": "a", "case_sensitive": True}),
-        (models.Grep, {"pattern": "a", "query": "b"}),
-        (models.RunTerminalCmd, {"command": "a\0b", "is_background": False}),
-        (models.ReadFile, {"target_file": "\ud800"}),
-        (models.ReadFile, {"\udcff": "a", "target_file": "a"}),
-        (models.Write, {"file_path": "a", "contents": "\udcff"}),
-        (models.SearchReplace, {"file_path": "a", "old_string": "a", "new_string": "\ud800"}),
-        (models.ApplyPatch, {"patch": "\udcff"}),
-        (models.TodoWrite, {"merge": True, "todos": [{"id": "\udcff", "content": "x", "status": "pending"}]}),
-        (models.DeleteFile, {"target_file": "a", "explanation": "\udcff"}),
-        (models.ReadFile, ["a"]),
-        (models.ReadFile, None),
+        ("read_file", {"target_file": "a", "offset": "five"}),
+        ("read_file", {"target_file": "a", "offset": 5.5}),
+        ("read_file", {"target_file": None}),
+        ("read_file", {"target_file": "a", "path": "b"}),  # two files, and only one can be read
+        ("read_file", {"target_file": "a", "case_sensitive": True}),
+        ("grep", {"pattern": "a", "query": "b"}),
+        ("run_terminal_cmd", {"command": "a\0b", "is_background": False}),
+        ("read_file", {"target_file": "\ud800"}),
+        ("read_file", {"\udcff": "a", "target_file": "a"}),
+        ("write", {"file_path": "a", "contents": "\udcff"}),
+        ("search_replace", {"file_path": "a", "old_string": "a", "new_string": "\ud800"}),
+        ("apply_patch", {"patch": "\udcff"}),
+        ("todo_write", {"merge": True, "todos": [{"id": "\udcff", "content": "x", "status": "pending"}]}),
+        ("delete_file", {"target_file": "a", "explanation": "\udcff"}),
+        ("read_file", ["a"]),
+        ("read_file", None),
     ],
 )
-def test_what_would_have_to_be_guessed_is_an_error_in_both(model: type[Arguments], arguments: object) -> None:
+def test_what_would_have_to_be_guessed_is_an_error_in_both(name: str, arguments: object) -> None:
     for strict in (True, False):
         with pytest.raises(ToolError) as error:
-            check(model, arguments, strict)
+            check(MODELS[name], arguments, strict)
         assert error.value.kind == "InvalidArguments"
         str(error.value).encode()
 
@@ -143,6 +143,8 @@ def test_an_error_names_what_to_change() -> None:
     with pytest.raises(
         ToolError, match=r"^offset: Input should be a valid integer; lines: no such argument; there are target_file"
     ):
-        check(models.ReadFile, {"target_file": "a", "offset": "x", "lines": 3}, strict=True)
+        check(MODELS["read_file"], {"target_file": "a", "offset": "x", "lines": 3}, strict=True)
     with pytest.raises(ToolError, match="^todos.0.status: Input should be 'pending'"):
-        check(models.TodoWrite, {"merge": True, "todos": [{"id": "1", "content": "x", "status": "done"}]}, strict=True)
+        check(
+            MODELS["todo_write"], {"merge": True, "todos": [{"id": "1", "content": "x", "status": "done"}]}, strict=True
+        )

@@ -24,7 +24,7 @@ TINY = ToolSet.tiny()
 def use(workspace: Workspace, boxes: Any, name: str, **arguments: Any) -> Observation:
     """Carries out one call."""
     tool, checked = TINY.find(ToolCall(name=name, arguments=arguments))
-    execution = tool.run(workspace, checked)
+    execution = tool(workspace, checked)
     try:
         request = next(execution)
         while True:
