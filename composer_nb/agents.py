@@ -1,41 +1,135 @@
-"""What `composer-nb eval` does with tasks for the product's tools, and what `composer-nb agent` does."""
+"""The functions behind `composer-nb eval` and `composer-nb agent`, for programs that call rather than parse."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from random import Random
 from typing import Any
 
-from composer_nb.harness.agent.loop import LIMITS, Told, converse
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.endpoint import EndpointSpeaker
+from composer_nb.harness.agent.expert import ScriptedPolicy, expert
+from composer_nb.harness.agent.loop import LIMITS, Told, complete, converse
 from composer_nb.harness.agent.prompt import system_text
+from composer_nb.harness.agent.tiny import Agent, play
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.attempt import Attempt, graded
+from composer_nb.harness.bench import run_eval, summarise
 from composer_nb.harness.files import write_atomic, write_json
+from composer_nb.harness.policy import Policy
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import ARMS, arms_of, difference, figures
 from composer_nb.harness.product.attempts import Environment, attempt_all, check_fit
 from composer_nb.harness.product.diff import Blob, require_git
 from composer_nb.harness.product.work import Work, keep
 from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.runtime import spec_of
-from composer_nb.harness.tasks.task import Task
-from composer_nb.policies import identity, open_policy
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.policies import identity, open_endpoint, open_policy, parse_policy
+
+ENDPOINT_ROLLOUTS = 8
+"""Rollouts at a time of tiny tasks against an endpoint."""
+UNCOUNTED = Limits(turn_tokens=1 << 12, tokens=1 << 20)
+"""Limits of tiny tasks for a policy whose tokens are not those of a tiny model."""
+Attempts = Callable[[int, float], list[Attempt]]
+
+
+def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Score a checkpoint directory, `scripted:expert` or `openai:URL[#MODEL]` on tasks of the grader `functions`.
+
+    `settings` are dotted names: `limits.*`, `engine.slots` and `seed` matter here. Returns the figures of `summarise` with the
+    policy's name and seed. Raises ValueError for other kinds of policy, FileNotFoundError for a missing checkpoint or file.
+    """
+    from composer_nb.settings import Settings, override
+    from composer_nb.trainer.learning.ranks import set_up_process
+
+    kind, name = parse_policy(policy)
+    chosen = override(Settings(), settings)
+    set_up_process(chosen.seed)
+    loaded = load_tasks(tasks)
+    with SandboxExecutor() as sandboxes:
+        executor = CachedExecutor(sandboxes)
+        if kind == "openai":
+            attempts = _endpoint_attempts(name, loaded, executor)
+        elif kind == "scripted":
+            attempts = _scripted_attempts(name, loaded, chosen.seed, executor)
+        else:
+            attempts = _checkpoint_attempts(Path(name), loaded, chosen, executor)
+        sampled, greedy = attempts(samples, 1.0), attempts(1, 0.0)
+    return {"policy": policy, "seed": chosen.seed, **summarise(sampled, greedy, chosen.seed)}
+
+
+def _endpoint_attempts(name: str, tasks: Sequence[Task], executor: Executor) -> Attempts:
+    tools = ToolSet.tiny()
+
+    def attempts(each: int, temperature: float) -> list[Attempt]:
+        endpoint = open_endpoint(name, temperature)
+
+        def one(task: Task) -> Attempt:
+            speaker = EndpointSpeaker(endpoint, "", tools.schemas, UNCOUNTED, parallel=False)
+            return complete(graded(task, play(task, speaker, tools, UNCOUNTED)), executor)
+
+        with ThreadPoolExecutor(ENDPOINT_ROLLOUTS, thread_name_prefix="endpoint") as pool:
+            return list(pool.map(one, [task for task in tasks for _ in range(each)]))
+
+    return attempts
+
+
+def _scripted_attempts(name: str, tasks: Sequence[Task], seed: int, executor: Executor) -> Attempts:
+    """Return attempts of the expert. It has no tokenizer, so one is trained on the tasks, to count its tokens."""
+    from composer_nb.trainer.models.tokenizer import train_tokenizer
+
+    if name != "expert":
+        raise ValueError(f"--policy scripted:{name}: no such script; there is scripted:expert")
+    texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
+    agent = Agent(CompactRenderer(train_tokenizer(texts, 1024)), limits=UNCOUNTED)
+
+    def made(each: int, temperature: float) -> Policy:
+        def random(rollout: int) -> Random:
+            return Random(f"expert {seed} {tasks[rollout // each].id} {rollout % each}")
+
+        return ScriptedPolicy(agent.renderer, lambda rollout: expert(tasks[rollout // each], random(rollout), 0.0))
+
+    return lambda each, temperature: list(run_eval(made(each, temperature), agent, tasks, executor, each))
+
+
+def _checkpoint_attempts(path: Path, tasks: Sequence[Task], chosen: Any, executor: Executor) -> Attempts:
+    from composer_nb.trainer.engine import Engine
+    from composer_nb.trainer.models.checkpoint import load_pretrained
+    from composer_nb.trainer.models.tokenizer import load_tokenizer
+
+    if not path.is_dir():
+        raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or write scripted:expert)")
+    model, renderer = load_pretrained(path), CompactRenderer(load_tokenizer(path))
+    agent = Agent(renderer, limits=chosen.limits)
+
+    def made(temperature: float) -> Policy:
+        slots, most = chosen.engine.slots, chosen.limits.tokens
+        return Engine(
+            model, stop=renderer.stop, slots=slots, max_length=most, temperature=temperature, seed=chosen.seed
+        )
+
+    return lambda each, temperature: list(run_eval(made(temperature), agent, tasks, executor, each))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """What a bench depends on besides its policy, tasks and tools."""
+    """Settings of a bench besides its policy, tasks and tools."""
 
     limits: Limits = LIMITS
     temperature: float = 1.0
     strict: bool = True
-    """Whether tools take what their schemas say and nothing else."""
+    """Accept only calls that match the schemas of the tools."""
     seed: int = 0
 
 
@@ -51,11 +145,11 @@ def evaluate_arms(
     settings: BenchSettings | None = None,
     told: Callable[[str, Attempt], None] = lambda arm, done: None,
 ) -> dict[str, Any]:
-    """Attempts every task `samples` times with each arm, `workers` at a time; keeps every rollout in `out`.
+    """Attempt every task `samples` times with each arm, `workers` at a time; keep every rollout in `out`.
 
-    The same call with the same `out` goes on where it was. Returns figures by arm, and for each but the first its gain over
-    the first. Raises ValueError for tasks, arms or policies that there are not, and for an `out` of another policy;
-    SandboxUnavailable, ProviderFailure.
+    The same call with the same `out` resumes. Returns figures by arm, and for each but the first its gain over the first.
+    Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy; SandboxUnavailable,
+    ProviderFailure.
     """
     settings = settings or BenchSettings()
     check_fit(tasks)
@@ -94,7 +188,7 @@ def evaluate_arms(
 
 
 def _claim(out: Path, what: Mapping[str, Any]) -> None:
-    """Notes in `out` whose rollouts it holds. Raises ValueError where that is somebody else's."""
+    """Note in `out` what its rollouts depend on. Raises ValueError if it holds rollouts of something else."""
     path, text = out / "bench.json", json.dumps(what, indent=2, sort_keys=True)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ValueError(f"--out {out}: holds rollouts of another policy, backend or settings ({path}); give another")
@@ -103,9 +197,9 @@ def _claim(out: Path, what: Mapping[str, Any]) -> None:
 
 
 def new_folder(under: Path, name: str) -> Path:
-    """A path below `under` for something of now, which does not exist yet."""
+    """Return a path below `under`, with the time in its name, that does not exist yet."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    names = (f"{name}-{stamp}", *(f"{name}-{stamp}-{number}" for number in range(2, 1000)))
+    names = (f"{name}-{stamp}{end}" for end in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(under / each for each in names if not (under / each).exists())
 
 
@@ -118,19 +212,18 @@ def run_agent(
     backend: str = "bwrap",
     image: str = "",
     limits: Limits = LIMITS,
-    strict: bool = True,
     told: Told = lambda event: None,
     temperature: float = 1.0,
 ) -> Work:
-    """Lets an agent work on a copy of a user's repository, in a sandbox, and keeps what it did in the new folder `out`: `rollout`
+    """Let an agent work on a copy of a user's repository, in a sandbox, and keep the result in the new folder `out`: `rollout`
     (Parquet and safetensors), `changes.diff` and `verdict.json`, which is `open` until the user decides.
 
-    `image`: of the backend `docker`, with what the repository needs in it. The repository itself is not touched. Raises
-    ValueError for an instruction that is empty or no Unicode, a repository that is empty or too large, a policy that there
-    is not; SandboxUnavailable; ProviderFailure for an endpoint that does not answer at all.
+    `image`: Docker image with the dependencies of the repository, for the backend `docker`. The repository itself is not
+    touched. Raises ValueError for an instruction that is empty or not Unicode, a repository that is empty or too large, an
+    unknown policy; SandboxUnavailable; ProviderFailure for an endpoint that does not answer at all.
     """
     if not instruction.strip():
-        raise ValueError("agent: the instruction is empty; say what shall be done")
+        raise ValueError("agent: the instruction is empty; say what to do")
     if any("\ud800" <= letter <= "\udfff" for letter in instruction):
         raise ValueError("agent: the instruction is not UTF-8")
     if image and backend != "docker":
@@ -138,9 +231,9 @@ def run_agent(
     require_git()
     source = checkout.read_checkout(root)
     if out.exists():
-        raise FileExistsError(f"{out}: is there already; give --out a new folder")
+        raise FileExistsError(f"{out}: exists already; give --out a new folder")
     arm = ARMS["all"]
-    tools = arm.tools(strict)
+    tools = arm.tools()
     with open_backend(backend) as made, source.start(made, image) as box:
         session = tools.open(box)
         with open_policy(
@@ -154,7 +247,7 @@ def run_agent(
         changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""
         try:
             changes, others = checkout.changed(source, *checkout.carry_back(box))
-        except (SandboxDied, SandboxFailure, OSError) as error:  # what was said is kept all the same
+        except (SandboxDied, SandboxFailure, OSError) as error:  # the conversation is kept all the same
             lost = str(error)
     work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)
     keep(work, instruction, segment, policy)

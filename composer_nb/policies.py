@@ -1,4 +1,4 @@
-"""Policies by the names that the command line knows, as speakers for the product's agent loop."""
+"""Policies by their names on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -23,9 +23,21 @@ from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker
 from composer_nb.harness.tasks.task import Task
 
 KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
+LATER = ("vllm", "sglang")
 FORMATS: tuple[type[ChatRenderer], ...] = (QwenRenderer, KimiRenderer)
 Cast = Callable[[Task | None, int], Speaker]
-"""Who takes the turns of a conversation: about a task, if it is about one, and by the number of the rollout."""
+"""Makes the speaker of a conversation from its task, if it has one, and the number of the rollout."""
+
+
+def parse_policy(name: str) -> tuple[Literal["checkpoint", "openai", "scripted"], str]:
+    """Return the kind of a policy and the rest of its name. Raises ValueError for an unknown kind."""
+    kind, colon, rest = name.partition(":")
+    if colon and (kind == "openai" or kind == "scripted"):
+        return kind, rest
+    if colon and not Path(name).exists():
+        wrong = "not supported yet" if kind in LATER else "no such kind"
+        raise ValueError(f"--policy {name}: {wrong}; give {KINDS}")
+    return "checkpoint", name
 
 
 @contextmanager
@@ -39,16 +51,14 @@ def open_policy(
     seed: int = 0,
     slots: int = 8,
 ) -> Iterator[Cast]:
-    """A policy for conversations with these tools. Raises ValueError that names what is wrong with `name`, FileNotFoundError, and
+    """Open a policy for conversations with these tools. Raises ValueError for a wrong name, FileNotFoundError, and
     ProviderFailure for an endpoint that does not answer."""
-    kind, colon, rest = name.partition(":")
-    if colon and kind == "scripted":
+    kind, rest = parse_policy(name)
+    if kind == "scripted":
         yield _scripted(rest)
-    elif colon and kind == "openai":
+    elif kind == "openai":
         endpoint = open_endpoint(rest, temperature, min(LISTED_S, limits.seconds))
         yield lambda task, rollout: EndpointSpeaker(endpoint, system, schemas, limits)
-    elif colon and not Path(name).exists():
-        raise ValueError(f"--policy {name}: no such kind; give {KINDS}")
     else:
         with open_engine(Path(name), slots=slots, tokens=limits.tokens, temperature=temperature, seed=seed) as engine:
             renderer, held = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
@@ -56,19 +66,19 @@ def open_policy(
 
 
 def identity(name: str) -> str:
-    """What tells a policy from another one of the same name: the contents of a script, the model that an endpoint lists first,
-    sizes and times of a checkpoint's files. Raises like `open_policy`."""
-    kind, colon, rest = name.partition(":")
-    if colon and kind == "openai":
+    """Return a text that differs between policies of the same name: the hash of a script, the first model of an endpoint, sizes
+    and times of a checkpoint's files. Raises like `open_policy`."""
+    kind, rest = parse_policy(name)
+    if kind == "openai":
         return open_endpoint(rest).model
-    if colon and kind == "scripted":
+    if kind == "scripted":
         return hashlib.sha256(Path(rest).read_bytes()).hexdigest() if rest.endswith(".json") else rest
     files = sorted(Path(name).glob("*")) if Path(name).is_dir() else []
     return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
 def open_endpoint(name: str, temperature: float = 1.0, within_s: float = LISTED_S) -> Endpoint:
-    """`URL[#MODEL]`; without a model the first that the server lists. Raises ValueError, ProviderFailure."""
+    """Open `URL[#MODEL]`; without a model, the first that the server lists. Raises ValueError, ProviderFailure."""
     url, _, model = name.partition("#")
     listed = [model] if model else Endpoint(url=url).models(within_s)
     if not listed:
@@ -88,7 +98,7 @@ def _scripted(name: str) -> Cast:
     def cast(task: Task | None, rollout: int) -> Speaker:
         if task is None:
             raise ValueError(
-                f"--policy scripted:{name}: plays a task's solution, and there is no task; give scripted:FILE.json"
+                f"--policy scripted:{name}: plays the solution of a task, and here is no task; give scripted:FILE.json"
             )
         return ScriptSpeaker(SCRIPTS[name](task))
 
@@ -97,21 +107,22 @@ def _scripted(name: str) -> Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEngine:
-    """A checkpoint at work, and the format that its tokenizer is made for."""
+    """A running checkpoint and the chat format of its tokenizer."""
 
     shared: Shared
     tokenizer: Tokenizer
     format: type[ChatRenderer]
     tokens: int
-    """Of one conversation, at most."""
+    """Maximum tokens of one conversation."""
 
 
 @contextmanager
 def open_engine(
     path: Path, *, slots: int, tokens: int, temperature: float = 1.0, seed: int = 0
 ) -> Iterator[OpenEngine]:
-    """`tokens`: of one conversation, fewer where the model reads no more. Raises FileNotFoundError and ValueError for what is no
-    checkpoint, or one of a model without a format for several tools."""
+    """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less.
+
+    Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools."""
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.tokenizer import load_tokenizer

@@ -1,17 +1,20 @@
 """The subcommands of `composer-nb`. Each is one function, declared with its arguments beside it.
 
-    @command("report", "summarize a run", RUN, JSON)
+    @command("report", RUN, JSON)
     def report(given: argparse.Namespace) -> int:
+        'Summarize a run.'
         found = build_report(open_run(given.path))
         return emit(given, found, lambda: table(found))
 
-A command returns the exit status. It raises ValueError and the like for errors that the user can fix; `cli.main` prints them as
-one line. Heavy imports stand inside the functions, so that `composer-nb --help` starts quickly.
+The first line of the docstring is the help text. A command returns the exit status. It raises ValueError and the like for errors
+that the user can fix; `cli.main` prints them as one line. Heavy imports stand inside the functions, so that `composer-nb --help`
+starts quickly.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,21 +33,26 @@ class Command:
     """One subcommand, such as `report`, or one action of it, such as `tasks make`."""
 
     run: Run
-    help: str
     arguments: tuple[Argument, ...]
     epilog: str
     lines: bool
-    """Print what the package logs to standard output; without, and with --json, to standard error."""
+    """Print the log of the package to standard output; otherwise, and with --json, it goes to standard error."""
+
+    @property
+    def help(self) -> str:
+        """The first line of the docstring, as argparse writes it."""
+        first = inspect.cleandoc(self.run.__doc__ or "").partition("\n")[0]
+        return first[:1].lower() + first[1:].rstrip(".")
 
 
 COMMANDS: dict[str, Command] = {}
 
 
-def command(name: str, help: str, *arguments: Argument, epilog: str = "", lines: bool = False) -> Callable[[Run], Run]:
+def command(name: str, *arguments: Argument, epilog: str = "", lines: bool = False) -> Callable[[Run], Run]:
     """Register a function as a subcommand."""
 
     def register(run: Run) -> Run:
-        COMMANDS[name] = Command(run=run, help=help, arguments=arguments, epilog=epilog, lines=lines)
+        COMMANDS[name] = Command(run=run, arguments=arguments, epilog=epilog, lines=lines)
         return run
 
     return register

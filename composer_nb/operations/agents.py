@@ -15,7 +15,6 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
 
 @command(
     "eval",
-    "score a policy on tasks",
     arg("--policy DIR|scripted:NAME|openai:URL[#MODEL]", "policy to score", required=True),
     arg("--tasks PATH", "a .jsonl file or task directories", required=True, type=Path),
     arg("--samples K", "rollouts per task at temperature 1", 4),
@@ -28,7 +27,8 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     epilog=f"{KEY} Tasks with the product's tools: --set temperature=0 and the like.",
 )
 def evaluate(given: argparse.Namespace) -> int:
-    from composer_nb.commands import evaluate_policy
+    """Score a policy on tasks."""
+    from composer_nb.agents import evaluate_policy
     from composer_nb.harness.tasks.task import load_tasks
     from composer_nb.views.report import score_table
 
@@ -68,7 +68,6 @@ def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
 
 @command(
     "agent",
-    "let an agent work on a copy of your repository; you accept or reject the result",
     arg("path PATH", "the repository", type=Path),
     arg("instruction", 'as "fix the failing date parser"'),
     arg("--policy DIR|openai:URL[#MODEL]|scripted:FILE.json", "the policy to use", required=True),
@@ -81,6 +80,7 @@ def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
     epilog=KEY,
 )
 def agent(given: argparse.Namespace) -> int:
+    """Let an agent work on a copy of your repository; you accept or reject the result."""
     from composer_nb.agents import new_folder, run_agent
     from composer_nb.harness.agent.loop import LIMITS
     from composer_nb.harness.product.show import decide, teller
@@ -106,11 +106,11 @@ def agent(given: argparse.Namespace) -> int:
 
 @command(
     "verdict",
-    "accept or reject the result of an agent later",
     arg("path FOLDER", "folder of the result, as runs/agent-…", type=Path),
     arg("verdict", choices=["accept", "reject"]),
 )
 def verdict(given: argparse.Namespace) -> int:
+    """Accept or reject the result of an agent later."""
     from composer_nb.harness.product.work import give_verdict
 
     root, count = give_verdict(given.path, "accepted" if given.verdict == "accept" else "rejected")
@@ -120,7 +120,6 @@ def verdict(given: argparse.Namespace) -> int:
 
 @command(
     "serve",
-    "serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback",
     arg("--model DIR", "checkpoint to serve", type=Path),
     arg("--policy scripted:FILE.json", "script to serve"),
     arg("--slots N", "conversations held at a time", 4),
@@ -131,6 +130,7 @@ def verdict(given: argparse.Namespace) -> int:
     arg("--port N", "port to listen on; 0: any free port", 8000),
 )
 def serve(given: argparse.Namespace) -> int:
+    """Serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback."""
     from composer_nb.harness.agent.scripts import read_script
     from composer_nb.harness.product.conversations import Conversations
     from composer_nb.harness.product.serve import ChatServer, ScriptServer

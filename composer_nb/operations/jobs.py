@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.untrusted import visible_lines
-from composer_nb.operations import JSON, arg, command, console, overrides
+from composer_nb.operations import JSON, arg, command, emit, overrides
 
 SETTINGS = "PARAMETER=VALUE, {}:PARAMETER=VALUE, or a dotted setting for `overrides`; may be given again"
 RUNS = arg("--runs DIR", "folder of runs of job files", Path("runs/jobs"))
@@ -20,7 +19,6 @@ FOLLOW_S = 0.5
 
 @command(
     "jobs run",
-    "run the notebooks of a job file",
     arg("file FILE", "a job file, as papermill_jobs/tour.yml", type=Path),
     arg("--set KEY=VALUE", SETTINGS.format("NODE"), [], action="append"),
     arg("--ray CLUSTER", "run on Ray: the folder of `composer-nb up`, HOST:PORT or auto"),
@@ -29,7 +27,10 @@ FOLLOW_S = 0.5
     lines=True,
 )
 def run(given: argparse.Namespace) -> int:
-    """Return the exit status of the run's state."""
+    """Run the notebooks of a job file.
+
+    Return the exit status of the run's state.
+    """
     from composer_nb.jobs.records import ENDED
     from composer_nb.jobs.runner import run_job
 
@@ -40,7 +41,6 @@ def run(given: argparse.Namespace) -> int:
 
 @command(
     "jobs render",
-    "run notebooks and write the results as pages, with an index",
     arg("notebooks NOTEBOOK", "notebooks; default: all that ship", nargs="*", type=Path),
     arg("--out DIR", "folder for the pages", Path("build/render")),
     arg("--set KEY=VALUE", SETTINGS.format("NOTEBOOK"), [], action="append"),
@@ -48,6 +48,7 @@ def run(given: argparse.Namespace) -> int:
     lines=True,
 )
 def render(given: argparse.Namespace) -> int:
+    """Run notebooks and write the results as pages, with an index."""
     from composer_nb.jobs.records import ENDED
 
     try:
@@ -61,39 +62,39 @@ def render(given: argparse.Namespace) -> int:
     return ENDED[told["state"]]
 
 
-@command("jobs status", "show the state of a run", NEWEST, JSON, RUNS, lines=True)
+@command("jobs status", NEWEST, JSON, RUNS, lines=True)
 def status(given: argparse.Namespace) -> int:
+    """Show the state of a run."""
     from composer_nb.jobs import directory
 
     return _show(given, directory.status(directory.find(given.runs, given.path)))
 
 
-@command("jobs cancel", "end a run, or what is left of one", NEWEST, JSON, RUNS, lines=True)
+@command("jobs cancel", NEWEST, JSON, RUNS, lines=True)
 def cancel(given: argparse.Namespace) -> int:
+    """End a run, or what is left of one."""
     from composer_nb.jobs import directory
 
     return _show(given, directory.cancel(directory.find(given.runs, given.path)))
 
 
 def _show(given: argparse.Namespace, told: Mapping[str, Any]) -> int:
+    from rich.console import Group
+    from rich.text import Text
+
     from composer_nb.views.page import text_table
 
-    if given.json:
-        print(json.dumps(told, indent=2))
-        return 0
     rows = []
     for name, node in told["nodes"].items():
         seconds = f"{node['seconds']:.1f} s" if node.get("seconds") else ""
         notes = ["kept"] * bool(node.get("kept")) + [node["error"]] * bool(node.get("error"))
         rows.append((name, node["state"], str(node["attempt"] or ""), seconds, "; ".join(notes)))
-    _print(f"{told['id']}  {told['state']}")
-    console().print(text_table(rows, ("node", "state", "attempt", "time", "")))
-    return 0
+    headline = Text(visible_lines(f"{told['id']}  {told['state']}"))
+    return emit(given, told, lambda: Group(headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
 
 
 @command(
     "jobs log",
-    "print the output of a run or of one of its notebooks",
     NEWEST,
     arg("node NODE", "one of its nodes", nargs="?"),
     (("--follow", "-f"), {"action": "store_true", "help": "continue until it ends"}),
@@ -101,7 +102,10 @@ def _show(given: argparse.Namespace, told: Mapping[str, Any]) -> int:
     lines=True,
 )
 def log(given: argparse.Namespace) -> int:
-    """Raise ValueError for a node that the run does not have, or that has not begun."""
+    """Print the output of a run or of one of its notebooks.
+
+    Raise ValueError for a node that the run does not have, or that has not begun.
+    """
     from composer_nb.jobs import directory
 
     folder = directory.find(given.runs, given.path)
@@ -122,8 +126,9 @@ def log(given: argparse.Namespace) -> int:
             time.sleep(FOLLOW_S)
 
 
-@command("jobs sweep", "end what killed runs left running, and correct their records", RUNS, lines=True)
+@command("jobs sweep", RUNS, lines=True)
 def sweep(given: argparse.Namespace) -> int:
+    """End what killed runs left running, and correct their records."""
     from composer_nb.jobs import directory
 
     for folder in sorted(path.parent.resolve() for path in given.runs.glob("*-*/job.json")):

@@ -23,7 +23,6 @@ HEAD = (
 
 @command(
     "plan",
-    "estimate costs: schedules by replayed durations, a model by its config.json, a weight delta by its checkpoint",
     arg("--model PATH", "a checkpoint or a config.json: memory of its weights", type=Path),
     arg("--weights DIR", "a checkpoint: size of a weight delta", type=Path),
     arg("--lr LR", "learning rate of that delta", 1e-6),
@@ -45,6 +44,7 @@ HEAD = (
     JSON,
 )
 def plan(given: argparse.Namespace) -> int:
+    """Estimate costs: schedules by replayed durations, a model by its config.json, a weight delta by its checkpoint."""
     if given.weights is not None:
         return _plan_delta(given)
     if given.mesh is not None:

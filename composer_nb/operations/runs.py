@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 @command(
     "tour",
-    "train a small coding agent from nothing, in a notebook that is run and kept",
     SET,
     arg("--resume", "resume the newest run"),
     arg("--runs DIR", "folder of runs", Path("runs")),
@@ -28,6 +27,7 @@ log = logging.getLogger(__name__)
     lines=True,
 )
 def tour(given: argparse.Namespace) -> int:
+    """Train a small coding agent from nothing, in a notebook that is run and kept."""
     from composer_nb.harness.sandbox.calls import SandboxExecutor
     from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
     from composer_nb.trainer.recipe.detached import start_detached
@@ -86,8 +86,9 @@ def _notebook() -> Path:
     return found
 
 
-@command("report", "summarize a run", RUN, JSON)
+@command("report", RUN, JSON)
 def report(given: argparse.Namespace) -> int:
+    """Summarize a run."""
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.recipe.report import build_report
     from composer_nb.views.report import table
@@ -96,8 +97,9 @@ def report(given: argparse.Namespace) -> int:
     return emit(given, found, lambda: table(found))
 
 
-@command("watch", "show the state of a run, live or finished", RUN, HTML, JSON)
+@command("watch", RUN, HTML, JSON)
 def watch(given: argparse.Namespace) -> int:
+    """Show the state of a run, live or finished."""
     from composer_nb.harness.files import write_atomic
     from composer_nb.harness.untrusted import visible
     from composer_nb.trainer.recipe.status import read_status
@@ -114,12 +116,12 @@ def watch(given: argparse.Namespace) -> int:
 
 @command(
     "compare",
-    "compare two runs: settings, scores with intervals, times",
     arg("paths RUN", "run directories; the second is compared with the first", nargs=2, type=Path),
     HTML,
     JSON,
 )
 def compare(given: argparse.Namespace) -> int:
+    """Compare two runs: settings, scores with intervals, times."""
     from composer_nb.harness.files import write_atomic
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
@@ -132,30 +134,32 @@ def compare(given: argparse.Namespace) -> int:
     return emit(given, found, lambda: table(found))
 
 
-@command("follow", "print what a run logs until it ends; Ctrl-C leaves the run alone", TOUR, lines=True)
+@command("follow", TOUR, lines=True)
 def follow(given: argparse.Namespace) -> int:
-    """Return 0 when the run is complete, 1 when it ended before that."""
+    """Print what a run logs until it ends; Ctrl-C leaves the run alone.
+
+    Return 0 when the run is complete, 1 when it ended before that.
+    """
     from composer_nb.trainer.recipe.detached import follow
 
     return int(follow(given.path.resolve(), log.info) != "complete")
 
 
-@command("stop", "end a live run, wherever it was started; it can be resumed", TOUR)
+@command("stop", TOUR)
 def stop(given: argparse.Namespace) -> int:
+    """End a live run, wherever it was started; it can be resumed."""
     from composer_nb.trainer.recipe.detached import stop
 
     print("stopped" if stop(given.path.resolve()) else "it is not live")
     return 0
 
 
-@command(
-    "set",
-    "change a setting of a live run; the run records from which step on",
-    RUN,
-    arg("pairs NAME=VALUE", "as services.bound=4", nargs="+"),
-)
+@command("set", RUN, arg("pairs NAME=VALUE", "as services.bound=4", nargs="+"))
 def change(given: argparse.Namespace) -> int:
-    """Check names and types before the run sees them."""
+    """Change a setting of a live run; the run records from which step on.
+
+    Names and types are checked before the run sees them.
+    """
     from composer_nb.settings import from_dict
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.services.journal import change_live, request_change
@@ -172,16 +176,12 @@ def change(given: argparse.Namespace) -> int:
     return 0
 
 
-@command(
-    "replay",
-    "repeat the RL steps of a run from what it stored, and compare every weight version",
-    RUN,
-    arg("--step N", "last step to repeat (all)", type=int),
-    JSON,
-    lines=True,
-)
+@command("replay", RUN, arg("--step N", "last step to repeat (all)", type=int), JSON, lines=True)
 def replay(given: argparse.Namespace) -> int:
-    """Return 0 when every version came out the same, else 1."""
+    """Repeat the RL steps of a run from what it stored, and compare every weight version.
+
+    Return 0 when every version came out the same, else 1.
+    """
     from composer_nb.settings import from_dict
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.recipe.replay import replay
@@ -201,13 +201,13 @@ def replay(given: argparse.Namespace) -> int:
 
 @command(
     "up",
-    "start a Ray head that outlives notebooks and runs; --ray FOLDER and services.address=FOLDER use it",
     arg("path FOLDER", "folder of the head", Path("runs/head"), nargs="?"),
     arg("--lease S", "seconds until an unused head ends", 3600.0),
     arg("--down", "end the head, even if it is in use"),
     JSON,
 )
 def up(given: argparse.Namespace) -> int:
+    """Start a Ray head that outlives notebooks and runs; --ray FOLDER and services.address=FOLDER use it."""
     from composer_nb.trainer.services import head
 
     if given.down:
@@ -221,14 +221,12 @@ def up(given: argparse.Namespace) -> int:
     return emit(given, asdict(found), lambda: line)
 
 
-@command(
-    "reap",
-    "end what killed runs left on this machine",
-    arg("path RUNS", "folder of runs", Path("runs"), nargs="?"),
-    JSON,
-)
+@command("reap", arg("path RUNS", "folder of runs", Path("runs"), nargs="?"), JSON)
 def reap(given: argparse.Namespace) -> int:
-    """Return 0 when nothing is left, 1 when something could not be ended."""
+    """End what killed runs left on this machine.
+
+    Return 0 when nothing is left, 1 when something could not be ended.
+    """
     from composer_nb.harness.sandbox.reap import reap
 
     found = asdict(reap(given.path))

@@ -16,7 +16,6 @@ log = logging.getLogger(__name__)
 
 @command(
     "microscope",
-    "explain why an engine and the trainer give a run's tokens different log-probabilities",
     RUN,
     arg("--engine NAME", "recorded, or an engine that reads the tokens again: bf16, …", "recorded"),
     STEP,
@@ -24,6 +23,7 @@ log = logging.getLogger(__name__)
     JSON,
 )
 def microscope(given: argparse.Namespace) -> int:
+    """Explain why an engine and the trainer give a run's tokens different log-probabilities."""
     from rich.console import Group
 
     from composer_nb.labs.microscope import view
@@ -40,9 +40,12 @@ def microscope(given: argparse.Namespace) -> int:
     )
 
 
-@command("losses", "compare policy-gradient losses on a stored batch of RL", RUN, STEP, JSON)
+@command("losses", RUN, STEP, JSON)
 def losses(given: argparse.Namespace) -> int:
-    """Compare a stored batch with its own weights, later weights and other engines; one table of losses each."""
+    """Compare policy-gradient losses on a stored batch of RL.
+
+    Compare a stored batch with its own weights, later weights and other engines; one table of losses each.
+    """
     from composer_nb.harness.plain import to_json
     from composer_nb.labs.losses.stages import markdown, stages
     from composer_nb.trainer.recipe.reader import open_run
@@ -57,13 +60,13 @@ def losses(given: argparse.Namespace) -> int:
 
 @command(
     "weights diff",
-    "show what changed between two checkpoints, and the size of the delta",
     arg("base BASE", type=Path),
     arg("target TARGET", type=Path),
     arg("--out DIR", "write the delta as a version directory", type=Path),
     JSON,
 )
 def diff(given: argparse.Namespace) -> int:
+    """Show what changed between two checkpoints, and the size of the delta."""
     from composer_nb.trainer import weights
 
     found: dict[str, Any] = weights.delta_sizes(given.base, given.target)
@@ -78,18 +81,19 @@ def diff(given: argparse.Namespace) -> int:
 
 @command(
     "weights apply",
-    "make the version that a base and a delta describe",
     *(arg("base BASE", type=Path), arg("delta DELTA", type=Path), arg("out OUT", type=Path)),
     JSON,
 )
 def apply(given: argparse.Namespace) -> int:
+    """Make the version that a base and a delta describe."""
     from composer_nb.trainer import weights
 
     return _version(given, weights.apply_delta(given.base, given.delta, given.out))
 
 
-@command("weights verify", "check every byte of a version directory", arg("path VERSION", type=Path), JSON)
+@command("weights verify", arg("path VERSION", type=Path), JSON)
 def verify(given: argparse.Namespace) -> int:
+    """Check every byte of a version directory."""
     from composer_nb.trainer import weights
 
     return _version(given, weights.verify(given.path))
@@ -100,8 +104,9 @@ def _version(given: argparse.Namespace, manifest: Any) -> int:
     return emit(given, found, lambda: f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}")
 
 
-@command("weights log", "list the versions of a store or a run", arg("store STORE"), JSON)
+@command("weights log", arg("store STORE"), JSON)
 def history(given: argparse.Namespace) -> int:
+    """List the versions of a store or a run."""
     from composer_nb.trainer.versions import store
 
     inside = Path(given.store) / "weights" / "versions"
@@ -122,8 +127,9 @@ def _version_line(row: dict[str, Any]) -> str:
     return "  ".join([line, *more])
 
 
-@command("doctor", "show what this machine has and what it lacks", JSON)
+@command("doctor", JSON)
 def doctor(given: argparse.Namespace) -> int:
+    """Show what this machine has and what it lacks."""
     from composer_nb import doctor
 
     found = doctor.diagnose()

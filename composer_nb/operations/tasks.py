@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 @command(
     "tasks make",
-    "make tasks from a repository with tests",
     arg("path PATH", "a folder, checkout or source archive", type=Path),
     arg("--out DIR", "folder for tasks; the same folder resumes", required=True, type=Path),
     arg("--limit N", "maximum number of tasks", 60),
@@ -38,6 +37,7 @@ log = logging.getLogger(__name__)
     JSON,
 )
 def make(given: argparse.Namespace) -> int:
+    """Make tasks from a repository with tests."""
     if find_spec("libcst") is None:
         raise ValueError("tasks make needs libcst: pip install 'composer_nb[tasks]'")
     from rich.console import Console
@@ -71,15 +71,9 @@ def make(given: argparse.Namespace) -> int:
     return emit(given, None, lambda: table(made), int(not made.tasks))
 
 
-@command(
-    "tasks check",
-    "check that every solution scores 1, every start 0, and repeats agree",
-    arg("path PATH", "a .jsonl file or task directories", type=Path),
-    REQUIRE,
-    BACKEND,
-    JSON,
-)
+@command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)
 def check(given: argparse.Namespace) -> int:
+    """Check that every solution scores 1, every start 0, and repeats agree."""
     from rich.console import Group
 
     from composer_nb.harness.grading.check import check_tasks
@@ -104,7 +98,6 @@ def check(given: argparse.Namespace) -> int:
 
 @command(
     "tasks from",
-    "convert rows of a benchmark to tasks",
     arg("path PATH", "rows, as JSON Lines or a JSON list", type=Path),
     arg("--out DIR", "folder for tasks", required=True, type=Path),
     arg("--format", choices=["swebench", "swesmith"], required=True, help="format of the rows"),
@@ -112,6 +105,7 @@ def check(given: argparse.Namespace) -> int:
     JSON,
 )
 def convert(given: argparse.Namespace) -> int:
+    """Convert rows of a benchmark to tasks."""
     from composer_nb.harness.tasks.making.repository import read_repository
     from composer_nb.harness.tasks.swe import read_rows
 
@@ -133,8 +127,9 @@ def convert(given: argparse.Namespace) -> int:
     return emit(given, {"tasks": written, "problems": problems}, lambda: line, int(bool(problems)))
 
 
-@command("sandbox check", "run every attack against a sandbox backend", arg("--backend NAME", "backend", "bwrap"), JSON)
+@command("sandbox check", arg("--backend NAME", "backend", "bwrap"), JSON)
 def attack(given: argparse.Namespace) -> int:
+    """Run every attack against a sandbox backend."""
     from rich.console import Group
 
     from composer_nb.labs.attacks.sandbox_check import run_checks

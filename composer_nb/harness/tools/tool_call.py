@@ -59,10 +59,8 @@ class Reply:
     call: ToolCall
     text: str
     error: ErrorKind | Literal["Bug"] | None = None
-    """Kind of the error; "Bug" is a fault of the tool itself, which says nothing about the agent."""
+    """Kind of the error; "Bug" is a fault of the tool itself, which is logged and says nothing about the agent."""
     seconds: float = 0.0
-    trace: str = ""
-    """Traceback of a bug."""
     tests_passed: int | None = None
     """Visible tests passed, if the tool ran them."""
     tests_run: int | None = None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import logging
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,7 +26,8 @@ from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall
 
 SEARCH = "codebase_search"
 FAN_OUT = 16
-"""Calls that are under way at a time."""
+"""Calls that run at a time."""
+log = logging.getLogger(__name__)
 
 
 TOOLS = (
@@ -131,31 +131,24 @@ class ToolSet:
         except ToolError as error:
             return Reply(call=call, text=str(error), error=error.kind)
         return Reply(
-            call=call,
-            text=seen.text,
-            tests_passed=seen.tests_passed,
-            tests_run=seen.tests_run,
-            ends=tool.ends,
+            call=call, text=seen.text, tests_passed=seen.tests_passed, tests_run=seen.tests_run, ends=tool.ends
         )
 
     def open(self, sandbox: Sandbox) -> Session:
-        """A session in a sandbox. Raises SandboxUnavailable when a program that a tool needs is not in it."""
+        """Open a session in a sandbox. Raises SandboxUnavailable if it lacks a program that a tool needs."""
         needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
         script = 'pwd -P; command -v "$1" || echo; echo "${PYTHONPATH-}"; shift; '
         script += 'for name; do command -v "$name" >/dev/null || echo "$name"; done'
         done = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
         if done.exit_code:
-            told = done.stderr.decode("utf-8", "replace").strip()
-            raise SandboxUnavailable(f"a sandbox for agents needs sh: {told}")
+            reason = done.stderr.decode("utf-8", "replace").strip()
+            raise SandboxUnavailable(f"a sandbox for agents needs sh: {reason}")
         root, testing, modules, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
         if missing:
             packages = " ".join(PACKAGES.get(name, name) for name in missing)
-            image = sandbox.spec.image
-            advice = (
-                f"add {packages} to the image {image}"
-                if image
-                else f"pip install 'composer_nb[agent]', or {install_hint(packages)}"
-            )
+            advice = f"pip install 'composer_nb[agent]', or {install_hint(packages)}"
+            if sandbox.spec.image:
+                advice = f"add {packages} to the image {sandbox.spec.image}"
             raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")
         session = Session(sandbox=sandbox, root=root, strict=self.strict, cwd=root)
         session.environment = {"PYTHONPATH": ":".join(filter(None, (modules, testing, PACKAGES_AT)))} if testing else {}
@@ -163,11 +156,10 @@ class ToolSet:
         return session
 
     def run(self, session: Session, calls: Sequence[ToolCall]) -> list[Reply]:
-        """Carries out the calls of one turn; a reply to each, in their order.
+        """Carry out the calls of one turn, and return a reply to each, in their order.
 
-        Calls that only read are under way together, FAN_OUT at a time; one that may change something begins when all before it
-        have ended, and ends before any after it begins. One that fails leaves the others alone. Requests to one sandbox are
-        served one after the other all the same. Raises SandboxFailure.
+        Calls that only read run together, FAN_OUT at a time. A call that may change something begins when all before it have
+        ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
         """
         groups = itertools.groupby(enumerate(calls), lambda item: item[0] if self._mutates(item[1]) else -1)
         replies: list[Reply] = []
@@ -181,57 +173,38 @@ class ToolSet:
                     raise
         finally:
             session.stop.clear()
-            session.counts.update((self._known(reply.call), reply.error or "ok") for reply in replies)
         return replies
 
     def _mutates(self, call: ToolCall) -> bool:
         return call.name in self.tools and self.tools[call.name].mutates
 
-    def _known(self, call: ToolCall) -> str:
-        return self.tools[call.name].name if call.name in self.tools else "unknown"
-
     def _answer(self, session: Session, call: ToolCall) -> Reply:
-        began = time.monotonic()
-        error: ErrorKind | Literal["Bug"] | None = None
-        trace = ""
+        began, error = time.monotonic(), None
         try:
-            text = self._carry_out(session, call)
-        except ToolError as told:
-            error, text = told.kind, printable(str(told)) if told.kind == "InvalidArguments" else str(told)
+            tool, arguments = self.find(call)
+            if session.stop.is_set():
+                raise ToolError("UserAborted", "not begun")
+            text: str = tool(session, arguments)
         except SandboxFailure:
             raise
-        except (
-            Exception
-        ) as bug:  # the boundary between tools and an agent: the other calls go on, and the record has it
-            error, text, trace = "Bug", f"a fault of the tool itself ({type(bug).__name__})", traceback.format_exc()
-        return Reply(call=call, text=text, error=error, seconds=time.monotonic() - began, trace=trace)
+        except Exception as failed:  # the boundary between tools and an agent: the other calls go on
+            error, text = _failure(failed)
+        return Reply(call=call, text=text, error=error, seconds=time.monotonic() - began)
 
-    def _carry_out(self, session: Session, call: ToolCall) -> str:
-        tool, checked = self.find(call)
-        if session.stop.is_set():
-            raise ToolError("UserAborted", "not begun")
-        try:
-            text: str = tool(session, checked)
-            return text
-        except SandboxDied as error:
-            raise ToolError("UnexpectedEnvironment", str(error)) from error
-        except OSError as error:
-            if error.errno == errno.EIO:  # what the resident program did not expect
-                raise
+
+def _failure(error: Exception) -> tuple[ErrorKind | Literal["Bug"], str]:
+    """Return the kind of a failure, and what the agent reads of it."""
+    match error:
+        case ToolError():
+            return error.kind, printable(str(error)) if error.kind == "InvalidArguments" else str(error)
+        case SandboxDied():
+            return "UnexpectedEnvironment", str(error)
+        case OSError() if error.errno != errno.EIO:  # EIO: what the resident program did not expect
             kind: ErrorKind = "InvalidArguments" if error.errno in DOING else "UnexpectedEnvironment"
-            raise ToolError(kind, printable(error.strerror or str(error))) from error
+            return kind, printable(error.strerror or str(error))
+    log.error("a fault of a tool itself", exc_info=error)
+    return "Bug", f"a fault of the tool itself ({type(error).__name__})"
 
 
 def _refused(error: ToolError) -> Reply:
     return Reply(call=ToolCall(name="", arguments={}), text=str(error), error=error.kind)
-
-
-def rates(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, float]]:
-    """For each tool how many calls there were, and which part of them ended how. Counts of several sessions may be added."""
-    calls: Counter[str] = Counter()
-    for (tool, _), number in counts.items():
-        calls[tool] += number
-    table: dict[str, dict[str, float]] = {tool: {"calls": number} for tool, number in sorted(calls.items())}
-    for (tool, outcome), number in sorted(counts.items()):
-        table[tool][outcome] = number / calls[tool]
-    return table

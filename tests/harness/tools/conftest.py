@@ -45,7 +45,7 @@ def call(tools: ToolSet, session: Session) -> Call:
 
     def one(name: str, *, error: str | None = None, **arguments: object) -> Reply:
         [reply] = tools.run(session, [ToolCall(name=name, arguments=arguments)])
-        assert reply.error == error, (reply.text, reply.trace)
+        assert reply.error == error, reply.text
         return reply
 
     return one

@@ -130,7 +130,7 @@ class Monkey:
 
 def well_formed(reply: Reply, call: ToolCall) -> None:
     assert reply.call is call
-    assert reply.error in KINDS, (str(call)[:500], reply.trace)
+    assert reply.error in KINDS, str(call)[:500]
     reply.text.encode()  # no lone surrogates
     assert reply.text and len(reply.text) < SHOWN + 2500 and "\0" not in reply.text, (len(reply.text), str(call)[:300])
     assert reply.error != "InvalidArguments" or "\n" not in reply.text, reply.text
@@ -151,9 +151,8 @@ def fuzz(backend: Backend, calls: int, seed: int, each: int = 500) -> Counter[tu
                 assert len(replies) == len(turn)
                 for reply, call in zip(replies, turn, strict=True):
                     well_formed(reply, call)
+                    counts[call.name if call.name in tools.tools else "unknown", reply.error or "ok"] += 1
                 done += len(turn)
-            counts += session.counts
-    assert sum(counts.values()) == done
     return counts
 
 

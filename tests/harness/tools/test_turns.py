@@ -13,7 +13,7 @@ from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailur
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.harness.tools.toolset import ToolSet, rates
+from composer_nb.harness.tools.toolset import ToolSet
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,7 @@ def test_replies_come_in_order_and_failures_stay_alone(box: Sandbox, tools: Tool
     assert [reply.text for reply in replies[::4]] == [f"1|{n}" for n in range(8)]
     assert [reply.text for reply in replies[3::4]] == [f"1|{n + 1}" for n in range(8)]
     assert {reply.error for reply in replies[1::4]} == {"InvalidArguments"}
-    assert rates(session.counts) == {
-        "read_file": {"calls": 16, "ok": 1.0},
-        "search_replace": {"calls": 8, "ok": 1.0},
-        "unknown": {"calls": 8, "InvalidArguments": 1.0},
-    }
+    assert all(reply.error is None for reply in (*replies[::4], *replies[2::4], *replies[3::4]))
 
 
 def test_readers_meet_and_a_writer_is_alone(box: Sandbox) -> None:
@@ -81,7 +77,7 @@ def test_an_abort_stops_what_runs_and_what_waits(tools: ToolSet, session: Sessio
     assert tools.run(session, [write])[0].error is None  # the next turn is another one
 
 
-def test_a_fault_of_ours_is_told_as_one(box: Sandbox) -> None:
+def test_a_fault_of_ours_is_logged_as_one(box: Sandbox, caplog: pytest.LogCaptureFixture) -> None:
     def broken(query: str, directories: object, limit: int) -> list[object]:
         if query == "down":
             raise ConnectionError("no route")
@@ -93,7 +89,7 @@ def test_a_fault_of_ours_is_told_as_one(box: Sandbox) -> None:
     ]
     down, bug = tools.run(tools.open(box), asked)
     assert (down.error, bug.error) == ("ProviderError", "Bug")
-    assert "no route" in down.text and "KeyError" in bug.trace and "a bug" not in bug.text
+    assert "no route" in down.text and "KeyError: 'a bug'" in caplog.text and "a bug" not in bug.text
 
 
 def test_the_sandboxs_own_end(tools: ToolSet, session: Session, box: Sandbox) -> None:
@@ -120,7 +116,6 @@ def test_what_an_environment_offers(box: Sandbox) -> None:
     session = tools.open(box)
     calls = [ToolCall(name=name, arguments={"target_file": "a"}) for name in ("Read", "read_file")]
     assert [reply.error for reply in tools.run(session, calls)] == [None, "InvalidArguments"]
-    assert set(session.counts) == {("read_file", "ok"), ("unknown", "InvalidArguments")}
     for wrong in ({"offer": ["read"]}, {"names": {"x": "y"}}, {"names": {"grep": "write"}}):
         with pytest.raises(ValueError):
             ToolSet.cursor(**wrong)
