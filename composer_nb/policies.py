@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -29,10 +29,10 @@ Cast = Callable[[Task | None, int], Speaker]
 """Makes the speaker of a conversation from its task, if it has one, and the number of the rollout."""
 
 
-def parse_policy(name: str) -> tuple[Literal["checkpoint", "openai", "scripted"], str]:
-    """Return the kind of a policy and the rest of its name. Raises ValueError for an unknown kind."""
+def parse_policy(name: str) -> tuple[str, str]:
+    """Return the kind of a policy (`checkpoint`, `openai` or `scripted`) and the rest of its name. Raises ValueError."""
     kind, colon, rest = name.partition(":")
-    if colon and (kind == "openai" or kind == "scripted"):
+    if colon and kind in ("openai", "scripted"):
         return kind, rest
     if colon and not Path(name).exists():
         wrong = "not supported yet" if kind in LATER else "no such kind"

@@ -27,35 +27,34 @@ from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
 
 _TENSORS = ("routes", "gates", "margins", "route_valid", "checks")
-_COLUMNS = {
-    "task_id": pa.string(),
-    "stop": pa.string(),
-    "status": pa.string(),
-    "passed": pa.bool_(),
-    "tests": pa.string(),
-    "flags": pa.list_(pa.string()),
-    "turns": pa.string(),
-    "files": pa.string(),
-    "token_ids": pa.list_(pa.int32()),
-    "kind": pa.list_(pa.uint8()),
-    "logprob": pa.list_(pa.float32()),
-    "policy_version": pa.list_(pa.int32()),
+_STREAMS = {
+    "token_ids": (np.int32, pa.int32()),
+    "kind": (np.uint8, pa.uint8()),
+    "logprob": (np.float32, pa.float32()),
+    "policy_version": (np.int32, pa.int32()),
+}
+_COUNTS = {
     "read_tokens": pa.int64(),
     "written_tokens": pa.int64(),
     "seconds": pa.float64(),
     "calls": pa.int64(),
     "calls_failed": pa.int64(),
 }
-"""`tests`, `turns` and `files` are JSON; `files` holds what differs from the task's, null for what is gone. `read_tokens` and
-`written_tokens` are an endpoint's counts."""
-
-
-_LATER = {"read_tokens": 0, "written_tokens": 0, "seconds": 0.0, "calls": 0, "calls_failed": 0}
-"""Columns that older files lack, and what stands for them."""
+"""Columns that older files lack; 0 stands for them. The tokens are an endpoint's counts."""
+_COLUMNS = {
+    **dict.fromkeys(("task_id", "stop", "status"), pa.string()),
+    "passed": pa.bool_(),
+    "tests": pa.string(),
+    "flags": pa.list_(pa.string()),
+    **dict.fromkeys(("turns", "files"), pa.string()),
+    **{name: pa.list_(kind) for name, (_, kind) in _STREAMS.items()},
+    **_COUNTS,
+}
+"""`tests`, `turns` and `files` are JSON; `files` holds the changes of the task's files, null for a deleted one."""
 
 
 def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
-    """Writes `path` (.parquet) and the tensors beside it. `columns` adds further columns, one value an attempt.
+    """Write `path` (.parquet) and the tensors beside it. `columns` adds further columns, one value an attempt.
 
     Raises ValueError when some attempts have a trace and others have none.
     """
@@ -75,13 +74,15 @@ def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str,
 
 
 def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
-    """Reads what `save_attempts` wrote; `tasks` maps ids to tasks.
+    """Read what `save_attempts` wrote; `tasks` maps ids to tasks.
 
     Raises ValueError that names a damaged file or a task that is not among `tasks`.
     """
     try:
         table = pq.read_table(path)
-        rows = table.select([name for name in _COLUMNS if name in table.column_names or name not in _LATER]).to_pylist()
+        rows = table.select(
+            [name for name in _COLUMNS if name in table.column_names or name not in _COUNTS]
+        ).to_pylist()
         tensors = load_file(path.with_suffix(".safetensors"))
         traces = _traces([len(row["token_ids"]) for row in rows], tensors)
         unknown = sorted({row["task_id"] for row in rows} - set(tasks))
@@ -94,17 +95,17 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
 
 
 def pack_attempt(done: Attempt) -> bytes:
-    """One attempt as bytes, for a message or a row of a database: safetensors, the table's row as JSON among them."""
+    """Return one attempt as bytes, for a message or a database: safetensors that include the row of the table as JSON."""
     [segment] = done.rollout.segments
     row = _row(done)
-    streams = {name: row.pop(name) for name in ("token_ids", "kind", "logprob", "policy_version")}
+    streams = {name: row.pop(name) for name in _STREAMS}
     traces = {name: np.ascontiguousarray(getattr(segment.trace, name)) for name in _TENSORS}
     text = np.frombuffer(json.dumps(row).encode(), np.uint8)  # no metadata: a header may not be large
     return save(streams | traces | {"row": text})
 
 
 def unpack_attempt(data: bytes, task: Task) -> Attempt:
-    """What `pack_attempt` wrote. Raises ValueError for anything else, or for another task's attempt."""
+    """Read what `pack_attempt` wrote. Raises ValueError for anything else, and for an attempt at another task."""
     try:
         arrays = load(data)
         row = json.loads(arrays.pop("row").tobytes())
@@ -117,7 +118,7 @@ def unpack_attempt(data: bytes, task: Task) -> Attempt:
 
 
 def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[Trace]:
-    """Each row's part of the tensors. Raises ValueError when they do not fit the rows."""
+    """Return the part of the tensors of each row. Raises ValueError when they do not fit the rows."""
     total = len(tensors["route_valid"])
     if any(len(tensors[name]) != total for name in _TENSORS) or total not in (0, sum(sizes)):
         raise ValueError(f"{sum(sizes)} tokens, but tensors of {total}")
@@ -141,10 +142,7 @@ def _row(done: Attempt) -> dict[str, Any]:
         "flags": list(done.grade.flags),
         "turns": json.dumps([asdict(turn) for turn in done.rollout.turns]),
         "files": json.dumps(_changed(done)),
-        "token_ids": segment.token_ids,
-        "kind": segment.kind,
-        "logprob": segment.logprob,
-        "policy_version": segment.policy_version,
+        **{name: getattr(segment, name) for name in _STREAMS},
         "read_tokens": done.rollout.counted[0],
         "written_tokens": done.rollout.counted[1],
         "seconds": done.rollout.seconds,
@@ -154,7 +152,7 @@ def _row(done: Attempt) -> dict[str, Any]:
 
 
 def _changed(done: Attempt) -> dict[str, str | None]:
-    """A workspace as it differs from the task's."""
+    """Return the changes of the task's files, None for a deleted one."""
     before, after = done.task.files, done.rollout.files
     return dict.fromkeys(sorted(before.keys() - after.keys())) | {
         path: text for path, text in after.items() if before.get(path) != text
@@ -162,14 +160,8 @@ def _changed(done: Attempt) -> dict[str, str | None]:
 
 
 def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) -> Attempt:
-    segment = Segment(
-        token_ids=np.array(row["token_ids"], np.int32),
-        kind=np.array(row["kind"], np.uint8),
-        logprob=np.array(row["logprob"], np.float32),
-        policy_version=np.array(row["policy_version"], np.int32),
-        trace=trace,
-    )
-    row = {**_LATER, **row}
+    segment = Segment(**{name: np.array(row[name], kind) for name, (kind, _) in _STREAMS.items()}, trace=trace)
+    row = {**dict.fromkeys(_COUNTS, 0), **row}
     files: dict[str, str | None] = tasks[row["task_id"]].files | json.loads(row["files"])
     rollout = Rollout(
         task_id=row["task_id"],

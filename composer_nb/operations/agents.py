@@ -51,18 +51,17 @@ def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
 
     chosen = override(BenchSettings(), overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
-    with bench_progress(len(tasks) * given.samples, Console(stderr=True)) as told:
-        found = evaluate_arms(
-            given.policy,
-            tasks,
-            out,
-            samples=given.samples,
-            arms=given.arms,
-            backend=given.backend,
-            workers=given.workers,
-            settings=chosen,
-            told=told,
-        )
+    found = evaluate_arms(
+        given.policy,
+        tasks,
+        out,
+        samples=given.samples,
+        arms=given.arms,
+        backend=given.backend,
+        workers=given.workers,
+        settings=chosen,
+        told=bench_progress(len(tasks) * given.samples, Console(stderr=True)),
+    )
     return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
 
 

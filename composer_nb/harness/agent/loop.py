@@ -16,7 +16,7 @@ from typing import TypeVar
 from composer_nb.harness.agent.chat import Result, Said, User
 from composer_nb.harness.agent.turns import Limits, News, Speaker
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, TimeIsUp
-from composer_nb.harness.rollout import Turn
+from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
 from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure
 from composer_nb.harness.tools.session import Session
@@ -32,7 +32,7 @@ Steps = Generator[Request | CallRequest, "Completion | tuple[CallOutcome, ...]",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What an agent did, and why it ended (`Rollout.stop`)."""
+    """The turns of an agent, and why it stopped (`Rollout.stop`)."""
 
     turns: tuple[Turn, ...]
     stop: str
@@ -41,7 +41,19 @@ class Conversation:
     written: int = 0
     seconds: float = 0.0
     why: str = ""
-    """What failed, for `infrastructure`."""
+    """Reason of the stop `infrastructure`."""
+
+    def rollout(self, task_id: str, segment: Segment, files: dict[str, str]) -> Rollout:
+        """Return the conversation as a rollout that left `files` in the workspace."""
+        return Rollout(
+            task_id=task_id,
+            segments=(segment,),
+            turns=self.turns,
+            files=files,
+            stop=self.stop,
+            counted=(self.read, self.written),
+            seconds=self.seconds,
+        )
 
 
 Told = Callable[[Said | Turn], None]

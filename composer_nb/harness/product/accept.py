@@ -1,4 +1,4 @@
-"""What a user accepts is written into the repository: all of it, or nothing."""
+"""Write accepted changes into the repository: all of them, or none."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.untrusted import UnsafeName, beneath, protected
 
 Undo = list[Callable[[], object]]
-"""Steps back, in the order in which the steps were taken."""
+"""Inverse steps, in the order in which the steps were taken."""
 
 
 class Conflict(ValueError):
-    """A file that an agent changed is not any more what the agent saw."""
+    """A file that an agent changed has changed since the agent saw it."""
 
 
 def accept(checkout: Checkout, changes: Changes) -> None:
-    """Writes an agent's changes into the user's repository.
+    """Write an agent's changes into the user's repository.
 
-    Everything new is written beside it first, what it takes the place of is moved there, and whatever fails until the last is
-    in its place is undone. A kill leaves that folder behind, `.composer_nb-accept-…` in the repository, with what was moved; so
-    does an undoing that fails, and the error says so.
-    Folders that a deletion empties go too, as with git. Raises Conflict, before anything is written, when a file that they touch
-    has changed since the agent got it, or lies behind a link; OSError for what can not be written.
+    New files are first written to a folder beside them, and the files that they replace are moved there. If any step fails, all
+    steps are undone. A kill leaves that folder, `.composer_nb-accept-…` in the repository, with the moved files; so does an undo
+    that fails, and the error says so. Folders that a deletion empties are removed, as by git. Raises Conflict, before anything is
+    written, when a touched file has changed since the agent got it, or lies behind a link; OSError for a failed write.
     """
     root = checkout.root
     at = {path: _check(checkout, changes, path) for path in changes}
@@ -61,7 +60,7 @@ def accept(checkout: Checkout, changes: Changes) -> None:
 
 
 def _undone(undo: Undo) -> bool:
-    """Takes all steps back, last first, as far as that goes; whether it went all the way."""
+    """Undo all steps, last first, as far as possible. Returns whether all were undone."""
     whole = True
     for step in reversed(undo):
         try:
@@ -100,7 +99,7 @@ def _check(checkout: Checkout, changes: Changes, path: str) -> Path:
 
 
 def _now(target: Path) -> Blob | None:
-    """What is there, if that is a file."""
+    """Return the file at a path, if it is one."""
     try:
         with open(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -112,7 +111,7 @@ def _now(target: Path) -> Blob | None:
 
 
 def _file(target: Path) -> os.stat_result | None:
-    """What is known of a file that is there."""
+    """Return the status of a file at a path, if it is one."""
     with suppress(OSError):
         status = target.lstat()
         return status if stat.S_ISREG(status.st_mode) else None
@@ -120,8 +119,8 @@ def _file(target: Path) -> os.stat_result | None:
 
 
 def _write(at: Path, blob: Blob, before: os.stat_result | None) -> None:
-    """With the owner of the file before, where that may be, and its permissions but that for executing, which the blob has; else
-    with the usual ones."""
+    """Write a file, with the owner and the permissions of the file before, if there is one; the blob says whether it can be
+    executed."""
     if blob.mode == LINK:
         os.symlink(os.fsdecode(blob.data), at)
         return
@@ -143,7 +142,7 @@ def _move(source: Path, target: Path, undo: Undo) -> None:
 
 
 def _prune(root: Path, folder: Path, undo: Undo) -> None:
-    """Removes a folder, and those above it, as far as they are empty; never one behind a link."""
+    """Remove a folder and those above it while they are empty; never one behind a link."""
     for at in [folder, *folder.parents][: len(folder.relative_to(root).parts)]:
         if any(part.is_symlink() for part in (at, *at.parents) if part != root and part.is_relative_to(root)):
             return

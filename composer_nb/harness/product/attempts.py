@@ -19,7 +19,6 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.product.checkout import add_history, carry_back
 from composer_nb.harness.product.diff import LINK, Blob
-from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.runtime import start, workspace
@@ -28,14 +27,14 @@ from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.tools.toolset import ToolSet
 
 MAX_KEPT_BYTES = 16 << 20
-"""Of changed files, with a rollout."""
+"""Maximum size of the changed files that are kept with a rollout."""
 Cast = Callable[[Task, int], Speaker]
-"""Who attempts a task, by the number of the rollout."""
+"""Makes the speaker of an attempt from its task and the number of the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where tasks are attempted, and with what."""
+    """The sandboxes, tools and limits of attempts."""
 
     backend: Backend
     tools: ToolSet
@@ -43,10 +42,10 @@ class Environment:
 
 
 def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambda event: None) -> Attempt:
-    """One rollout and its grade.
+    """Run one rollout and grade it.
 
-    What the machinery did is a grade of `infra_error`, a sandbox that the agent broke or a workspace that it made too large to
-    carry away one of `agent_failed`. Raises ValueError for a task that can not run here."""
+    A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
+    large to carry away, is `agent_failed`. Raises ValueError for a task that cannot run here."""
     done = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
     grade = Grade(status="infra_error")
@@ -67,20 +66,12 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
         segment = speaker.close()
     if left is not None:
         grade = grade_task(task, left, place.backend)
-    rollout = Rollout(
-        task_id=task.id,
-        segments=(segment,),
-        turns=done.turns,
-        files=task.files if left is None else _texts(left, task.files),
-        stop=done.stop,
-        counted=(done.read, done.written),
-        seconds=done.seconds,
-    )
+    rollout = done.rollout(task.id, segment, task.files if left is None else _texts(left, task.files))
     return Attempt(task=task, rollout=rollout, grade=grade)
 
 
 def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
-    """The files of a workspace without our own. Raises OSError for changes that are too large to be kept with a rollout."""
+    """Return the files of a workspace without our own. Raises OSError for changes that are too large to keep."""
     files = {path: blob.data for path, blob in found.items() if blob.mode != LINK}
     ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
     own = {path: data for path, data in files.items() if not path.startswith(ours)}
@@ -93,17 +84,17 @@ def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
 
 
 def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:
-    """Bytes that are not UTF-8 as lone surrogates. What is as it was is the same object, so that it is held once."""
+    """Return files as text, bytes that are not UTF-8 as lone surrogates. Unchanged texts stay the same objects."""
     texts = {path: data.decode("utf-8", "surrogateescape") for path, data in files.items()}
     return {path: before[path] if before.get(path) == text else text for path, text in texts.items()}
 
 
 def check_fit(tasks: Sequence[Task]) -> None:
-    """Raises ValueError for tasks that these attempts are not for."""
+    """Raise ValueError for tasks that need other tools, or that lack a plan of their tests."""
     for task in tasks:
         if task.grader == "functions":
             raise ValueError(
-                f"task {task.id}: its grader `functions` is for ToolSet.tiny; mixed with others it can not be run"
+                f"task {task.id}: its grader `functions` needs ToolSet.tiny; do not mix such tasks with others"
             )
         if task.grader == "pytest" and PLAN not in task.metadata:
             raise ValueError(
@@ -114,10 +105,10 @@ def check_fit(tasks: Sequence[Task]) -> None:
 def attempt_all(
     tasks: Sequence[Task], samples: int, place: Environment, cast: Cast, keep: Path, workers: int = 2
 ) -> Iterator[Attempt]:
-    """Attempts every task `samples` times, `workers` at a time, and yields each attempt as it ends.
+    """Attempt every task `samples` times, `workers` at a time, and yield each attempt as it ends.
 
-    Each is written into `keep` when it has ended; one that is there already is read and not made again, so that what was killed
-    goes on where it was. Those that the infrastructure spoilt are not kept. Ended early, by Ctrl-C say, it closes the backend.
+    Each attempt is written into `keep` when it ends, and one that is there already is read instead of repeated, so a killed
+    bench resumes. Attempts that the infrastructure failed are not kept. When closed early, as by Ctrl-C, it closes the backend.
     Raises ValueError like `check_fit`.
     """
     check_fit(tasks)

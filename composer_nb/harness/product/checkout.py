@@ -1,10 +1,9 @@
-"""A user's own repository: what of it goes into the sandbox, and what comes back out of it.
+"""A user's own repository: which files go into the sandbox, and which changes come back out of it.
 
 The agent works on a copy, which is a git repository of its own: one commit, and nothing of the user's history. Nothing of the
-repository is executed or shown to git outside of the sandbox; links are not followed, neither in reading nor in writing. What
-ignore files name, history and caches stay behind, so that keys in an ignored `.env` do not get into a conversation; and what
-would have stayed behind does not come back. Changes come back only when the user accepts them, and only if the files that they
-touch are still what the agent saw.
+repository is executed or shown to git outside of the sandbox; links are followed neither in reading nor in writing. Ignored
+files, history and caches stay behind, so that keys in an ignored `.env` do not get into a conversation; such files do not come back
+either. Changes come back only when the user accepts them, and only if the files that they touch are still those the agent saw.
 """
 
 from __future__ import annotations
@@ -28,30 +27,29 @@ MAX_BYTES = 128 << 20
 MAX_FILES = 20_000
 HISTORY_S = 120.0
 _MOST_LINKS = 40
-"""On the way of one link, as in Linux."""
+"""Maximum links on the way of one link, as in Linux."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
-    """What an agent gets to see of a folder."""
+    """The files of a folder that an agent sees."""
 
     root: Path
     files: Mapping[str, bytes]
-    """By relative POSIX path; bytes of names that are not UTF-8 are lone surrogates."""
+    """Relative POSIX path -> content; bytes of names that are not UTF-8 are lone surrogates."""
     executable: frozenset[str]
     left_out: Mapping[str, str]
-    """Path of a file or folder -> why it stays behind."""
+    """Path of a file or folder -> reason why it stays behind."""
     ignore: Ignore
 
     def blob(self, path: str) -> Blob | None:
-        """What the agent saw there."""
-        if path not in self.files:
-            return None
-        return Blob(data=self.files[path], mode=EXECUTABLE if path in self.executable else PLAIN)
+        """Return the file that the agent saw at a path."""
+        mode = EXECUTABLE if path in self.executable else PLAIN
+        return Blob(data=self.files[path], mode=mode) if path in self.files else None
 
     @property
     def spec(self) -> SandboxSpec:
-        """A sandbox with room for it three times over."""
+        """The specification of a sandbox with room for three copies."""
         usual, size = SandboxSpec(), sum(map(len, self.files.values()))
         disk = max(usual.disk_bytes, 3 * size)
         return SandboxSpec(
@@ -61,26 +59,25 @@ class Checkout:
         )
 
     def start(self, backend: Backend, image: str = "") -> Sandbox:
-        """A new sandbox that holds it. Raises SandboxFailure."""
+        """Return a new sandbox that holds the files. Raises SandboxFailure."""
         box = backend.create(replace(self.spec, image=image))
         try:
             box.upload({path: data for path, data in self.files.items() if path not in self.executable})
             for path in sorted(self.executable):
                 box.write(path, self.files[path], mode=0o755)
             add_history(box)
-        except OSError as error:
+        except BaseException as error:
             box.destroy()
-            raise SandboxFailure(f"{self.root}: does not fit into a sandbox: {error}") from error
-        except BaseException:
-            box.destroy()
+            if isinstance(error, OSError):
+                raise SandboxFailure(f"{self.root}: does not fit into a sandbox: {error}") from error
             raise
         return box
 
 
 def add_history(box: Sandbox) -> None:
-    """Makes the workspace a git repository of one commit, if the sandbox has git and it does not take too long.
+    """Make the workspace a git repository of one commit, if the sandbox has git and it does not take too long.
 
-    Git runs in the sandbox, with no configuration but its own. `changed` leaves the repository out.
+    Git runs in the sandbox, without configuration of the system or the user. `changed` ignores this repository.
     """
     who = {f"GIT_{role}_{part}": text for role in ("AUTHOR", "COMMITTER") for part, text in _WHO.items()}
     alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
@@ -89,7 +86,7 @@ def add_history(box: Sandbox) -> None:
 
 
 _WHO = {"NAME": "composer_nb", "EMAIL": "composer_nb@localhost", "DATE": "2000-01-01T00:00:00Z"}
-"""Of the one commit, which so is the same wherever the same files are."""
+"""Author of the one commit, so that the same files always give the same commit."""
 _HISTORY = f"""
 command -v git >/dev/null && [ ! -e .git ] || exit 0
 git -c init.defaultBranch=main init -q --template= &&
@@ -101,16 +98,15 @@ rm -rf .git
 
 
 def read_checkout(root: Path) -> Checkout:
-    """Raises FileNotFoundError or NotADirectoryError, and ValueError for what is empty or larger than the limits."""
-    if not root.exists():
-        raise FileNotFoundError(f"{root}: no folder here; give the repository that the agent shall work on")
+    """Read a folder. Raises FileNotFoundError, NotADirectoryError, and ValueError for an empty or too large one."""
     if not root.is_dir():
-        raise NotADirectoryError(f"{root}: not a folder; give the repository that the agent shall work on")
+        kind, what = (NotADirectoryError, "not a folder") if root.exists() else (FileNotFoundError, "no folder here")
+        raise kind(f"{root}: {what}; give the repository that the agent should work on")
     left_out: dict[str, str] = {}
+    room = MAX_BYTES
     found = dict(_walk(root, left_out))
     ignore = _ignore(root, [path for path in found if PurePosixPath(path).name in NAMES])
     files: dict[str, bytes] = {}
-    total = 0
     for path, status in sorted(found.items()):
         if ignore.ignored(path):
             left_out[path] = "ignored"
@@ -119,11 +115,11 @@ def read_checkout(root: Path) -> Checkout:
             left_out[path] = f"larger than {MAX_FILE_BYTES >> 20} MiB"
             continue
         files[path] = _read(root, path)
-        total += len(files[path])
-        if total > MAX_BYTES or len(files) > MAX_FILES:
+        room -= len(files[path])
+        if room < 0 or len(files) > MAX_FILES:
             raise ValueError(
-                f"{root}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB; name the folder in it that matters, or let "
-                ".gitignore or .cursorignore leave some out"
+                f"{root}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB; give the folder in it that matters, or leave "
+                "some out by .gitignore or .cursorignore"
             )
     if not files:
         raise ValueError(f"{root}: holds no file that an agent could see ({len(left_out)} left out)")
@@ -132,7 +128,7 @@ def read_checkout(root: Path) -> Checkout:
 
 
 def _ignore(root: Path, paths: Sequence[str]) -> Ignore:
-    """The rules of the ignore files at `paths`, and of those above, up to the root of the repository that the folder is in."""
+    """Return the rules of the ignore files at `paths` and above, up to the root of the repository around the folder."""
     whole = root.resolve()
     top = next((folder for folder in (whole, *whole.parents) if (folder / ".git").exists()), whole)
     under = "" if top == whole else whole.relative_to(top).as_posix()
@@ -172,38 +168,32 @@ def _read(root: Path, path: str) -> bytes:
 
 
 def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
-    """What an agent left: all files and links, and the paths of what is neither of these nor a folder. Ends all that runs.
+    """Return what an agent left: all files and links, and the paths of everything else but folders. Ends all that runs.
 
-    Files that it made unreadable are read all the same: they are there. Raises OSError for more than can be carried.
+    Files that it made unreadable are read all the same. Raises OSError for more than can be carried.
     """
     box.end_all()
     box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)
     strange = ["find", ".", "!", "-type", "f", "!", "-type", "d", "!", "-type", "l", "-print0"]  # busybox too
     found = box.exec(strange, output_bytes=4 << 20)
     if found.exit_code or found.truncated:
-        raise OSError(errno.EFBIG, "its folders can not be listed")
+        raise OSError(errno.EFBIG, "its folders cannot be listed")
     others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    return _unpacked(box.snapshot().archive), {path.removeprefix("./") for path in others}
-
-
-def _unpacked(archive: bytes) -> dict[str, Blob]:
     files: dict[str, Blob] = {}
-    for info, data in members(archive):
-        if info.issym():
-            files[info.name] = Blob(data=os.fsencode(info.linkname), mode=LINK)
-        else:
-            files[info.name] = Blob(data=data, mode=EXECUTABLE if info.mode & 0o100 else PLAIN)
-    return files
+    for info, data in members(box.snapshot().archive):
+        mode = LINK if info.issym() else EXECUTABLE if info.mode & 0o100 else PLAIN
+        files[info.name] = Blob(data=os.fsencode(info.linkname) if info.issym() else data, mode=mode)
+    return files, {path.removeprefix("./") for path in others}
 
 
 def changed(
     checkout: Checkout, after: Mapping[str, Blob], others: Set[str] = frozenset()
 ) -> tuple[dict[str, Blob | None], frozenset[str]]:
-    """What an agent changed, and the paths of what can not come back: `others`, links that lead out of what it saw, and paths
+    """Return what an agent changed, and the paths that cannot come back: `others`, links that lead out of what it saw, and paths
     that are protected or not plain.
 
-    Caches, our own files and what stayed behind on the way in are no part of either. A file of the repository in whose place
-    there is something that can not come back was not deleted: it stays.
+    Caches, our own files and files that stayed behind on the way in are part of neither. A file of the repository that was
+    replaced by something that cannot come back is not deleted.
     """
     strange = others | {
         path
@@ -219,7 +209,7 @@ def changed(
 
 
 def _leads_inside(checkout: Checkout, after: Mapping[str, Blob], path: str) -> bool:
-    """Whether a link leads to a place that an agent may write to: its text, and that of every link on the way."""
+    """Return whether a link, and every link on its way, leads to a place that an agent may write to."""
     at, ahead, links = [*PurePosixPath(path).parent.parts], [PurePosixPath(path).name], 0
     while ahead:
         part = ahead.pop(0)
@@ -250,12 +240,8 @@ def _inside(path: str, others: Set[str]) -> bool:
 
 
 def _stays(checkout: Checkout, path: str) -> bool:
-    """Whether a new file would not have been taken in, had it been there."""
+    """Return whether a file at this path would have stayed behind."""
     parts = set(PurePosixPath(path).parts)
-    ours = any(part.startswith(FOLDER) for part in parts) or path.endswith(CACHE_ENDINGS)
-    return (
-        ours
-        or bool(parts & (CACHE_FOLDERS | HISTORY))
-        or checkout.ignore.ignored(path)
-        or _inside(path, checkout.left_out.keys())
-    )
+    named = path.endswith(CACHE_ENDINGS) or any(part.startswith(FOLDER) for part in parts)
+    named = named or bool(parts & (CACHE_FOLDERS | HISTORY))
+    return named or checkout.ignore.ignored(path) or _inside(path, checkout.left_out.keys())

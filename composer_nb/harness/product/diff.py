@@ -45,9 +45,9 @@ Changes = Mapping[str, Blob | None]
 
 
 def require_git() -> None:
-    """Raises FileNotFoundError if this machine has no git."""
+    """Raise FileNotFoundError if this machine has no git."""
     if shutil.which("git") is None:
-        raise FileNotFoundError("git: not found on this machine, and the agent's changes are shown by it; install git")
+        raise FileNotFoundError("git: not found on this machine; install it to see the changes of an agent")
 
 
 def patch(before: Mapping[str, Blob], changes: Changes, whole: bool = True) -> bytes:

@@ -1,11 +1,11 @@
-"""Whether an agent sees the same in training as in the product.
+"""Test that an agent sees the same in training as in the product.
 
-Two answers, for each of some tasks whose workspace is also given to the product as if it were a user's repository:
+Two comparisons, for tasks whose workspace is also given to the product as if it were a user's repository:
 
-* *byte by byte*: every tool is called in the same ways in both sandboxes, also with mistakes, also a terminal that is asked about
-  its surroundings, and the replies are compared;
-* *two samples*: conversations of a script in both, and a classifier that is trained to tell one kind from the other by what the
-  tools answered. It is tried on conversations that it was not trained on; chance is an area under the curve of 0.5.
+* *byte by byte*: every tool is called in the same ways in both sandboxes, also with mistakes, and a terminal is asked about its
+  surroundings; the replies are compared;
+* *two samples*: a script holds conversations in both, and a classifier is trained to tell the two kinds apart by the answers of
+  the tools. It is scored on held-out conversations; chance is an area under the curve of 0.5.
 
 A model learns whatever distinguishes the place where it is graded from the place where it is used (D. Lopez-Paz, M. Oquab,
 "Revisiting Classifier Two-Sample Tests", ICLR 2017, is the test).
@@ -17,7 +17,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ _WIDTH = 4096
 _RIDGE = 1.0
 _FOLDS = 5
 _ONE_TIME = ["find", ".", "-path", "./.git", "-prune", "-o", "-type", "f", "-exec", "touch", "-d", "@0", "{}", "+"]
-"""Gives all files one modification time. `glob_file_search` lists the newest first, and whether two files of an upload get the
+"""Give all files one modification time. `glob_file_search` lists the newest first, and whether two files of an upload get the
 same time depends on where the clock ticks."""
 
 
@@ -54,17 +53,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSamples:
-    """How well a classifier tells conversations of two kinds apart."""
+    """Result of a classifier that tells conversations of two kinds apart."""
 
     auc: float
     """Area under the curve over the observations of held-out conversations."""
     chance: float
-    """Of as many shuffled labellings, the share whose area is as large: small means that the two can be told apart."""
+    """Share of shuffled labellings whose area is as large; small if the two can be told apart."""
     observations: int
 
 
 def open_in(place: str, task: Task, backend: Backend) -> Sandbox:
-    """The sandbox that an agent of `training` or of the `product` gets for a task's workspace."""
+    """Return the sandbox that an agent of `training` or of the `product` gets for a task's workspace."""
     if place == "training":
         box = start(task, backend)
         add_history(box)
@@ -78,7 +77,7 @@ def open_in(place: str, task: Task, backend: Backend) -> Sandbox:
 
 
 def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
-    """Calls of every tool, right ones and wrong ones, for a workspace with these files. They are to be made in this order."""
+    """Yield valid and invalid calls of every tool for a workspace with these files, in the order to make them."""
 
     def call(name: str, **arguments: object) -> ToolCall:
         return ToolCall(name=name, arguments=arguments)
@@ -119,7 +118,7 @@ def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
 
 
 def differences(task: Task, backend: Backend, tools: ToolSet) -> tuple[int, list[Difference]]:
-    """How many calls were made in both places, and those with different replies."""
+    """Return the number of calls made in each place, and those with different replies."""
     calls = [call for call in probes(task.files) if call.name in tools.tools or call.name == "unknown_tool"]
     replies: dict[str, list[str]] = {}
     for place in PLACES:
@@ -136,7 +135,7 @@ def differences(task: Task, backend: Backend, tools: ToolSet) -> tuple[int, list
 
 
 def observations(place: str, task: Task, backend: Backend, tools: ToolSet, script: Script) -> list[str]:
-    """What the tools answered in a conversation of a script."""
+    """Return the answers of the tools in a conversation of a script."""
     with open_in(place, task, backend) as box:
         done = converse(task.instruction, ScriptSpeaker(script), tools, tools.open(box))
     return [turn.observation for turn in done.turns if turn.call]
@@ -145,37 +144,29 @@ def observations(place: str, task: Task, backend: Backend, tools: ToolSet, scrip
 def two_samples(
     first: Sequence[Sequence[str]], second: Sequence[Sequence[str]], seed: int = 0, shuffles: int = 200
 ) -> TwoSamples:
-    """Trains a ridge classifier on counts of letter triples to tell the observations of two sets of conversations apart.
+    """Train a ridge classifier on counts of letter triples to tell the observations of two sets of conversations apart.
 
-    Whole conversations are held out, in five folds. Sets of one size are taken for pairs, as when both are of the same tasks: a
-    pair stands in one fold, and labels are shuffled by swapping them within pairs; of others, by conversation. Raises ValueError
-    for fewer than five conversations a set.
+    Conversations of the same place are a pair, as when both are about the same task. Whole pairs are held out, in five folds,
+    and labels are shuffled by swapping them within pairs. Raises ValueError for sets of different sizes, or fewer than five
+    conversations each.
     """
-    if min(len(first), len(second)) < _FOLDS:
-        raise ValueError(
-            f"two_samples: {len(first)} and {len(second)} conversations; at least {_FOLDS} of each are needed"
-        )
+    pairs = len(first)
+    if pairs < _FOLDS or len(second) != pairs:
+        raise ValueError(f"two_samples: {pairs} and {len(second)} conversations; give at least {_FOLDS} pairs")
     texts = [text for talk in (*first, *second) for text in talk]
     owner = np.array([n for n, talk in enumerate((*first, *second)) for _ in talk])
-    label = np.repeat([1.0, -1.0], [len(first), len(second)])
-    fold = np.concatenate([np.arange(len(first)), np.arange(len(second))]) % _FOLDS
-    kernel = _kernel(texts)
-    lot = np.random.default_rng(seed)
+    label = np.repeat([1.0, -1.0], pairs)
+    fold = np.tile(np.arange(pairs), 2) % _FOLDS
+    kernel, random = _kernel(texts), np.random.default_rng(seed)
     found = _area(kernel, label[owner], fold[owner])
-    by_chance = [_area(kernel, _shuffled(label, len(first), lot)[owner], fold[owner]) for _ in range(shuffles)]
+    swaps = (np.tile(random.choice([-1.0, 1.0], pairs), 2) for _ in range(shuffles))
+    by_chance = [_area(kernel, (label * swap)[owner], fold[owner]) for swap in swaps]
     share = (1 + sum(area >= found for area in by_chance)) / (1 + shuffles)
     return TwoSamples(auc=found, chance=share, observations=len(texts))
 
 
-def _shuffled(label: NDArray[np.float64], first: int, lot: np.random.Generator) -> NDArray[np.float64]:
-    if 2 * first != len(label):
-        return lot.permutation(label)
-    swapped = lot.choice([-1.0, 1.0], first)
-    return np.concatenate([swapped, -swapped])
-
-
 def _kernel(texts: Sequence[str]) -> NDArray[np.float64]:
-    """Inner products of texts as unit vectors of hashed counts of letter triples, and of their lengths."""
+    """Return inner products of texts as unit vectors of hashed counts of letter triples, and of their lengths."""
     rows = np.zeros((len(texts), _WIDTH))
     for row, text in zip(rows, texts, strict=True):
         data = text.encode("utf-8", "surrogateescape")
@@ -187,7 +178,7 @@ def _kernel(texts: Sequence[str]) -> NDArray[np.float64]:
 
 
 def _area(kernel: NDArray[np.float64], label: NDArray[np.float64], fold: NDArray[np.int64]) -> float:
-    """Area under the curve, of every fold against the others, averaged; folds of one label alone are passed over."""
+    """Return the area under the curve of each fold against the others, averaged; folds with one label are skipped."""
     areas = []
     for number in range(_FOLDS):
         held, kept = np.flatnonzero(fold == number), np.flatnonzero(fold != number)
@@ -200,13 +191,7 @@ def _area(kernel: NDArray[np.float64], label: NDArray[np.float64], fold: NDArray
 
 
 def _rank_area(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """Share of pairs in which the positive one has the higher score; equals count half. Scores count as equal to nine digits."""
+    """Return the share of pairs whose positive member scores higher; ties, to nine digits, count half."""
     scores = np.round(scores, 9)
     above = scores[positive][:, None] - scores[~positive][None, :]
     return float(np.mean((above > 0) + 0.5 * (above == 0)))
-
-
-def first_line_apart(one: str, other: str) -> tuple[str, str]:
-    """The first line in which two texts differ, of each."""
-    pairs = zip_longest(one.split("\n"), other.split("\n"), fillvalue="")
-    return next(((a, b) for a, b in pairs if a != b), ("", ""))

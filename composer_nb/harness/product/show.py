@@ -1,18 +1,16 @@
-"""What the agent and the bench show in a terminal: turns as they come, a diff with a question, progress, a table."""
+"""Terminal output of the agent and the bench: turns as they come, a diff with a question, progress, a table."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -23,13 +21,13 @@ from composer_nb.harness.rollout import Turn
 from composer_nb.harness.untrusted import json_of, visible, visible_lines
 
 SHOWN_LINES = 8
-"""Of an observation."""
+"""Lines shown of an observation."""
 SHOWN_DIFF = 200_000
-"""Characters."""
+"""Characters shown of a diff."""
 
 
 def teller(console: Console) -> Callable[[Said | Turn], None]:
-    """Prints turns as they come. What a model or a tool wrote can not move the cursor or colour the terminal."""
+    """Return a function that prints turns as they come. Text of a model or a tool cannot move the cursor or set colours."""
 
     def tell(event: Said | Turn) -> None:
         if isinstance(event, Said):
@@ -49,7 +47,7 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
 
 
 def call_line(turn: Turn) -> str:
-    """A call as one line, `read_file target_file=a.py`."""
+    """Return a call as one line, such as `read_file target_file=a.py`."""
     if not turn.call:
         return "(a call that could not be read)"
     held = json_of(turn.call)
@@ -58,8 +56,9 @@ def call_line(turn: Turn) -> str:
 
 
 def decide(work: Work, verdict: str, console: Console) -> int:
-    """Shows what an agent did, and carries out what the user makes of it. 0 where it ended by itself and something is accepted,
-    or nothing was changed, which leaves the verdict open; 1 otherwise."""
+    """Show what an agent did, and carry out the verdict of the user.
+
+    Returns 0 if the agent finished and its changes are accepted or there are none (the verdict then stays open), else 1."""
     done, say = work.conversation, partial(console.print, markup=False, soft_wrap=True)
     if behind := Counter(work.source.left_out.values()):
         text = ", ".join(f"{count} {why}" for why, count in sorted(behind.items()))
@@ -93,7 +92,7 @@ def decide(work: Work, verdict: str, console: Console) -> int:
 
 
 def _beginning(text: str) -> tuple[str, int]:
-    """Whole lines of at most SHOWN_DIFF characters, and how many characters come after them."""
+    """Return whole lines of at most SHOWN_DIFF characters, and the number of characters after them."""
     if len(text) <= SHOWN_DIFF:
         return text, 0
     end = text.rfind("\n", 0, SHOWN_DIFF) + 1 or SHOWN_DIFF
@@ -109,79 +108,45 @@ def _asked(console: Console) -> str:
             return "reject"
 
 
-@contextmanager
-def bench_progress(total: int, console: Console) -> Iterator[Callable[[str, Attempt], None]]:
-    """A bar for each arm on a terminal, else a line a rollout."""
+def bench_progress(total: int, console: Console) -> Callable[[str, Attempt], None]:
+    """Return a function that prints one line for each rollout that ends."""
     done: Counter[str] = Counter()
     solved: Counter[str] = Counter()
 
-    def count(arm: str, attempt: Attempt) -> str:
+    def tell(arm: str, attempt: Attempt) -> None:
         done[arm] += 1
         solved[arm] += attempt.grade.passed
-        return f"{arm}: {solved[arm]} of {done[arm]} solved"
+        counts = f"{arm}: {solved[arm]} of {done[arm]} solved, {total - done[arm]} to go"
+        console.print(f"{counts}: {visible(attempt.task.id)} {attempt.grade.status}", highlight=False, markup=False)
 
-    if not console.is_terminal:
-        yield lambda arm, attempt: console.print(
-            f"{count(arm, attempt)}, {total - done[arm]} to go: {visible(attempt.task.id)} {attempt.grade.status}",
-            highlight=False,
-            markup=False,
-        )
-        return
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as bar:
-        bars: dict[str, TaskID] = {}
+    return tell
 
-        def tell(arm: str, attempt: Attempt) -> None:
-            if arm not in bars:
-                bars[arm] = bar.add_task(arm, total=total)
-            bar.update(bars[arm], description=count(arm, attempt), completed=done[arm])
 
-        yield tell
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "pass@1": lambda row: f"{row['pass_at_1']:.3f}",
+    "95 %": lambda row: "{:.3f}–{:.3f}".format(*row["ci95"]),
+    "best of k": lambda row: f"{row['best_of_k']:.3f} (k={row['k']})",
+    "tasks": lambda row: str(row["n_tasks"]),
+    "tokens": lambda row: f"{row['tokens_per_task']:.0f}",
+    "calls": lambda row: f"{row['tool_calls_per_task']:.1f}",
+    "invalid": lambda row: "–" if row["invalid_call_rate"] is None else f"{row['invalid_call_rate']:.1%}",
+    "s p50": lambda row: f"{row['seconds_p50']:.1f}",
+    "s p95": lambda row: f"{row['seconds_p95']:.1f}",
+    "lost": lambda row: str(row["infra_errors"]),
+    "gain": lambda row: "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else "",
+}
 
 
 def bench_table(report: Mapping[str, Any]) -> Table:
-    """A row an arm."""
-    found = Table(
-        title=escape(f"{report['policy']}, {report['samples']} rollouts a task"),
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    head = (
-        "tools",
-        "pass@1",
-        "95 %",
-        "best of k",
-        "tasks",
-        "tokens",
-        "calls",
-        "invalid",
-        "s p50",
-        "s p95",
-        "lost",
-        "gain",
-    )
-    for place, name in enumerate(head):
-        found.add_column(name, justify="right" if place else "left")
+    """Return a table with a row for each arm."""
+    title = escape(f"{report['policy']}, {report['samples']} rollouts a task")
+    found = Table("tools", title=title, title_justify="left", box=None, pad_edge=False)
+    for name in COLUMNS:
+        found.add_column(name, justify="right")
     for arm, row in report["arms"].items():
-        if not row["n_tasks"]:
+        if row["n_tasks"]:
+            found.add_row(arm, *(shown(row) for shown in COLUMNS.values()))
+        else:
             why = escape(visible(row["lost_to"])[:200]) or "see composer-nb doctor"
             found.add_row(arm, f"no grade: {row['infra_errors']} lost, {why}")
-            continue
-        gain = "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else ""
-        found.add_row(
-            arm,
-            f"{row['pass_at_1']:.3f}",
-            "{:.3f}–{:.3f}".format(*row["ci95"]),
-            f"{row['best_of_k']:.3f} (k={row['k']})",
-            str(row["n_tasks"]),
-            f"{row['tokens_per_task']:.0f}",
-            f"{row['tool_calls_per_task']:.1f}",
-            "–" if row["invalid_call_rate"] is None else f"{row['invalid_call_rate']:.1%}",
-            f"{row['seconds_p50']:.1f}",
-            f"{row['seconds_p95']:.1f}",
-            str(row["infra_errors"]),
-            gain,
-        )
     return found

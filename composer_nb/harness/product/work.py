@@ -1,4 +1,4 @@
-"""What an agent did on a user's repository, kept in a folder until, and after, the user says what becomes of it."""
+"""The result of an agent on a user's repository: kept in a folder until the user accepts or rejects it, and after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes, patch
-from composer_nb.harness.rollout import Rollout, Segment
+from composer_nb.harness.rollout import Segment
 from composer_nb.harness.search.ignore import read_ignore
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
@@ -31,25 +31,25 @@ DIFF, CHANGES = "changes.diff", "changes.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What an agent did on a user's repository, kept in `path` until, and after, the user says what becomes of it."""
+    """The result of an agent on a user's repository, kept in the folder `path`."""
 
     path: Path
     source: Checkout
     conversation: Conversation
     changes: Changes
     others: frozenset[str] = frozenset()
-    """Paths of what can not come back: devices, links that lead elsewhere."""
+    """Paths that cannot come back: devices, links that lead elsewhere."""
     lost: str = ""
-    """Why its files could not be carried out of the sandbox, where they could not; then there are no changes."""
+    """Reason why its files could not be carried out of the sandbox; then there are no changes."""
 
     @property
     def patch(self) -> bytes:
-        """Makes of the repository, as the agent got it, what `accept` does."""
+        """The changes as a patch of the repository as the agent got it."""
         return self._patch(whole=True)
 
     @property
     def diff(self) -> str:
-        """The same to be read: of binary files it tells the sizes. Bytes that are not UTF-8 are lone surrogates."""
+        """The patch for reading: binary files are described. Bytes that are not UTF-8 are lone surrogates."""
         return self._patch(whole=False).decode("utf-8", "surrogateescape")
 
     def _patch(self, whole: bool) -> bytes:
@@ -57,21 +57,21 @@ class Work:
         return patch(before, self.changes, whole)
 
     def accept(self) -> None:
-        """Writes the changes into the repository. Raises Conflict or OSError, and then nothing is written; ValueError where the
-        verdict is there already, or there is nothing to accept."""
+        """Write the changes into the repository. Raises Conflict or OSError, and then nothing is written; ValueError if a verdict
+        was given before, or nothing was changed."""
         give_verdict(self.path, "accepted")
 
     def reject(self) -> None:
-        """Raises ValueError where the verdict is there already."""
+        """Note that the changes are rejected. Raises ValueError if a verdict was given before."""
         give_verdict(self.path, "rejected")
 
 
 def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[Path, int]:
-    """Carry out the verdict on the work that is kept in `path`, and note it.
+    """Carry out the verdict on the result that is kept in `path`, and note it.
 
-    Returns the repository and how many files were changed in it. Raises Conflict, which names the diff, or OSError, and then
-    nothing is written; FileNotFoundError where no work is kept; ValueError where the verdict is there already, or there is
-    nothing to accept.
+    Returns the repository and the number of files changed in it. Raises Conflict, which names the diff, or OSError, and then
+    nothing is written; FileNotFoundError where no result is kept; ValueError if a verdict was given before, or nothing was
+    changed.
     """
     if not (path / CHANGES).is_file():
         raise FileNotFoundError(f"{path}: no agent's work is kept here; give the folder that `composer-nb agent` named")
@@ -96,8 +96,8 @@ def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[
 
 
 def _check_kept(path: Path, source: Checkout, changes: Changes) -> None:
-    """Raises ValueError where what is kept would be written into a repository's history or a place that depends on where one
-    stands, or is not what its diff shows."""
+    """Raise ValueError for changes that would go into a repository's history or below a relative path, or that the diff does not
+    show."""
     root = source.root
     if not root.is_absolute() or any(part.casefold() in HISTORY for part in (*root.parts, *root.resolve().parts)):
         raise ValueError(f"{path / CHANGES}: {visible(str(root))} is no repository's folder; nothing was written")
@@ -107,7 +107,7 @@ def _check_kept(path: Path, source: Checkout, changes: Changes) -> None:
 
 
 def _pack(work: Work) -> dict[str, Any]:
-    """What `accept` needs: the repository, and of each changed file what the agent saw and what it made of it."""
+    """Return what `accept` needs: the repository, and each changed file before and after."""
 
     def packed(blob: Blob | None) -> dict[str, str] | None:
         return None if blob is None else {"mode": blob.mode, "data": base64.b64encode(blob.data).decode()}
@@ -117,7 +117,7 @@ def _pack(work: Work) -> dict[str, Any]:
 
 
 def _unpack(held: Mapping[str, Any]) -> tuple[Checkout, Changes]:
-    """The inverse of `_pack`; of the repository only what was changed."""
+    """Return the repository, as far as it was changed, and the changes: the inverse of `_pack`."""
 
     def unpacked(blob: Mapping[str, Any] | None) -> Blob | None:
         if blob is not None and blob["mode"] not in (PLAIN, EXECUTABLE, LINK):
@@ -137,28 +137,22 @@ def _unpack(held: Mapping[str, Any]) -> tuple[Checkout, Changes]:
 
 
 def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
-    """Writes it into its folder, which is made, with an open verdict."""
+    """Make the folder of a result and write it there, with an open verdict."""
     done, name = work.conversation, shown(work.source.root.name)
     work.path.mkdir(parents=True)
     if work.path.resolve().is_relative_to(work.source.root.resolve()):
-        (work.path / ".gitignore").write_text("*\n", encoding="utf-8")  # kept in the repository, and none of it
+        (work.path / ".gitignore").write_text(
+            "*\n", encoding="utf-8"
+        )  # the folder lies in the repository but is not part of it
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
     after = dict(before)
     for path, blob in work.changes.items():
         after.pop(path, None)
         if blob is not None and blob.mode != LINK:
             after[path] = blob.data.decode("utf-8", "surrogateescape")
-    rollout = Rollout(
-        task_id=name,
-        segments=(segment,),
-        turns=done.turns,
-        files=after,
-        stop=done.stop,
-        counted=(done.read, done.written),
-        seconds=done.seconds,
-    )
+    rollout = done.rollout(name, segment, after)
     changed = {path: before[path] for path in work.changes if path in before}
-    # No task of ours, so none that would pass its checks: what is stored needs its name and its files.
+    # Not a task that would pass the checks of one: storing needs its name and files alone.
     task = Task.model_construct(id=name, instruction=instruction, files=before)
     save_attempts(
         work.path / "rollout.parquet",

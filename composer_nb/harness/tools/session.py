@@ -27,7 +27,7 @@ EDIT_BYTES = 2 << 20
 QUICK_S = 30.0
 """Time limit of a tool's own program."""
 DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
-"""File system errors that the call itself causes in any workspace; all others, such as a missing file, depend on the workspace."""
+"""File system errors that the call itself causes; all others, such as a missing file, depend on the workspace."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 

@@ -60,7 +60,7 @@ def test_two_samples_of_one_kind_and_of_two(task: Task, backend: Backend) -> Non
     told = [[f"{text} (in {n} ms)" for n, text in enumerate(talk)] for talk in second]
     apart = two_samples(first, told)
     assert apart.auc == 1.0 and apart.chance < 0.05
-    with pytest.raises(ValueError, match="at least 5"):
+    with pytest.raises(ValueError, match="at least 5 pairs"):
         two_samples(first[:4], second)
 
 
