@@ -298,16 +298,8 @@ class Settings:
         """Return the schedule of the orchestrator. Raises ValueError that names the setting that does not fit."""
         v = self.services
         return Schedule(
-            prompts=self.rl.prompts,
-            group=self.rl.group,
-            ahead=v.ahead,
-            bound=v.bound,
-            window=v.window,
-            order=v.order,
-            retries=v.retries,
-            deaths=v.deaths,
-            hang_s=v.hang_s,
-            steps=self.rl.steps,
+            **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
+            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths", "hang_s")},
         )
 
 

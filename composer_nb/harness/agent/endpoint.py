@@ -31,7 +31,7 @@ from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 MAX_REPLY_BYTES = 16 << 20
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
 FINAL = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
-"""Codes of errors that no later try mends, whatever their status."""
+"""Codes of errors that no retry mends, whatever their status."""
 LONGEST_WAIT_S = 60
 LISTED_S = 30.0
 """Time limit for the list of an endpoint's models."""
@@ -79,27 +79,25 @@ async def _exchange(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an endpoint answered a conversation."""
+    """The answer of an endpoint, with its counts of tokens read and written; 0 if it does not count."""
 
     message: dict[str, Any]
     read: int
-    """Tokens of the conversation until then, as it counts them; 0 where it does not."""
     written: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where chat completions are asked for. Raises ValueError for what is no such address."""
+    """An address of chat completions. Raises ValueError for anything else."""
 
     url: str
-    """Up to and without `/chat/completions`, such as http://127.0.0.1:8000/v1."""
+    """Address before `/chat/completions`, such as http://127.0.0.1:8000/v1."""
     model: str = ""
-    """Empty: the first that the server lists."""
     timeout_s: float = 300.0
-    """Of one try, between two pieces of its answer."""
+    """Longest pause within one answer."""
     retries: int = 5
     wait_s: float = 0.5
-    """Before the second try, doubled before each further one; up to as much again is added by chance."""
+    """Wait before the second try, doubled before each further one; up to as much again is added at random."""
     temperature: float = 1.0
     _client: httpx.AsyncClient = field(default_factory=_client, repr=False, compare=False)
 
@@ -112,11 +110,11 @@ class Endpoint:
             raise ValueError(f"openai:{self.url}: give an address such as openai:http://127.0.0.1:8000/v1")
 
     def models(self, within_s: float = LISTED_S) -> list[str]:
-        """Names of the models there. Raises ProviderFailure."""
+        """Return the names of its models. Raises ProviderFailure."""
         try:
             return [str(entry["id"]) for entry in self._ask("GET", "models", time.monotonic() + within_s)["data"]]
         except (KeyError, TypeError) as error:
-            raise ProviderFailure(f"{self.url}/models: no list of models: {error!r}") from None
+            raise ProviderFailure(f"{self.url}/models: not a list of models: {error!r}") from None
         except TimeIsUp:
             raise ProviderFailure(f"{self.url}/models: no answer within {within_s:g} s") from None
 
@@ -128,8 +126,9 @@ class Endpoint:
         parallel: bool = False,
         until: float = math.inf,
     ) -> Answer:
-        """What answers a conversation; `parallel`: several calls may be in it; `until`: on the clock `time.monotonic`. Raises
-        ProviderFailure, and TimeIsUp where that time passes while it is waited for."""
+        """Return the answer to a conversation. `parallel`: allow several calls in it. `until`: on the clock `time.monotonic`.
+
+        Raises ProviderFailure, and TimeIsUp if that time passes first."""
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -138,14 +137,11 @@ class Endpoint:
         }
         if tools:
             body |= {"tools": list(tools), "parallel_tool_calls": parallel}
-        told = self._ask("POST", "chat/completions", until, body)
-        try:
-            message = told["choices"][0]["message"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise ProviderFailure(f"{self.url}: an answer without a message: {error!r}") from None
-        if not isinstance(message, dict):
-            raise ProviderFailure(f"{self.url}: an answer whose message is {type(message).__name__}")
-        usage = told.get("usage")
+        match self._ask("POST", "chat/completions", until, body):
+            case {"choices": [{"message": dict(message)}, *_], **more}:
+                usage = more.get("usage")
+            case answer:
+                raise ProviderFailure(f"{self.url}: an answer without a message: {str(answer)[:200]}")
         counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
         read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
         return Answer(message=message, read=read, written=written)
@@ -162,14 +158,16 @@ class Endpoint:
             running = asyncio.run_coroutine_threadsafe(request, _loop())
             try:
                 status, answered, data = running.result()
+                if len(data) > MAX_REPLY_BYTES:
+                    raise ProviderFailure(f"{where}: longer than {MAX_REPLY_BYTES} bytes")
                 if status == 200:
-                    return _json(where, data)
+                    return json.loads(data)
                 code, message = _error(data)
                 failed = f"status {status}{f' ({code})' if code else ''}: {message}"
                 asked = answered.get("Retry-After")
                 if status not in AGAIN or code in FINAL:
                     break
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # such as an answer that was cut short
                 failed = f"no JSON: {str(error)[:200]}"
             except (httpx.HTTPError, OSError) as error:
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
@@ -182,15 +180,8 @@ class Endpoint:
         raise ProviderFailure(f"{where}: {failed}")
 
 
-def _json(where: str, data: bytes) -> Any:
-    """Raises ValueError or RecursionError for what is none, such as an answer that was cut short."""
-    if len(data) > MAX_REPLY_BYTES:
-        raise ProviderFailure(f"{where}: longer than {MAX_REPLY_BYTES} bytes")
-    return json.loads(data)
-
-
 def _error(data: bytes) -> tuple[str, str]:
-    """The code and the message of an error: no code and the text itself where it is not in OpenAI's form."""
+    """Return the code and the message of an error; no code and the whole text if it is not in OpenAI's form."""
     with suppress(ValueError, RecursionError):
         match json.loads(data):
             case {"error": {"message": str(message), **more}}:
@@ -247,7 +238,7 @@ class EndpointSpeaker(Silent):
 
 
 def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | ToolError]]:
-    """A reply as it is sent back with the next request, and its calls; of each that is malformed, why."""
+    """Return a reply as it is sent back with the next request, and its calls, with the reason for each malformed one."""
     content = message.get("content")
     said: dict[str, Any] = {"role": "assistant", "content": content if isinstance(content, str) else ""}
     calls: list[ToolCall | ToolError] = []
@@ -258,8 +249,10 @@ def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | 
         function = function if isinstance(function, dict) else {}
         name, arguments = str(function.get("name", "")), function.get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        name_of_call = str(call.get("id") or f"call_{number}") if isinstance(call, dict) else f"call_{number}"
-        kept.append({"id": name_of_call, "type": "function", "function": {"name": name, "arguments": text}})
+        id = call.get("id") if isinstance(call, dict) else None
+        kept.append(
+            {"id": str(id or f"call_{number}"), "type": "function", "function": {"name": name, "arguments": text}}
+        )
         calls.append(_call(name, text))
     return said | ({"tool_calls": kept} if kept else {}), calls
 
@@ -270,5 +263,5 @@ def _call(name: str, arguments: str) -> ToolCall | ToolError:
     except ToolError as error:
         return error
     if not name or not isinstance(held, dict):
-        return ToolError("InvalidArguments", "a call has a name, and one JSON object of arguments")
+        return ToolError("InvalidArguments", "a call needs a name and one JSON object of arguments")
     return ToolCall(name=name, arguments=held)

@@ -2,8 +2,8 @@
 
 The agent works on a copy, which is a git repository of its own: one commit, and nothing of the user's history. Nothing of the
 repository is executed or shown to git outside of the sandbox; links are followed neither in reading nor in writing. Ignored
-files, history and caches stay behind, so that keys in an ignored `.env` do not get into a conversation; such files do not come back
-either. Changes come back only when the user accepts them, and only if the files that they touch are still those the agent saw.
+files, history and caches stay behind, so that keys in an ignored `.env` do not get into a conversation, and do not come back.
+Changes come back only when the user accepts them, and only if the files that they touch are still those the agent saw.
 """
 
 from __future__ import annotations

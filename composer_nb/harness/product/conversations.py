@@ -1,9 +1,9 @@
-"""A policy that continues tokens, behind a server whose clients send the whole conversation with every request.
+"""Serve a policy that continues tokens to clients that send the whole conversation with every request.
 
-A request that goes on where an answer of ours ended is continued: only what is new is read, and every token stays as it was
-sampled. Any other is read from its beginning. Of conversations that nobody asks about, the one that has waited longest makes
-room, and one whose client went away is forgotten. A message in which a call can not be read is answered as the text that it is,
-without calls; where the client sends that text back, it is read as the tokens that it spells.
+A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. Any other
+request is read from its beginning. When room is needed, the conversation that has been idle longest is dropped; a conversation
+whose client went away is dropped at once. A message with a call that cannot be read is sent as text, without calls; if the client
+sends that text back, it is read as the tokens that it spells.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from composer_nb.harness.tools.tool_call import ToolError
 
 Wire = Sequence[Mapping[str, Any]]
 SYSTEM = ("system", "developer")
-"""Roles of what is told before everything."""
+"""Roles of system texts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,20 +36,20 @@ class _Talk:
     rollout: int
     renderer: ChatRenderer
     head: str
-    """Its system texts, tools and seed."""
+    """Its system text, tools and seed, as JSON."""
     wire: list[str] = field(default_factory=list)
-    """Its messages until and with our last answer."""
+    """Its messages, up to our last answer, as JSON."""
     tokens: int = 0
     open: bool = False
-    """The last turn was cut off: its end is still to be read."""
+    """Whether the last turn was cut off, so that its end must be read before the next."""
     busy: bool = True
 
 
 class Conversations:
-    """Answers requests (`serve.Answerer`), from as many threads as ask."""
+    """Answers requests (`serve.Answerer`). Thread-safe."""
 
     def __init__(self, policy: Shared, tokenizer: Tokenizer, form: type[ChatRenderer], tokens: int) -> None:
-        """`tokens`: of one conversation, at most."""
+        """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens = policy, tokenizer, form, tokens
         self._talks: list[_Talk] = []
         self._lock = threading.Lock()
@@ -59,9 +59,8 @@ class Conversations:
         wire = asked.messages
         system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
-        talk, known = self._continued(
-            json.dumps([system, asked.tools or [], asked.seed]), [json.dumps(each, sort_keys=True) for each in spoken]
-        )
+        wire_now = [json.dumps(each, sort_keys=True) for each in spoken]
+        talk, known = self._continued(system, asked, wire_now)
         try:
             read = self._read(talk, system, spoken, known)
             before = talk.tokens + len(read)
@@ -87,7 +86,7 @@ class Conversations:
         if kept is not None:  # the policy holds more than the client is shown
             self._forget(talk)
         written, ended = done.token_ids[:kept], done.token_ids[-1:]
-        talk.wire = [json.dumps(each, sort_keys=True) for each in (*spoken, _plain(message))]
+        talk.wire = [*wire_now, json.dumps(_plain(message), sort_keys=True)]
         talk.tokens = before + len(done.token_ids)
         talk.open = ended != [talk.renderer.ids[talk.renderer.end]]
         talk.busy = False
@@ -104,38 +103,33 @@ class Conversations:
             logprobs=logprobs if asked.logprobs else None,
         )
 
-    def _continued(self, head: str, wire: Sequence[str]) -> tuple[_Talk, int]:
-        """A conversation to go on with, and how many of its messages the policy holds; 0 for a new one."""
+    def _continued(self, system: str, asked: Asked, wire: Sequence[str]) -> tuple[_Talk, int]:
+        """Return the conversation of a request, and how many of its messages the policy holds; 0 for a new one."""
+        head = json.dumps([system, asked.tools or [], asked.seed])
         with self._lock:
             for talk in self._talks:
-                if (
-                    not talk.busy
-                    and talk.head == head
-                    and len(wire) > len(talk.wire)
-                    and talk.wire == wire[: len(talk.wire)]
-                ):
+                held = len(talk.wire)
+                if not talk.busy and talk.head == head and len(wire) > held and talk.wire == wire[:held]:
                     self._talks.remove(talk)
                     self._talks.append(talk)
                     talk.busy = True
-                    return talk, len(talk.wire)
+                    return talk, held
             if len(self._talks) == self.policy.policy.capacity:
                 idle = next((talk for talk in self._talks if not talk.busy), None)
                 if idle is None:
                     busy = len(self._talks)
-                    raise ProviderFailure(f"{busy} conversations are under way; ask again, or serve more with --slots")
+                    raise ProviderFailure(f"{busy} conversations are in use; ask again, or serve more with --slots")
                 self._talks.remove(idle)
                 self.policy.release(idle.rollout)
-            _, tools, seed = json.loads(head)
             number = next(self._numbers)
-            drawn_by = (number if seed is None else seed) % ATTEMPT_STRIDE  # what a rollout draws goes by this alone
-            talk = _Talk(
-                rollout=number * ATTEMPT_STRIDE + drawn_by, renderer=self.form(self.tokenizer, tools), head=head
-            )
+            drawn_by = (number if asked.seed is None else asked.seed) % ATTEMPT_STRIDE  # decides the random draws
+            renderer = self.form(self.tokenizer, asked.tools or [])
+            talk = _Talk(rollout=number * ATTEMPT_STRIDE + drawn_by, renderer=renderer, head=head)
             self._talks.append(talk)
             return talk, 0
 
     def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> list[int]:
-        """Tokens that are new. Raises ValueError for messages that are none, or that end with a turn."""
+        """Return the new tokens. Raises ValueError for invalid messages, or if the last one is a turn of the agent."""
         before = json.loads(talk.wire[-1]).get("tool_calls", ()) if known else ()
         news = _in_order(messages_of(spoken[known:]), [call["id"] for call in before])
         if not news or not isinstance(news[-1], User | Result):
@@ -157,8 +151,8 @@ class Conversations:
 
 
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
-    """Results in the order of the calls that they are of; `ids` are those that wait for one at the beginning. Raises ValueError
-    for a call without a result, and a result without a call."""
+    """Return messages with the results in the order of their calls. `ids`: calls that wait for a result at the beginning. Raises
+    ValueError for a call without a result, and a result without a call."""
     found: list[Message] = []
     waiting: dict[str, Result | None] = dict.fromkeys(ids)
     for each in messages:
@@ -181,8 +175,8 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
 
 
 def _message(renderer: ChatRenderer, token_ids: Sequence[int], asked: Asked) -> tuple[dict[str, Any], int | None]:
-    """A turn as an endpoint's message; where a text that stops it was written, what stands before it, and the number of tokens
-    until it was written."""
+    """Return a turn as an endpoint's message. If it holds a stop text, the message ends before it, and the number of tokens up to
+    the stop text is returned too."""
 
     def text(count: int) -> str:
         plain = [token for token in token_ids[:count] if token not in renderer.stop]
@@ -206,28 +200,24 @@ def _message(renderer: ChatRenderer, token_ids: Sequence[int], asked: Asked) -> 
 
 def _logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     text = tokenizer.decode([token_id], skip_special_tokens=False)
-    part = "\ufffd" in text  # of a character: its bytes are not known from the text
+    part = "\ufffd" in text  # a token of part of a character: the text does not tell its bytes
     return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode()), "top_logprobs": []}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a message counts, in one form: clients write the same in several ways."""
-    kept = {"role": message.get("role"), "content": _text(message)}
-    if message.get("tool_call_id"):
-        kept["tool_call_id"] = message["tool_call_id"]
-    if message.get("tool_calls"):
-        kept["tool_calls"] = message["tool_calls"]
-    return kept
+    """Return a message in one form, since clients write the same in several ways."""
+    calls = {name: message[name] for name in ("tool_call_id", "tool_calls") if message.get(name)}
+    return {"role": message.get("role"), "content": _text(message), **calls}
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """A content, which may come in parts. Raises ValueError for one that is no text."""
+    """Return the content of a message, which may come in parts. Raises ValueError if it is not text."""
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("messages: a content is a text, or parts that are texts")
+        raise ValueError("messages: a content must be text, or parts that are texts")
     whole = "".join(map(str, texts))
     if any("\ud800" <= letter <= "\udfff" for letter in whole):
-        raise ValueError("messages: a content holds half of a surrogate pair, which is no character")
+        raise ValueError("messages: a content holds half of a surrogate pair, which is not a character")
     return whole

@@ -36,6 +36,7 @@ from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
 from composer_nb.harness.agent.endpoint import spoken
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
+from composer_nb.harness.tools.tool_call import ToolCall
 
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
@@ -45,9 +46,9 @@ ARRIVE_S = 20.0
 KEEP_S = 30.0
 """Time that a connection stays open after an answer, also one that its client does not read."""
 RETRY_S = 1
-"""What a client is asked to wait when the queue is full."""
+"""Seconds that a client is asked to wait when the queue is full."""
 _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
-"""A name or an address and a port, and nothing that another reader could take for the end of the name."""
+"""A name or an address and a port, with nothing that another parser could take for the end of the name."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -67,7 +68,7 @@ class _Tool(BaseModel):
 
 
 class Asked(BaseModel):
-    """The body of a request. What it does not name is refused."""
+    """The body of a request. Parameters that it does not name are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -109,7 +110,7 @@ class Asked(BaseModel):
 
 
 class Refused(ValueError):
-    """A request that gets an error for an answer."""
+    """A request that is answered with an error."""
 
     def __init__(
         self, message: str, status: int = 400, code: str = "invalid_value", param: str | None = None, **headers: str
@@ -120,20 +121,20 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A turn on the wire, and how many tokens were read and written for it."""
+    """A turn on the wire, with the tokens read and written for it."""
 
     message: Mapping[str, Any]
     read: int
     written: int
     cut: bool = False
-    """Whether the turn was cut off because it may have no more tokens."""
+    """Whether the turn was cut off by a limit of tokens."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
-    """Of each token that was written, in OpenAI's form."""
+    """Log-probability of each written token, in OpenAI's form."""
 
 
 Answerer = Callable[[Asked, Callable[[], bool]], Answered]
-"""Answers a request as long as its client is there. Raises ValueError for what it does not take, and TimeIsUp where the client
-went away."""
+"""Answers a request while its client is there. Raises ValueError for a request that it does not accept, and TimeIsUp when the
+client goes away."""
 
 
 class _Connection(H11Protocol):
@@ -181,8 +182,9 @@ class ChatServer:
         slots: int = 8,
         queue: int = 64,
     ) -> None:
-        """`port` 0 is any that is free. `slots` requests are answered at a time and `queue` more wait. Raises ValueError for an
-        address that is taken, or is none."""
+        """`port` 0 is any free port. `slots` requests are answered at a time and `queue` more wait.
+
+        Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -228,7 +230,7 @@ class ChatServer:
         self._socket.close()
 
     def wait(self) -> None:
-        """Until the server is closed, or Ctrl-C."""
+        """Wait until the server is closed, or Ctrl-C."""
         self._thread.join()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -264,8 +266,8 @@ class ChatServer:
                 raise Refused(f"nothing at {method} {path}", 404, "not_found")
 
     def _admit(self, headers: Headers, address: str) -> None:
-        """Raises Refused for what a foreign web page asks, by a name of its own that leads to this `address` or across origins,
-        and for a request whose end is ambiguous."""
+        """Raise Refused for requests of foreign web pages, by a name that resolves to this `address` or across origins, and for a
+        request whose end is ambiguous."""
         host = headers.get("host", "")
         try:
             name = urlsplit(f"//{host}").hostname or "" if _AUTHORITY.fullmatch(host) else ""
@@ -279,7 +281,7 @@ class ChatServer:
             raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
 
     async def _queued(self, asked: Asked, request: Request) -> Answered:
-        """The answer, for which requests wait in order. A client that goes away leaves the queue."""
+        """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             message = f"{self.most} requests are under way or wait; ask again"
             raise Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
@@ -306,8 +308,8 @@ class ChatServer:
 
 
 class ScriptServer(ChatServer):
-    """Plays a script, which is given the conversation and says the next turn. It draws nothing, and its turns come whole: so
-    temperature, top_p, seed and limits of tokens change nothing. Tokens are counted as words."""
+    """Plays a script, which maps a conversation to its next turn. Temperature, top_p, seed and token limits have no effect. Words
+    are counted as tokens."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
         def answer(asked: Asked, there: Callable[[], bool]) -> Answered:
@@ -322,7 +324,7 @@ class ScriptServer(ChatServer):
 
 
 def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """A conversation in canonical form, without system texts. Raises ValueError for what is none."""
+    """Return a conversation in canonical form, without system texts. Raises ValueError for an invalid message."""
     messages: list[Message] = []
     for held in wire:
         match held:
@@ -338,26 +340,22 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
                 written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
                 messages.append(Said(text=said["content"], calls=written))
             case _:
-                raise ValueError(f"messages: this is no message: {json.dumps(held)[:200]}")
+                raise ValueError(f"messages: this is not a message: {json.dumps(held)[:200]}")
     return messages
 
 
 def wire_of(said: Said) -> dict[str, Any]:
-    """A turn as an endpoint's message."""
-    calls = [
-        {
-            "id": written.id,
-            "type": "function",
-            "function": {"name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))},
-        }
-        for written in said.calls
-        if not isinstance(written.call, Exception)
-    ]
+    """Return a turn as an endpoint's message."""
+    calls = []
+    for written in said.calls:
+        if isinstance(written.call, ToolCall):
+            function = {"name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))}
+            calls.append({"id": written.id, "type": "function", "function": function})
     return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body. Raises Refused for one that is too long, or too slow."""
+    """Return the whole body. Raises Refused for one that is too long or too slow."""
     body, size, parts = bytearray(), int(request.headers.get("content-length", 0)), request.stream()
     try:
         async with asyncio.timeout(ARRIVE_S):
@@ -372,7 +370,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _left(request: Request) -> None:
-    """Returns when the client has closed the connection."""
+    """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -386,12 +384,12 @@ def _asked(body: bytes) -> Asked:
         unknown = first["type"] == "extra_forbidden"
         why = "this server does not support it" if unknown else first["msg"]
         code = "unsupported_parameter" if unknown else "invalid_value"
-        message = f"{'.'.join(names) or 'the body'}: {why}"
-        raise Refused(message, code=code, param=names[0] if names else None) from None
+        param = names[0] if names else None
+        raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
 
 
 def _refusal(error: Exception) -> Response:
-    """An error in OpenAI's form. The parameter that a ValueError is about is the one that its message begins with."""
+    """Return an error in OpenAI's form. The message of a ValueError begins with the parameter that it is about."""
     match error:
         case Refused():
             refused = error
@@ -414,29 +412,25 @@ def _completion(asked: Asked, done: Answered, model: str) -> dict[str, Any]:
     message = dict(done.message)
     if asked.parallel_tool_calls is False and "tool_calls" in message:
         message["tool_calls"] = message["tool_calls"][:1]
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": None if done.logprobs is None else {"content": list(done.logprobs), "refusal": None},
+        "finish_reason": "tool_calls" if "tool_calls" in message else "length" if done.cut else "stop",
+    }
+    total = done.read + done.written
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "logprobs": None if done.logprobs is None else {"content": list(done.logprobs), "refusal": None},
-                "finish_reason": "tool_calls" if "tool_calls" in message else "length" if done.cut else "stop",
-            }
-        ],
-        "usage": {
-            "prompt_tokens": done.read,
-            "completion_tokens": done.written,
-            "total_tokens": done.read + done.written,
-        },
+        "choices": [choice],
+        "usage": {"prompt_tokens": done.read, "completion_tokens": done.written, "total_tokens": total},
     }
 
 
 def _streamed(whole: Mapping[str, Any], asked: Asked) -> bytes:
-    """An answer as a stream of one piece, and its end."""
+    """Return an answer as a stream of one piece and its end."""
     [choice] = whole["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

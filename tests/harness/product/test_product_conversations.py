@@ -106,10 +106,10 @@ def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
             ({"messages": [user, said]}, "the last one is"),
             ({"messages": [{"role": "user", "content": "x" * 400}]}, "a conversation has 300"),
             ({"messages": [user], "tools": ["x"]}, "tools.0: Input should be an object"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content is a text"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content must be text"),
             ({"messages": [7]}, "messages.0: Input should be an object"),
             ({"messages": []}, "messages: List should have at least 1"),
-            ({"messages": [{"role": "judge", "content": "x"}]}, "this is no message"),
+            ({"messages": [{"role": "judge", "content": "x"}]}, "this is not a message"),
         ):
             with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
                 endpoint._ask("POST", "chat/completions", float("inf"), body)
