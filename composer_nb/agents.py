@@ -14,7 +14,7 @@ from typing import Any
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.endpoint import EndpointSpeaker
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert
-from composer_nb.harness.agent.loop import LIMITS, Told, complete, converse
+from composer_nb.harness.agent.loop import LIMITS, Told, converse
 from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.agent.tiny import Agent, play
 from composer_nb.harness.agent.turns import Limits
@@ -77,7 +77,7 @@ def _endpoint_attempts(name: str, tasks: Sequence[Task], executor: Executor) -> 
 
         def one(task: Task) -> Attempt:
             speaker = EndpointSpeaker(endpoint, "", tools.schemas, UNCOUNTED, parallel=False)
-            return complete(graded(task, play(task, speaker, tools, UNCOUNTED)), executor)
+            return graded(task, play(task, speaker, tools, UNCOUNTED, executor), executor)
 
         with ThreadPoolExecutor(ENDPOINT_ROLLOUTS, thread_name_prefix="endpoint") as pool:
             return list(pool.map(one, [task for task in tasks for _ in range(each)]))

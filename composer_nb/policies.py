@@ -18,8 +18,8 @@ from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
-from composer_nb.harness.agent.shared import Shared, TokenSpeaker
-from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
 from composer_nb.harness.tasks.task import Task
 
 KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
@@ -62,7 +62,9 @@ def open_policy(
     else:
         with open_engine(Path(name), slots=slots, tokens=limits.tokens, temperature=temperature, seed=seed) as engine:
             renderer, held = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
-            yield lambda task, rollout: TokenSpeaker(engine.shared, renderer, rollout, system, held)
+            yield lambda task, rollout: TokenSpeaker(
+                renderer, rollout, held, engine.shared.ask, engine.shared.release, system
+            )
 
 
 def identity(name: str) -> str:

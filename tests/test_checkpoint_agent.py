@@ -27,8 +27,8 @@ from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.agent.loop import converse
 from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.agent.qwen import HOW, QwenRenderer
-from composer_nb.harness.agent.shared import Shared, TokenSpeaker
-from composer_nb.harness.agent.tiny import Limits
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.agent.turns import Limits, TokenSpeaker
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.arms import ARMS
 from composer_nb.harness.product.conversations import Conversations
@@ -251,7 +251,8 @@ def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: 
     policy = Typed([renderer.turn(each) for each in written])
     with BwrapBackend() as backend, backend.create() as box, Shared(policy) as shared:
         box.write("f.py", b"def f():\n    return 1\n")
-        speaker = TokenSpeaker(shared, renderer, 0, "You fix.", Limits(turns=9, turn_tokens=4000, tokens=60_000))
+        limits = Limits(turns=9, turn_tokens=4000, tokens=60_000)
+        speaker = TokenSpeaker(renderer, 0, limits, shared.ask, shared.release, "You fix.")
         done = converse("fix f", speaker, tools, tools.open(box))
         segment = speaker.close()
     talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]

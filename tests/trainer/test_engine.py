@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.tiny import drive
-from composer_nb.harness.policy import Completion, Request, Trace, route_checks
+from composer_nb.harness.agent.tiny import Job, Seat, drive
+from composer_nb.harness.policy import Request, Trace, route_checks
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 
@@ -237,13 +237,15 @@ def test_after_a_swap_tokens_come_from_the_new_weights_on_the_old_cache(make_mod
 # Continuous batching
 
 
-def agent(rollout: int, engine: Engine, turns: int) -> Generator[Request, Completion, tuple[list[int], Trace]]:
-    random, ids = np.random.default_rng(rollout), []
-    for _ in range(turns):
-        news = random.integers(0, 61, random.integers(1, 6)).tolist()
-        completion = yield ask(rollout, news, 6)
-        ids += [*news, *completion.token_ids]
-    return ids, engine.release(rollout)
+def agent(rollout: int, engine: Engine, turns: int) -> Job[tuple[list[int], Trace]]:
+    def job(seat: Seat) -> tuple[list[int], Trace]:
+        random, ids = np.random.default_rng(rollout), []
+        for _ in range(turns):
+            news = random.integers(0, 61, random.integers(1, 6)).tolist()
+            ids += [*news, *seat.ask(ask(rollout, news, 6)).token_ids]
+        return ids, engine.release(rollout)
+
+    return job
 
 
 class NoSandbox:

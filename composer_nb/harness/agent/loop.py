@@ -1,23 +1,20 @@
 """The agent loop: a turn, the replies to its calls, the next turn, until the agent finishes or reaches a limit.
 
-The same loop runs in training, in evaluation and in the product. It is a generator without concurrency: it yields a Request when
-its speaker leaves the turn to a policy, and a CallRequest when a tool of a Workspace needs a sandbox, and is sent the answer.
-`tiny.drive` serves many loops in batches; `complete` runs one in the caller's thread.
+The same plain loop runs in training, in evaluation and in the product, one thread a rollout. A speaker takes the turns, and tools
+carry out the calls; both may wait for a policy or a sandbox that many rollouts share (`tiny.Driver`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from composer_nb.harness.agent.chat import Result, Said, User
 from composer_nb.harness.agent.turns import Limits, News, Speaker
-from composer_nb.harness.policy import Completion, ProviderFailure, Request, TimeIsUp
+from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout, Segment, Turn
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
 from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tiny import Workspace
@@ -26,8 +23,6 @@ from composer_nb.harness.tools.toolset import ToolSet
 
 LIMITS = Limits(turns=64, turn_tokens=8192, tokens=131_072, seconds=1800.0)
 """Limits of a conversation with the product's tools."""
-T = TypeVar("T")
-Steps = Generator[Request | CallRequest, "Completion | tuple[CallOutcome, ...]", T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +63,7 @@ def conversation(
     limits: Limits,
     told: Told = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Steps[Conversation]:
+) -> Conversation:
     """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in it.
 
     A failure of the infrastructure, a dead sandbox and Ctrl-C end it with the turns so far.
@@ -80,17 +75,13 @@ def conversation(
     try:
         for _ in range(limits.turns):
             spoken = speaker.say(news, began + limits.seconds) if used < limits.tokens else None
-            if isinstance(spoken, Request):
-                completion = yield spoken
-                assert isinstance(completion, Completion)
-                spoken = speaker.hear(completion)
             if spoken is None:
                 stop = "tokens"
                 break
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
             told(spoken.said)
             calls = spoken.said.calls
-            replies = yield from tools.answer(place, [written.call for written in calls])
+            replies = tools.answer(place, [written.call for written in calls])
             answered = _turns(spoken.said, replies, tools)
             turns += answered
             for turn in answered:
@@ -152,23 +143,6 @@ def converse(
     bell.daemon = True
     bell.start()
     try:
-        return complete(conversation(instruction, speaker, tools, session, limits, told))
+        return conversation(instruction, speaker, tools, session, limits, told)
     finally:
         bell.cancel()
-
-
-def complete(steps: Steps[T], sandboxes: Executor | None = None) -> T:
-    """Run an agent alone, in this thread. Its speaker takes its turns itself."""
-    try:
-        request = next(steps)
-        while True:
-            assert isinstance(request, CallRequest) and sandboxes is not None
-            try:
-                [outcomes] = sandboxes.run([request])
-            except SandboxFailure as failure:
-                request = steps.throw(failure)
-            else:
-                request = steps.send(outcomes)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result

@@ -1,4 +1,4 @@
-"""One policy for agents that run in threads of their own: what they ask at the same time is worked on in the same steps."""
+"""One policy for agents in threads of their own: requests of the same time share its steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
-from composer_nb.harness.agent.turns import Format, Limits, News, Spoken, TokenTurns
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, TimeIsUp, Trace
 
 LOOK_S = 0.5
-"""Between two looks at whether an answer is still wanted."""
+"""Seconds between two checks whether an answer is still wanted."""
 
 
 class Shared:
-    """A context manager; at its end whoever still waits gets a ProviderFailure. At most `policy.capacity` rollouts at a time."""
+    """A context manager; at its end waiting requests get a ProviderFailure. At most `policy.capacity` rollouts at a time."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -38,8 +37,10 @@ class Shared:
         self._thread.join()
 
     def ask(self, request: Request, until: float = math.inf, wanted: Callable[[], bool] = lambda: True) -> Completion:
-        """The next turn of a rollout. Raises ProviderFailure, what the policy raises, and TimeIsUp where it would come later than
-        `until`, or is not `wanted` any more: then the rollout can only be released."""
+        """Return the next turn of a rollout.
+
+        Raises ProviderFailure, what the policy raises, and TimeIsUp if the turn would come later than `until` or is no longer
+        `wanted`: then the rollout can only be released."""
         order = self._order(request)
         while True:
             try:
@@ -50,7 +51,7 @@ class Shared:
                     raise TimeIsUp from None
 
     def release(self, rollout: int) -> Trace:
-        """Forgets a rollout, and returns what was recorded of it."""
+        """Forget a rollout, and return what was recorded of it."""
         answer: Trace = self._order(rollout).result()
         return answer
 
@@ -72,7 +73,7 @@ class Shared:
                         asked.set_exception(turn)
                     else:
                         asked.set_result(turn)
-        except BaseException as error:  # of the policy: everybody who waits gets it
+        except BaseException as error:  # of the policy: all waiting requests get it
             over = error
         with self._lock:
             self._over = over
@@ -83,7 +84,7 @@ class Shared:
             asked.set_exception(over)
 
     def _obey(self) -> bool:
-        """Carries out all orders that are there, waiting for one where there is nothing else to do. False at the end."""
+        """Carry out all orders that are there; wait for one if there is nothing else to do. Returns False at the end."""
         while True:
             try:
                 order = self._orders.get(block=not self._asked)
@@ -98,15 +99,3 @@ class Shared:
             else:
                 self._asked.pop(what, None)
                 answer.set_result(self.policy.release(what))
-
-
-class TokenSpeaker(TokenTurns):
-    """The same for agents in threads of their own: waits for the policy that they share."""
-
-    def __init__(self, policy: Shared, renderer: Format, rollout: int, system: str, limits: Limits) -> None:
-        super().__init__(renderer, rollout, limits, policy.release, system)
-        self.policy = policy
-
-    def say(self, news: News, until: float) -> Spoken | None:
-        request = super().say(news, until)
-        return self.hear(self.policy.ask(request, until)) if isinstance(request, Request) else None

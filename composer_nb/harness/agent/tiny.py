@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.loop import Steps, conversation
-from composer_nb.harness.agent.turns import Limits, Speaker, TokenTurns
-from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
+from composer_nb.harness.agent.loop import conversation
+from composer_nb.harness.agent.turns import Limits, Speaker, TokenSpeaker
+from composer_nb.harness.policy import Completion, Policy, Request, Trace
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure
@@ -18,9 +22,11 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.toolset import ToolSet
 
-__all__ = ["Agent", "Driver", "Limits", "Steps", "drive", "play"]
+__all__ = ["Agent", "Driver", "Job", "Limits", "Seat", "drive", "play"]
 Result = TypeVar("Result")
-Answer = Completion | tuple[CallOutcome, ...] | SandboxFailure | ProviderFailure
+Job = Callable[["Seat[Any]"], Result]
+"""The work of one agent, in a thread of its own; it asks its seat."""
+Answer = Completion | tuple[CallOutcome, ...] | BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +38,90 @@ class Agent:
     limits: Limits = field(default_factory=Limits)
     clock: Callable[[], float] = time.monotonic
 
-    def run(self, task: Task, rollout: int, release: Callable[[int], Trace]) -> Steps[Rollout]:
+    def run(self, task: Task, rollout: int, release: Callable[[int], Trace], seat: Seat[Any]) -> Rollout:
         """Run the loop against a policy that continues tokens. Raises ValueError for a prompt that leaves no room to answer."""
         size, most = len(self.renderer.prompt(task.instruction)), self.limits.tokens
         if size >= most:
             raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
-        speaker = TokenTurns(self.renderer, rollout, self.limits, release)
-        return (yield from play(task, speaker, self.tools, self.limits, self.clock))
+        speaker = TokenSpeaker(self.renderer, rollout, self.limits, seat.ask, release)
+        return play(task, speaker, self.tools, self.limits, seat, self.clock)
 
 
 def play(
-    task: Task, speaker: Speaker, tools: ToolSet, limits: Limits, clock: Callable[[], float] = time.monotonic
-) -> Steps[Rollout]:
+    task: Task,
+    speaker: Speaker,
+    tools: ToolSet,
+    limits: Limits,
+    sandboxes: Executor,
+    clock: Callable[[], float] = time.monotonic,
+) -> Rollout:
     """Run the loop in a workspace of plain files."""
-    workspace = Workspace(files=dict(task.files), visible_tests=task.visible_tests)
+    workspace = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=sandboxes)
     try:
-        done = yield from conversation(task.instruction, speaker, tools, workspace, limits, clock=clock)
-    finally:  # also when the driver closes the agent: the policy must not keep what nobody will continue
+        done = conversation(task.instruction, speaker, tools, workspace, limits, clock=clock)
+    finally:  # also when the driver drops the agent: the policy must not keep what nobody will continue
         segment = speaker.close()
     if done.stop == "interrupted":
         raise KeyboardInterrupt
-    return Rollout(
-        task_id=task.id,
-        segments=(segment,),
-        turns=done.turns,
-        files=workspace.files,
-        stop=done.stop,
-        counted=(0, 0) if len(segment.token_ids) else (done.read, done.written),
-    )
+    counted = (0, 0) if len(segment.token_ids) else (done.read, done.written)
+    return replace(done.rollout(task.id, segment, workspace.files), counted=counted, seconds=0.0)
+
+
+class Dropped(BaseException):
+    """An agent that nobody waits for any more: it ends at its next request."""
+
+
+class Seat(Generic[Result]):
+    """One agent in its thread, and its way to the policy and the sandboxes that it shares with others.
+
+    The agent and its driver take turns: while one works the other waits, so the order of everything is the driver's.
+    """
+
+    def __init__(self, job: Job[Result]) -> None:
+        self._asked: SimpleQueue[Request | CallRequest | Future[Result]] = SimpleQueue()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(job,), name="agent", daemon=True)
+
+    def ask(self, request: Request, until: float = math.inf) -> Completion:
+        """Return the next turn of a rollout. Raises ProviderFailure. For the agent."""
+        return self._answer(request)
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        """Execute calls. Raises SandboxFailure. For the agent."""
+        return [self._answer(request) for request in requests]
+
+    def start(self) -> Request | CallRequest | Future[Result]:
+        """Run the agent until it asks or ends. For the driver, like all that follows."""
+        self._thread.start()
+        return self._asked.get()
+
+    def resume(self, answer: Answer) -> Request | CallRequest | Future[Result]:
+        """Answer the agent, and run it until it asks again or ends."""
+        self._answers.put(answer)
+        return self._asked.get()
+
+    def close(self) -> None:
+        """End the agent at its request. Raises what it raises on its way out."""
+        ended = self.resume(Dropped())
+        while not isinstance(ended, Future):  # it was not waited for
+            ended = self._asked.get()
+        if not isinstance(error := ended.exception(), Dropped | None):
+            raise error
+
+    def _answer(self, request: Request | CallRequest) -> Any:
+        self._asked.put(request)
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _work(self, job: Job[Result]) -> None:
+        ended: Future[Result] = Future()
+        try:
+            ended.set_result(job(self))
+        except BaseException as error:  # raised again where the driver runs
+            ended.set_exception(error)
+        self._asked.put(ended)
 
 
 class Driver(Generic[Result]):
@@ -74,7 +136,7 @@ class Driver(Generic[Result]):
         if policy.capacity < 1:
             raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
         self.policy, self.sandboxes = policy, sandboxes
-        self._alive: dict[int, Steps[Result]] = {}
+        self._alive: dict[int, Seat[Result]] = {}
         self._names: dict[int, int] = {}  # rollout -> position of its agent
         self._executions: list[tuple[int, CallRequest]] = []
         self._results: list[tuple[int, Result]] = []
@@ -89,56 +151,50 @@ class Driver(Generic[Result]):
         """Positions of the agents under way."""
         return list(self._alive)
 
-    def add(self, position: int, agent: Steps[Result]) -> None:
-        """Starts an agent under a name of the caller's, which comes back with its result."""
-        self._alive[position] = agent
-        self._advance(position, None)
+    def add(self, position: int, job: Job[Result]) -> None:
+        """Start an agent under a name of the caller's, which comes back with its result."""
+        seat = self._alive[position] = Seat(job)
+        self._take(position, seat.start())
 
     def round(self) -> list[tuple[int, Result]]:
-        """Serves everybody once. Returns (position, result) of the agents that ended."""
+        """Serve all agents once. Returns (position, result) of the agents that ended."""
         while self._executions:
             batch, self._executions = self._executions, []
             outcomes = _execute(self.sandboxes, [request for _, request in batch])
             for (position, _), outcome in zip(batch, outcomes, strict=True):
                 if position in self._alive:
-                    self._advance(position, outcome)
+                    self._take(position, self._alive[position].resume(outcome))
         for completion in self.policy.step():
-            self._advance(self._names.pop(completion.rollout), completion)
+            position = self._names.pop(completion.rollout)
+            self._take(position, self._alive[position].resume(completion))
         results, self._results = self._results, []
         return results
 
     def drop(self, position: int) -> None:
-        """Closes an agent under way; its result is lost. One that is not there is no error: it may just have ended."""
-        if agent := self._alive.pop(position, None):
+        """Close an agent under way; its result is lost. One that is not there is no error: it may just have ended."""
+        if seat := self._alive.pop(position, None):
             self._names = {rollout: place for rollout, place in self._names.items() if place != position}
-            agent.close()
+            seat.close()
 
     def close(self) -> None:
-        """Closes every agent still alive."""
+        """Close every agent still alive."""
         for position in self.alive:
             self.drop(position)
 
-    def _advance(self, position: int, answer: Answer | None) -> None:
-        agent = self._alive[position]
-        try:
-            if isinstance(answer, SandboxFailure | ProviderFailure):
-                request = agent.throw(answer)
-            else:
-                request = next(agent) if answer is None else agent.send(answer)
-        except StopIteration as stop:
+    def _take(self, position: int, request: Request | CallRequest | Future[Result]) -> None:
+        if isinstance(request, Future):
             del self._alive[position]
-            self._results.append((position, stop.value))
-            return
-        if isinstance(request, Request):
+            self._results.append((position, request.result()))
+        elif isinstance(request, Request):
             self._names[request.rollout] = position
             self.policy.submit(request)
         else:
             self._executions.append((position, request))
 
 
-def drive(agents: Iterable[Steps[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
-    """Runs agents, at most `policy.capacity` at a time, and yields (position, result) as each ends. When the caller stops
-    early, the agents still alive are closed. Raises ValueError for a policy without capacity."""
+def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
+    """Run agents, at most `policy.capacity` at a time, and yield (position, result) as each ends. When the caller stops early,
+    the agents still alive are closed. Raises ValueError for a policy without capacity."""
     driver: Driver[Result] = Driver(policy, sandboxes)
     queue = enumerate(agents)
     more = True
@@ -154,7 +210,7 @@ def drive(agents: Iterable[Steps[Result]], policy: Policy, sandboxes: Executor) 
 
 
 def _execute(sandboxes: Executor, requests: list[CallRequest]) -> list[tuple[CallOutcome, ...] | SandboxFailure]:
-    """Runs a batch. A batch that fails is tried request by request, so that a fault hits only those that it concerns."""
+    """Run a batch. A batch that fails is tried request by request, so that a fault hits only those that it concerns."""
     try:
         return list(sandboxes.run(requests))
     except SandboxFailure as failure:

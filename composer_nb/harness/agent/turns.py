@@ -1,6 +1,6 @@
 """Turn policies: scripted, HTTP endpoint, policies that continue tokens.
 
-A conversation goes on by its news: the user's text at first, afterwards the results of the calls of the turn before.
+Each turn answers the news: first the text of the user, then the results of the calls of the turn before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """One turn, and how many tokens were read for it (everything before it) and written, where they are counted."""
+    """One turn, with the tokens read for it (everything before it) and written, where they are counted."""
 
     said: Said
     read: int = 0
@@ -49,15 +49,12 @@ class Spoken:
 class Speaker(Protocol):
     """Takes the turns of one conversation. Used by one thread, and closed at its end."""
 
-    def say(self, news: News, until: float) -> Spoken | Request | None:
+    def say(self, news: News, until: float) -> Spoken | None:
         """Return the next turn, or None if the limit of tokens leaves no room for one.
 
-        A Request is for the caller's policy; `hear` turns the completion into the turn. Raises ProviderFailure, and TimeIsUp if
-        the turn would be later than `until` on the clock `time.monotonic`.
+        Raises ProviderFailure, and TimeIsUp if the turn would be later than `until` on the clock `time.monotonic`.
         """
         ...
-
-    def hear(self, completion: Completion) -> Spoken: ...
 
     def close(self) -> Segment:
         """Forget the conversation. Returns its tokens, none if the speaker has no tokens."""
@@ -66,9 +63,6 @@ class Speaker(Protocol):
 
 class Silent:
     """A speaker without tokens."""
-
-    def hear(self, completion: Completion) -> Spoken:
-        raise AssertionError("this speaker makes no request")
 
     def close(self) -> Segment:
         return Transcript().segment(Trace())
@@ -98,29 +92,34 @@ class Format(Protocol):
     def kinds(self, token_ids: Sequence[int]) -> Sequence[Kind]: ...
 
 
-class TokenTurns:
-    """Turns of a policy that continues tokens, as requests to it. Keeps every token as it was sampled."""
+class TokenSpeaker:
+    """Asks a policy that continues tokens. Keeps every token as it was sampled."""
 
     def __init__(
-        self, renderer: Format, rollout: int, limits: Limits, release: Callable[[int], Trace], system: str = ""
+        self,
+        renderer: Format,
+        rollout: int,
+        limits: Limits,
+        ask: Callable[[Request, float], Completion],
+        release: Callable[[int], Trace],
+        system: str = "",
     ) -> None:
-        """`rollout` names the conversation to the policy and decides its random draws."""
-        self.renderer, self.rollout, self.limits, self.release = renderer, rollout, limits, release
-        self.system = system
-        self._transcript, self._room = Transcript(), 0
+        """`rollout` names the conversation to the policy and decides its random draws. `ask` and `release` are methods of
+        `shared.Shared`, or of `tiny.Seat` and its policy."""
+        self.renderer, self.rollout, self.limits, self.system = renderer, rollout, limits, system
+        self.ask, self.release = ask, release
+        self._transcript = Transcript()
 
-    def say(self, news: News, until: float) -> Spoken | Request | None:
+    def say(self, news: News, until: float) -> Spoken | None:
         held = self._transcript.token_ids
         read = self.renderer.read(news, self.system)
-        self._room = min(self.limits.turn_tokens, self.limits.tokens - len(held) - len(read))
-        if self._room < 1:
+        room = min(self.limits.turn_tokens, self.limits.tokens - len(held) - len(read))
+        if room < 1:
             return None
         self._transcript.read(read, Kind.OBSERVATION if held else Kind.PROMPT)
-        return Request(rollout=self.rollout, token_ids=read, max_tokens=self._room)
-
-    def hear(self, completion: Completion) -> Spoken:
-        assert len(completion.token_ids) <= self._room
         before = len(self._transcript.token_ids)
+        completion = self.ask(Request(rollout=self.rollout, token_ids=read, max_tokens=room), until)
+        assert len(completion.token_ids) <= room
         self._transcript.wrote(completion, self.renderer.kinds(completion.token_ids))
         return Spoken(said=self.renderer.parse(completion.token_ids), read=before, written=len(completion.token_ids))
 

@@ -1,21 +1,18 @@
 """The four tools of tiny models: read, edit a line, run the visible tests, finish.
 
-A tool is a generator that maps a workspace and arguments to an observation. To execute code it yields a CallRequest and is sent
-the outcomes; everything else is pure, so one driver serves hundreds of rollouts in batches.
+They work on files as data. Code is executed on copies, in sandboxes that all rollouts share.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.arguments import tool
 from composer_nb.harness.tools.tool_call import ToolError
-
-Execution = Generator[CallRequest, tuple[CallOutcome, ...], "Observation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +32,7 @@ class Workspace:
     files: dict[str, str]
     visible_tests: Mapping[str, str]
     """The tests at the start: edits of them do not change what `run_tests` runs."""
+    sandboxes: Executor
 
     def text(self, path: str) -> str:
         if path not in self.files:
@@ -43,18 +41,17 @@ class Workspace:
 
 
 @tool()
-def read_file(workspace: Workspace, path: str) -> Execution:
+def read_file(workspace: Workspace, path: str) -> Observation:
     """Read a file.
 
     path: relative path
     """
     lines = _lines(workspace.text(path))
     return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(lines, 1)))
-    yield  # a tool is a generator, also when it executes nothing
 
 
 @tool(mutates=True)
-def edit_line(workspace: Workspace, path: str, line: int, text: str) -> Execution:
+def edit_line(workspace: Workspace, path: str, line: int, text: str) -> Observation:
     """Replace one line of a file by another; its indentation is kept.
 
     path: relative path
@@ -72,7 +69,6 @@ def edit_line(workspace: Workspace, path: str, line: int, text: str) -> Executio
     lines[place] = indent + text
     workspace.files[path] = "\n".join(lines) + "\n" * before.endswith("\n")
     return Observation(text="ok")
-    yield
 
 
 def _lines(text: str) -> list[str]:
@@ -81,12 +77,12 @@ def _lines(text: str) -> list[str]:
 
 
 @tool()
-def run_tests(workspace: Workspace) -> Execution:
+def run_tests(workspace: Workspace) -> Observation:
     """Run the visible tests."""
     if not workspace.visible_tests:
         raise ToolError("UnexpectedEnvironment", "no tests here")
     tests = parse_test_files(workspace.visible_tests)
-    outcomes = yield request_tests(workspace.files, tests)
+    [outcomes] = workspace.sandboxes.run([request_tests(workspace.files, tests)])
     passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
     if all(passed):
         return Observation(text=f"pass {len(tests)}", tests_passed=len(tests), tests_run=len(tests))
@@ -96,10 +92,9 @@ def run_tests(workspace: Workspace) -> Execution:
 
 
 @tool(ends=True)
-def finish(workspace: Workspace) -> Execution:
+def finish(workspace: Workspace) -> Observation:
     """Finish; the files are graded."""
     return Observation(text="")
-    yield
 
 
 def describe(test: FunctionTest, outcome: CallOutcome) -> str:

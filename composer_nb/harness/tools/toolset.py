@@ -7,21 +7,20 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.sandbox.contract import Sandbox, SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hint
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import files, notes, search, terminal
 from composer_nb.harness.tools.arguments import check, parameters, printable
 from composer_nb.harness.tools.session import DOING, Search, Session
-from composer_nb.harness.tools.tiny import TINY, Execution, Workspace
+from composer_nb.harness.tools.tiny import TINY, Observation, Workspace
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError
 
 SEARCH = "codebase_search"
@@ -105,29 +104,25 @@ class ToolSet:
             return reply.text
         return f"error: {reply.text}" if self.terse else f"error ({reply.error}): {reply.text}"
 
-    def answer(
-        self, place: Session | Workspace, calls: Sequence[ToolCall | ToolError]
-    ) -> Generator[CallRequest, tuple[CallOutcome, ...], list[Reply]]:
+    def answer(self, place: Session | Workspace, calls: Sequence[ToolCall | ToolError]) -> list[Reply]:
         """Carry out the calls of a turn, and return a reply to each in their order, up to one that ends the rollout.
 
-        A call that could not be read is answered with the reason. Yields what the tools of a Workspace need executed. Raises
-        SandboxFailure.
+        A call that could not be read is answered with the reason. Raises SandboxFailure.
         """
         if isinstance(place, Session):
             valid = iter(self.run(place, [call for call in calls if isinstance(call, ToolCall)]))
             return [next(valid) if isinstance(call, ToolCall) else _refused(call) for call in calls]
         replies: list[Reply] = []
         for call in calls:
-            replies.append(_refused(call) if isinstance(call, ToolError) else (yield from self._step(place, call)))
+            replies.append(_refused(call) if isinstance(call, ToolError) else self._step(place, call))
             if replies[-1].ends:
                 break
         return replies
 
-    def _step(self, workspace: Workspace, call: ToolCall) -> Generator[CallRequest, tuple[CallOutcome, ...], Reply]:
+    def _step(self, workspace: Workspace, call: ToolCall) -> Reply:
         try:
             tool, arguments = self.find(call)
-            execution: Execution = tool(workspace, arguments)
-            seen = yield from execution
+            seen: Observation = tool(workspace, arguments)
         except ToolError as error:
             return Reply(call=call, text=str(error), error=error.kind)
         return Reply(

@@ -16,9 +16,9 @@ from composer_nb.harness.agent.endpoint import Endpoint, EndpointSpeaker
 from composer_nb.harness.agent.loop import LIMITS, converse
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import expert, lazy, play, turn
-from composer_nb.harness.agent.shared import Shared, TokenSpeaker
+from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.tiny import Limits
-from composer_nb.harness.agent.turns import News, ScriptSpeaker, Spoken
+from composer_nb.harness.agent.turns import News, ScriptSpeaker, Spoken, TokenSpeaker
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.arms import figures
 from composer_nb.harness.product.attempts import Environment, attempt, attempt_all
@@ -116,7 +116,7 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
     ]
     policy = Typed(turns)
     with Shared(policy) as shared:
-        done = attempt(task, place, TokenSpeaker(shared, renderer, 5, "system", LIMITS))
+        done = attempt(task, place, TokenSpeaker(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
     [segment] = done.rollout.segments
     assert policy.released == [5] and done.rollout.stop == "finished" and done.rollout.invalid_calls == 1
     whole = [
@@ -148,7 +148,7 @@ def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[
 def test_a_conversation_that_has_no_room_ends(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
     renderer, limits = QwenRenderer(tokenizer, place.tools.schemas), dataclasses.replace(LIMITS, tokens=50)
     with Shared(Typed([])) as shared:
-        done = attempt(task, place, TokenSpeaker(shared, renderer, 0, "a system text", limits))
+        done = attempt(task, place, TokenSpeaker(renderer, 0, limits, shared.ask, shared.release, "a system text"))
     assert done.rollout.stop == "tokens" and not done.rollout.turns and not done.grade.passed and done.grade.known
 
 
@@ -252,7 +252,8 @@ def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
     limits, renderer = dataclasses.replace(LIMITS, seconds=0.5), QwenRenderer(tokenizer, place.tools.schemas)
     policy = Endless([])
     with Shared(policy) as shared:
-        done = attempt(task, dataclasses.replace(place, limits=limits), TokenSpeaker(shared, renderer, 4, "s", limits))
+        speaker = TokenSpeaker(renderer, 4, limits, shared.ask, shared.release, "s")
+        done = attempt(task, dataclasses.replace(place, limits=limits), speaker)
         [request] = policy.asked
         assert done.rollout.stop == "time" and policy.released == [4]
         assert done.rollout.segments[0].token_ids.tolist() == list(request.token_ids)

@@ -19,23 +19,20 @@ from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 
 TINY = ToolSet.tiny()
+NONE: Any = None
 
 
 def use(workspace: Workspace, boxes: Any, name: str, **arguments: Any) -> Observation:
     """Carries out one call."""
+    workspace.sandboxes = boxes
     tool, checked = TINY.find(ToolCall(name=name, arguments=arguments))
-    execution = tool(workspace, checked)
-    try:
-        request = next(execution)
-        while True:
-            request = execution.send(boxes.run([request])[0])
-    except StopIteration as stop:
-        assert isinstance(stop.value, Observation)
-        return stop.value
+    seen = tool(workspace, checked)
+    assert isinstance(seen, Observation)
+    return seen
 
 
 def workspace(text: str, **more: str) -> Workspace:
-    return Workspace(files={"f.py": text, **more}, visible_tests={})
+    return Workspace(files={"f.py": text, **more}, visible_tests={}, sandboxes=NONE)
 
 
 def edited(text: str, line: int, new: str) -> str:
@@ -129,7 +126,7 @@ def test_only_a_file_of_the_workspace_has_a_name(path: str, name: str) -> None:
 
 
 def space_of(task: Task, **files: str) -> Workspace:
-    return Workspace(files=dict(task.files) | files, visible_tests=task.visible_tests)
+    return Workspace(files=dict(task.files) | files, visible_tests=task.visible_tests, sandboxes=NONE)
 
 
 def test_tests_say_what_fails_first(task: Task, sandboxes: SandboxExecutor) -> None:
