@@ -291,7 +291,7 @@ class Settings:
 
     @property
     def meshed(self) -> bool:
-        """Whether the trainer service consists of ranks of a mesh."""
+        """The trainer service consists of ranks of a mesh."""
         return self.mesh != MeshSettings()
 
     def schedule(self) -> Schedule:

@@ -1,4 +1,4 @@
-"""The bench: attempts of a policy at held-out tasks, and what they add up to."""
+"""The bench: attempts of a policy at held-out tasks, and their figures."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def run_eval(
     samples: int,
     slots: Sequence[int] | None = None,
 ) -> Iterator[Attempt]:
-    """Attempts every task `samples` times. Attempts come in order of task, then sample, whatever ended first.
+    """Attempt every task `samples` times. Attempts come in order of task, then sample, whichever ended first.
 
-    `slots` are the tasks' places in a longer list of which `tasks` is a part; they number the rollouts, and so what they draw.
+    `slots` are the places of the tasks in a longer list; they number the rollouts and so decide their random draws.
     """
     places = range(len(tasks)) if slots is None else slots
     order = [
@@ -38,7 +38,7 @@ def run_eval(
 
 
 def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = None, seed: int = 0) -> dict[str, Any]:
-    """Figures of a policy: `sampled` holds k attempts a task (at temperature 1), `greedy` one, if there are some.
+    """Return the figures of a policy: `sampled` holds k attempts a task (at temperature 1), `greedy` one, if given.
 
     pass_at_1 is the mean over tasks of the share solved; best_of_k the share of tasks that any of the k solved; ci95 a
     bootstrap over tasks of pass_at_1 (2,000 resamples), ci95_greedy likewise. Attempts lost to the infrastructure count
@@ -47,7 +47,7 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
     graded = [done for done in sampled if done.grade.known]
     singles = np.array([float(done.grade.passed) for done in greedy or () if done.grade.known])
     if not graded or (greedy is not None and not len(singles)):
-        raise ValueError("no attempt has a grade, so there is nothing to sum up; run `composer-nb doctor`")
+        raise ValueError("no attempt has a grade, so there are no figures; run `composer-nb doctor`")
     by_task = scores(graded, lambda done: done.task.id)
     means = np.array([np.mean(each) for each in by_task.values()])
     by_family = scores(graded, lambda done: done.task.metadata.get("family", "all"))
@@ -65,7 +65,7 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
 
 
 def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str, list[float]]:
-    """1 for solved, 0 for not, by what `key` says of an attempt."""
+    """Return 1 for solved and 0 for unsolved attempts, grouped by `key`."""
     found: dict[str, list[float]] = {}
     for done in graded:
         found.setdefault(key(done), []).append(float(done.grade.passed))
@@ -90,7 +90,7 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, float | None]:
 
 
 def _retried(turns: Sequence[Turn]) -> bool | None:
-    """Whether an edit followed a failed test of an earlier edit, or None where no edit failed its test."""
+    """Return whether an edit followed a failed test of an earlier edit; None if no edit failed its test."""
     edits = [place for place, turn in enumerate(turns) if '"edit_line"' in turn.call and turn.error is None]
     failures = [place for place, turn in enumerate(turns) if (turn.tests_passed or 0) < (turn.tests_run or 0)]
     failures = [place for place in failures if edits and place > edits[0]]
@@ -98,7 +98,7 @@ def _retried(turns: Sequence[Turn]) -> bool | None:
 
 
 def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
-    """The 95 % interval of a mean, from 2,000 resamples."""
+    """Return the 95 % interval of a mean, from 2,000 resamples."""
     random = np.random.default_rng(seed)
     means = random.choice(values, (2000, len(values))).mean(1)
     return [float(x) for x in np.quantile(means, [0.025, 0.975])]

@@ -21,13 +21,13 @@ class Request:
     rollout: int
     """Names the rollout for as long as it lives."""
     token_ids: Sequence[int]
-    """What stands between the end of the last turn and the next one: the prompt at first, then an observation."""
+    """Tokens between the last turn and the next one: first the prompt, then an observation."""
     max_tokens: int
     """The turn is cut after so many tokens."""
     temperature: float | None = None
-    """Of this turn; None is the policy's own."""
+    """Temperature of this turn; None: the policy's own."""
     top_p: float = 1.0
-    """Tokens are drawn from the fewest that have this probability between them."""
+    """Tokens are drawn from the smallest set with this total probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class Completion:
     token_ids: list[int]
     """Ends with a stop token unless it was cut."""
     logprobs: list[float]
-    """Of each token under the distribution that it was drawn from."""
+    """Log-probability of each token under the distribution that it was drawn from."""
     policy_versions: list[int]
-    """Of each token; -1 where no policy acted (a script)."""
+    """Policy version of each token; -1 where no policy acted (a script)."""
 
 
 class TimeIsUp(Exception):
@@ -48,37 +48,37 @@ class TimeIsUp(Exception):
 
 
 class ProviderFailure(RuntimeError):
-    """Whoever provides a policy failed for good in a turn (the taxonomy's ProviderError): it says nothing about the agent."""
+    """The provider of a policy failed for good in a turn (ProviderError): this says nothing about the agent."""
 
     rollout: int = -1
-    """Whose turn it was."""
+    """Rollout of the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What a policy recorded while it read and wrote a rollout of T tokens. Empty arrays where it has no experts."""
+    """Records of a policy for a rollout of T tokens. Arrays are empty for a policy without experts."""
 
     routes: NDArray[np.unsignedinteger[Any]] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
-    """[T, L, K], of `route_dtype`; the last token was never forwarded, so its row means nothing and `route_valid` says so."""
+    """[T, L, K], of `route_dtype`; the last token was never forwarded: its row is meaningless, its `route_valid` false."""
     gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     margins: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """`route_checks` of every forwarded token, made where it was forwarded; 0 elsewhere."""
+    """`route_checks` of every forwarded token, computed where it was forwarded; 0 elsewhere."""
 
     def head(self, count: int) -> Trace:
-        """Of the first tokens."""
+        """Return the trace of the first tokens."""
         return Trace(**{each.name: getattr(self, each.name)[:count] for each in fields(self)})
 
 
 def route_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:
-    """What routes among so many experts are stored as: uint8, or uint16 above 256 (Kimi K2 has 384)."""
+    """Return the dtype of stored routes: uint8, or uint16 for more than 256 experts (Kimi K2 has 384)."""
     return np.uint8 if experts <= 256 else np.uint16
 
 
 def route_checks(position: NDArray[Any], token_ids: NDArray[Any], routes: NDArray[Any]) -> NDArray[np.uint64]:
-    """[N]: ties each row of `routes` [N, L, K] to its token and place, so that rows which were moved, with their checks or
-    without, are found out by whoever uses them.
+    """Return checks [N] that tie each row of `routes` [N, L, K] to its token and position, so that a consumer detects rows that
+    were moved, with their checks or without.
 
     A chain of SplitMix64's mixing function (Steele, Lea, Flood 2014) over (position, token id) and the routes, eight bytes at
     a time. Mixing is a bijection, so a row never has the check of another token or place, and one of up to eight bytes never
@@ -101,7 +101,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Policy(Protocol):
-    """What a driver needs: take requests in, give completions out as they finish, forget a rollout that has ended."""
+    """Takes requests in, gives completions out as they finish, forgets rollouts that have ended."""
 
     @property
     def capacity(self) -> int:
@@ -110,7 +110,7 @@ class Policy(Protocol):
     def submit(self, request: Request) -> None: ...
 
     def step(self) -> Sequence[Completion | ProviderFailure]:
-        """Works on everything submitted and returns the turns that ended in this step, in order of rollout."""
+        """Work on everything submitted, and return the turns that ended in this step, in order of rollout."""
 
     def release(self, rollout: int) -> Trace:
-        """Forgets a rollout, also in the middle of a turn or before its first, and returns what was recorded."""
+        """Forget a rollout, also in the middle of a turn or before its first, and return its records."""

@@ -20,26 +20,26 @@ TERMS: dict[str, Term] = {}
 
 
 def term(function: Term) -> Term:
-    """Registers a reward term under its function's name."""
+    """Register a reward term under its function's name."""
     TERMS[function.__name__] = function
     return function
 
 
 @term
 def solved(rollout: Rollout, grade: Grade) -> float:
-    """1 if every hidden test passes, else 0."""
+    """Return 1 if every hidden test passes, else 0."""
     return float(grade.passed)
 
 
 @term
 def invalid_calls(rollout: Rollout, grade: Grade) -> float:
-    """Share of the calls that were invalid: negative examples, never dropped ones."""
+    """Return the share of invalid calls: they are negative examples and never dropped."""
     return rollout.invalid_calls / max(1, rollout.calls)
 
 
 @term
 def unfinished(rollout: Rollout, grade: Grade) -> float:
-    """1 if a limit ended the rollout instead of the agent."""
+    """Return 1 if a limit ended the rollout instead of the agent."""
     return float(rollout.stop != "finished")
 
 
@@ -64,7 +64,7 @@ class Effort:
             raise ValueError(f"reward.effort: k={self.k} must be above 0 and q={self.q} not below it")
 
     def of(self, rollout: Rollout) -> float:
-        """x, the weighted effort of a rollout."""
+        """Return x, the weighted effort of a rollout."""
         counts = {kind: sum(int((s.kind == kind).sum()) for s in rollout.segments) for kind in Kind}
         return (
             self.thinking_tokens * counts[Kind.THINKING]
@@ -77,7 +77,7 @@ class Effort:
 
 
 def effort_curve(x: float, k: float, q: float) -> float:
-    """C_{k,q}(x) for x ≥ 0, k > 0, q ≥ 0: concave, C(0) = 0, C'(0) = 1; its limits are x at q = 0 and ln(1 + kx)/k at q = 1."""
+    """Return C_{k,q}(x) for x ≥ 0, k > 0, q ≥ 0: concave, C(0) = 0, C'(0) = 1; x at q = 0 and ln(1 + kx)/k at q = 1."""
     if abs(q - 1.0) < 1e-9:
         return math.log1p(k * x) / k
     return math.expm1((1.0 - q) * math.log1p(k * x)) / (k * (1.0 - q))
@@ -104,7 +104,7 @@ class RewardSettings:
 
 
 def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
-    """Scores a rollout; its total is None where nothing is known of the agent's work."""
+    """Score a rollout; its total is None if the grade says nothing about the agent's work."""
     if not grade.known:
         return Reward(total=None)
     terms = {name: weight * TERMS[name](rollout, grade) for name, weight in settings.weights.items() if weight}

@@ -13,7 +13,7 @@ from composer_nb.harness.policy import Completion, Trace
 
 
 class Kind(IntEnum):
-    """What a token is. The agent wrote those from THINKING to SUMMARY."""
+    """Kinds of tokens. The agent writes those from THINKING to SUMMARY."""
 
     PROMPT = 0
     THINKING = 1
@@ -30,7 +30,7 @@ class Segment:
     token_ids: NDArray[np.int32]
     kind: NDArray[np.uint8]
     logprob: NDArray[np.float32]
-    """As sampled; 0 where the agent did not write."""
+    """Log-probability as sampled; 0 for tokens that the agent did not write."""
     policy_version: NDArray[np.int32]
     """-1 where no policy acted."""
     trace: Trace = field(default_factory=Trace)
@@ -90,16 +90,16 @@ class Turn:
     tests_passed: int | None = None
     tests_run: int | None = None
     said: str = ""
-    """Text beside the calls of a message; stands with its first call."""
+    """Text beside the calls of a message, kept with its first call."""
     beside: bool = False
-    """Whether this call is of the same message as the one before."""
+    """This call belongs to the same message as the one before."""
     seconds: float = 0.0
     """From the message to the answer, where it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One attempt: what was written, what was answered, what is left in the workspace."""
+    """One attempt: tokens, calls with their answers, and the files left in the workspace."""
 
     task_id: str
     segments: tuple[Segment, ...]
@@ -110,7 +110,7 @@ class Rollout:
     """`finished`, the limit that ended it (`turns`, `tokens`, `time`), `interrupted` by its user, `died` with its sandbox, or
     `infrastructure`: no fault of the agent."""
     counted: tuple[int, int] = (0, 0)
-    """Tokens read and written as an endpoint counted them, which tells no streams."""
+    """Tokens read and written, as counted by an endpoint, which gives no token streams."""
     seconds: float = 0.0
     """From its first message to its last, where it was measured."""
 

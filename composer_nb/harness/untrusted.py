@@ -1,4 +1,4 @@
-"""Names, texts and JSON that somebody else wrote: checked before they become a path, escaped before a person sees them.
+"""Names, texts and JSON from outside: checked before they become a path, escaped before a person sees them.
 
 Every name that comes from a file, an archive, a manifest, a store or a sandbox goes through `checked` or `beneath` before it is
 joined to a path; a test walks the package and finds joins that skip them.
@@ -19,16 +19,16 @@ MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
 HISTORY = frozenset({".git", ".hg", ".svn", ".bzr", ".jj"})
 """Folders of version control."""
 PROTECTED = HISTORY | {".env"}
-"""Names that nobody but the user writes: what lies there runs as the user, or holds keys."""
+"""Names that only the user may write: files there run as the user, or hold keys."""
 _HFS_IGNORES = dict.fromkeys([*range(0x200C, 0x2010), *range(0x202A, 0x202F), *range(0x206A, 0x2070), 0xFEFF])
 _SHORT = re.compile(
     "|".join(rf"(?:{name[1:7]}|{name[1:3]}[0-9a-f]{{4}})~[0-9]+" for name in sorted(PROTECTED)), re.ASCII
 )
-"""What NTFS calls a protected name in 8.3 form."""
+"""Protected names in the 8.3 form of NTFS."""
 _INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode's categories of controls, formats (bidirectional marks, tags, soft hyphens), halves of pairs, ends of lines."""
 _BLANKS = {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0}
-"""Letters and marks that show nothing all the same."""
+"""Letters and marks that are invisible too."""
 
 
 _COLUMN = r"\w+(?: (?:TEXT|INTEGER|REAL|BLOB))?(?: NOT NULL| PRIMARY KEY| CHECK \(id = 0\))*"
@@ -50,7 +50,7 @@ def checked(name: str) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Whether `checked` lets a name pass."""
+    """Return whether `checked` accepts a name."""
     return not _wrong(name)
 
 
@@ -92,9 +92,9 @@ def beneath(folder: Path, name: str) -> Path:
 
 
 def protected(path: str) -> bool:
-    """Whether a path is, or lies in, a protected place on any file system: case folded, code points that HFS+ ignores dropped,
-    NTFS's short names, trailing dots and spaces, and alternate streams seen through (git's `verify_path`, `is_hfs_dotgit` and
-    `is_ntfs_dotgit`)."""
+    """Return whether a path is, or lies in, a protected place on any file system. This folds case, drops code points that HFS+
+    ignores, and resolves NTFS's short names, trailing dots and spaces, and alternate streams (git's `verify_path`,
+    `is_hfs_dotgit` and `is_ntfs_dotgit`)."""
     return any(map(_is_protected, re.split(r"[/\\]", path)))
 
 
@@ -104,7 +104,7 @@ def _is_protected(part: str) -> bool:
 
 
 class _Visible(dict[int, str]):
-    """Code point -> what is shown of it, found out when it first comes."""
+    """Maps a code point to its visible form, computed at its first use."""
 
     def __missing__(self, code: int) -> str:
         hidden = unicodedata.category(chr(code)) in _INVISIBLE or code in _BLANKS

@@ -39,7 +39,7 @@ def tour(given: argparse.Namespace) -> int:
     print(run.path, flush=True)
     if given.detach:
         start_detached(run.path)
-        print(f"the run goes on in the background; see composer-nb follow {run.path}")
+        print(f"the run continues in the background; see composer-nb follow {run.path}")
         return 0
     try:
         with terminate_as_interrupt():

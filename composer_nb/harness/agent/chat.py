@@ -1,14 +1,14 @@
-"""Conversations with tools as token ids: what the wire formats of chat models share.
+"""Conversations with tools as token ids: the common part of the wire formats of chat models.
 
 Canonical form: a system text with tool schemas (OpenAI's), user texts, turns of text and calls, results that name their call. A
-renderer writes each of these as *pieces*, special tokens and plain texts, and every piece is encoded by itself. So rendering turn
-by turn gives the ids of rendering at once, by construction: a turn that was sampled stays as it was sampled, and what follows it
-begins at a special token, where a cache can go on. Text is encoded without any special or added token and without normalisation:
-what spells one stays text, byte for byte.
+renderer writes each of these as *pieces*, special tokens and plain texts, and every piece is encoded by itself. So rendering
+turn by turn gives the ids of rendering at once: a sampled turn stays as sampled, and the next message begins at a special
+token, where a cache can continue. Text is encoded without special or added tokens and without normalisation, so text that
+spells a token stays text, byte for byte.
 
-A turn is read from ids, so that a spelled token is never taken for a true one. What is no call becomes a ToolError of kind
-InvalidArguments in the place where a call would be: nothing that a model wrote is dropped. A call that a format can not say is
-found by reading back what was written, and is a ValueError.
+A turn is parsed from ids, so that a spelled token is never taken for a real one. An invalid call becomes a ToolError of kind
+InvalidArguments in its place: nothing that a model wrote is dropped. A call that a format cannot express is found by parsing the
+rendered turn, and is a ValueError.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Said:
     """A turn of the agent."""
 
     text: str = ""
-    """Everything that it wrote outside of calls, without white space around it."""
+    """Its text outside of calls, stripped of white space."""
     calls: tuple[Written, ...] = ()
 
 
@@ -65,19 +65,19 @@ Message = User | Said | Result
 
 
 class ChatRenderer(ABC):
-    """Turns conversations into token ids and turns back out of them.
+    """Renders conversations as token ids, and parses turns from them.
 
-    Raises ValueError for a tokenizer that lacks a token of the format, or finds one in plain text whatever it is told.
+    Raises ValueError for a tokenizer that lacks a token of the format, or that always finds one in plain text.
     """
 
     tokens: tuple[str, ...]
     """Special tokens of the format."""
     allowed: frozenset[str]
-    """Those that a turn may have before its end."""
+    """Special tokens that a turn may have before its end."""
     end: str
-    """The one that ends a turn."""
+    """Special token that ends a turn."""
     spelled: tuple[str, ...]
-    """What begins a call: where it stands in a text, letter by letter, a call was meant and missed."""
+    """Beginnings of a call: if one is spelled out in a text, a call was meant and missed."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> None:
         self.tokenizer, self.tools = tokenizer, tuple(tools)
@@ -85,7 +85,7 @@ class ChatRenderer(ABC):
         self.names = {number: token for token, number in self.ids.items()}
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(self.names) | {number for number, token in added.items() if token.special}
-        """Tokens that are no text. What is added to a vocabulary and not special, as `<think>`, is a way to write a text."""
+        """Tokens that are not text. Tokens that are added but not special, such as `<think>`, are ways to write a text."""
         self._plain = _without_added_tokens(tokenizer)
         if found := [token for token in self.tokens if self.ids[token] in self.encode(token)]:
             raise ValueError(f"the tokenizer finds {', '.join(found)} in plain text: these tokens must be added tokens")
@@ -94,19 +94,18 @@ class ChatRenderer(ABC):
 
     @property
     def stop(self) -> frozenset[int]:
-        """Tokens that end a turn: the one for it, and every special one that an agent has no business to write, of the format and
-        of others."""
+        """Tokens that end a turn: its end token, and every special token that an agent must not write."""
         return frozenset(number for number in self.special if self.names.get(number) not in self.allowed)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, none of them special."""
+        """Return the token ids of plain text, none of them special."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Sequence[Message], system: str = "", *, spelled: bool = False) -> list[int]:
-        """A whole conversation, up to the cue for the next turn, if its last message is not a turn.
+        """Render a whole conversation, up to the cue for the next turn if its last message is not a turn.
 
-        `spelled`: a turn without calls whose text spells one is written in the tokens that it spells, as whoever wrote it did: a
-        call that nobody could read. Raises ValueError for a turn that the format can not say.
+        `spelled`: render a turn without calls whose text spells one as the tokens that it spells: it was an unreadable call.
+        Raises ValueError for a turn that the format cannot express.
         """
         token_ids = self.open(system)
         results: list[Result] = []
@@ -137,28 +136,28 @@ class ChatRenderer(ABC):
         return self.results([message for message in news if isinstance(message, Result)])
 
     def open(self, system: str = "") -> list[int]:
-        """What stands before everything: system text and tools."""
+        """Render the start of a conversation: system text and tools."""
         return self.encoded(self._system(system))
 
     def user(self, text: str) -> list[int]:
-        """What a user says, and the cue for a turn."""
+        """Render a user's text and the cue for a turn."""
         return self.encoded([*self._user(text), *self._cue()])
 
     def following(self, text: str) -> list[int]:
-        """What follows the last token of a turn without calls: what a user says to it, and the cue for the next turn."""
+        """Render what follows a turn without calls: a user's text, and the cue for the next turn."""
         return self.encoded([*self._after(), *self._user(text), *self._cue()])
 
     def results(self, results: Sequence[Result]) -> list[int]:
-        """What follows the last token of a turn with calls: their results, and the cue for the next turn."""
+        """Render what follows a turn with calls: their results, and the cue for the next turn."""
         return self.encoded([*self._after(), *self._results(results), *self._cue()])
 
     def turn(self, said: Said) -> list[int]:
-        """A turn as an agent would have written it, its last token included. Raises ValueError for one that can not be said."""
+        """Render a turn, its last token included. Raises ValueError for one that the format cannot express."""
         if bad := [written.id for written in said.calls if isinstance(written.call, ToolError)]:
-            raise ValueError(f"the call {bad[0]} is invalid: a turn with it is kept as the tokens it was written in")
+            raise ValueError(f"the call {bad[0]} is invalid: keep a turn with it as the tokens it was written in")
         token_ids = self.encoded([*self._said(said), self.ids[self.end]])
         if _plainly(read := self.parse(token_ids)) != _plainly(said):
-            raise ValueError(f"the format can not say this turn: {said!r} would be read as {read!r}"[:1000])
+            raise ValueError(f"the format cannot express this turn: {said!r} would be parsed as {read!r}"[:1000])
         return token_ids
 
     def _unread(self, text: str) -> list[int]:
@@ -166,7 +165,7 @@ class ChatRenderer(ABC):
         return self.encoded([*(self.ids[part] if part in self.allowed else part for part in parts), self.ids[self.end]])
 
     def parse(self, token_ids: Sequence[int]) -> Said:
-        """A turn as it was sampled, its last token included, if it was not cut."""
+        """Parse a turn as it was sampled, with its last token unless it was cut."""
         *body, last = token_ids or [-1]
         ended = last == self.ids[self.end]
         pieces = self._pieces(body if last in self.stop or last < 0 else [*body, last])
@@ -181,14 +180,14 @@ class ChatRenderer(ABC):
         return Said(text=said.text, calls=tuple(calls))
 
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
-        """What each token of a turn is: before its first call thinking, from there on of calls; all final message without one."""
+        """Return the kind of each token of a turn: thinking, then tool call; final message if it has no call."""
         calls = [place for place, token in enumerate(token_ids) if self.names.get(token) in self.allowed]
         if not calls:
             return [Kind.FINAL_MESSAGE] * len(token_ids)
         return [Kind.THINKING] * calls[0] + [Kind.TOOL_CALL] * (len(token_ids) - calls[0])
 
     def encoded(self, pieces: Iterable[Piece]) -> list[int]:
-        """Ids of pieces; texts beside one another are encoded as one."""
+        """Return the ids of pieces; adjacent texts are encoded as one."""
         token_ids: list[int] = []
         text = ""
         for piece in pieces:
@@ -200,7 +199,7 @@ class ChatRenderer(ABC):
         return token_ids + (self.encode(text) if text else [])
 
     def _pieces(self, token_ids: Sequence[int]) -> list[Piece]:
-        """The other way round. Special tokens that are not the format's stay tokens too."""
+        """Return the pieces of ids: the inverse of `encoded`. Special tokens of other formats stay tokens too."""
         pieces: list[Piece] = []
         plain: list[int] = []
         for token in [*token_ids, -1]:
@@ -224,7 +223,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def _after(self) -> list[Piece]:
-        """What stands between the last token of a turn and the next message."""
+        """Render what stands between the last token of a turn and the next message."""
 
     @abstractmethod
     def _results(self, results: Sequence[Result]) -> list[Piece]: ...
@@ -237,7 +236,7 @@ class ChatRenderer(ABC):
 
 
 def _plainly(said: Said) -> list[Any]:
-    """What two turns are compared by: 1, 1.0 and True are three values."""
+    """Return a form in which two turns are compared; 1, 1.0 and True are three values."""
     calls = [written.call for written in said.calls]
     return [said.text, *((c.name, write_json(dict(c.arguments))) if isinstance(c, ToolCall) else None for c in calls)]
 
@@ -247,7 +246,7 @@ def invalid(message: str) -> ToolError:
 
 
 def read_json(text: str) -> Any:
-    """A JSON value. Raises ToolError for anything else, for NaN, names that stand twice, half characters."""
+    """Return a JSON value. Raises ToolError for anything else: NaN, repeated names, lone surrogates."""
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -257,7 +256,7 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Raises ValueError for what JSON can not say."""
+    """Return a value as JSON. Raises ValueError for one that JSON cannot express."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -268,12 +267,12 @@ def write_json(value: Any) -> str:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) < len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name is repeated")
     return dict(pairs)
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
@@ -284,6 +283,6 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy that finds no added token in a text, special or not, and takes text as it is."""
+    """Return a copy that finds no added token in a text, special or not, and does not normalise."""
     held = json.loads(tokenizer.to_str()) | {"added_tokens": [], "normalizer": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(held | {"truncation": None, "padding": None}))

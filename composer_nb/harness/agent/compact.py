@@ -23,9 +23,9 @@ _WORDS = {"read_file": "read", "edit_line": "edit", "run_tests": "test", "finish
 
 
 class CompactRenderer:
-    """Turns instructions, calls and observations into token ids and calls back out of them.
+    """Renders instructions, calls and observations as token ids, and parses calls from them.
 
-    Raises ValueError for a tokenizer that lacks a token of the format, or that finds one in plain text whatever it is told.
+    Raises ValueError for a tokenizer that lacks a token of the format, or that always finds one in plain text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,7 +34,7 @@ class CompactRenderer:
             token_id(tokenizer, token) for token in SPECIALS
         )
         self.stop = frozenset((self.pad, self.bos, self.user, self.call, self.out, self.end))
-        """Tokens that end the agent's turn: `<|end|>`, and every token that the agent has no business to write."""
+        """Tokens that end the agent's turn: `<|end|>`, and every token that the agent must not write."""
         self._plain = Tokenizer.from_str(tokenizer.to_str())  # a copy: the caller's keeps finding special tokens
         self._plain.encode_special_tokens = True
         if found := {token for token in SPECIALS if tokenizer.token_to_id(token) in self.encode(token)}:
@@ -43,7 +43,7 @@ class CompactRenderer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, none of them special: what spells a special token is encoded as the signs it is made of."""
+        """Return the token ids of plain text, none of them special: a spelled special token is encoded as characters."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def read(self, news: Sequence[User | Result], system: str = "") -> list[int]:
@@ -69,11 +69,11 @@ class CompactRenderer:
         return [self.bos, self.user, *self.encode(instruction), self.end, self.call]
 
     def observation(self, text: str) -> list[int]:
-        """What follows the agent's `<|end|>`: the tool's answer, and the cue for the next call."""
+        """Render what follows the agent's `<|end|>`: the answer of the tool, and the cue for the next call."""
         return [self.out, *self.encode(text), self.end, self.call]
 
     def render_call(self, call: ToolCall) -> list[int]:
-        """Token ids of `call`, `<|end|>` included."""
+        """Render a call, `<|end|>` included."""
         word, arguments = _WORDS[call.name], call.arguments
         if call.name == "read_file":
             body = self.encode(f"{word} {arguments['path']}")
@@ -85,7 +85,7 @@ class CompactRenderer:
         return [*body, self.end]
 
     def parse_call(self, token_ids: Sequence[int]) -> ToolCall:
-        """The call that the agent wrote, its final token included. Raises ToolError (InvalidArguments) on anything else."""
+        """Parse a call, its final token included. Raises ToolError (InvalidArguments) for anything else."""
         *body, last = token_ids or [self.pad]
         if last != self.end:
             raise ToolError("InvalidArguments", "bad call")

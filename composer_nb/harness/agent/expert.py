@@ -1,7 +1,7 @@
 """A scripted expert that repairs tasks in the real harness, with mistakes at a given rate, and the policy that plays scripts.
 
-Scripts know the solution; what they write becomes demonstrations. They act only through tools, so that a demonstration is
-token for token what a rollout of a model looks like.
+Scripts know the solution, and their rollouts become demonstrations. They act only through tools, so that a demonstration looks
+token for token like the rollout of a model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ _TEST = ToolCall(name="run_tests", arguments={})
 def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     """Read, edit, test (in 7 of 10 tasks), finish; or, at the given rate, a mistake first.
 
-    Two of three mistakes are of place: a line that was right is written anew; the tool says that nothing changed, and the
-    expert looks elsewhere. The others are of substance: a random change of the program, or the line that needs the fix
-    written wrongly. The tests find those out, and then the expert gives up one time in four. After a mistake there may
-    be another, up to three; then the expert mends what is wrong and tests it.
-    Raises ValueError for a task that is not mended by changing lines of one file.
+    Two of three mistakes are of place: the expert rewrites a correct line, the tool says that nothing changed, and it looks
+    elsewhere. The others are of substance: a random change of the program, or a wrong fix of the right line. The tests find
+    these, and then the expert gives up one time in four. After a mistake there may be another, up to three; then the expert
+    fixes the program and tests it. Raises ValueError for a task that is not solved by changing lines of one file.
     """
     path = task.source_scope[0]
     now, wanted = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
     if set(task.solution) != {path} or _indents(now) != _indents(wanted):
-        raise ValueError(f"task {task.id}: the expert changes lines of {path}; the solution has to do that and no more")
+        raise ValueError(f"task {task.id}: the expert changes lines of {path}; the solution may change nothing else")
     yield ToolCall(name="read_file", arguments={"path": path})
     tried: list[int] = []
     passed = gives_up = False
@@ -55,7 +54,7 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
 
 
 def _indents(text: str) -> list[str]:
-    """The indentation of each line, which the tool keeps."""
+    """Return the indentation of each line, which the tool keeps."""
     return [line[: len(line) - len(line.lstrip())] for line in text.split("\n")]
 
 
@@ -65,13 +64,13 @@ def _first_difference(now: str, wanted: str) -> int:
 
 
 def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) -> tuple[ToolCall, str]:
-    """An edit that does not mend the program, and the program after it. A mistake of place is not made twice."""
+    """Return an edit that does not fix the program, and the program after it. A mistake of place is not made twice."""
     lines, right = now.split("\n"), wanted.split("\n")
     sound = [place for place in range(1, len(lines)) if lines[place] == right[place] and place not in tried]
     if sound and rng.random() < 2 / 3:
         place = rng.choice(sound)
         return _edit(path, now, place, lines[place])
-    for _ in range(100):  # every third draw or so will do
+    for _ in range(100):  # about every third draw is usable
         drawn = bugs(now if rng.random() < 0.5 else wanted, rng)
         if drawn is None or drawn[1] == wanted:
             continue
@@ -83,7 +82,7 @@ def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) ->
 
 
 def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
-    """The call that writes `line` at `place` (from 0), and the program after it."""
+    """Return the call that writes `line` at `place` (from 0), and the program after it."""
     lines = now.split("\n")
     after = "\n".join([*lines[:place], line, *lines[place + 1 :]])
     arguments = {"path": path, "line": place + 1, "text": line.strip()}
@@ -91,7 +90,7 @@ def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
 
 
 class ScriptedPolicy:
-    """Plays one script a rollout. Deterministic, so tests and demonstrations need no model.
+    """Plays one script a rollout. Deterministic, for tests and demonstrations without a model.
 
     Raises ValueError when a script ends before its agent does.
     """

@@ -6,9 +6,9 @@
     <|tool_calls_section_end|><|im_end|><|im_system|>tool<|im_middle|>## Return of functions.NAME:0\\n…<|im_end|>
 
 (without the line breaks). A call's id is `functions.NAME:NUMBER`, numbered over the conversation; the model writes it, and the
-result repeats what it wrote. Arguments are one JSON object, so every call can be said.
+result repeats it. Arguments are one JSON object, so every call can be expressed.
 
-Lenient where Moonshot's guidance for parsers is: the prefix `functions.` may be missing.
+Parsing is as lenient as Moonshot's guidance: the prefix `functions.` may be missing.
 Reference: docs/tool_call_guidance.md of the model, and its chat template.
 """
 
@@ -27,7 +27,7 @@ _ID = re.compile(r"(?:functions\.)?([A-Za-z_][\w.-]*):(\d{1,9})", re.A)
 
 
 class KimiRenderer(ChatRenderer):
-    """See the module; `ChatRenderer` for what the methods do."""
+    """Kimi's format; see the module and `ChatRenderer`."""
 
     tokens = (
         *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
@@ -97,7 +97,7 @@ class KimiRenderer(ChatRenderer):
         told = str(pieces[0]).strip()
         match = _ID.fullmatch(told)
         if match is None:
-            return _wrong(number, f"{told[:80]!r} is no id of a call: functions.NAME:NUMBER")
+            return _wrong(number, f"{told[:80]!r} is not the id of a call: functions.NAME:NUMBER")
         try:
             arguments = read_json(str(pieces[2]) if len(pieces) > 2 else "")
         except ToolError as error:

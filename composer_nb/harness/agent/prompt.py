@@ -24,7 +24,7 @@ def undescribed(schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without descriptions. What is described may itself be called `description`: below `properties` names are kept."""
+    """Return a schema without descriptions. A parameter may itself be named `description`: names below `properties` are kept."""
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "properties":

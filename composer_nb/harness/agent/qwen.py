@@ -5,14 +5,15 @@
     <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response>\\n
 
 Only `<tool_call>` and the like are tokens, also where the system message shows one; functions and parameters are text. Values
-are read by their schema: strings as they stand, everything else as JSON (and Python's True, False, None, which the model's
-template writes). Where a schema admits strings and others, what reads as one of the others is one, else it is the string.
+are parsed by their schema: strings as they stand, everything else as JSON (and Python's True, False, None, which the model's
+template writes). Where a schema admits strings and others, a text that parses as one of the others is one, else it is the string.
 
-A value ends at the first `</parameter>` after which a parameter or the function's end follows. What this can not say, such as a
-string with such an end in it, is a ValueError when it is rendered. Lenient in reading: line breaks around a value may be missing.
+A value ends at the first `</parameter>` that a parameter or the function's end follows. A value that this cannot express, such
+as a string with such an end in it, is a ValueError when it is rendered. Parsing is lenient: line breaks around a value may be
+missing.
 
 The sentences that introduce the tools are this project's; tags and layout are the model's.
-Reference: the model's chat template and tool parser; llama.cpp #15162 for what it can not say.
+Reference: the model's chat template and tool parser; llama.cpp #15162 for its limits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ A value may have several lines. Give all required parameters. Several calls may 
 
 
 class QwenRenderer(ChatRenderer):
-    """See the module; `ChatRenderer` for what the methods do. Calls are named by their place in the turn: `call_0`, …"""
+    """Qwen's format; see the module and `ChatRenderer`. Calls are named by their place in the turn: `call_0`, …"""
 
     tokens = (START, END, CALL, CALL_END, RESPONSE, RESPONSE_END)
     allowed = frozenset((CALL, CALL_END))
@@ -119,7 +120,7 @@ class QwenRenderer(ChatRenderer):
         while match := _PARAMETER.match(body, at):
             name, value = match[1], match[2]
             if name in arguments:
-                return invalid(f"the parameter {name[:80]} stands twice")
+                return invalid(f"the parameter {name[:80]} is repeated")
             try:
                 arguments[name] = read_value(value, schemas.get(name, {"type": "string"}))
             except ToolError as error:
@@ -131,7 +132,7 @@ class QwenRenderer(ChatRenderer):
 
 
 def kinds(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema admits, by its `type`, `anyOf`, `oneOf`, `enum` or `const`; all where it does not say."""
+    """Return the JSON types that a schema admits, by its `type`, `anyOf`, `oneOf`, `enum` or `const`; all if it has none."""
     if not isinstance(schema, Mapping):
         return KINDS
     if "type" in schema:
@@ -146,7 +147,7 @@ def kinds(schema: Any) -> frozenset[str]:
 
 
 def read_value(text: str, schema: Any) -> Any:
-    """A parameter's value by its schema. Raises ToolError for a text that is none."""
+    """Parse the value of a parameter by its schema. Raises ToolError for a text of another type."""
     wanted = kinds(schema)
     if wanted == {"string"}:
         return text
@@ -170,7 +171,7 @@ def _kind(value: Any) -> str:
 
 
 def _declared(function: Mapping[str, Any]) -> str:
-    """A tool's schema in the model's words: tags for name, description and parameters, JSON for whatever else there is."""
+    """Return a tool's schema in the model's form: tags for name, description and parameters, JSON for everything else."""
     schema = function.get("parameters", {})
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):

@@ -1,4 +1,4 @@
-"""Scripted agents, which need no model: one that knows a task's solution, one that does nothing, and any that a file holds."""
+"""Scripted agents, which need no model: an expert that knows the solution, one that does nothing, and scripts from files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 
 
 def play(turns: Sequence[Said]) -> Script:
-    """Says one turn after the other, whatever is answered, and nothing but its last one from then on."""
+    """Return a script that takes these turns in order, whatever is answered, and then repeats the last one."""
 
     def script(talk: Sequence[Message]) -> Said:
         spoken = sum(isinstance(message, Said) for message in talk)
@@ -24,7 +24,7 @@ def play(turns: Sequence[Said]) -> Script:
 
 
 def expert(task: Task) -> Script:
-    """Reads what the solution changes, changes it, compiles it, and says so. Raises ValueError for a task without a solution."""
+    """Return a script that reads, edits and compiles what the solution changes. Raises ValueError without a solution."""
     if not task.solution or task.grader == "script":
         raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
     paths = sorted(task.solution)
@@ -38,7 +38,7 @@ def expert(task: Task) -> Script:
 
 
 def lazy(task: Task) -> Script:
-    """Says that it is done."""
+    """Return a script that does nothing."""
     return play([Said(text="Done.")])
 
 
@@ -57,7 +57,7 @@ def _edit(path: str, before: str | None, after: str) -> ToolCall:
 
 
 def smallest_edit(before: str, after: str) -> tuple[str, str]:
-    """The fewest whole lines around every difference that are in `before` just once, and what they become."""
+    """Return the fewest whole lines around all differences that occur once in `before`, and their replacement."""
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
     changed = [
         block for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if block[0] != "equal"
@@ -71,7 +71,7 @@ def smallest_edit(before: str, after: str) -> tuple[str, str]:
 
 
 def read_script(path: Path) -> Script:
-    """A script from a JSON file: `[{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}, …]`, a turn each.
+    """Read a script from a JSON file, one turn an entry: `[{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}, …]`.
 
     Raises ValueError that names what is wrong, FileNotFoundError.
     """
@@ -88,12 +88,12 @@ def read_script(path: Path) -> Script:
             text for each in held for text in (each.get("text", ""), *(call["name"] for call in each.get("calls", ())))
         ]
         if strange := [text for text in told if not isinstance(text, str)]:
-            raise TypeError(f"{strange[0]!r} is no text")
+            raise TypeError(f"{strange[0]!r} is not text")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f'{path}: not a script ({error!r}): a list of turns is wanted, each {{"text": "…", "calls": [{{"name": "…", '
+            f'{path}: not a script ({error!r}): give a list of turns, each {{"text": "…", "calls": [{{"name": "…", '
             '"arguments": {…}}]}'
         ) from None
     if not turns or turns[-1].calls:
-        raise ValueError(f"{path}: the last turn of a script has no calls, which ends the conversation")
+        raise ValueError(f"{path}: the last turn of a script must have no calls, to end the conversation")
     return play(turns)

@@ -59,7 +59,7 @@ def play(
     workspace = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=sandboxes)
     try:
         done = conversation(task.instruction, speaker, tools, workspace, limits, clock=clock)
-    finally:  # also when the driver drops the agent: the policy must not keep what nobody will continue
+    finally:  # also when the driver drops the agent: the policy must not keep a rollout that will not continue
         segment = speaker.close()
     if done.stop == "interrupted":
         raise KeyboardInterrupt
@@ -68,7 +68,7 @@ def play(
 
 
 class Dropped(BaseException):
-    """An agent that nobody waits for any more: it ends at its next request."""
+    """Raised in an agent that is no longer wanted, at its next request."""
 
 
 class Seat(Generic[Result]):

@@ -1,4 +1,4 @@
-"""Arms of the bench: the same tasks with other tools, which say what a tool, or its description, is worth to a policy."""
+"""Arms of the bench: the same tasks with other tools, to measure the worth of a tool, or its description, to a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_nb.harness.tools.workspace import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """What is offered, and whether it is described."""
+    """A choice of tools, with or without their descriptions."""
 
     offer: tuple[str, ...] = NAMES
     described: bool = True
@@ -40,11 +40,11 @@ ARMS: Mapping[str, Arm] = {
 
 
 TINY = ("runs_tests", "retries_after_failed_test")
-"""Of `summarise`, what only the tools of tiny models tell."""
+"""Figures of `summarise` that only the tools of tiny models report."""
 
 
 def arms_of(names: str) -> dict[str, Arm]:
-    """Those of a list as `all,bash`; `every` for all of them. Raises ValueError for one that there is not."""
+    """Return the arms of a list such as `all,bash`, or all for `every`. Raises ValueError for an unknown one."""
     wanted = list(ARMS) if names == "every" else names.split(",")
     if unknown := [name for name in wanted if name not in ARMS]:
         raise ValueError(f"--arms {unknown[0]}: there are {', '.join(ARMS)}, several with commas, or `every`")
@@ -52,8 +52,8 @@ def arms_of(names: str) -> dict[str, Arm]:
 
 
 def figures(attempts: Sequence[Attempt], seed: int = 0) -> dict[str, Any]:
-    """What `summarise` says, but for habits that these tools do not tell, and seconds a rollout from its first message to its
-    last. Where no rollout has a grade: how many were lost, and why the first was."""
+    """Return the figures of `summarise` that these tools report, with the seconds of a rollout. If no rollout has a grade, return
+    the number of lost rollouts and the reason of the first."""
     stops = Counter(done.rollout.stop for done in attempts)
     lost = [done for done in attempts if not done.grade.known]
     said = [turn.observation for done in lost for turn in done.rollout.turns if turn.error == "ProviderError"]
@@ -67,8 +67,8 @@ def figures(attempts: Sequence[Attempt], seed: int = 0) -> dict[str, Any]:
 
 
 def difference(one: Sequence[Attempt], other: Sequence[Attempt], seed: int = 0) -> list[float]:
-    """Gain in pass@1 of `one` over `other` on the tasks that both have grades of, with its 95 % interval by bootstrap over
-    tasks (2,000 resamples). Empty where there is no such task."""
+    """Return the gain in pass@1 of `one` over `other` on tasks that both have grades of, with its 95 % interval by bootstrap over
+    tasks (2,000 resamples); empty if there is no such task."""
     first, second = _means(one), _means(other)
     gains = np.array([first[task] - second[task] for task in sorted(first.keys() & second.keys())])
     if not len(gains):

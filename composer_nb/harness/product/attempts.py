@@ -1,4 +1,4 @@
-"""Attempts at tasks with the product's tools: a sandbox, a conversation in it, a grade of what was left in another."""
+"""Attempts at tasks with the product's tools: a conversation in a sandbox, graded in another sandbox."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ def attempt_all(
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            place.backend.close()  # nobody waits for what still runs
+            place.backend.close()  # ends what still runs
             raise

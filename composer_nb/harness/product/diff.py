@@ -35,7 +35,7 @@ class Blob:
 
     @property
     def unreadable(self) -> bool:
-        """Whether the content is binary and so little of it is text that its lines would show nothing."""
+        """The content is binary, with too little text for its lines to be readable."""
         text = self.data.decode("utf-8", "surrogateescape")
         return b"\0" in self.data[:8000] and _NO_TEXT.subn("", text)[1] > len(text) / 10
 

@@ -42,9 +42,9 @@ SYNONYMS = (
 )
 """Sets of names for one argument; those that a tool has itself keep their meaning there."""
 ASSUMED = {"is_background": False}
-"""What a lenient call means that leaves out one of these arguments."""
+"""Values of these arguments where a lenient call leaves them out."""
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if code not in (9, 10)}
-"""How characters are shown that show nothing themselves."""
+"""Visible forms of control characters."""
 
 
 def _encodable(text: str) -> str:
@@ -160,7 +160,7 @@ def _listed(text: str) -> list[Any]:
 
 
 def parameters(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments, without references."""
+    """Return the JSON schema of a tool's arguments, without references."""
     schema = model.model_json_schema()
     plain = _plain(schema, schema.get("$defs", {}))
     assert isinstance(plain, dict)
@@ -168,7 +168,7 @@ def parameters(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _plain(node: Any, known: Mapping[str, Any]) -> Any:
-    """A schema without titles, defaults, references, and with a value's own type where it may also be left out."""
+    """Return a schema without titles, defaults and references; an optional value has just its own type."""
     if isinstance(node, list):
         return [_plain(part, known) for part in node]
     if not isinstance(node, dict):

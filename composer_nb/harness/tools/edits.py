@@ -1,9 +1,9 @@
-"""Changes of texts, as pure functions: where something is, and what is there afterwards.
+"""Find and replace lines of texts. Pure functions.
 
-A text is worked on with plain newlines; a file whose every line ends with a carriage return gets them back. Where nothing is
-found exactly, a lenient search takes whole lines that differ from what is wanted in white space at their ends, or by one and the
-same indentation before all of them, which the new lines then get too. Reference for matching in steps: what agents that apply
-patches of models commonly do (exact, without trailing white space, without indentation).
+A text is edited with plain newlines; a file whose every line ends with a carriage return gets them back. If nothing matches
+exactly, a lenient search accepts whole lines that differ in white space at their ends, or by one and the same indentation of all
+of them, which the new lines then get too. Coding agents commonly match patches in these steps: exact, without trailing white
+space, without indentation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Lines:
 
     lines: tuple[str, ...]
     ended: bool = True
-    """Whether the last line has a newline."""
+    """The last line has a newline."""
     returns: bool = False
-    """Whether each newline has a carriage return before it."""
+    """Each newline has a carriage return before it."""
 
     @classmethod
     def of(cls, text: str) -> Lines:
@@ -36,25 +36,25 @@ class Lines:
         return "\n".join(self.lines) + "\n" * (self.ended and bool(self.lines))
 
     def with_plain(self, text: str) -> str:
-        """Another text with the newlines of this one."""
+        """Return another text with the newlines of this one."""
         return text.replace("\n", "\r\n") if self.returns else text
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Where wanted lines are. `gained` is white space that all of them have there in front, `lost` what they lack."""
+    """The place of wanted lines. `gained` is the indentation that all of them have in addition there, `lost` what they lack."""
 
     place: int
     gained: str = ""
     lost: str = ""
 
     def shifted(self, line: str) -> str:
-        """A new line, indented as those that were found."""
+        """Return a new line, indented like those that were found."""
         return self.gained + line.removeprefix(self.lost) if line.strip() else line
 
 
 def matches(lines: Sequence[str], wanted: Sequence[str], start: int, strict: bool) -> list[Match]:
-    """Places from `start` on where `wanted`, at least one line, is: exactly, or (lenient, nothing exact) but for white space."""
+    """Return the places from `start` on where `wanted`, at least one line, is: exactly, or else (lenient) up to white space."""
     exact = [Match(place) for place in _places(lines, wanted, start)]
     if exact or strict:
         return exact
@@ -70,7 +70,7 @@ def matches(lines: Sequence[str], wanted: Sequence[str], start: int, strict: boo
 
 
 def _places(lines: Sequence[str], wanted: Sequence[str], start: int) -> Iterator[int]:
-    """Without overlaps, which keeps the time within the length of the text whatever is repeated in it."""
+    """Yield places without overlaps, so that the time is linear in the length of the text."""
     text, part = "\n".join(("", *lines[start:], "")), "\n".join(("", *wanted, ""))
     number, counted = start, 0
     place = text.find(part)
@@ -81,7 +81,7 @@ def _places(lines: Sequence[str], wanted: Sequence[str], start: int) -> Iterator
 
 
 def _shift(place: int, there: Sequence[str], wanted: Sequence[str]) -> Match | None:
-    """The one indentation that makes `wanted` of what is there; None where lines differ in it."""
+    """Return the one shift of indentation between `wanted` and the lines there; None if they differ in it."""
     pairs = [(a, b) for a, b in zip(there, wanted, strict=True) if b]
     a, b = pairs[0]
     gained, lost = a[: max(len(a) - len(b), 0)], b[: max(len(b) - len(a), 0)]
@@ -90,9 +90,9 @@ def _shift(place: int, there: Sequence[str], wanted: Sequence[str]) -> Match | N
 
 
 def replace(text: str, old: str, new: str, every: bool, strict: bool) -> tuple[str, list[int]]:
-    """`text` with `new` for `old`, and the lines, from 1, at which that began.
+    """Return `text` with `new` for `old`, and the lines, from 1, at which `old` began.
 
-    Raises ToolError (InvalidArguments) when nothing changes, when `old` is not there, or is there more than once without `every`.
+    Raises ToolError (InvalidArguments) if nothing changes, or if `old` is missing, or occurs more than once without `every`.
     """
     if not old:
         raise ToolError("InvalidArguments", "old_string is empty: say what to replace, or use write")
@@ -123,7 +123,7 @@ def replace(text: str, old: str, new: str, every: bool, strict: bool) -> tuple[s
 
 
 def _without_ends(new: str, old: str) -> list[str]:
-    """The lines of `new` without the newlines that `old` has before and after its lines; no lines where nothing is left."""
+    """Return the lines of `new` without the newlines that `old` has before and after its lines; none if nothing is left."""
     for _ in range(len(old) - len(old.lstrip("\n"))):
         new = new.removeprefix("\n")
     for _ in range(len(old) - len(old.rstrip("\n"))):
@@ -140,12 +140,12 @@ def _occurrences(text: str, part: str) -> Iterator[int]:
 
 def _only(found: int, every: bool) -> None:
     if found > 1 and not every:
-        text = f"old_string is there {found} times: give more of what is around it, or set replace_all"
+        text = f"old_string occurs {found} times: include more context, or set replace_all"
         raise ToolError("InvalidArguments", text)
 
 
 def _why_not(text: str, old: str) -> str:
-    """What may help who looked for something that is not there."""
+    """Return why `old` was not found, with a hint."""
     first = next(line.strip() for line in (*old.split("\n"), old) if line.strip() or line is old)
     near = [number for number, line in enumerate(text.split("\n"), 1) if first and first == line.strip()]
     hint = f"; its first line is line {near[0]}, but what follows, or white space, differs" if near else ""

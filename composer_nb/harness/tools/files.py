@@ -32,7 +32,7 @@ def read_file(session: Session, target_file: Path, offset: Count | None = None, 
     if not data:
         return "(the file is empty)"
     if b"\0" in data[:8192]:
-        raise ToolError("UnexpectedEnvironment", f"{path}: not a text ({len(data)} bytes or more)")
+        raise ToolError("UnexpectedEnvironment", f"{path}: not a text file ({len(data)} bytes or more)")
     lines = data[:READ_BYTES].decode("utf-8", "replace").removesuffix("\n").split("\n")
     first = offset or 1
     if first > len(lines):
@@ -79,7 +79,7 @@ def write(session: Session, file_path: Path, contents: Content) -> str:
     path = session.path(file_path)
     there = session.exists(path)
     if there and path not in session.seen:
-        raise ToolError("InvalidArguments", f"{path}: is there already; read it before you write over it")
+        raise ToolError("InvalidArguments", f"{path}: exists already; read it before you overwrite it")
     session.store(path, contents)
     return f"{path}: {'written' if there else 'made'}, {contents.count(chr(10))} lines"
 
@@ -126,15 +126,15 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
         to = session.path(change.to) if change.to else path
         if not texts.keys().isdisjoint((path, to)):  # by another spelling, `./a` for `a`
             raise ToolError(
-                "InvalidArguments", f"{change.path}: is there twice: put all changes of a file into one part"
+                "InvalidArguments", f"{change.path}: appears twice: put all changes of a file into one part"
             )
         there = session.exists(path)
         if change.kind == "add" and there:
-            raise ToolError("UnexpectedEnvironment", printable(f"{path}: is there already"))
+            raise ToolError("UnexpectedEnvironment", printable(f"{path}: exists already"))
         if change.kind != "add" and not there:
             raise ToolError("UnexpectedEnvironment", printable(f"{path}: no such file"))
         if to != path and session.exists(to):
-            raise ToolError("UnexpectedEnvironment", printable(f"{to}: is there already"))
+            raise ToolError("UnexpectedEnvironment", printable(f"{to}: exists already"))
         if change.kind == "add":
             texts[path] = patches.added(change)
         elif change.kind == "delete":

@@ -73,7 +73,7 @@ def parse(patch: str, strict: bool) -> list[Change]:
         raise wrong("the patch changes nothing")
     paths = [path for change in changes for path in (change.path, change.to) if path]
     if twice := next((path for path, times in Counter(paths).items() if times > 1), None):
-        raise wrong(f"{twice} is there twice: put all changes of a file into one part")
+        raise wrong(f"{twice} appears twice: put all changes of a file into one part")
     if sum(1 + len(hunk.anchors) for change in changes for hunk in change.hunks) > MOST_HUNKS:
         raise wrong(f"more than {MOST_HUNKS} hunks: make several patches")
     return changes

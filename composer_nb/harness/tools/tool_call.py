@@ -45,7 +45,7 @@ class Tool:
     needs: str | None = None
     """A program that must be in the sandbox."""
     ends: bool = False
-    """Whether a call of it ends the rollout."""
+    """A call of it ends the rollout."""
 
     def __call__(self, place: Any, arguments: BaseModel) -> Any:
         """Carry out a call with checked arguments. `place`: what the tool works in."""

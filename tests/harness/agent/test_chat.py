@@ -125,7 +125,7 @@ def test_a_turn_survives_the_way_there_and_back_or_is_refused(
         token_ids = renderer.turn(turn)
     except ValueError as error:
         # Kimi can say everything; Qwen all but texts that end a value, or read as another type of their schema.
-        assert renderer is QWEN and "can not say" in str(error)
+        assert renderer is QWEN and "cannot express" in str(error)
         strings = [value for call in calls for value in call.arguments.values() if isinstance(value, str)]
         held = json.dumps([dict(call.arguments) for call in calls], ensure_ascii=False)
         other = [v for call in calls for k, v in call.arguments.items() if k in "mu" and isinstance(v, str) and v != ""]
@@ -149,9 +149,9 @@ def test_what_qwens_format_can_not_say() -> None:
     fine = said(QWEN, "", [ToolCall(name="do", arguments={"s": "a</parameter>b\n</parameter>\nc"})])
     assert QWEN.parse(QWEN.turn(fine)) == fine
     for value in ("a\n</parameter>\n</function>\n", "a</parameter>\n<parameter=i>\n3"):
-        with pytest.raises(ValueError, match="the format can not say this turn"):
+        with pytest.raises(ValueError, match="the format cannot express this turn"):
             QWEN.turn(said(QWEN, "", [ToolCall(name="do", arguments={"s": value})]))
-    with pytest.raises(ValueError, match="can not say"):
+    with pytest.raises(ValueError, match="cannot express"):
         QWEN.turn(said(QWEN, "", [ToolCall(name="do", arguments={"m": "null"})]))
     with pytest.raises(ValueError, match="is invalid"):
         QWEN.turn(Said(calls=(Written(id="x", call=ToolError("InvalidArguments", "no")),)))
@@ -310,7 +310,7 @@ BODY = "\n<function=do>\n<parameter=s>\nx\n</parameter>\n</function>\n"
         ("\n<function=do>\nx\n</function>\n", "a parameter is"),
         (BODY + "more", "a parameter is"),
         (BODY + BODY, "a parameter is"),
-        (BODY.replace("</function>", "<parameter=s>\ny\n</parameter>\n</function>"), "stands twice"),
+        (BODY.replace("</function>", "<parameter=s>\ny\n</parameter>\n</function>"), "is repeated"),
         (BODY.replace("=s>", "=i>"), "i: not of type integer"),
         (BODY.replace("=s>\nx", "=i>\n3.0"), "i: not of type integer"),
         (BODY.replace("=s>\nx", "=i>\ntrue"), "i: not of type integer"),
@@ -364,7 +364,7 @@ def kimi(name: str, arguments: str) -> list[str | int]:
         ("functions.do:0", "{", "not JSON"),
         ("functions.do:0", "[]", "one JSON object"),
         ("functions.do:0", '{"a": NaN}', "no number"),
-        ("functions.do:0", '{"a": 1, "a": 2}', "stands twice"),
+        ("functions.do:0", '{"a": 1, "a": 2}', "is repeated"),
         ("functions.do:0", '{"a": "\\ud800"}', "not JSON"),
         ("functions.do:0", '{"a": ' * 20000, "not JSON"),
     ],
