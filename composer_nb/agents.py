@@ -155,6 +155,7 @@ def evaluate_arms(
     check_fit(tasks)
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
     chosen = arms_of(arms)
+    drawn = {name: getattr(settings, name) for name in ("limits", "temperature", "seed")}
     found: dict[str, list[Attempt]] = {}
     with open_backend(backend) as made, Fleet(made) as fleet:
         for task in tasks:
@@ -163,15 +164,7 @@ def evaluate_arms(
             found[name] = []
             tools = arm.tools(settings.strict)
             schemas, place = arm.schemas(tools), Environment(backend=fleet, tools=tools, limits=settings.limits)
-            with open_policy(
-                policy,
-                system_text(WORKSPACE),
-                schemas,
-                limits=settings.limits,
-                temperature=settings.temperature,
-                seed=settings.seed,
-                slots=workers,
-            ) as cast:
+            with open_policy(policy, system_text(WORKSPACE), schemas, slots=workers, **drawn) as cast:
                 for done in attempt_all(tasks, samples, place, cast, out / name / "attempts", workers):
                     found[name].append(done)
                     told(name, done)

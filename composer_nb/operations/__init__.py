@@ -94,6 +94,11 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
     return values
 
 
+def pick(given: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return some of the arguments by name, to pass them on."""
+    return {name: getattr(given, name) for name in names}
+
+
 def console() -> Console:
     """Return a console as wide as the terminal, or wide enough for our tables where output is a file."""
     from rich.console import Console

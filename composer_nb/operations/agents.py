@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides
+from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
 
 KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if there is one."
 
@@ -51,17 +51,9 @@ def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
 
     chosen = override(BenchSettings(), overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
-    found = evaluate_arms(
-        given.policy,
-        tasks,
-        out,
-        samples=given.samples,
-        arms=given.arms,
-        backend=given.backend,
-        workers=given.workers,
-        settings=chosen,
-        told=bench_progress(len(tasks) * given.samples, Console(stderr=True)),
-    )
+    told = bench_progress(len(tasks) * given.samples, Console(stderr=True))
+    options = pick(given, "samples", "arms", "backend", "workers")
+    found = evaluate_arms(given.policy, tasks, out, settings=chosen, told=told, **options)
     return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
 
 
@@ -89,17 +81,8 @@ def agent(given: argparse.Namespace) -> int:
     out = given.out or new_folder(given.path / ".composer_nb" if inside else Path("runs"), "agent")
     if not 0 <= given.temperature < float("inf"):
         raise ValueError(f"--temperature {given.temperature:g}: must be 0 or more")
-    work = run_agent(
-        given.path,
-        given.instruction,
-        given.policy,
-        out,
-        backend=given.backend,
-        image=given.image,
-        limits=replace(LIMITS, seconds=given.seconds),
-        told=teller(screen),
-        temperature=given.temperature,
-    )
+    limits, options = replace(LIMITS, seconds=given.seconds), pick(given, "backend", "image", "temperature")
+    work = run_agent(given.path, given.instruction, given.policy, out, limits=limits, told=teller(screen), **options)
     return decide(work, given.verdict, screen)
 
 
@@ -145,9 +128,9 @@ def serve(given: argparse.Namespace) -> int:
         raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
     if min(given.slots, given.tokens) < 1 or given.queue < 0:
         raise ValueError("--slots and --tokens must be above 0, and --queue not below it")
-    address = {"host": given.host, "slots": given.slots, "queue": given.queue}
+    address = pick(given, "host", "slots", "queue")
     if given.model:
-        with open_engine(given.model, slots=given.slots, tokens=given.tokens, temperature=given.temperature) as engine:
+        with open_engine(given.model, **pick(given, "slots", "tokens", "temperature")) as engine:
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
             return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
     kind, _, name = given.policy.partition(":")

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from composer_nb.operations import JSON, arg, command, emit
+from composer_nb.operations import JSON, arg, command, emit, pick
 
 SCHEDULES = (
     ("fifo", 0, 0),
@@ -64,13 +64,7 @@ def _plan_schedules(given: argparse.Namespace) -> int:
     file = given.durations or Path(__file__).parents[2] / "data" / "durations.csv"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no durations here; give --durations")
-    load = Load(
-        durations=Durations.read(file),
-        workers=given.workers,
-        capacity=given.capacity,
-        train_s=given.train_s,
-        publish_s=given.publish_s,
-    )
+    load = Load(durations=Durations.read(file), **pick(given, "workers", "capacity", "train_s", "publish_s"))
     found = []
     for order, ahead, bound in SCHEDULES:
         schedule = Schedule(order=order, ahead=ahead, bound=bound, steps=given.steps)  # type: ignore[arg-type]
@@ -108,14 +102,7 @@ def _plan_mesh(given: argparse.Namespace) -> int:
         raise ValueError("--mesh needs --model, a checkpoint or a config.json")
     pairs = [part.partition("=") for part in given.mesh.split(",") if part]
     settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
-    load = Load(
-        tokens=given.tokens,
-        microbatches=given.microbatches,
-        optimizer=given.optimizer,
-        recompute=given.recompute,
-        half=given.half,
-        fused=given.half,
-    )
+    load = Load(**pick(given, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=given.half)
     file = given.model / "config.json" if given.model.is_dir() else given.model
     limit = sys.maxsize if given.memory is None else int(given.memory * 2**30)
     need = require_memory(read_config(file).model, settings, given.ranks, load, limit)

@@ -9,7 +9,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-from composer_nb.operations import JSON, arg, command, emit
+from composer_nb.operations import JSON, arg, command, emit, pick
 
 BACKEND = arg("--backend NAME", "sandbox in which tests run; tasks with an image need docker", "bwrap")
 REQUIRE = arg(
@@ -47,24 +47,11 @@ def make(given: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.options import Running
     from composer_nb.harness.tasks.making.show import progress, table
 
-    running = Running(
-        pytest_args=given.pytest_args,
-        suite_s=given.suite_seconds,
-        test_s=given.test_seconds,
-        wheels=given.wheels,
-        image=given.image,
-    )
+    times = {"suite_s": given.suite_seconds, "test_s": given.test_seconds}
+    running = Running(**pick(given, "pytest_args", "wheels", "image"), **times)
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
-        made = make(
-            given.path,
-            given.out,
-            backend,
-            limit=given.limit,
-            seed=given.seed,
-            running=running,
-            require=given.require,
-            told=told,
-        )
+        options = pick(given, "limit", "seed", "require")
+        made = make(given.path, given.out, backend, running=running, told=told, **options)
     if given.json:
         print(made.to_json())
         return int(not made.tasks)

@@ -1,4 +1,4 @@
-"""A backend with sandboxes, a small repair task with its plan, and a tokenizer with a chat format."""
+"""A backend with sandboxes, a small repair task with its plan, a tokenizer with a chat format, and a policy of given turns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
@@ -51,3 +52,35 @@ def tokenizer() -> Tokenizer:
     made.add_special_tokens(list(QwenRenderer.tokens[:2]))
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
     return made
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
+
+
+class Turns:
+    """A policy that writes these turns, and notes what it is asked and what it forgets."""
+
+    capacity = 2
+
+    def __init__(self, *turns: list[int]) -> None:
+        self.turns, self.asked, self.released = list(turns), list[Request](), list[int]()
+        self._waiting: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.asked.append(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        waiting, self._waiting = self._waiting, []
+        return [self._turn(each.rollout, self.turns.pop(0)[: each.max_tokens]) for each in waiting]
+
+    def _turn(self, rollout: int, token_ids: list[int]) -> Completion:
+        logprobs, versions = [-0.5] * len(token_ids), [0] * len(token_ids)
+        return Completion(rollout=rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
+
+    def release(self, rollout: int) -> Trace:
+        self.released.append(rollout)
+        return Trace()

@@ -6,7 +6,6 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,52 +15,19 @@ from composer_nb.harness.agent.chat import Said, User, Written
 from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.policy import Completion, ProviderFailure
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import Asked, ChatServer
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.tool_call import ToolCall
-
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
-}
-
-
-class Echo:
-    """Writes these turns, and notes by rollout what it was asked and what it forgot."""
-
-    capacity = 2
-
-    def __init__(self, turns: Sequence[list[int]]) -> None:
-        self.turns, self.asked, self.released = list(turns), list[Request](), list[int]()
-        self._waiting: list[Request] = []
-
-    def submit(self, request: Request) -> None:
-        self.asked.append(request)
-        self._waiting.append(request)
-
-    def step(self) -> list[Completion]:
-        waiting, self._waiting = self._waiting, []
-        return [self._completed(request) for request in waiting]
-
-    def _completed(self, request: Request) -> Completion:
-        written = self.turns.pop(0)[: request.max_tokens]
-        zeros = [0.0] * len(written)
-        return Completion(
-            rollout=request.rollout, token_ids=written, logprobs=zeros, policy_versions=[0] * len(written)
-        )
-
-    def release(self, rollout: int) -> Trace:
-        self.released.append(rollout)
-        return Trace()
+from tests.harness.product.conftest import TOOL, Turns
 
 
 def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, [TOOL])
     call = Said(text="I look.", calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
     done, broken = renderer.turn(Said(text="Done.")), [*renderer.encode("<tool_call>{"), renderer.ids[renderer.end]]
-    policy = Echo([renderer.turn(call), done, done, broken, done, done])
+    policy = Turns(renderer.turn(call), done, done, broken, done, done)
     start: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
         endpoint = Endpoint(url=server.url, model=Endpoint(url=server.url).models()[0], retries=0)
@@ -97,7 +63,7 @@ def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: T
 def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer)
     user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
-    policy = Echo([renderer.turn(Said(text="ok"))] * 2)
+    policy = Turns(*[renderer.turn(Said(text="ok"))] * 2)
     with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 300)) as server:
         endpoint = Endpoint(url=server.url, model="model", retries=0)
         for body, why in (
@@ -126,7 +92,7 @@ def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
 
 def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, [TOOL])
-    policy = Echo([renderer.encode("half a sentence"), renderer.turn(Said(text="Done."))])
+    policy = Turns(renderer.encode("half a sentence"), renderer.turn(Said(text="Done.")))
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
@@ -143,7 +109,7 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
     renderer = QwenRenderer(tokenizer, [TOOL])
     calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
     turn, done = renderer.turn(Said(text="", calls=calls)), renderer.turn(Said(text="Done."))
-    policy = Echo([turn, done, done])
+    policy = Turns(turn, done, done)
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
@@ -168,7 +134,7 @@ def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -
     broken = [*call[:-2], renderer.ids[renderer.end]]  # without the token that ends a call
     done = renderer.turn(Said(text="Done."))
     start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
-    policy = Echo([broken, done])
+    policy = Turns(broken, done)
     with Shared(policy) as shared:
         first = Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=start, tools=[TOOL])).message
         assert "tool_calls" not in first
@@ -179,7 +145,7 @@ def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -
     assert again == [*prompt, *broken, *renderer.following("what?")]
 
 
-class Mute(Echo):
+class Mute(Turns):
     """Never answers."""
 
     def step(self) -> list[Completion]:
@@ -188,7 +154,7 @@ class Mute(Echo):
 
 
 def test_a_client_that_went_away_leaves_no_rollout_behind(tokenizer: Tokenizer) -> None:
-    policy = Mute([])
+    policy = Mute()
     with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
         body = {"messages": [{"role": "user", "content": "x"}]}
         request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
@@ -208,7 +174,7 @@ def test_a_client_that_went_away_leaves_no_rollout_behind(tokenizer: Tokenizer) 
     ],
 )
 def test_no_request_is_left_without_an_answer(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
-    with Shared(Echo([])) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
+    with Shared(Turns()) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
         request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=patience(30))

@@ -17,44 +17,14 @@ from tokenizers import Tokenizer
 from composer_nb.harness.agent.chat import Message, Said, Written
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.product import serve
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import Answered, Asked, ChatServer, ScriptServer
 from composer_nb.harness.tools.tool_call import ToolCall
+from tests.harness.product.conftest import TOOL, Turns
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
-}
 ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
 PATIENCE_S = 60.0
-
-
-class Turns:
-    """A policy that writes these turns, and notes what it is asked and what it forgets."""
-
-    capacity = 2
-
-    def __init__(self, *turns: list[int]) -> None:
-        self.turns, self.asked, self.released = list(turns), list[Request](), list[int]()
-        self._waiting: list[Request] = []
-
-    def submit(self, request: Request) -> None:
-        self.asked.append(request)
-        self._waiting.append(request)
-
-    def step(self) -> list[Completion]:
-        waiting, self._waiting = self._waiting, []
-        return [self._turn(each.rollout, self.turns.pop(0)[: each.max_tokens]) for each in waiting]
-
-    def _turn(self, rollout: int, token_ids: list[int]) -> Completion:
-        logprobs, versions = [-0.5] * len(token_ids), [0] * len(token_ids)
-        return Completion(rollout=rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
-
-    def release(self, rollout: int) -> Trace:
-        self.released.append(rollout)
-        return Trace()
 
 
 @contextmanager
