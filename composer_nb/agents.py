@@ -163,7 +163,7 @@ def evaluate_arms(
         for name, arm in chosen.items():
             found[name] = []
             tools = arm.tools(settings.strict)
-            schemas, place = arm.schemas(tools), Environment(backend=fleet, tools=tools, limits=settings.limits)
+            schemas, place = tools.schemas, Environment(backend=fleet, tools=tools, limits=settings.limits)
             with open_policy(policy, system_text(WORKSPACE), schemas, slots=workers, **drawn) as cast:
                 for done in attempt_all(tasks, samples, place, cast, out / name / "attempts", workers):
                     found[name].append(done)
@@ -225,12 +225,11 @@ def run_agent(
     source = checkout.read_checkout(root)
     if out.exists():
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
-    arm = ARMS["all"]
-    tools = arm.tools()
+    tools = ARMS["all"].tools()
     with open_backend(backend) as made, source.start(made, image) as box:
         session = tools.open(box)
         with open_policy(
-            policy, system_text(session.root), arm.schemas(tools), limits=limits, temperature=temperature, slots=1
+            policy, system_text(session.root), tools.schemas, limits=limits, temperature=temperature, slots=1
         ) as cast:
             speaker = cast(None, 0)
             try:

@@ -359,7 +359,7 @@ def test_a_port_that_is_taken_is_named(script: Path, capsys: pytest.CaptureFixtu
 
 def test_schemas_without_descriptions_keep_their_names() -> None:
     tools = ARMS["all"].tools()
-    plain = ARMS["no-descriptions"].schemas(tools)
+    plain = ARMS["no-descriptions"].tools().schemas
     assert "description" not in json.dumps(plain) and [s["function"]["name"] for s in plain] == list(tools.tools)
     for full, bare in zip(tools.schemas, plain, strict=True):
         assert (

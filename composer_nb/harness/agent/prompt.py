@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 SYSTEM = """\
 You are a coding agent. Work in {root}, a copy of the user's repository in a sandbox without network access, and change it with
 your tools until the user's request is done. The user cannot answer questions.
@@ -16,19 +13,3 @@ Check your work: run the code or its tests. When you are done, describe your cha
 def system_text(root: str) -> str:
     """Return the system text. `root`: the workspace as the agent sees it."""
     return SYSTEM.format(root=root)
-
-
-def undescribed(schemas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return schemas with names and parameters alone, for a model that was trained with these tools."""
-    return [_without(schema) for schema in schemas]
-
-
-def _without(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema without descriptions. A parameter may itself be named `description`: names below `properties` are kept."""
-    kept: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "properties":
-            kept[key] = {name: _without(part) for name, part in value.items()}
-        elif key != "description":
-            kept[key] = _without(value) if isinstance(value, Mapping) else value
-    return kept

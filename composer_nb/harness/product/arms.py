@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.harness.agent.prompt import undescribed
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap, scores, summarise
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
@@ -25,10 +24,7 @@ class Arm:
 
     def tools(self, strict: bool = True) -> ToolSet:
         search = Indexes() if SEARCH in self.offer else None
-        return ToolSet.cursor(strict=strict, search=search, offer=self.offer)
-
-    def schemas(self, tools: ToolSet) -> list[dict[str, Any]]:
-        return tools.schemas if self.described else undescribed(tools.schemas)
+        return ToolSet.cursor(strict=strict, search=search, offer=self.offer, described=self.described)
 
 
 ARMS: Mapping[str, Arm] = {

@@ -159,29 +159,30 @@ def _listed(text: str) -> list[Any]:
     return value if isinstance(value, list) else [text]
 
 
-def parameters(model: type[BaseModel]) -> dict[str, Any]:
+def parameters(model: type[BaseModel], described: bool = True) -> dict[str, Any]:
     """Return the JSON schema of a tool's arguments, without references."""
     schema = model.model_json_schema()
-    plain = _plain(schema, schema.get("$defs", {}))
+    dropped = {"title", "default", "$defs", *([] if described else ["description"])}
+    plain = _plain(schema, schema.get("$defs", {}), dropped)
     assert isinstance(plain, dict)
     return plain
 
 
-def _plain(node: Any, known: Mapping[str, Any]) -> Any:
-    """Return a schema without titles, defaults and references; an optional value has just its own type."""
+def _plain(node: Any, known: Mapping[str, Any], dropped: set[str]) -> Any:
+    """Return a schema without references and some keys; an optional value has just its own type."""
     if isinstance(node, list):
-        return [_plain(part, known) for part in node]
+        return [_plain(part, known, dropped) for part in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return _plain(known[node["$ref"].rpartition("/")[2]], known)
+        return _plain(known[node["$ref"].rpartition("/")[2]], known, dropped)
     kept: dict[str, Any] = {}
     for key, value in node.items():
         if key == "properties":
-            kept[key] = {name: _plain(part, known) for name, part in value.items()}
+            kept[key] = {name: _plain(part, known, dropped) for name, part in value.items()}
         elif key == "anyOf":
             [kind] = [part for part in value if part.get("type") != "null"]
-            kept |= _plain(kind, known)
-        elif key not in ("title", "default", "$defs"):
-            kept[key] = _plain(value, known)
+            kept |= _plain(kind, known, dropped)
+        elif key not in dropped:
+            kept[key] = _plain(value, known, dropped)
     return kept

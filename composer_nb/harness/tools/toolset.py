@@ -48,6 +48,8 @@ class ToolSet:
     search: Callable[[Session], Search] | None = None
     terse: bool = False
     """Leave the kind of an error out of the observation."""
+    described: bool = True
+    """Describe tools and parameters in the schemas; without, for a model that was trained with these tools."""
 
     @classmethod
     def tiny(cls) -> ToolSet:
@@ -62,6 +64,7 @@ class ToolSet:
         search: Callable[[Session], Search] | None = None,
         offer: Collection[str] = NAMES,
         names: Mapping[str, str] | None = None,
+        described: bool = True,
     ) -> ToolSet:
         """The product's tools, which work in a sandbox.
 
@@ -76,18 +79,17 @@ class ToolSet:
         called = {names.get(tool.name, tool.name): tool for tool in tools}
         if len(called) < len(tools):
             raise ValueError(f"names={dict(names)}: two tools would have the same name")
-        return cls(tools=called, strict=strict, search=search)
+        return cls(tools=called, strict=strict, search=search, described=described)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form."""
-        return [
-            {
-                "type": "function",
-                "function": {"name": name, "description": tool.description, "parameters": parameters(tool.arguments)},
-            }
-            for name, tool in self.tools.items()
-        ]
+        found = []
+        for name, tool in self.tools.items():
+            description = {"description": tool.description} if self.described else {}
+            function = {"name": name, **description, "parameters": parameters(tool.arguments, self.described)}
+            found.append({"type": "function", "function": function})
+        return found
 
     def find(self, call: ToolCall) -> tuple[Tool, BaseModel]:
         """Return the tool that `call` names, and its checked arguments. Raises ToolError (InvalidArguments)."""
