@@ -124,11 +124,11 @@ def repository(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", DISGUISED)
 def test_an_agents_diff_brings_no_protected_name(repository: Path, path: str) -> None:
     seen = read_checkout(repository)
-    after = {name: blob for name in seen.files if (blob := seen.blob(name))} | {path: Blob(data=b"#!/bin/sh\n")}
-    assert changed(seen, after) == ({}, frozenset({path}))
+    held = {name: blob for name in seen.files if (blob := seen.blob(name))}
+    assert changed(seen, held | {path: Blob(data=b"#!/bin/sh\n")}) == ({}, frozenset({path}))
     before = sorted(repository.rglob("*"))
     with pytest.raises(Conflict, match="nothing was written"):
-        accept(seen, {"a.py": Blob(data=b"x = 2\n"), path: Blob(data=b"#!/bin/sh\n")})
+        accept(seen.root, held, {"a.py": Blob(data=b"x = 2\n"), path: Blob(data=b"#!/bin/sh\n")})
     assert sorted(repository.rglob("*")) == before and (repository / "a.py").read_text() == "x = 1\n"
 
 
@@ -144,7 +144,7 @@ def test_a_tracked_file_of_a_protected_name_can_be_changed(repository: Path) -> 
     seen = read_checkout(repository)
     changes, others = changed(seen, {name: Blob(data=b"y") for name in seen.files})
     assert ".env" in changes and not others
-    accept(seen, changes)
+    accept(seen.root, {name: blob for name in seen.files if (blob := seen.blob(name))}, changes)
     assert (repository / ".env").read_bytes() == b"y"
 
 

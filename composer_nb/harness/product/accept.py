@@ -6,12 +6,11 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes
 from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.untrusted import UnsafeName, beneath, protected
@@ -24,16 +23,15 @@ class Conflict(ValueError):
     """A file that an agent changed has changed since the agent saw it."""
 
 
-def accept(checkout: Checkout, changes: Changes) -> None:
-    """Write an agent's changes into the user's repository.
+def accept(root: Path, before: Mapping[str, Blob], changes: Changes) -> None:
+    """Write an agent's changes into the user's repository. `before`: the changed files as the agent saw them.
 
     New files are first written to a folder beside them, and the files that they replace are moved there. If any step fails, all
     steps are undone. A kill leaves that folder, `.composer_nb-accept-…` in the repository, with the moved files; so does an undo
     that fails, and the error says so. Folders that a deletion empties are removed, as by git. Raises Conflict, before anything is
     written, when a touched file has changed since the agent got it, or lies behind a link; OSError for a failed write.
     """
-    root = checkout.root
-    at = {path: _check(checkout, changes, path) for path in changes}
+    at = {path: _check(root, before.get(path), changes, path) for path in changes}
     beside = Path(tempfile.mkdtemp(dir=root, prefix=f"{FOLDER}-accept-"))
     undo: Undo = []
     try:
@@ -41,7 +39,7 @@ def accept(checkout: Checkout, changes: Changes) -> None:
             if blob is not None:
                 _write(beside / f"new-{number}", blob, _file(at[path]))
         for number, path in enumerate(changes):
-            if os.path.lexists(at[path]) and path in checkout.files:
+            if os.path.lexists(at[path]) and path in before:
                 _move(at[path], beside / f"old-{number}", undo)
         for number, (path, blob) in enumerate(changes.items()):
             if blob is not None:
@@ -70,9 +68,9 @@ def _undone(undo: Undo) -> bool:
     return whole
 
 
-def _check(checkout: Checkout, changes: Changes, path: str) -> Path:
+def _check(root: Path, before: Blob | None, changes: Changes, path: str) -> Path:
     """Return where a change goes. Raises Conflict."""
-    root, before, pure = checkout.root, checkout.blob(path), PurePosixPath(path)
+    pure = PurePosixPath(path)
     try:
         target = beneath(root, path)
     except UnsafeName as error:

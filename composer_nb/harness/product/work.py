@@ -19,7 +19,6 @@ from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes, patch
 from composer_nb.harness.rollout import Segment
-from composer_nb.harness.search.ignore import read_ignore
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import shown
@@ -80,28 +79,26 @@ def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[
     if said != "open":
         raise ValueError(f"{path}: was {visible(str(said)[:80])} before; a verdict is given once")
     try:
-        source, changes = _unpack(json_of((path / CHANGES).read_text(encoding="utf-8")))
+        root, before, changes = _unpack(json_of((path / CHANGES).read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200}); nothing was written") from None
     if verdict == "accepted":
-        _check_kept(path, source, changes)
+        _check_kept(path, root, before, changes)
         if not changes:
             raise ValueError(f"{path}: nothing was changed, so there is nothing to accept")
         try:
-            accept(source, changes)
+            accept(root, before, changes)
         except Conflict as error:
             raise Conflict(f"{error}; the diff is {path.resolve() / DIFF}") from None
     _write_verdict(path, verdict)
-    return source.root, len(changes) if verdict == "accepted" else 0
+    return root, len(changes) if verdict == "accepted" else 0
 
 
-def _check_kept(path: Path, source: Checkout, changes: Changes) -> None:
+def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Changes) -> None:
     """Raise ValueError for changes that would go into a repository's history or below a relative path, or that the diff does not
     show."""
-    root = source.root
     if not root.is_absolute() or any(part.casefold() in HISTORY for part in (*root.parts, *root.resolve().parts)):
         raise ValueError(f"{path / CHANGES}: {visible(str(root))} is no repository's folder; nothing was written")
-    before = {name: blob for name in changes if (blob := source.blob(name)) is not None}
     if patch(before, changes) != (path / DIFF).read_bytes():
         raise ValueError(f"{path}: {CHANGES} is not what {DIFF} shows; nothing was written")
 
@@ -116,8 +113,8 @@ def _pack(work: Work) -> dict[str, Any]:
     return {"repository": os.fspath(work.source.root.resolve()), "changes": changes}
 
 
-def _unpack(held: Mapping[str, Any]) -> tuple[Checkout, Changes]:
-    """Return the repository, as far as it was changed, and the changes: the inverse of `_pack`."""
+def _unpack(held: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
+    """Return the repository, its changed files as the agent saw them, and the changes: the inverse of `_pack`."""
 
     def unpacked(blob: Mapping[str, Any] | None) -> Blob | None:
         if blob is not None and blob["mode"] not in (PLAIN, EXECUTABLE, LINK):
@@ -126,14 +123,7 @@ def _unpack(held: Mapping[str, Any]) -> tuple[Checkout, Changes]:
 
     changes = {path: (unpacked(old), unpacked(new)) for path, (old, new) in held["changes"].items()}
     before = {path: old for path, (old, _) in changes.items() if old is not None}
-    source = Checkout(
-        root=Path(held["repository"]),
-        files={path: blob.data for path, blob in before.items()},
-        executable=frozenset(path for path, blob in before.items() if blob.mode == EXECUTABLE),
-        left_out={},
-        ignore=read_ignore({}),
-    )
-    return source, {path: new for path, (_, new) in changes.items()}
+    return Path(held["repository"]), before, {path: new for path, (_, new) in changes.items()}
 
 
 def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.accept import Conflict, accept
+from composer_nb.harness.product.accept import Changes, Conflict
+from composer_nb.harness.product.accept import accept as accept_changes
 from composer_nb.harness.product.checkout import Checkout, carry_back, changed, read_checkout
 from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, patch
 from composer_nb.harness.sandbox.contract import Backend
@@ -47,6 +48,10 @@ def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
 
 def seen_blobs(seen: Checkout) -> dict[str, Blob]:
     return {path: blob for path in seen.files if (blob := seen.blob(path))}
+
+
+def accept(seen: Checkout, changes: Changes) -> None:
+    accept_changes(seen.root, seen_blobs(seen), changes)
 
 
 def held(root: Path) -> dict[str, tuple[str, bytes, bool]]:
@@ -310,17 +315,15 @@ def plain(text: str) -> Blob:
 def test_links_do_not_lead_out_by_way_of_other_links(tmp_path: Path, links: dict[str, str]):
     root = repository_of(tmp_path, p__k="k", q="q")
     checkout = read_checkout(root)
-    after = {path: blob for path in checkout.files if (blob := checkout.blob(path)) is not None}
-    changes, strange = changed(checkout, after | {path: link(target) for path, target in links.items()})
+    changes, strange = changed(checkout, seen_blobs(checkout) | {path: link(target) for path, target in links.items()})
     assert "a" in strange and "a" not in changes
 
 
 def test_links_within_come_back(tmp_path: Path):
     root = repository_of(tmp_path, p__k="k", q="q")
     checkout = read_checkout(root)
-    after = {path: blob for path in checkout.files if (blob := checkout.blob(path)) is not None}
     links = {"a": "p/k", "p/up": "..", "b": "p/up/q", "c": "./p//../q"}
-    changes, strange = changed(checkout, after | {path: link(target) for path, target in links.items()})
+    changes, strange = changed(checkout, seen_blobs(checkout) | {path: link(target) for path, target in links.items()})
     assert not strange and set(changes) == set(links)
 
 
