@@ -102,6 +102,8 @@ class Seat(Generic[Result]):
 
     def close(self) -> None:
         """End the agent at its request. Raises what it raises on its way out."""
+        if self._thread.ident is None:  # it never began
+            return
         ended = self.resume(Dropped())
         while not isinstance(ended, Future):  # it was not waited for
             ended = self._asked.get()
