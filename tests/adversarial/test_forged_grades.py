@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.grading.grade import Grade, grading
+from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import CallLimits
 from composer_nb.harness.tasks.functions import render_tests
@@ -240,12 +240,7 @@ def task() -> Task:
 
 
 def grade(task: Task, source: str, sandboxes: SandboxExecutor) -> Grade:
-    steps = grading(task, task.files | {"f.py": source})
-    outcomes = sandboxes.run([next(steps)])[0]
-    with pytest.raises(StopIteration) as stop:
-        steps.send(outcomes)
-    found: Grade = stop.value.value
-    return found
+    return grade_functions(task, task.files | {"f.py": source}, sandboxes)
 
 
 @pytest.mark.parametrize("source", FORGED.values(), ids=list(FORGED))

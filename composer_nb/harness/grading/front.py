@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import cast
 
-from composer_nb.harness.grading.grade import Grade, grading
+from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
-from composer_nb.harness.sandbox.contract import Backend, SandboxFailure
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 
 
@@ -32,19 +32,7 @@ def grade(task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Back
             texts = {
                 path: data if isinstance(data, str) else data.decode("utf-8", "replace") for path, data in files.items()
             }
-            return _grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
+            return grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
         held = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
         return (grade_script if task.grader == "script" else grade_pytest)(task, held, backend)
-
-
-def _grade_functions(task: Task, files: Mapping[str, str], executor: Executor) -> Grade:
-    steps = grading(task, files)
-    try:
-        [outcomes] = executor.run([next(steps)])
-        steps.send(outcomes)
-    except SandboxFailure:
-        return Grade(status="infra_error")
-    except StopIteration as stop:
-        return cast(Grade, stop.value)
-    raise AssertionError("grading asks for one execution")

@@ -10,11 +10,12 @@ which runs in a fresh sandbox. A test without a result is a failure. An infrastr
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
 
@@ -54,11 +55,8 @@ class Grade:
         return self.status == "graded" and bool(self.tests) and all(self.tests.values()) and not self.calls_failed
 
 
-def grading(task: Task, files: Mapping[str, str]) -> Generator[CallRequest, tuple[CallOutcome, ...], Grade]:
-    """Yield the one execution that a grade by function calls needs, and return the grade. For whoever batches executions.
-
-    Raises ValueError for a task of another grader.
-    """
+def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) -> Grade:
+    """Grade by function calls, in one execution. Raises ValueError for a task of another grader."""
     if task.grader != "functions":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, which is no function call")
     changed = {path for path in {*files, *task.files} if files.get(path) != task.files.get(path)}
@@ -68,7 +66,10 @@ def grading(task: Task, files: Mapping[str, str]) -> Generator[CallRequest, tupl
         if path in files:
             graded[path] = files[path]
     tests = parse_test_files(task.tests)
-    outcomes = yield request_tests(graded, tests)
+    try:
+        [outcomes] = executor.run([request_tests(graded, tests)])
+    except SandboxFailure:
+        return Grade(status="infra_error")
     results = {test.id: False for test in tests}
     results |= {test.id: passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=False)}
     flags = ("outside_scope",) if changed - set(task.source_scope) else ()

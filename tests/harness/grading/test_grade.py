@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.grading.front import grade
-from composer_nb.harness.grading.grade import Grade, grading
+from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.task import Task
@@ -18,18 +18,15 @@ from composer_nb.harness.tasks.task import Task
 Make = Callable[..., Any]
 
 
-def ask(task: Task, files: Mapping[str, str]) -> tuple[Any, CallRequest]:
-    steps = grading(task, files)
-    return steps, next(steps)
+class Given:
+    """Sandboxes with these outcomes, which note what they are asked."""
 
+    def __init__(self, *outcomes: CallOutcome) -> None:
+        self.outcomes, self.asked = outcomes, list[CallRequest]()
 
-def finish(steps: Any, outcomes: tuple[CallOutcome, ...]) -> Grade:
-    try:
-        steps.send(outcomes)
-    except StopIteration as stop:
-        assert isinstance(stop.value, Grade)
-        return stop.value
-    raise AssertionError("grading takes one execution")
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        self.asked += requests
+        return [self.outcomes]
 
 
 def test_gold_passes_and_nothing_fails(task: Task, sandboxes: SandboxExecutor) -> None:
@@ -42,7 +39,9 @@ def test_gold_passes_and_nothing_fails(task: Task, sandboxes: SandboxExecutor) -
 
 def test_only_the_code_under_test_enters_the_sandbox(task: Task) -> None:
     files = task.files | task.solution | {"test_f.py": "evil", "conftest.py": "evil", "test_hidden.py": "evil"}
-    _, request = ask(task, files)
+    inside = Given()
+    grade_functions(task, files, inside)
+    [request] = inside.asked
     assert dict(request.files) == task.solution
     assert request.arguments == tuple(test.arguments for test in parse_test_files(task.tests))
     assert "[9]" not in str(request)  # what the first test wants
@@ -96,8 +95,7 @@ def test_a_test_passes_only_if_its_call_returned_the_value(task: Task, data: st.
     texts = st.sampled_from([test.expected for test in tests] + ["", "True", "[9 ]", "([9],)"])
     outcome = st.builds(CallOutcome, status=st.sampled_from(STATUSES), text=texts)  # type: ignore[arg-type]
     outcomes = tuple(data.draw(st.lists(outcome, max_size=5)))
-    steps, _ = ask(task, task.files)
-    found = finish(steps, outcomes)
+    found = grade_functions(task, task.files, Given(*outcomes))
     assert list(found.tests) == [test.id for test in tests]
     for place, test in enumerate(tests):
         right = place < len(outcomes) and outcomes[place] == CallOutcome(status="returned", text=test.expected)
