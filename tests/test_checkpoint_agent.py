@@ -320,7 +320,7 @@ def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypat
             ({"messages": [talk[1], first.message]}, "the last one is"),
             ({"messages": [{"role": "user", "content": "x " * 5000}]}, "a conversation has 4000"),
             ({"messages": [talk[1]], "tools": ["x"]}, "tools.0: Input should be an object"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content is a text"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content must be text"),
             ({"messages": [7]}, "messages.0: Input should be an object"),
         ):
             with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
