@@ -41,7 +41,7 @@ class _Talk:
     """Its messages, up to our last answer, as JSON."""
     tokens: int = 0
     open: bool = False
-    """Whether the last turn was cut off, so that its end must be read before the next."""
+    """The last turn was cut off, so its end must be read before the next."""
     busy: bool = True
 
 

@@ -127,7 +127,7 @@ class Answered:
     read: int
     written: int
     cut: bool = False
-    """Whether the turn was cut off by a limit of tokens."""
+    """The turn was cut off by a limit of tokens."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
     """Log-probability of each written token, in OpenAI's form."""
 

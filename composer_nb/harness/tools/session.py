@@ -58,9 +58,9 @@ class Session:
     touched: set[str] = field(default_factory=set)
     """Files that tools have changed since the last search, which clears it (`workspace.py`)."""
     restless: bool = False
-    """Whether other files may have changed since then, as by a command."""
+    """Other files may have changed since then, as by a command."""
     background: bool = False
-    """Whether a background command was started, which may change files at any time."""
+    """A background command was started, which may change files at any time."""
     search: Search | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
