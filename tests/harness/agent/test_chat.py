@@ -357,13 +357,13 @@ def kimi(name: str, arguments: str) -> list[str | int]:
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
     [
-        ("functions.do", "{}", "is no id"),
-        ("do:x", "{}", "is no id"),
-        (" ", "{}", "is no id"),
+        ("functions.do", "{}", "is not the id"),
+        ("do:x", "{}", "is not the id"),
+        (" ", "{}", "is not the id"),
         ("functions.do:0", "", "not JSON"),
         ("functions.do:0", "{", "not JSON"),
         ("functions.do:0", "[]", "one JSON object"),
-        ("functions.do:0", '{"a": NaN}', "no number"),
+        ("functions.do:0", '{"a": NaN}', "is not a number"),
         ("functions.do:0", '{"a": 1, "a": 2}', "is repeated"),
         ("functions.do:0", '{"a": "\\ud800"}', "not JSON"),
         ("functions.do:0", '{"a": ' * 20000, "not JSON"),
