@@ -141,21 +141,21 @@ class _Manager(NotebookExecutionManager):
         self.changed = True
 
     def begin(self, cell: NotebookNode) -> None:
-        told = cell.metadata.papermill
-        told["start_time"], told["status"], told["exception"] = self.now().isoformat(), "running", False
-        self.save()  # whatever happens now, nobody shall read that the cell had not begun
+        metadata = cell.metadata.papermill
+        metadata["start_time"], metadata["status"], metadata["exception"] = self.now().isoformat(), "running", False
+        self.save()  # whatever happens now, the file says that the cell has begun
 
     def end(self, cell: NotebookNode, state: str, seconds: float) -> None:
-        told = cell.metadata.papermill
-        told["end_time"], told["duration"] = self.now().isoformat(), seconds
-        told["status"], told["exception"] = state, state != "completed"
+        metadata = cell.metadata.papermill
+        metadata["end_time"], metadata["duration"] = self.now().isoformat(), seconds
+        metadata["status"], metadata["exception"] = state, state != "completed"
         self.changed = True
         self.save_if_due()
 
     def finish(self) -> None:
         """Save for the last time, without touching the cells."""
-        end, told = self.now(), self.nb.metadata.papermill
-        told["end_time"], told["duration"] = end.isoformat(), (end - self.start_time).total_seconds()
+        end, metadata = self.now(), self.nb.metadata.papermill
+        metadata["end_time"], metadata["duration"] = end.isoformat(), (end - self.start_time).total_seconds()
         self.save()
 
 

@@ -160,19 +160,19 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
     if job is None or "nodes" not in job:
         raise ValueError(f"{folder / 'job.json'} cannot be read: this run is lost; start a new one")
     running = alive(folder) if running is None else running
-    told = read_json(folder / "run.json") or {"id": job["id"], "name": job["name"], "state": "running", "nodes": {}}
-    nodes = {name: _node(folder, name, told["nodes"].get(name, {}), running) for name in job["nodes"]}
+    summary = read_json(folder / "run.json") or {"id": job["id"], "name": job["name"], "state": "running", "nodes": {}}
+    nodes = {name: _node(folder, name, summary["nodes"].get(name, {}), running) for name in job["nodes"]}
     for name, node in nodes.items():
         if node["state"] == "pending":
             waits = [need for need in job["nodes"][name]["needs"] if nodes[need]["state"] != "completed"]
             node["error"] = f"waits for {', '.join(waits)}" if waits else ""
-    state = told["state"] if running or told["state"] != "running" else "lost"
-    return {**told, "state": state, "alive": running, "dir": str(folder), "nodes": nodes}
+    state = summary["state"] if running or summary["state"] != "running" else "lost"
+    return {**summary, "state": state, "alive": running, "dir": str(folder), "nodes": nodes}
 
 
-def _node(folder: Path, name: str, told: dict[str, Any], running: bool) -> dict[str, Any]:
+def _node(folder: Path, name: str, summary: dict[str, Any], running: bool) -> dict[str, Any]:
     """Return a node's record: the runner's last one if it is final, else that of its last attempt."""
-    node = {"state": "pending", "attempt": 0, **told}
+    node = {"state": "pending", "attempt": 0, **summary}
     numbers = attempts(folder, name)
     if node["state"] in ENDED or not numbers:
         return node

@@ -117,19 +117,19 @@ def end(find: Find, polite_s: float = POLITE_S) -> list[dict[str, Any]]:
     Return pid and name of each. Gives up after ten more seconds on what not even SIGKILL ends (a process stuck in a
     system call); `find` still finds that.
     """
-    told: dict[int, dict[str, Any]] = {}
+    ended: dict[int, dict[str, Any]] = {}
     start = time.monotonic()
     while (alive := list(find())) and time.monotonic() - start < polite_s + 10:
         kill = time.monotonic() - start >= polite_s
         for process in alive:
             with suppress(psutil.Error):
-                if kill or process.pid not in told:
-                    told.setdefault(process.pid, {"pid": process.pid, "name": process.name()})
+                if kill or process.pid not in ended:
+                    ended.setdefault(process.pid, {"pid": process.pid, "name": process.name()})
                     process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
         time.sleep(0.05)
-        reap(told)
-    reap(told)  # what the last look found to be a zombie
-    return list(told.values())
+        reap(ended)
+    reap(ended)  # what the last look found to be a zombie
+    return list(ended.values())
 
 
 def reap(pids: Iterable[int]) -> None:

@@ -98,19 +98,19 @@ def render(
     for name in [*(read_json(out / "render.json") or {}).get("files", []), "render.json"]:
         (out / Path(name).name).unlink(missing_ok=True)
     openings = {name: opening(path) for name, path in sources.items()}
-    told = run_job(job, given, runs=runs, say=say)
+    job_run = run_job(job, given, runs=runs, say=say)
     entries = [
         Entry(name=name, opening=openings[name], state="not rendered", error=reasons[name])
         if name in reasons
-        else _written(name, openings[name], told["nodes"][name], out)
+        else _written(name, openings[name], job_run["nodes"][name], out)
         for name in sources
     ]
     seconds = sum(entry.record.get("seconds", 0.0) for entry in entries)
     index = _page("The notebooks, executed", entries=entries, seconds=seconds, now=now())
     write_atomic(out / "index.html", index)
     files = ["index.html", *(name for entry in entries for name in entry.files)]
-    write_json(out / "render.json", {"files": files, "run": told["dir"], "notebooks": [asdict(e) for e in entries]})
-    return entries, told
+    write_json(out / "render.json", {"files": files, "run": job_run["dir"], "notebooks": [asdict(e) for e in entries]})
+    return entries, job_run
 
 
 def shipped() -> list[Path]:

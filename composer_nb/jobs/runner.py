@@ -130,8 +130,8 @@ class Runner:
             name: {"notebook": str(node.notebook), "parameters": dict(node.parameters), "needs": list(node.needs)}
             for name, node in job.nodes.items()
         }
-        told = {"id": folder.name, "name": job.name, "file": str(job.path), **about, "nodes": nodes}
-        write_record(folder / "job.json", told)
+        request = {"id": folder.name, "name": job.name, "file": str(job.path), **about, "nodes": nodes}
+        write_record(folder / "job.json", request)
 
     def run(self) -> dict[str, Any]:
         with self._heeding_signals():
@@ -142,10 +142,10 @@ class Runner:
                 for state in self._running():
                     self.executor.stop(state.handle, kill=True)
                 self.executor.close()
-        told = self._summary(over=True)
-        write_record(self.folder / "run.json", told)
-        self.say(f"{self.job.name}: {told['state']} ({told['seconds']:.1f} s)")
-        return told
+        summary = self._summary(over=True)
+        write_record(self.folder / "run.json", summary)
+        self.say(f"{self.job.name}: {summary['state']} ({summary['seconds']:.1f} s)")
+        return summary
 
     def _running(self) -> list[NodeState]:
         return [state for state in self.states.values() if state.handle is not None]
@@ -317,9 +317,9 @@ class Runner:
         nodes = {
             name: {k: v for k, v in one.record.items() if v or k == "attempt"} for name, one in self.states.items()
         }
-        told: dict[str, Any] = {"id": self.folder.name, "name": self.job.name, "state": state, "started": self.started}
-        told |= {"host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.begun}
-        return told | {"dir": str(self.folder), "nodes": nodes} | ({"ended": now()} if over else {})
+        summary: dict[str, Any] = {"id": self.folder.name, "name": self.job.name, "state": state, "started": self.started}
+        summary |= {"host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.begun}
+        return summary | {"dir": str(self.folder), "nodes": nodes} | ({"ended": now()} if over else {})
 
     def say(self, line: str) -> None:
         with suppress(OSError):  # the reader is gone; the log below stays

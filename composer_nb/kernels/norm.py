@@ -49,7 +49,7 @@ def _plain(x: Tensor) -> bool:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        # A copy: memory that NumPy has seen can not be given back, as FSDP gives back that of weights between layers.
+        # A copy: memory that NumPy has seen cannot be given back, as FSDP gives back that of weights between layers.
         x_RD, weight_D = x.contiguous().view(-1, len(weight_D)), weight_D.clone(memory_format=torch.contiguous_format)
         y_RD, scale_R = torch.empty_like(x_RD), x_RD.new_empty(len(x_RD))
         _norm(x_RD.numpy(), weight_D.detach().numpy(), eps, y_RD.numpy(), scale_R.numpy())

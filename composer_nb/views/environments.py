@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -20,57 +22,39 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import Verdict as Judged
 from composer_nb.labs.attacks.patches import Patch
 from composer_nb.views import page, style
-from composer_nb.views.instruments import Asked, Episode, Future, Kind, Verdict, Watched
+from composer_nb.views.instruments import Asked, Episode, Future, Verdict, Watched
 from composer_nb.views.page import Html
 from composer_nb.views.style import Picture, key, title
 
-HUES: dict[Kind, str] = {"read": style.SKY, "write": style.ORANGE, "exec": style.BLUE}
+HUES: dict[str, str] = {"read": style.SKY, "write": style.ORANGE, "exec": style.BLUE}
 
 
 # Rollouts.
 
 
-def turns(agent: Watched) -> Html:
-    """Return messages and calls of each turn as HTML; long observations are folded."""
-    rows = []
-    for number, turn in enumerate(agent.turns, 1):
-        rows.append(f'<div class="head">{number} · {html.escape(turn.message)}</div>')
-        for call in (call for call in agent.calls if call.turn == number):
-            what, seen = f"<b>{call.kind}</b> <code>{html.escape(call.text)}</code>", html.escape(call.observation)
-            lines = len(seen.splitlines())
-            if lines > 1:
-                what += f" → {lines} lines · {call.ms:.0f} ms"
-                rows.append(f'<details><summary>{what}</summary><pre class="read">{seen}</pre></details>')
-            else:
-                rows.append(f'<div class="quiet" style="margin-left:1.1em">{what} → {seen} · {call.ms:.0f} ms</div>')
-    return page.box(*rows)
-
-
 def timeline(agent: Watched) -> Picture:
     """Draw the calls of a rollout one after another, without thinking time, and the sandbox's memory and CPU use."""
-    picture = Picture(9.5, 0.34 * len(agent.turns) + 1.6)
+    picture = Picture(9.5, 0.34 * len(agent.stats) + 1.6)
     calls, memory, cpu = picture.panels(1, 3, width_ratios=(5, 1.6, 1.6), sharey=True)
-    begin, seen, total = 0.0, set[Kind](), sum(call.ms for call in agent.calls)
-    for call in agent.calls:
-        label = "" if call.kind in seen else call.kind
-        seen.add(call.kind)
-        width = max(call.ms, 0.004 * total)  # the shortest still show
-        calls.barh(call.turn, width, left=begin, height=0.6, color=HUES[call.kind], label=label)
-        begin += call.ms
-    for number in range(1, len(agent.turns) + 1):
-        ends = np.cumsum([call.ms for call in agent.calls])
-        last = max((place for place, call in enumerate(agent.calls) if call.turn == number), default=None)
-        if last is not None:
-            spent = sum(call.ms for call in agent.calls if call.turn == number)
-            style.note(calls, ends[last], number, f"  {spent:.0f} ms")
+    total, begin, message, spent = 1e3 * sum(turn.seconds for turn in agent.turns), 0.0, 0, 0.0
+    labels = set(HUES)
+    for turn, following in zip_longest(agent.turns, agent.turns[1:]):
+        kind, ms = json.loads(turn.call)["name"], 1e3 * turn.seconds
+        message, spent = (message, spent + ms) if turn.beside else (message + 1, ms)
+        width = max(ms, 0.004 * total)  # the shortest still show
+        calls.barh(message, width, left=begin, height=0.6, color=HUES[kind], label=kind if kind in labels else "")
+        labels.discard(kind)
+        begin += ms
+        if following is None or not following.beside:
+            style.note(calls, begin, message, f"  {spent:.0f} ms")
     calls.set_xlim(0, begin * 1.12)
-    calls.set_yticks(range(1, len(agent.turns) + 1))
+    calls.set_yticks(range(1, len(agent.stats) + 1))
     calls.invert_yaxis()
     title(calls, "calls, one after another", "ms in the sandbox", "turn")
     key(calls, loc="upper right")
     for ax, name, unit, values in (
-        (memory, "memory", "MB after the turn", [(turn.stats.memory_bytes or 0) / 1e6 for turn in agent.turns]),
-        (cpu, "CPU", "ms used so far", [(turn.stats.cpu_s or 0.0) * 1e3 for turn in agent.turns]),
+        (memory, "memory", "MB after the turn", [(stats.memory_bytes or 0) / 1e6 for stats in agent.stats]),
+        (cpu, "CPU", "ms used so far", [(stats.cpu_s or 0.0) * 1e3 for stats in agent.stats]),
     ):
         ax.plot(values, range(1, len(values) + 1), "o-", color=style.INK, markersize=4, linewidth=1)
         ax.set_xlim(0, max([*values, 1e-9]) * 1.15)

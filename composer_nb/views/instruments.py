@@ -16,6 +16,7 @@ import psutil
 
 from composer_nb.harness.grading import box
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.contract import (
     Backend,
     Capabilities,
@@ -39,36 +40,19 @@ T = TypeVar("T")
 # Rollouts.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call into a sandbox."""
-
-    turn: int
-    kind: Kind
-    text: str
-    ms: float
-    observation: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """A message of the agent, and the sandbox's resource use after the calls of that turn."""
-
-    message: str
-    stats: Stats
-
-
 class Watched:
-    """A sandbox that records its calls by turn."""
+    """A sandbox that records its calls as turns of a rollout, and its resource use after each message."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
-        self.calls: list[Call] = []
         self.turns: list[Turn] = []
+        self.stats: list[Stats] = []
+        self._said = ""
 
     def turn(self, message: str) -> None:
-        """Begin a turn."""
-        self.turns.append(Turn(message=message, stats=self.sandbox.stats()))
+        """Begin a message of the agent."""
+        self._said = message
+        self.stats.append(self.sandbox.stats())
 
     def read(self, path: str) -> str:
         return self._noted("read", path, lambda: self.sandbox.read(path).decode("utf-8", "replace"), str.strip)
@@ -79,12 +63,15 @@ class Watched:
     def exec(self, command: Sequence[str], **options: Any) -> ExecResult:
         return self._noted("exec", " ".join(command), lambda: self.sandbox.exec(command, **options), _last_line)
 
-    def _noted(self, kind: Kind, text: str, call: Callable[[], T], observe: Callable[[T], str]) -> T:
+    def _noted(self, kind: Kind, target: str, call: Callable[[], T], observe: Callable[[T], str]) -> T:
         begin = time.perf_counter()
         result = call()
-        ms = (time.perf_counter() - begin) * 1e3
-        self.calls.append(Call(turn=len(self.turns), kind=kind, text=text, ms=ms, observation=observe(result)))
-        self.turns[-1] = Turn(message=self.turns[-1].message, stats=self.sandbox.stats())
+        seconds = time.perf_counter() - begin
+        text = json.dumps({"name": kind, "arguments": {"target": target}})
+        said, self._said = self._said, ""
+        turn = Turn(call=text, observation=observe(result), said=said, beside=not said, seconds=seconds)
+        self.turns.append(turn)
+        self.stats[-1] = self.sandbox.stats()
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import Twin
+from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec, Stats
 from composer_nb.harness.sandbox.fleet import Fleet, FleetLimits, Pressure
@@ -22,7 +24,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import Verdict
 from composer_nb.labs.attacks.patches import Patch, patches
 from composer_nb.views import environments, instruments
-from composer_nb.views.instruments import Asked, Call, Episode, Future, Turn, Watched
+from composer_nb.views.instruments import Asked, Episode, Future, Watched
 from composer_nb.views.style import Picture
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
@@ -47,8 +49,11 @@ def rollout(*calls: tuple[int, instruments.Kind, float]) -> Watched:
     """One that was never in a sandbox."""
     agent = Watched.__new__(Watched)
     stats = Stats(memory_bytes=2_000_000, processes=0, disk_bytes=10, inodes=2, cpu_s=0.05)
-    agent.turns = [Turn(message=f"<turn {n}>", stats=stats) for n in range(1, calls[-1][0] + 1)]
-    agent.calls = [Call(turn=turn, kind=kind, text="x < y", ms=ms, observation="a\n<b>") for turn, kind, ms in calls]
+    agent.stats, agent.turns, before = [stats] * calls[-1][0], [], 0
+    for number, kind, ms in calls:
+        call = json.dumps({"name": kind, "arguments": {"target": "x < y"}})
+        agent.turns.append(Turn(call=call, observation="a", beside=number == before, seconds=ms / 1e3))
+        before = number
     return agent
 
 
@@ -64,16 +69,15 @@ def test_calls_are_noted_with_their_turn_and_what_was_seen(backend: BwrapBackend
         agent.turn("count, and fail")
         assert agent.exec(["wc", "-l", "a.txt"]).exit_code == 0
         assert agent.exec(["false"]).exit_code == 1
-    noted = [(call.turn, call.kind, call.text, call.observation) for call in agent.calls]
+    noted = [(turn.said, json.loads(turn.call), turn.observation) for turn in agent.turns]
     assert noted == [
-        (1, "write", "a.txt", "written"),
-        (1, "read", "a.txt", "one\ntwo"),
-        (2, "exec", "wc -l a.txt", "2 a.txt"),
-        (2, "exec", "false", "exit code 1"),
+        ("write, then look", {"name": "write", "arguments": {"target": "a.txt"}}, "written"),
+        ("", {"name": "read", "arguments": {"target": "a.txt"}}, "one\ntwo"),
+        ("count, and fail", {"name": "exec", "arguments": {"target": "wc -l a.txt"}}, "2 a.txt"),
+        ("", {"name": "exec", "arguments": {"target": "false"}}, "exit code 1"),
     ]
-    assert all(call.ms > 0 for call in agent.calls)
-    assert [turn.message for turn in agent.turns] == ["write, then look", "count, and fail"]
-    assert agent.turns[0].stats.disk_bytes > 0
+    assert all(turn.seconds > 0 and turn.beside == (not turn.said) for turn in agent.turns)
+    assert len(agent.stats) == 2 and agent.stats[0].disk_bytes > 0
 
 
 def everyday(backend: BwrapBackend, tools: bytes, patch: Patch, ids: list[str]) -> dict[str, bool]:
@@ -174,12 +178,6 @@ def test_descendants_are_found_below_their_ancestor():
 
 
 # Figures.
-
-
-def test_turns_are_text_and_never_markup():
-    text = environments.turns(rollout((1, "read", 2.0), (2, "exec", 3.0))).text
-    assert "&lt;turn 1&gt;" in text and "x &lt; y" in text and "&lt;b&gt;" in text
-    assert "<turn" not in text and "<b>\n" not in text and text.count("<details>") == 2
 
 
 def test_a_timeline_lays_the_calls_end_to_end():

@@ -265,9 +265,9 @@ def long_changes(made, parts, q, words, long, room, models, shift, mask, width, 
     state, used, sign = parts[STATE + q], parts[USED + q], U(1) << (width - U(1))
     biggest = np.int64(sign - U(1))
     for k in range(parts[LONG + q]):
-        told = long[room * q + U(k)]
-        old, i, away, m = told >> U(32), (told & U(0xFFFFFFFF)) >> U(2), told & U(2) != U(0), U(0)
-        if told & U(1):
+        listed = long[room * q + U(k)]
+        old, i, away, m = listed >> U(32), (listed & U(0xFFFFFFFF)) >> U(2), listed & U(2) != U(0), U(0)
+        if listed & U(1):
             which = models_of(old, shift, mask, first)
             m, state, used = get_more(state, words, used, parts[LAST + q], models, which, width)
         place = ordinal(old, width)

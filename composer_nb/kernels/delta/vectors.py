@@ -33,8 +33,8 @@ PLANES = 3
 def has_avx2() -> bool:
     """Return whether code that numba compiles here may use AVX2."""
     config: Any = numba.config
-    told = config.CPU_NAME or config.CPU_FEATURES  # which is for another processor than this one
-    return not told and bool(llvmlite.binding.get_host_cpu_features().get("avx2"))
+    other = config.CPU_NAME or config.CPU_FEATURES  # code for another processor than this one
+    return not other and bool(llvmlite.binding.get_host_cpu_features().get("avx2"))
 
 
 @coder

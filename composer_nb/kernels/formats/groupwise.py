@@ -30,7 +30,7 @@ def quantize(weight: Tensor, *, bits: int = 4, group: int = 32, dim: int = -1) -
     if group < 1 or wide.shape[-1] % group:
         raise ValueError(f"an input width of {wide.shape[-1]} is no multiple of the group, {group}")
     if not wide.isfinite().all():
-        raise ValueError("weights that are not finite can not be quantised")
+        raise ValueError("weights that are not finite cannot be quantised")
     top = 2 ** (bits - 1) - 1
     wide_G = wide.unflatten(-1, (-1, group))
     scale_G = (wide_G.abs().amax(-1) / top).to(torch.bfloat16)

@@ -63,7 +63,7 @@ def train(
     steps: int = 300,
     lr: float = 3e-3,
     seed: int = 0,
-    told: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Curve:
     """Train for `steps` steps of 512 bytes. Repeats to the bit on one machine with one thread."""
     torch.manual_seed(seed)
@@ -81,7 +81,7 @@ def train(
             optimizer.param_groups[0]["lr"] = lr * min(1.0, step / 20, (steps - step + 1) / (0.3 * steps))
             optimizer.step()
             losses.append(float(loss.detach()))
-            told(step, losses[-1])
+            on_step(step, losses[-1])
             if division != "ieee" and step % max(1, steps // 10) == 0:
                 gaps.append((step, *_gap(model, _batch(held_text, Random(step)))))
         dice = Random(seed)

@@ -58,8 +58,8 @@ def noise_share(noise_B: Array, signal_B: Array) -> Array:
 def interval(values_B: Array) -> tuple[float, float]:
     """Return the 95 % percentile interval of the finite or infinite values, NaN where there is none. It does not interpolate,
     because infinite ones may be among them."""
-    told_B = values_B[~np.isnan(values_B)]
-    if not len(told_B):
+    known_B = values_B[~np.isnan(values_B)]
+    if not len(known_B):
         return np.nan, np.nan
-    low, high = np.quantile(told_B, (0.025, 0.975), method="nearest")
+    low, high = np.quantile(known_B, (0.025, 0.975), method="nearest")
     return float(low), float(high)

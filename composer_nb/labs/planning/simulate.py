@@ -113,8 +113,8 @@ class World:
         """Return the next event, at its time."""
         while self.queue:
             self.now, _, event = heapq.heappop(self.queue)
-            if told := self._happened(event):
-                return told
+            if happened := self._happened(event):
+                return happened
         raise RuntimeError("nothing is under way and the orchestrator wants nothing: a deadlock")
 
     def execute(self, command: Command) -> None:
