@@ -317,9 +317,9 @@ class Runner:
         nodes = {
             name: {k: v for k, v in one.record.items() if v or k == "attempt"} for name, one in self.states.items()
         }
-        summary: dict[str, Any] = {"id": self.folder.name, "name": self.job.name, "state": state, "started": self.started}
-        summary |= {"host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.begun}
-        return summary | {"dir": str(self.folder), "nodes": nodes} | ({"ended": now()} if over else {})
+        found: dict[str, Any] = {"id": self.folder.name, "name": self.job.name, "state": state, "started": self.started}
+        found |= {"host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.begun}
+        return found | {"dir": str(self.folder), "nodes": nodes} | ({"ended": now()} if over else {})
 
     def say(self, line: str) -> None:
         with suppress(OSError):  # the reader is gone; the log below stays

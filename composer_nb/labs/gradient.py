@@ -41,9 +41,15 @@ def policy_gradient(
         loss, found = policy_loss(
             logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S, settings, max(1.0, tokens)
         )
-        total += torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, weights)])
+        total += flat_gradient(loss, weights)
         metrics.update(found)
     return total, dict(metrics)
+
+
+def flat_gradient(of: Tensor, weights: Sequence[Tensor], slope: Tensor | None = None) -> Tensor:
+    """Return the gradient [W] of `of`, times `slope` where it has several elements. The graph stays for further gradients."""
+    parts = torch.autograd.grad(of, weights, slope, retain_graph=True)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 class Pulled(NamedTuple):

@@ -186,38 +186,35 @@ class _Experts(torch.autograd.Function):
         return steps.combine(dx_MD, plan), dgate_M[plan.row_NK], dw_up, dw_down, None, None, None
 
 
+def _require(fits: bool, message: str) -> None:
+    if not fits:
+        raise ValueError(message)
+
+
 def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int) -> None:
-    """ValueError that names the argument that does not fit."""
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x is {x.dtype}: must be float32, bfloat16 or float64")
-    for name, tensor in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        if tensor.dtype != x.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}: must be {x.dtype}, as x is")
-        if tensor.dim() != 3 or not tensor.numel():
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: must have three dimensions, none of them 0")
-    for name, tensor in (("router_logits", logits), ("w_gate_up", w_gate_up), ("w_down", w_down)):
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}: must be on {x.device}, as x is")
-    if logits.dtype not in LOGITS:
-        raise ValueError(f"router_logits is {logits.dtype}: must be float16, bfloat16, float32 or float64")
-    if x.dim() < 2 or not x.numel():
-        raise ValueError(f"x of shape {tuple(x.shape)}: must be [..., D] with one token at least")
-    count, double, width = w_gate_up.shape
-    if width != x.shape[-1]:
-        raise ValueError(
-            f"w_gate_up of shape {tuple(w_gate_up.shape)}: must be [E, 2I, D] with D = {x.shape[-1]}, that of x"
-        )
-    if double % 2 or w_down.shape != (count, width, double // 2):
-        raise ValueError(
-            f"w_down of shape {tuple(w_down.shape)}: must be [E, D, I] = {(count, width, double // 2)}, as w_gate_up "
-            f"[E, 2I, D] is {tuple(w_gate_up.shape)}"
-        )
-    if logits.shape != (*x.shape[:-1], count):
-        raise ValueError(
-            f"router_logits of shape {tuple(logits.shape)}: must be {(*x.shape[:-1], count)}, E for each token"
-        )
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
-        raise ValueError(f"k={k!r}: must be an integer in 1..{count}, the number of experts")
+    """Raise ValueError that names the argument that does not fit."""
+    _require(x.dtype in DTYPES, f"x is {x.dtype}: must be float32, bfloat16 or float64")
+    weights = {"w_gate_up": w_gate_up, "w_down": w_down}
+    for name, tensor in weights.items():
+        _require(tensor.dtype == x.dtype, f"{name} is {tensor.dtype}: must be {x.dtype}, as x is")
+        shape = f"{name} of shape {tuple(tensor.shape)}"
+        _require(tensor.dim() == 3 and tensor.numel() > 0, f"{shape}: must have three dimensions, none of them 0")
+    for name, tensor in {"router_logits": logits, **weights}.items():
+        _require(tensor.device == x.device, f"{name} is on {tensor.device}: must be on {x.device}, as x is")
+    _require(logits.dtype in LOGITS, f"router_logits is {logits.dtype}: must be float16, bfloat16, float32 or float64")
+    shape = f"x of shape {tuple(x.shape)}"
+    _require(x.dim() >= 2 and x.numel() > 0, f"{shape}: must be [..., D] with one token at least")
+    (count, double, width), found = w_gate_up.shape, tuple(w_gate_up.shape)
+    wanted = f"must be [E, 2I, D] with D = {x.shape[-1]}, that of x"
+    _require(width == x.shape[-1], f"w_gate_up of shape {found}: {wanted}")
+    down = (count, width, double // 2)
+    wanted = f"must be [E, D, I] = {down}, as w_gate_up [E, 2I, D] is {found}"
+    _require(not double % 2 and w_down.shape == down, f"w_down of shape {tuple(w_down.shape)}: {wanted}")
+    scores = (*x.shape[:-1], count)
+    shape = f"router_logits of shape {tuple(logits.shape)}"
+    _require(logits.shape == scores, f"{shape}: must be {scores}, E for each token")
+    whole = isinstance(k, int) and not isinstance(k, bool)
+    _require(whole and 1 <= k <= count, f"k={k!r}: must be an integer in 1..{count}, the number of experts")
 
 
 def _check_widths(w_up_EFD: Tensor, w_down_EDI: Tensor, recipe: Recipe) -> None:

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.labs.gradient import inner_products
+from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.labs.losses.noise import (
     Array,
     bootstrap_variance,
@@ -229,8 +229,7 @@ def group_gradients(
                 continue
             same = found.slope_S.numpy().tobytes()
             if same not in known:
-                parts = torch.autograd.grad(tokens.logprob_S, weights, found.slope_S, retain_graph=True)
-                vectors[used] = torch.cat([part.reshape(-1) for part in parts])
+                vectors[used] = flat_gradient(tokens.logprob_S, weights, found.slope_S)
                 known[same], used = used, used + 1
             place_LK[number, k] = known[same]
     return GroupGradients(

@@ -30,7 +30,7 @@ from torch import Tensor
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.labs.gradient import inner_products
+from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.settings import Settings, from_dict, override
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
@@ -185,19 +185,21 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
     if batch.settings.loss.beta:
         raise ValueError("loss.beta is above 0: the gradient is then not that of the rewards alone")
     everyone = [scored for group in batch.groups for scored in group]
-    weights = sum(weight.numel() for weight in model.parameters())
-    gradients_VD = torch.empty(2 * len(everyone), weights)  # rows that stay unused take no memory
+    weights = list(model.parameters())
+    gradients_VD = torch.empty(
+        2 * len(everyone), sum(weight.numel() for weight in weights)
+    )  # rows that stay unused take no memory
     along = np.zeros((2 * len(everyone), 2 * len(everyone)))
     k3_R, tokens_R, used = np.zeros(len(everyone)), np.zeros(len(everyone)), 0
     for number, scored in enumerate(everyone):
         losses, metrics = _losses(model, scored, batch.settings)
         one, other = number, number + len(everyone)
         along[one, used], along[other, used] = 1.0, -1.0  # without masks the loss is linear in the advantage
-        gradients_VD[used] = _gradient(losses[0], model)
+        gradients_VD[used] = flat_gradient(losses[0], weights)
         if any(found["masked"] for found in metrics):
             along[other, used : used + 2] = 0.0, 1.0
             used += 1
-            gradients_VD[used] = _gradient(losses[1], model)
+            gradients_VD[used] = flat_gradient(losses[1], weights)
         used += 1
         k3_R[number], tokens_R[number] = metrics[0]["k3"], metrics[0]["tokens"]
     gram = along[:, :used] @ inner_products(gradients_VD[:used]) @ along[:, :used].T
@@ -220,12 +222,6 @@ def _losses(model: Model, scored: Scored, settings: Settings) -> tuple[list[Tens
         for sign in (1.0, -1.0)
     ]
     return [loss for loss, _ in found], [metrics for _, metrics in found]
-
-
-def _gradient(loss: Tensor, model: Model) -> Tensor:
-    """Return the gradient [D]."""
-    parts = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    return torch.cat([part.reshape(-1) for part in parts])
 
 
 # The lab
