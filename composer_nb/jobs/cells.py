@@ -34,6 +34,8 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
 from papermill.log import logger
 
+from composer_nb.jobs.processes import handling
+
 ENGINE = "composer_nb"
 CANCELLED = "cancelled"
 """Error of a cell that was interrupted from outside."""
@@ -73,15 +75,13 @@ class Progress:
         """Interrupt the cell that runs on Ctrl-C, SIGTERM and at the time limit. A cell that does not end within the
         grace period, or a second Ctrl-C, ends everything by a KeyboardInterrupt. For the main thread."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        signal.setitimer(signal.ITIMER_REAL, self.timeout_s or 0)
-        try:
-            yield
-        finally:
-            self.over = True
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handling(dict.fromkeys(numbers, self._on_signal)):
+            signal.setitimer(signal.ITIMER_REAL, self.timeout_s or 0)
+            try:
+                yield
+            finally:
+                self.over = True
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.over:

@@ -189,11 +189,8 @@ def terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with processes.handling({signal.SIGTERM: interrupt}):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

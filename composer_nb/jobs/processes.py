@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,17 @@ RUN, NODE, LEASE = "COMPOSER_NB_RUN", "COMPOSER_NB_NODE", "COMPOSER_NB_LEASE"
 POLITE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 Find = Callable[[], Iterable[psutil.Process]]
+
+
+@contextmanager
+def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[None]:
+    """Handle signals this way meanwhile. For the main thread."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

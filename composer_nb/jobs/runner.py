@@ -291,12 +291,8 @@ class Runner:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
             numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, on_signal) for number in numbers}
-        try:
+        with processes.handling(dict.fromkeys(numbers, on_signal)):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _stop(self, why: str) -> None:
         if self.stopping:

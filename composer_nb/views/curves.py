@@ -37,8 +37,7 @@ def supervised(run: RunDir) -> Picture:
     widths = (2, *[1] * (len(stages) - 1))
     for ax, (name, text) in zip(picture.panels(1, len(stages), width_ratios=widths), stages.items(), strict=True):
         for loss, (label, color) in _LOSSES.items():
-            points = [(p["step"], p[loss]) for p in steps[name] if p.get(loss) is not None]
-            if points:
+            if points := known(steps[name], loss):
                 ax.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, linewidth=1.6, label=label)
         from_zero(whole_steps(ax))
         title(ax, text, "optimiser step", "nats a token" if name == "midtrain" else "")
@@ -110,7 +109,7 @@ def reinforcement(run: RunDir) -> Picture:
         metric(ax, derived, name).set_xlim(0, steps[-1]["step"] + 1)
     looks = (("tune_greedy", "greedy", "D", style.VERMILION), ("tune_pass_at_1", "pass@1", "o", style.INK))
     for name, label, marker, color in looks:
-        if points := [(p["step"], p[name]) for p in steps if p.get(name) is not None]:
+        if points := known(steps, name):
             at, values = zip(*points, strict=True)
             panels[0].plot(at, values, marker, color=color, markersize=5, label=f"tuning tasks, {label}", zorder=3)
     key(panels[0], loc="best")
@@ -121,8 +120,7 @@ def reinforcement(run: RunDir) -> Picture:
 
 def line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, label: str) -> None:
     """Draw every step that has the figure faintly, and the mean over WINDOW of them."""
-    points = [(p["step"], p[name]) for p in steps if p.get(name) is not None]
-    if not points:
+    if not (points := known(steps, name)):
         return
     at, values = (np.array(x, float) for x in zip(*points, strict=True))
     ax.plot(at, values, color=color, linewidth=0.9, alpha=0.3)
@@ -130,6 +128,11 @@ def line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, la
     ax.plot(
         at, style.smooth(values.tolist(), WINDOW), color=color, linewidth=2, marker=marker, markersize=4, label=label
     )
+
+
+def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return (step, value) of every step that has the figure."""
+    return [(p["step"], p[name]) for p in steps if p.get(name) is not None]
 
 
 def gaps(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:

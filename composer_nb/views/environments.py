@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
 from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.sandbox.fleet import FleetLimits
@@ -22,7 +21,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import Verdict as Judged
 from composer_nb.labs.attacks.patches import Patch
 from composer_nb.views import page, style
-from composer_nb.views.instruments import Asked, Episode, Future, Verdict, Watched
+from composer_nb.views.instruments import Asked, Episode, Future, Verdict, Watched, overlap
 from composer_nb.views.page import Html
 from composer_nb.views.style import Picture, key, title
 
@@ -240,7 +239,7 @@ def fleet(done: Sequence[Episode], limits: FleetLimits, short: tuple[float, floa
         ("start", style.ORANGE, [(one.starting, one.ready) for one in done]),
         ("live", style.BLUE, [(one.ready, one.ended) for one in done]),
     )
-    counts = [_overlap(spans, at) for _, _, spans in parts[::-1]]
+    counts = [overlap(spans, at) for _, _, spans in parts[::-1]]
     names, hues = [name for name, _, _ in parts[::-1]], [hue for _, hue, _ in parts[::-1]]
     over.stackplot(at - zero, counts, labels=names, colors=hues, step="post")
     over.axhline(limits.most, color=style.INK, linestyle=":", linewidth=1.2)
@@ -263,11 +262,6 @@ def fleet(done: Sequence[Episode], limits: FleetLimits, short: tuple[float, floa
     title(spread, "", "ms (those at 1: at once)", "episodes")
     key(spread, **above)
     return picture
-
-
-def _overlap(spans: Sequence[tuple[float, float]], at: NDArray[np.float64]) -> NDArray[np.int64]:
-    begins, ends = (np.sort(side) for side in np.array(spans).T)
-    return np.searchsorted(begins, at, "right") - np.searchsorted(ends, at, "right")
 
 
 def breaker(log: Sequence[Asked]) -> Picture:

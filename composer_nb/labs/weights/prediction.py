@@ -127,10 +127,15 @@ def predict(found: Profile, lr: float) -> Prediction:
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr} must be 0 or more")
     steps_EB = lr * _SIZES[None] / _SPACING[:, None]
-    changed = float((found.counts_EB * np.minimum(steps_EB, 1.0)).sum())
+    changed = float(expected_changes(found, lr).sum())
     bits = sum(_bits(counts, steps) for counts, steps in zip(found.counts_EB, steps_EB, strict=True) if counts.any())
     total = found.weights
     return Prediction(lr=lr, weights=total, changed_fraction=changed / max(total, 1.0), bytes=bits / 8)
+
+
+def expected_changes(found: Profile, lr: float) -> Floats:
+    """Return [256] the expected number of changed weights by exponent."""
+    return (found.counts_EB * np.minimum(lr * _SIZES[None] / _SPACING[:, None], 1.0)).sum(1)
 
 
 def _bits(counts_B: Floats, steps_B: Floats) -> float:

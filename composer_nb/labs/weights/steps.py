@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_nb.labs.losses.stages import learn_once, raw_streams
 from composer_nb.labs.rewards.rescore import stored_batch, weights_of
-from composer_nb.labs.weights.prediction import Profile, adamw_direction, exact, exponents, predict, profile
+from composer_nb.labs.weights.prediction import Profile, adamw_direction, exact, expected_changes, exponents, profile
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatAdamW
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
@@ -104,9 +104,5 @@ def by_exponent(stepped: Stepped) -> tuple[NDArray[np.float64], NDArray[np.float
     moved = torch.cat([(stepped.before[n] != stepped.after[n]).reshape(-1) for n in stepped.before]).numpy()
     places = exponents(weights)
     counted = np.bincount(places[moved], minlength=256).astype(float)
-    expected = np.zeros(256)
-    for exponent in np.flatnonzero(stepped.predicted.counts_EB.sum(1)):
-        alone = np.zeros_like(stepped.predicted.counts_EB)
-        alone[exponent] = stepped.predicted.counts_EB[exponent]
-        expected[exponent] = predict(Profile(alone), stepped.lr).changed_fraction * alone.sum()
+    expected = expected_changes(stepped.predicted, stepped.lr)
     return np.bincount(places, minlength=256).astype(float), counted, expected
