@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -25,9 +26,9 @@ from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import as_html, beneath
 from composer_nb.labs.retrace import Recomputed, recompute
-from composer_nb.labs.rewards.rescore import stored_batch
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.reader import telling_step
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
 from composer_nb.views.colouring import ColorBy, Tint, colouring, log_ratio
@@ -76,14 +77,19 @@ def held_out(run: RunDir, policy: str, greedy: bool = True) -> dict[str, Stored]
 
 
 def sampled(run: RunDir, step: int = -1) -> list[Stored]:
-    """Return the rollouts of an RL step, with advantages and routes. `step` and errors: as in `stored_batch`."""
-    batch, tokenizer = stored_batch(run, step), load_tokenizer(run.path / "data")
-    name = f"RL step {batch.step}"
-    return [
-        Stored(attempt=scored.attempt, name=name, tokenizer=tokenizer, advantage=scored.advantage)
-        for group in batch.groups
-        for scored in group
-    ]
+    """Return the rollouts of RL step `step` (from 1; −1 is the last that trained on something), with advantages and routes."""
+    steps = len(run.steps("rl"))
+    number = (telling_step(run) if step == -1 else step) - 1
+    if not 0 <= number < steps:
+        raise ValueError(f"step {step}: RL has {steps} steps that can be looked at")
+    tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
+    tokenizer = load_tokenizer(run.path / "data")
+    found = []
+    for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):
+        advantages = pq.read_table(path, columns=["advantage"])["advantage"].to_pylist()
+        for done, advantage in zip(load_attempts(path, tasks), advantages, strict=True):
+            found.append(Stored(attempt=done, name=f"RL step {number + 1}", tokenizer=tokenizer, advantage=advantage))
+    return found
 
 
 def before_and_after(run: RunDir, before: str = "start", after: str = "final") -> tuple[Stored, Stored]:

@@ -217,7 +217,7 @@ def test_only_what_was_trained_on_has_an_advantage(tiny_run: RunDir):
 def test_a_step_that_is_not_there_is_refused(tiny_run: RunDir):
     assert rollout.sampled(tiny_run, 1)[0].name == "RL step 1"
     for step in (0, 4, -4):
-        with pytest.raises(ValueError, match=rf"RL step {step}: its rollouts are not in .* \[1, 2, 3\]"):
+        with pytest.raises(ValueError, match="RL has 3 steps"):
             rollout.sampled(tiny_run, step)
 
 
