@@ -159,6 +159,9 @@ class Result:
         return self.outcome == "passed"
 
 
+MISSING = Result(outcome="missing")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
     """The functions that a test called, as its process reported them."""
@@ -201,6 +204,9 @@ class Ran:
     noted: list[Noted] = field(default_factory=list)
     answers: dict[int, str] = field(default_factory=dict)
     """JSON (`guest.calls.answer`) by the call's index among all calls of the job. A missing call has no answer."""
+
+    def result(self, key: str) -> Result:
+        return self.results.get(key, MISSING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

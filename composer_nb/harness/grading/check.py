@@ -74,8 +74,7 @@ def check_task(task: Task, sandbox: Executor | Backend, require: Guarding = "non
             )
             row |= _compared(gold, none, SOLVE in task.solution if task.grader == "script" else bool(task.solution))
             if task.grader == "pytest":
-                failing = [name for name, passed in none[0].tests.items() if not passed]
-                row["guard"] = asdict(guard(plan_of(task), failing))
+                row["guard"] = asdict(guard(plan_of(task), none[0].failed))
     except (ValueError, SandboxUnavailable, SandboxFailure, SandboxDied) as error:
         row["problem"] = str(error).removeprefix(f"task {task.id}: ")
     if not row["problem"] and not meets(row["guard"]["by"], require):
@@ -155,7 +154,7 @@ def _problems(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> Ite
     if not solved:
         yield "has no solution"
     if not gold[0].passed:
-        failed = [name for name, passed in gold[0].tests.items() if not passed]
+        failed = gold[0].failed
         why = f"fails {len(failed)} tests, first {failed[0]}" if failed else f"is {gold[0].status}"
         yield f"the solution {why}{_last(gold[0])}"
     if none[0].passed:

@@ -51,6 +51,11 @@ class Grade:
         return self.status in ("graded", "tampered", "agent_failed")
 
     @property
+    def failed(self) -> tuple[str, ...]:
+        """Ids of the tests that did not pass."""
+        return tuple(name for name, passed in self.tests.items() if not passed)
+
+    @property
     def passed(self) -> bool:
         return self.status == "graded" and bool(self.tests) and all(self.tests.values()) and not self.calls_failed
 

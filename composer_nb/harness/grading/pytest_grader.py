@@ -129,13 +129,12 @@ def judge(plan: Plan, drawn: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool],
     for key, name in plan.tests.items():
         real, twin, named = set[bool](), set[bool](), True
         for number, run in enumerate(ran):
-            result = run.results.get(key)
-            passed = result is not None and result.passed
+            result = run.result(key)
             if key in twins[number]:
-                twin.add(passed)
+                twin.add(result.passed)
             elif key not in touched[number]:
-                real.add(passed)
-                if result is not None and passed and result.id != name:
+                real.add(result.passed)
+                if result.passed and result.id != name:
                     named &= _function(key) in changed[number] and same_id(result.id, name)
         if False not in real and True in twin:
             flags.add("weak_twin_passed" if key in weak else "twin_passed")

@@ -41,7 +41,6 @@ ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
 TEST_S = 5.0
 """Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
 NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
-FAILED = Result(outcome="missing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +114,9 @@ def validate_task(
     bare = grade_pytest(task, pristine, backend, replace(plan, twins=()), timeout_s=timeout_s, spec=spec)
     if bare.passed:
         problems.append("all tests pass without a change")
-    failing = tuple(name for name, passed in bare.tests.items() if not passed)
     if not problems:
-        plan = replace(plan, calls=record(task, plan, failing, boxes))
-    return replace(found, problems=tuple(problems), plan=plan, fail_to_pass=failing, proposed=proposed)
+        plan = replace(plan, calls=record(task, plan, bare.failed, boxes))
+    return replace(found, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
 
 
 def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tuple[Plan, tuple[str, ...], int]:
@@ -134,27 +132,26 @@ def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tup
         grades = [
             grade_pytest(task, gold, boxes.backend, plan, rng=random.Random(seed), **limits) for seed in range(repeats)
         ]
-        bad = {name for grade in grades for name, passed in grade.tests.items() if not passed}
-        if not bad:
+        places = {name.partition("::")[0] for grade in grades for name in grade.failed}
+        if not places:
             break
         # Tests depend on others in a way that their texts do not show.
-        places = {name.partition("::")[0] for name in bad}
         near = [twin for twin in plan.twins if twin.path in places]
         lost = near if last else _disturbing(task, plan, near, boxes) or near
         plan = replace(plan, twins=tuple(twin for twin in plan.twins if twin not in lost))
-    problems = []
-    for grade in grades:
-        if not grade.passed or set(grade.flags) - HARMLESS:
-            failed = [name for name, passed in grade.tests.items() if not passed]
-            problems.append(f"the gold patch with twins is {grade.status} {list(grade.flags)}, failing {failed}")
-    return plan, tuple(problems), len(proposed)
+    problems = tuple(
+        f"the gold patch with twins is {grade.status} {list(grade.flags)}, failing {list(grade.failed)}"
+        for grade in grades
+        if not grade.passed or set(grade.flags) - HARMLESS
+    )
+    return plan, problems, len(proposed)
 
 
 def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
     """Return a plan of the tests that pass in all trials."""
     first = trials[0].results
     names = {key: result.id for trial in trials for key, result in trial.results.items()}
-    seen = {key: {trial.results.get(key, FAILED) for trial in trials} for key in names}
+    seen = {key: {trial.result(key) for trial in trials} for key in names}
     outcomes = {key: {result.outcome for result in results} for key, results in seen.items()}
     wanted = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
     counted = [key for key in names if wanted is None or names[key] in wanted]
@@ -214,7 +211,7 @@ def _disturbing(task: Task, plan: Plan, twins: Sequence[Twin], boxes: Boxes) -> 
     ran = boxes.run([job(task, gold_files(task), [twin], some) for twin, some in zip(first, keys, strict=True)])
     suspect: set[str] = set()
     for twin, some, run in zip(first, keys, ran, strict=True):
-        others = {key: run.results.get(key, FAILED) for key in some - _touched(twin)}
+        others = {key: run.result(key) for key in some - _touched(twin)}
         if not all(each.passed and same_id(each.id, plan.tests[key]) for key, each in others.items()):
             suspect |= _touched(twin)
     return [twin for twin in twins if not suspect.isdisjoint(_touched(twin))]
@@ -226,7 +223,7 @@ def _touched(twin: Twin) -> set[str]:
 
 def _made(tests: Iterable[str], round: Sequence[Candidate], run: Ran) -> Iterator[Twin]:
     """Yield the changes of one round that became twins, with the tests that they make fail."""
-    failed = {key: result for key in tests if not (result := run.results.get(key, FAILED)).passed}
+    failed = {key: result for key in tests if not (result := run.result(key)).passed}
     # A row that is not the test of its number, as where a fixture multiplies the tests.
     strays = {key.rpartition("#")[0] for key in failed if not any(candidate.changes(key) for candidate in round)}
     for candidate in round:

@@ -126,7 +126,7 @@ def measure(
                 following += [frozenset(ordered[: len(keys) // 2]), frozenset(ordered[len(keys) // 2 :])]
                 continue
             for key in keys:
-                alone = key in ran.results and ran.results[key].passed and key in ran.reached
+                alone = ran.result(key).passed and key in ran.reached
                 why = "reads its source" if "read_tests" in ran.flags else "" if alone else "flaky"
                 if why or ran.reached[key].seconds > running.test_s:
                     left_out[names[key]] = why or "slow"
@@ -137,7 +137,7 @@ def measure(
     quick = job(task, gold, (), frozenset(reach))
     again = run(*(replace(quick, hash_seed=1 + number) for number in range(REPEATS)))
     for key in list(reach):
-        if not all(key in ran.results and ran.results[key].passed for ran in again):
+        if not all(ran.result(key).passed for ran in again):
             left_out[names[key]] = "flaky"
             del reach[key]
     if not reach:

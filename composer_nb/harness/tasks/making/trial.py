@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from composer_nb.harness.grading.box import Boxes, Job, Ran, Result, RunnerEnded
+from composer_nb.harness.grading.box import Boxes, Job, Ran, RunnerEnded
 from composer_nb.harness.grading.plan import (
     Plan,
     digest,
@@ -118,7 +118,7 @@ def _tried(subject: Subject, jobs: Sequence[Job], timeout_s: float) -> list[Ran 
 
 
 def _failing(ran: Ran, keys: Iterable[str]) -> set[str]:
-    return {key for key in keys if key not in ran.results or not ran.results[key].passed}
+    return {key for key in keys if not ran.result(key).passed}
 
 
 Part = tuple[Change, Task]
@@ -257,9 +257,8 @@ def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
         grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
         for files in (gold_files(task), workspace(task))
     )
-    failed = {name for name, passed in wrong.tests.items() if not passed}
     fits = right.passed and not right.flags and wrong.status == "graded" and not wrong.flags
-    return "kept" if fits and failed == set(failing) else "ungraded", task
+    return "kept" if fits and set(wrong.failed) == set(failing) else "ungraded", task
 
 
 def _copied(repository: Repository, change: Change) -> bool:
@@ -303,6 +302,5 @@ def _best(subject: Subject, ran: Ran, keys: Sequence[str]) -> Symptom | None:
 
 
 def _symptom(subject: Subject, ran: Ran, key: str) -> Symptom:
-    result = ran.results.get(key, Result(outcome="failed"))
     text = normal(plain_lines(subject.repository.hidden[key.partition("::")[0]]))
-    return symptom(key, text, result, ran.failures.get(key), subject.names)
+    return symptom(key, text, ran.result(key), ran.failures.get(key), subject.names)
