@@ -59,7 +59,7 @@ MICRO = {
 ON_RAY = {"services.on": True, "services.ahead": 1, "services.engines": 2}
 MARKS = {
     "launcher": "start_or_resume",
-    "coordinator": "composer_nb.trainer.services.coordinator",
+    "coordinator": "composer_nb.trainer.services.run",
     "trainer": "ray::Trainer",
     "engine": "ray::EngineService",
     "environment": "ray::EnvironmentService",

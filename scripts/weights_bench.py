@@ -34,7 +34,7 @@ from composer_nb.kernels.delta.conditioned import LAYOUTS, Bits
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.labs.rewards.rescore import stored_batch
 from composer_nb.trainer.learning.loss import policy_loss
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
@@ -77,7 +77,7 @@ def trained(rates: list[float]) -> Iterator[tuple[float, Pair]]:
     experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab_size=1024, num_hidden_layers=4, max_position_embeddings=256, **shape, **experts))
-    optimizer = FlatAdamW(model, published=torch.bfloat16)
+    optimizer = FlatOptimizer(model, published=torch.bfloat16)
     tokenizer = Tokenizer.from_file(str(example_run().path / "data" / "tokenizer.json"))
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
     ids = torch.tensor([i for f in files for i in tokenizer.encode(f.read_text(encoding="utf-8")).ids])
@@ -112,7 +112,7 @@ def reinforced(rates: list[float]) -> Iterator[tuple[float, Pair]]:
     tokens = sum(int(stream.acted[1:].sum()) for stream in streams)
     for lr in rates:
         model = load_pretrained(example_run().path / "weights" / "before_final")
-        optimizer = FlatAdamW(model, published=torch.bfloat16)
+        optimizer = FlatOptimizer(model, published=torch.bfloat16)
         for number in range(12):
             before = optimizer.weights.clone()
             optimizer.zero_()

@@ -13,11 +13,12 @@ from composer_nb.harness.rewards import Reward
 from composer_nb.labs.gradient import cosine, inner_products, most_pulled, policy_gradient
 from composer_nb.labs.retrace import retrace
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
-from composer_nb.trainer.rl import Learner, Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_stream
 
 
 def streams(attempts, advantages):
@@ -40,7 +41,7 @@ def test_it_is_the_learners(make_model, attempts, replay: ReplaySettings):
     model = make_model(3)
     batch = streams(attempts, SIGNS)
     tokens = float(sum(stream.acted[1:].sum() for stream in batch))
-    learner = Learner(model, FlatAdamW(model), LossSettings(), replay=replay)
+    learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replay)
     learner.learn(batch, Ranks(), Random(0), minibatches=1, denominator=tokens, lr=0.0, clip=1e9, budget=64)
     found, metrics = policy_gradient(make_model(3), batch, LossSettings(), replay=replay, budget=50)
     assert torch.allclose(found, learner.optimizer.gradients, atol=1e-6) and found.abs().max() > 1e-4

@@ -27,11 +27,12 @@ from composer_nb.jobs.check import parameters_of
 from composer_nb.jobs.notebook import run_notebook
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import loss as package
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.optimizer import FlatAdamW, trapezoid
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
+from composer_nb.trainer.learning.packing import Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.rl import Learner, Stream, flatten, score
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "minimal_twin.ipynb"
@@ -104,7 +105,7 @@ class PackageLearner:
 
     def __init__(self, twin: ModuleType, model: Model) -> None:
         self.twin = twin
-        optimizer = FlatAdamW(model, published=torch.bfloat16, scaled=(model.final_norm, twin.scale_rate))
+        optimizer = FlatOptimizer(model, published=torch.bfloat16, scaled=(model.final_norm, twin.scale_rate))
         self.learner = Learner(model, optimizer, settings(twin))
         self.norms: list[float] = []
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.rl import Learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def stand_still(
     if not any((stream.advantage[1:][stream.acted[1:]] != 0).any() for stream in streams):
         raise ValueError("no stream has an advantage: without a gradient a learning rate of 0 tests nothing")
     made = copy.deepcopy(model).requires_grad_()
-    optimizer = FlatAdamW(made, weight_decay=weight_decay, published=published)
+    optimizer = FlatOptimizer(made, weight_decay=weight_decay, published=published)
     weights = optimizer.weights.clone()
     rounded = int((weights != torch.cat([p.detach().reshape(-1) for p in model.parameters()])).sum())
     chunks = microbatches(streams, budget)

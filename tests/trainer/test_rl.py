@@ -21,23 +21,17 @@ from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.kernels.moe.routing import Replay
-from composer_nb.trainer import rl
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning import learner as learning
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.transformer import Model, PackedRows
-from composer_nb.trainer.rl import (
-    Learner,
-    Scored,
-    ledger,
-    sample_groups,
-    score_groups,
-    shuffle_rewards,
-    to_stream,
-)
+from composer_nb.trainer.recipe.reinforce import sample_groups
+from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_stream
 
 NEVER = frozenset[int]()
 LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "budget": 64}
@@ -91,7 +85,9 @@ def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled
 
 
 def gradient(model: Model, streams: Sequence[Stream], **changes: Any) -> tuple[Tensor, dict[str, float]]:
-    learner = Learner(model, FlatAdamW(model), changes.pop("settings", LossSettings()), changes.pop("reference", None))
+    learner = Learner(
+        model, FlatOptimizer(model), changes.pop("settings", LossSettings()), changes.pop("reference", None)
+    )
     learner.replay = changes.pop("replay", NO_REPLAY)
     metrics = learner.learn(streams, changes.pop("ranks", Ranks()), Random(0), **LEARN | changes)
     return learner.optimizer.gradients.clone(), metrics
@@ -197,7 +193,7 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
     model = make_model(3)
     streams = sampled(model)
     used, forwarded = [], []
-    flat, trunk = rl.flatten, model.trunk
+    flat, trunk = learning.flatten, model.trunk
 
     def flattened(chunk: Sequence[Stream], *how: Any) -> Any:
         used.extend(chunk)
@@ -209,7 +205,7 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
         forwarded.extend((token, place, tuple(row)) for token, place, row in rows)
         return trunk(ids, position, attend, replayed, *more)
 
-    monkeypatch.setattr(rl, "flatten", flattened)
+    monkeypatch.setattr(learning, "flatten", flattened)
     monkeypatch.setattr(model, "trunk", forward)
     gradient(model, streams, replay=FULL, budget=budget, minibatches=2)
     assert sorted(map(id, used)) == sorted(map(id, streams))
@@ -223,8 +219,8 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
 
 def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch):
     model = make_model(3)
-    chunks = rl.microbatches
-    monkeypatch.setattr(rl, "microbatches", lambda streams, budget: chunks(streams, budget)[1:])
+    chunks = learning.microbatches
+    monkeypatch.setattr(learning, "microbatches", lambda streams, budget: chunks(streams, budget)[1:])
     with pytest.raises(AssertionError, match="each row of routes is used exactly once"):
         gradient(model, sampled(model), replay=FULL, budget=1)
 
@@ -232,7 +228,7 @@ def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch)
 def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_model, sampled):
     model = make_model(3)
     streams = sampled(model)
-    learner = Learner(model, FlatAdamW(model, published=torch.bfloat16), LossSettings())
+    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), LossSettings())
     before = [float(by_hand(model, stream)[0].detach().sum()) for stream in streams]
     for _ in range(3):
         metrics = learner.learn(streams, Ranks(), Random(1), **LEARN | {"minibatches": 3, "lr": 2e-3, "clip": 1.0})
@@ -256,7 +252,7 @@ def test_learning_twice_with_one_seed_gives_the_same_bits(make_model, sampled):
     weights = []
     for _ in range(2):
         model = make_model(3)
-        learner = Learner(model, FlatAdamW(model), LossSettings())
+        learner = Learner(model, FlatOptimizer(model), LossSettings())
         learner.learn(sampled(model), Ranks(), Random(1), **LEARN | {"minibatches": 2, "lr": 1e-3})
         weights.append(learner.optimizer.weights)
     assert torch.equal(*weights)
@@ -347,7 +343,7 @@ def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
 def test_a_batch_without_a_signal_has_no_figures_a_token_and_moves_nothing(make_model):
     model = make_model()
     before = [weight.detach().clone() for weight in model.parameters()]
-    found = Learner(model, FlatAdamW(model), LossSettings(), replay=FULL).learn([], Ranks(), Random(0), **LEARN)
+    found = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL).learn([], Ranks(), Random(0), **LEARN)
     for name in ("entropy", "k3", "masked", "ratio_off_20", "ratio_cut", "grad_norm", "replay_overlap"):
         assert np.isnan(found[name]), name
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -10,7 +10,7 @@ import torch
 
 from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.variants import Numerics, variant
 from composer_nb.trainer.rl import Scored, to_stream
@@ -55,8 +55,8 @@ def test_what_is_off_is_reported(model, streams):
 
 
 def test_an_optimiser_that_moves_is_found_out(model, streams, monkeypatch):
-    step = FlatAdamW.step
-    monkeypatch.setattr(FlatAdamW, "step", lambda self, lr, clip: step(self, lr + 1e-2, clip))
+    step = FlatOptimizer.step
+    monkeypatch.setattr(FlatOptimizer, "step", lambda self, lr, clip: step(self, lr + 1e-2, clip))
     found = stand_still(model, streams)
     assert not found.holds and found.weights_moved > 0 and found.logprob_moved > 0
 

@@ -24,8 +24,9 @@ from composer_nb.labs.losses.bench import Bench, bench, with_logprobs
 from composer_nb.labs.retrace import retrace
 from composer_nb.labs.rewards.rescore import StoredBatch, model_before, stored_batch
 from composer_nb.settings import RlSettings
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings, advantages
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
@@ -34,7 +35,7 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import PAIRS, variant
 from composer_nb.trainer.recipe.reader import stored_steps
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Learner, Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_stream
 
 Groups = list[list[Stream]]
 VERSIONS = (1, 4, 16)
@@ -120,7 +121,7 @@ def later(model: Model, lessons: Sequence[Groups], batch: StoredBatch, versions:
     rates of its first steps (the optimiser's averages are new, as they were then)."""
     made = copy.deepcopy(model).requires_grad_()
     rl = batch.settings.rl
-    learner = Learner(made, FlatAdamW(made, published=torch.bfloat16), LossSettings())
+    learner = Learner(made, FlatOptimizer(made, published=torch.bfloat16), LossSettings())
     for step in range(versions):
         streams = [stream for group in lessons[step % len(lessons)] for stream in group]
         learn_once(learner, streams, rl, rl.rate(step), step)

@@ -13,14 +13,14 @@ from torch import Tensor
 from composer_nb.labs.losses.stages import learn_once, raw_streams
 from composer_nb.labs.rewards.rescore import stored_batch, weights_of
 from composer_nb.labs.weights.prediction import Profile, adamw_direction, exact, expected_changes, exponents, profile
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Learner
 
 _BETAS = (0.9, 0.95)
-"""β of `FlatAdamW`."""
+"""β of `FlatOptimizer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Walk:
         """`groups`: how many groups of rollouts a step learns from. Raises ValueError for a step that is not kept."""
         batch = stored_batch(run, step)
         self._model = load_pretrained(weights_of(run, batch.step)).requires_grad_()
-        self._optimizer = FlatAdamW(self._model, published=torch.bfloat16)
+        self._optimizer = FlatOptimizer(self._model, published=torch.bfloat16)
         self._learner = Learner(self._model, self._optimizer, LossSettings())
         everyone = raw_streams(batch.groups)
         live = [group for group in everyone if any(np.any(stream.advantage) for stream in group)]

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from composer_nb.trainer.learning.optimizer import FlatAdamW, FlatOptimizer, Scaled, adamw, require_moments
-from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.models.config import ModelConfig
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients: steep at 0 rather than exact at 1, so that in five steps singular values from 0.01 on come to lie
@@ -33,15 +32,15 @@ OptimizerName = Literal["adamw", "muon"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """Of all stages that train."""
+    """The optimizer of all stages that train."""
 
     name: OptimizerName = "adamw"
     """muon: matrices of attention heads, experts and dense layers are moved by Muon; embeddings, routers, norms and the output
     layer by AdamW."""
     momentum: float = 0.95
-    """Of Muon."""
+    """Momentum of Muon."""
     newton_schulz: int = 5
-    """Muon's steps towards an orthogonal update."""
+    """Steps of Muon towards an orthogonal update."""
 
     def __post_init__(self) -> None:
         if self.name not in get_args(OptimizerName):
@@ -50,21 +49,6 @@ class OptimizerSettings:
             raise ValueError(f"optimizer.momentum={self.momentum}: must be at least 0 and below 1; 0.95 is usual")
         if self.newton_schulz < 1:
             raise ValueError(f"optimizer.newton_schulz={self.newton_schulz}: must be at least 1; 5 is usual")
-
-
-def make_optimizer(
-    model: Model,
-    settings: OptimizerSettings,
-    *,
-    weight_decay: float = 0.0,
-    published: torch.dtype | None = None,
-    scale_rate: float = 0.0,
-) -> FlatOptimizer:
-    """The optimiser that the settings name. `scale_rate` is that of the scale of all logits (`sharpness.py`)."""
-    scaled = model.final_norm, scale_rate
-    if settings.name == "adamw":
-        return FlatAdamW(model, weight_decay=weight_decay, published=published, scaled=scaled)
-    return FlatMuon(model, settings, weight_decay=weight_decay, published=published, scaled=scaled)
 
 
 def newton_schulz(
@@ -83,15 +67,15 @@ def newton_schulz(
 
 
 def muon_update(momentum_EAB: Tensor, gradient_EAB: Tensor, *, momentum: float = 0.95, steps: int = 5) -> Tensor:
-    """Takes the gradients of a stack of matrices into their momentum, in place, and returns what is to be taken off the weights
-    at a learning rate of 1: its root mean square is about 0.2, as AdamW's mostly is. Each matrix by itself."""
+    """Take the gradients of a stack of matrices into their momentum, in place, and return what is to be taken off the weights
+    at a learning rate of 1. Its root mean square is about 0.2, as AdamW's mostly is. Each matrix by itself."""
     momentum_EAB.lerp_(gradient_EAB, 1 - momentum)
     ahead_EAB = gradient_EAB.lerp(momentum_EAB, momentum)
     return newton_schulz(ahead_EAB, steps) * (0.2 * math.sqrt(max(gradient_EAB.shape[-2:])))
 
 
 def matrices(name: str, weight: Tensor, c: ModelConfig) -> list[Tensor]:
-    """The stacks [E, A, B] that a parameter of the model consists of, as views; none where it is AdamW's.
+    """Return the stacks [E, A, B] that a parameter of the model consists of, as views; none where AdamW moves it.
 
     `name` as in `named_parameters`. `weight` may be the parameter, its gradient, its momentum, or a part of either that holds
     whole heads (dimension 0 of queries, keys and values, dimension 1 of `o`) or whole experts (dimension 0).
@@ -113,63 +97,3 @@ def matrices(name: str, weight: Tensor, c: ModelConfig) -> list[Tensor]:
         case "dense_out" | "shared_out" | "q_a" | "kv_a" | "join":
             return [weight[None]]
     return []
-
-
-class FlatMuon(FlatOptimizer):
-    """Muon for what `matrices` finds, AdamW for the rest, with one learning rate and one decay. In the flat vectors Muon's
-    parameters come first."""
-
-    def __init__(
-        self,
-        model: Model,
-        settings: OptimizerSettings,
-        *,
-        weight_decay: float = 0.0,
-        published: torch.dtype | None = None,
-        scaled: Scaled | None = None,
-    ) -> None:
-        mine: dict[str, nn.Parameter] = {}
-        others: list[nn.Parameter] = []
-        for name, parameter in model.named_parameters():
-            if matrices(name, parameter, model.config):
-                mine[name] = parameter
-            else:
-                others.append(parameter)
-        super().__init__([*mine.values(), *others], published, scaled)
-        self._settings, self._decay = settings, weight_decay
-        size = sum(parameter.numel() for parameter in mine.values())
-        self._momentum = torch.zeros_like(self.weights[:size])
-        self._rest = nn.Parameter(self.master.detach()[size:])
-        self._rest.grad = self.gradients[size:]
-        self._adam = adamw(self._rest, weight_decay)
-        flats = (self.master.detach()[:size], self.gradients[:size], self._momentum)
-        self._stacks = list(zip(*(_stacks(flat, mine, model.config) for flat in flats), strict=True))
-
-    @torch.no_grad()
-    def _update(self, lr: float) -> None:
-        s = self._settings
-        for weight_EAB, gradient_EAB, momentum_EAB in self._stacks:
-            update_EAB = muon_update(momentum_EAB, gradient_EAB, momentum=s.momentum, steps=s.newton_schulz)
-            weight_EAB.mul_(1 - lr * self._decay).sub_(update_EAB, alpha=lr)
-        self._adam.param_groups[0]["lr"] = lr
-        self._adam.step()
-
-    def _moments(self) -> dict[str, Tensor]:
-        rest = {name: torch.as_tensor(value) for name, value in self._adam.state.get(self._rest, {}).items()}
-        return {"momentum": self._momentum, **rest} if rest else {}
-
-    def _take(self, moments: dict[str, Tensor]) -> None:
-        require_moments(moments, {"momentum", "step", "exp_avg", "exp_avg_sq"}, "muon")
-        rest = {name: value.clone() for name, value in moments.items() if name != "momentum"}
-        self._momentum.copy_(moments["momentum"]) if moments else self._momentum.zero_()
-        self._adam.state[self._rest] = rest
-
-
-def _stacks(flat: Tensor, parameters: dict[str, nn.Parameter], c: ModelConfig) -> list[Tensor]:
-    """The stacks of all `parameters`, as views of a vector in which they lie one after another."""
-    parts = flat.split([parameter.numel() for parameter in parameters.values()])
-    return [
-        stack
-        for (name, parameter), part in zip(parameters.items(), parts, strict=True)
-        for stack in matrices(name, part.view_as(parameter), c)
-    ]

@@ -9,15 +9,15 @@ applied to the masters, so what the trainer scores is exactly what the engine sa
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from composer_nb.trainer.learning.logit_scale import LogScale
+from composer_nb.trainer.learning.muon import OptimizerSettings, matrices, muon_update
 from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.transformer import Model
 
 
 class Optimizer(Protocol):
@@ -45,18 +45,32 @@ class Optimizer(Protocol):
 
 
 Scaled = tuple[nn.Parameter, float]
-"""A parameter whose scale learns by itself, and how many times as fast as a weight (`sharpness.py`); 0: it does not."""
+"""A parameter whose scale learns by itself, and how many times as fast as a weight (`logit_scale.py`); 0: it does not."""
+BETAS = (0.9, 0.95)
+"""Of AdamW."""
+ADAMW = OptimizerSettings()
 
 
-class FlatOptimizer(ABC):
-    """The buffers, the clipping and the masters; how a step moves the masters is the subclass's."""
+class FlatOptimizer:
+    """AdamW (arXiv 1711.05101) with the learning rate given at each step and decoupled decay; with the settings of Muon, Muon for
+    the parameters that `muon.matrices` finds, which then come first in the flat vectors, with the same rate and decay."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], published: torch.dtype | None, scaled: Scaled | None = None
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings = ADAMW,
+        *,
+        weight_decay: float = 0.0,
+        published: torch.dtype | None = None,
+        scaled: Scaled | None = None,
     ) -> None:
-        """The parameters become views of the flat vector, in the order given. `published` is the dtype that the model's weights
-        are rounded to after each step, None to leave them as they are."""
-        self.published = published
+        """`model`'s parameters become views of the flat vector. `published` is the dtype that its weights are rounded to after
+        each step, None to leave them as they are."""
+        self._settings, self._decay, self.published = settings, weight_decay, published
+        config: Any = getattr(model, "config", None)
+        muon = settings.name == "muon"
+        mine = {n: p for n, p in model.named_parameters() if muon and matrices(n, p, config)}
+        parameters = [*mine.values(), *(p for n, p in model.named_parameters() if n not in mine)]
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
         offset = 0
@@ -68,58 +82,63 @@ class FlatOptimizer(ABC):
             offset += parameter.numel()
             if scaled is not None and parameter is scaled[0] and scaled[1]:
                 self._scaled = cut, LogScale(scaled[1])
-        self.master = nn.Parameter(self.weights.clone() if published else self.weights)
-        self.master.grad = self.gradients
+        self.master = self.weights.clone() if published else self.weights
+        size = sum(parameter.numel() for parameter in mine.values())
+        self._momentum = torch.zeros_like(self.weights[:size])
+        self._stacks: list[tuple[Tensor, Tensor, Tensor]] = []
+        offset = 0
+        for name, parameter in mine.items():
+            cut = slice(offset, offset + parameter.numel())
+            views = [flat[cut].view_as(parameter) for flat in (self.master, self.gradients, self._momentum)]
+            self._stacks += zip(*(matrices(name, view, config) for view in views), strict=True)
+            offset += parameter.numel()
+        self._rest = nn.Parameter(self.master[size:])
+        self._rest.grad = self.gradients[size:]
+        self._adam = torch.optim.AdamW([self._rest], lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True)
         self._publish()
 
     def zero_(self) -> None:
         self.gradients.zero_()
 
     def sum_(self, ranks: Ranks) -> None:
-        """Sums the gradients over `ranks`."""
         ranks.sum_(self.gradients)
 
+    @torch.no_grad()
     def step(self, lr: float, clip: float) -> float:
-        """One update with the gradients that lie in the buffer, scaled to a norm of at most `clip`. Returns the norm
-        before. Raises FloatingPointError, with the weights as they were, when it is not a finite number."""
         norm = float(torch.linalg.vector_norm(self.gradients, dtype=torch.float64))  # millions of squares
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
+        require_finite(norm)
         if norm > clip:
             self.gradients.mul_(clip / norm)
         if self._scaled is not None:
             cut, scale = self._scaled
-            self.master.detach()[cut] *= scale.factor(float(self.gradients[cut] @ self.weights[cut]), lr)
-        self._update(lr)
+            self.master[cut] *= scale.factor(float(self.gradients[cut] @ self.weights[cut]), lr)
+        s = self._settings
+        for weight_EAB, gradient_EAB, momentum_EAB in self._stacks:
+            update_EAB = muon_update(momentum_EAB, gradient_EAB, momentum=s.momentum, steps=s.newton_schulz)
+            weight_EAB.mul_(1 - lr * self._decay).sub_(update_EAB, alpha=lr)
+        self._adam.param_groups[0]["lr"] = lr
+        self._adam.step()
         self._publish()
         return norm
 
-    @abstractmethod
-    def _update(self, lr: float) -> None:
-        """Moves the masters by the gradients."""
-
-    @abstractmethod
-    def _moments(self) -> dict[str, Tensor]:
-        """What is kept beside the masters, as flat tensors."""
-
-    @abstractmethod
-    def _take(self, moments: dict[str, Tensor]) -> None:
-        """The inverse of `_moments`. Raises ValueError for those of another optimiser, before it changes anything."""
-
     @property
     def logit_scale(self) -> float:
-        """See `Optimizer`."""
         return 1.0 if self._scaled is None else self._scaled[1].scale
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as flat tensors."""
-        scale = {} if self._scaled is None else {"scale": self._scaled[1].moments}
-        return {"master": self.master.detach(), **self._moments(), **scale}
+        """Return everything that a resumed run needs, as flat tensors."""
+        state = {"master": self.master}
+        if moments := self._adam.state.get(self._rest):
+            state |= {name: torch.as_tensor(value) for name, value in moments.items()}
+            state |= {"momentum": self._momentum} if self._stacks else {}
+        return state | ({} if self._scaled is None else {"scale": self._scaled[1].moments})
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Takes up where `state` was taken. Raises ValueError when it belongs to a model of another size, to another
-        optimiser, or to one whose scale learnt where this one's does not."""
+        """Go on from where `state` was taken. Raises ValueError, before anything changes, when it belongs to a model of another
+        size, to another optimizer, or to one whose scale learnt where this one's does not."""
+        moments = {name: value for name, value in state.items() if name not in ("master", "scale")}
+        known = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
         if state["master"].shape != self.master.shape:
             raise ValueError(
                 f"the checkpoint holds {state['master'].numel()} weights, the model {self.master.numel()}: "
@@ -127,7 +146,14 @@ class FlatOptimizer(ABC):
             )
         if ("scale" in state) != (self._scaled is not None):
             raise ValueError("rl.scale_rate: 0 here and not in the checkpoint, or the other way round; begin a new run")
-        self._take({name: value for name, value in state.items() if name not in ("master", "scale")})
+        if moments and moments.keys() != known:  # none at all: it has made no step
+            raise ValueError(
+                f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
+                f"{', '.join(sorted(known))}; it was written with another optimizer: go on with that one, or begin a new run"
+            )
+        momentum = moments.pop("momentum", None)
+        self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)
+        self._adam.state[self._rest] = {name: value.clone() for name, value in moments.items()}
         self.master.copy_(state["master"])
         if self._scaled is not None:
             self._scaled[1].moments.copy_(state["scale"])
@@ -139,45 +165,23 @@ class FlatOptimizer(ABC):
             self.weights.copy_(self.master.to(self.published))
 
 
-class FlatAdamW(FlatOptimizer):
-    """AdamW (arXiv 1711.05101) with the learning rate given at each step; betas are 0.9 and 0.95, `weight_decay` is
-    decoupled."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        weight_decay: float = 0.0,
-        published: torch.dtype | None = None,
-        scaled: Scaled | None = None,
-    ) -> None:
-        super().__init__(list(model.parameters()), published, scaled)
-        self._adam = adamw(self.master, weight_decay)
-
-    def _update(self, lr: float) -> None:
-        self._adam.param_groups[0]["lr"] = lr
-        self._adam.step()
-
-    def _moments(self) -> dict[str, Tensor]:
-        return {name: torch.as_tensor(value) for name, value in self._adam.state.get(self.master, {}).items()}
-
-    def _take(self, moments: dict[str, Tensor]) -> None:
-        require_moments(moments, {"step", "exp_avg", "exp_avg_sq"}, "adamw")
-        self._adam.state[self.master] = {name: value.clone() for name, value in moments.items()}
+def make_optimizer(
+    model: Model,
+    settings: OptimizerSettings,
+    *,
+    weight_decay: float = 0.0,
+    published: torch.dtype | None = None,
+    scale_rate: float = 0.0,
+) -> FlatOptimizer:
+    """Return the optimizer of a model in one piece. `scale_rate` is that of the scale of all logits (`logit_scale.py`)."""
+    scaled = model.final_norm, scale_rate
+    return FlatOptimizer(model, settings, weight_decay=weight_decay, published=published, scaled=scaled)
 
 
-def adamw(flat: nn.Parameter, weight_decay: float) -> torch.optim.AdamW:
-    """torch's, of one vector."""
-    return torch.optim.AdamW([flat], lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
-
-
-def require_moments(moments: dict[str, Tensor], known: set[str], name: str) -> None:
-    """Raises ValueError when a checkpoint has other moments than the optimiser `name` (none at all: it has made no step)."""
-    if moments and moments.keys() != known:
-        raise ValueError(
-            f"optimizer.name={name!r}: the checkpoint holds {', '.join(sorted(moments))}, not {', '.join(sorted(known))}; "
-            "it was written with another optimiser: go on with that one, or begin a new run"
-        )
+def require_finite(norm: float) -> None:
+    """Raise FloatingPointError for a gradient whose norm is not a finite number."""
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
 
 
 def trapezoid(step: float, steps: float, warmup: float, constant: float, floor: float = 0.03) -> float:

@@ -25,7 +25,7 @@ class Footprint:
     """Of all weights; as a checkpoint, and in an engine."""
     fp32_bytes: int
     optimizer_bytes: int
-    """Master weights and AdamW's two moments, float32 (`FlatAdamW`)."""
+    """Master weights and AdamW's two moments, float32 (`FlatOptimizer`)."""
     training_bytes: int
     """These, and weights and gradients in float32; activations come on top."""
     cache_bytes: int

@@ -83,7 +83,7 @@ def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup 
 
 
 def whole(folder: Path, model: Model) -> dict[str, Tensor]:
-    """A checkpoint as the state of a `FlatAdamW` of `model`, which is not cut. Raises like `restore`."""
+    """A checkpoint as the state of a `FlatOptimizer` of `model`, which is not cut. Raises like `restore`."""
     reader = Reader(folder)
     weights = dict(model.named_parameters())
     state: dict[str, Any] = {f"{kind}.{name}": torch.empty_like(w) for name, w in weights.items() for kind in KINDS}

@@ -1,4 +1,4 @@
-"""AdamW and Muon over what a rank holds of each weight: the same updates as `FlatAdamW` and `FlatMuon` make of all of them.
+"""AdamW and Muon over what a rank holds of each weight: the same updates as `FlatOptimizer` makes of all of them.
 
 Masters and moments are cut as the weights are. AdamW goes element by element. Muon needs whole matrices: experts are whole where
 they are; of other weights the matrices are put together from the ranks' parts, every rank makes them orthogonal and keeps its
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from composer_nb.trainer.learning.logit_scale import LogScale
 from composer_nb.trainer.learning.muon import OptimizerSettings, matrices, newton_schulz
+from composer_nb.trainer.learning.optimizer import BETAS, require_finite
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.team import Team
@@ -53,7 +54,7 @@ class ShardedOptimizer:
             if muon and matrices(name, torch.empty(self.weights[name].shape, device="meta"), model.config)
         }
         rest = [master for name, master in self.masters.items() if name not in self._momentum]
-        self._adam = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+        self._adam = torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True)
         self._publish()
 
     def zero_(self) -> None:
@@ -75,10 +76,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, clip: float) -> float:
-        """As `FlatAdamW.step`."""
+        """See `Optimizer`."""
         norm = self.norm()
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
+        require_finite(norm)
         for name, weight in self.weights.items():
             gradient = weight.grad
             assert gradient is None or isinstance(gradient, DTensor)

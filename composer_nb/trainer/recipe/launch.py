@@ -246,7 +246,7 @@ def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
     while True:
         before = len(run.steps("rl"))
         try:
-            _run_processes(run, {"services": ("composer_nb.trainer.services.coordinator", str(run.path))}, say)
+            _run_processes(run, {"services": ("composer_nb.trainer.services.run", str(run.path))}, say)
             return
         except RunFailed as error:
             left = RESTARTS if len(run.steps("rl")) > before else left - 1

@@ -19,13 +19,12 @@ import torch
 
 from composer_nb.settings import MidtrainSettings
 from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
-from composer_nb.trainer.learning.muon import make_optimizer
-from composer_nb.trainer.learning.optimizer import trapezoid
+from composer_nb.trainer.learning.optimizer import make_optimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
-from composer_nb.trainer.recipe.reinforce import reinforce
+from composer_nb.trainer.recipe.reinforce import reinforcement
 from composer_nb.trainer.recipe.stages import Stages
 
 
@@ -45,7 +44,7 @@ def run_recipe(s: Stages) -> None:
         return
     if s.settings.services.on and s.run.finished("rl") is None:
         return  # the services take over, and the ranks come back for the rest
-    reinforce(s)
+    reinforcement(s)
     evaluate(s, "final")
     compare_numerics(s)
 

@@ -1,9 +1,9 @@
-"""The RL stage: the step of `rl.py` in a loop that measures, looks, saves and resumes."""
+"""The RL stage without services: the loop of `rl.py` on the ranks of the recipe, each batch sampled from the newest weights."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -11,169 +11,153 @@ from typing import Any
 import numpy as np
 import torch
 
+from composer_nb.harness.agent.tiny import Agent, drive
+from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.policy import Policy
+from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.task import Task, load_tasks
-from composer_nb.trainer.learning.muon import make_optimizer
+from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.optimizer import make_optimizer
+from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.recipe.evaluate import evaluate_model
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
-from composer_nb.trainer.rl import (
-    Learner,
-    batch_metrics,
-    clocked,
-    ledger,
-    sample_groups,
-    score_groups,
-    shuffle_rewards,
-    step_point,
-    to_stream,
-    trains,
-)
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
 from composer_nb.trainer.services.environments import prompt_order
 
 
-def reinforce(s: Stages) -> None:
-    """Reinforcement learning from `start`; publishes `final` and the version before it."""
+def reinforcement(s: Stages) -> None:
+    """Run reinforcement learning from `start`; publish `final` and the version before it."""
     with s.stage("rl") as info:
         if info is None:
             return
-        loop = RlLoop(s)
-        loop.run()
-        info |= {"seconds_before": loop.before, "versions": loop.version, "stopped_early": loop.stopped_early}
-        s.publish(loop.learner.model, "final")
+        work = InProcess(s)
+        reinforce(work)
+        work.save(work.step)
+        info |= {"seconds_before": work.before, "versions": work.version, "stopped_early": work.stopped_early}
+        s.publish(work.learner.model, "final")
 
 
-class RlLoop:
-    """The loop of `rl.py` with its state: where it stands, what it has measured, when it saves."""
+class InProcess:
+    """The `Services` of one process, or of ranks that each sample their share of a batch and learn together."""
 
     def __init__(self, s: Stages) -> None:
-        self.s = s
-        settings = s.settings
+        self.stages, self.settings, self.ranks = s, s.settings, s.ranks
         model = s.load("start")
-        model.recompute = settings.rl.recompute
+        model.recompute = s.settings.rl.recompute
         optimizer = make_optimizer(
-            model, settings.optimizer, published=torch.bfloat16, scale_rate=settings.rl.scale_rate
+            model, s.settings.optimizer, published=torch.bfloat16, scale_rate=s.settings.rl.scale_rate
         )
-        reference = s.load("start") if settings.loss.beta else None
-        self.learner = Learner(model, optimizer, settings.loss, reference, settings.replay)
-        self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")
+        reference = s.load("start") if s.settings.loss.beta else None
+        self.learner = Learner(model, optimizer, s.settings.loss, reference, s.settings.replay)
+        self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", f"{s.settings.seed} {s.settings.rl_seed}")
         self.step, self.before = 0, 0.0
         if found := s.run.checkpoint("rl"):
             self.step, state, self.before = found
             optimizer.load(state)
-        self.pending: list[tuple[int, dict[str, Any]]] = []
-        self.ledgers: list[tuple[int, dict[str, int]]] = []
-        self.start = time.perf_counter()
+        self._points: list[tuple[int, dict[str, Any]]] = []
+        self._ledgers: list[tuple[int, dict[str, int]]] = []
+        self._start = self._begin = time.perf_counter()
+        self._lr = 0.0
         self.stopped_early = False
 
     @property
     def version(self) -> int:
-        return self.step * self.s.settings.rl.minibatches
+        """Optimiser steps so far."""
+        return self.step * self.settings.rl.minibatches
 
     @property
     def seconds(self) -> float:
-        return self.before + time.perf_counter() - self.start
+        return self.before + time.perf_counter() - self._start
+
+    def take(self) -> Batch | None:
+        """Sample this rank's share of the next batch. Every rank stops at the same step."""
+        s, rl = self.stages, self.settings.rl
+        seconds = max(self.ranks.gather(self.seconds))
+        if self.step < rl.steps and rl.max_seconds and seconds > rl.max_seconds:
+            self.stopped_early = True
+        if self.step >= rl.steps or self.stopped_early:
+            return None
+        self._begin, self._lr = time.perf_counter(), rl.rate(self.step, seconds)
+        slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[self.ranks.rank :: self.ranks.world]
+        sampler = as_engine(self.learner.model, self.settings.engine.numerics, self.settings.engine.batch_invariant)
+        engine = s.engine(sampler, seed=s.rl_sampling_seed, version=self.version)
+        tasks = {slot: self.tasks[slot] for slot in slots}
+        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.executor)
+        return Batch(step=self.step, groups=groups, lost=lost)
+
+    def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+        save_batch(batch_file(self.stages.run.path, batch.step, self.ranks.rank), groups)
+
+    def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any]:
+        sampled = time.perf_counter()
+        streams = [stream for part in self.ranks.gather(streams) for stream in part]
+        waited = time.perf_counter()
+        if streams or not self.step:
+            self.stages.publish(self.learner.model, "before_final")
+        found = self.learner.learn(
+            streams,
+            self.ranks,
+            Random(f"minibatches {self.settings.rl_seed} {self.step}"),
+            lr=self._lr,
+            **self.settings.rl.of_a_batch(self.settings.loss),
+        )
+        self.step += 1
+        now = time.perf_counter()
+        clock = {"sample_s": sampled - self._begin, "wait_s": waited - sampled, "train_s": now - waited}
+        mean = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
+        return found | {"version": self.version, "time": {"wall_s": now - self._begin, **mean}}
 
     @cached_property
-    def tune_tasks(self) -> list[Task]:
-        return load_tasks(self.s.run.path / "data" / "tune.jsonl")
+    def _tune_tasks(self) -> list[Task]:
+        return load_tasks(self.stages.run.path / "data" / "tune.jsonl")
 
-    def run(self) -> None:
-        """Steps until the last one, or until the time is up. Every rank decides the same."""
-        rl = self.s.settings.rl
-        while self.step < rl.steps:
-            seconds = max(self.s.ranks.gather(self.seconds))
-            if rl.max_seconds and seconds > rl.max_seconds:
-                self.stopped_early = True
-                break
-            self.one_step(rl.rate(self.step, seconds))
-            last = self.step == rl.steps
-            if rl.evaluate_every and self.step % rl.evaluate_every == 0 and not last:
-                self._look()
-            if self.s.ranks.first:
-                self.s.run.log("rl", *self.pending[-1])
-            if self.step % rl.checkpoint_every == 0 or last:
-                self._save()
-        self._save()
+    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+        scores = {}
+        for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
+            done = evaluate_model(self.stages, self.learner.model, self._tune_tasks, 1, temperature)
+            scores[name] = float(np.mean([one.grade.passed for one in done]))
+        self.say(scores_line(batch.step + 1, scores))
+        return scores
 
-    def one_step(self, lr: float) -> None:
-        """Sample, grade, score, learn."""
-        s, rl = self.s, self.s.settings.rl
-        clock: dict[str, float] = {}
-        begin = at = time.perf_counter()
-        slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[s.ranks.rank :: s.ranks.world]
-        sampler = as_engine(self.learner.model, s.settings.engine.numerics, s.settings.engine.batch_invariant)
-        engine = s.engine(sampler, seed=s.rl_sampling_seed, version=self.version)
-        attempts, lost = sample_groups(
-            engine, s.agent(), {slot: self.tasks[slot] for slot in slots}, rl.group, s.executor
-        )
-        groups = score_groups(attempts, s.settings.reward, s.settings.loss)
-        if rl.shuffle_rewards:
-            groups = shuffle_rewards(groups, s.settings.loss, Random(f"shuffle {self.step} {s.ranks.rank}"))
-        save_batch(batch_file(s.run.path, self.step, s.ranks.rank), groups)
-        at = clocked(clock, "sample_s", at)
-        mine = [to_stream(scored) for group in groups for scored in group if trains(scored, s.settings.loss)]
-        streams = [stream for part in s.ranks.gather(mine) for stream in part]
-        at = clocked(clock, "wait_s", at)
-        if streams or not self.step:
-            s.publish(self.learner.model, "before_final")
-        metrics = self._learn(streams, lr)
-        at = clocked(clock, "train_s", at)
-        sums = s.ranks.sums({**batch_metrics(groups), "infra_errors": float(lost), **clock})
-        counts = s.ranks.gather(ledger(groups, s.settings.loss))
-        self.step += 1
-        self._note(metrics, sums, sum(counts, Counter()), time.perf_counter() - begin)
+    def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
+        """Show the metrics; they become durable with the next checkpoint."""
+        self._points.append((self.step, point))
+        self._ledgers.append((self.step, tokens))
+        if self.ranks.first:
+            self.stages.run.log("rl", self.step, point)
 
-    def _learn(self, streams: list[Any], lr: float) -> dict[str, float]:
-        rl = self.s.settings.rl
-        return self.learner.learn(
-            streams,
-            self.s.ranks,
-            Random(f"minibatches {self.s.settings.rl_seed} {self.step}"),
-            minibatches=rl.minibatches,
-            denominator=rl.denominator(self.s.settings.loss),
-            lr=lr,
-            clip=rl.clip,
-            budget=rl.microbatch_tokens,
-        )
-
-    def _note(self, metrics: dict[str, float], sums: dict[str, float], counts: Counter[str], wall: float) -> None:
-        point = {
-            **step_point(sums),
-            "infra_errors": sums["infra_errors"],
-            "version": self.version,
-            "staleness": 0,
-            **metrics,
-            "time": {
-                "wall_s": wall,
-                **{name: sums[name] / self.s.ranks.world for name in ("sample_s", "wait_s", "train_s")},
-            },
-        }
-        self.pending.append((self.step, point))
-        self.ledgers.append((self.step, dict(counts)))
-        if self.s.ranks.first and self.step % 5 == 0:
-            recent = [p["solved"] for _, p in self.pending[-5:]]
-            self.s.say(
-                f"rl {self.step}/{self.s.settings.rl.steps}: solved {np.mean(recent):.3f}, "
-                f"{point['turns']:.1f} calls, entropy {point['entropy']:.2f}, {self.seconds:.0f} s"
-            )
-
-    def _look(self) -> None:
-        """Scores the weights as they are on the tuning tasks."""
-        sampled = evaluate_model(self.s, self.learner.model, self.tune_tasks, 1, 1.0)
-        greedy = evaluate_model(self.s, self.learner.model, self.tune_tasks, 1, 0.0)
-        scores = {
-            "tune_pass_at_1": float(np.mean([done.grade.passed for done in sampled])),
-            "tune_greedy": float(np.mean([done.grade.passed for done in greedy])),
-        }
-        self.pending[-1][1].update(scores)
-        if self.s.ranks.first:
-            self.s.say(
-                f"rl {self.step}: on tuning tasks {scores['tune_pass_at_1']:.3f}, greedy {scores['tune_greedy']:.3f}"
-            )
-
-    def _save(self) -> None:
-        if self.s.ranks.first and self.pending:
+    def save(self, step: int) -> None:
+        if self.ranks.first and self._points:
             state = self.learner.optimizer.state()
-            self.s.run.commit("rl", self.step, state, self.pending, self.ledgers, self.seconds)
-        self.pending, self.ledgers = [], []
+            self.stages.run.commit("rl", step, state, self._points, self._ledgers, self.seconds)
+        self._points, self._ledgers = [], []
+
+    def say(self, line: str) -> None:
+        if self.ranks.first:
+            self.stages.say(line)
+
+
+def sample_groups(
+    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, tries: int = 3
+) -> tuple[Sequence[Sequence[Attempt]], int]:
+    """Return `group` attempts at each task, and how many were lost to the infrastructure on the way.
+
+    `tasks` are keyed by their place in the order of the run's prompts: it numbers the rollouts, and so what they draw. A lost
+    attempt is dispatched again, up to `tries` times in all; then SandboxFailure is raised, because a batch without it would be
+    biased.
+    """
+    order = [(slot * group + place, task) for slot, task in tasks.items() for place in range(group)]
+    done: dict[int, Attempt] = {}
+    lost = 0
+    for _ in range(tries):
+        missing = [number for number in range(len(order)) if number not in done]
+        runs = (attempt(agent, order[number][1], order[number][0], policy.release) for number in missing)
+        results = [(missing[place], result) for place, result in drive(runs, policy, executor)]
+        done |= {number: result for number, result in results if result.grade.status == "graded"}
+        lost += len(missing) - sum(result.grade.status == "graded" for _, result in results)
+        if len(done) == len(order):
+            return [[done[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
+    raise SandboxFailure(f"{len(order) - len(done)} attempts got no grade in {tries} tries; run `composer-nb doctor`")

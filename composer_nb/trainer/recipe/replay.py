@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from composer_nb.settings import Settings
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import to_stream, trains
+from composer_nb.trainer.rl import streams_of
 from composer_nb.trainer.services.environments import prompt_order
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.services.services import TrainerService
@@ -62,7 +62,6 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
         trainer = stack.enter_context(closing(TrainerService(run.path, elsewhere, from_start=True)))
         for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), by_id)
-            streams = [to_stream(s) for group in groups for s in group if trains(s, settings.loss)]
-            found = trainer.learn(train.step, lr, streams, [])
+            found = trainer.learn(train.step, lr, streams_of(groups, settings.loss), [])
             version = found["version"]
             yield Replayed(step=train.step + 1, version=version, was=made.get(version) or "", now=found["hash"])

@@ -1,11 +1,11 @@
-"""The coordinator of asynchronous RL: carries out what the orchestrator commands, tells it what happened, writes it all down.
-
-    python -m composer_nb.trainer.services.coordinator RUN
+"""The coordinator of asynchronous RL: the `Services` of the loop in `rl.py`. It carries out what the orchestrator commands, tells
+it what happened, and writes it all down.
 
     environment workers ──outcomes──▶ coordinator ──streams──▶ trainer ──versions──▶ store ──▶ engines ◀──turns── environments
                         ◀─assignments─┘  │ run.db: rollouts, batches, versions, the orchestrator's state
 
-Everything is decided by the orchestrator; everything that must survive is in `run.db` before it is acted on. So any process
+The loop waits in `take` for a batch and in `learn` for the trainer; meanwhile `_turn` keeps everything else moving. The
+orchestrator decides; everything that must survive is in `run.db` before it is acted on. So any process
 may be killed at any time: a worker or an engine is made again and its rollouts are dispatched again, the trainer goes back to
 its checkpoint and learns the logged batches again, and the coordinator itself resumes from `run.db`.
 """
@@ -14,39 +14,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from composer_nb.harness.sandbox.journal import FOLDER
-from composer_nb.harness.sandbox.journal import Journal as ResourceJournal
 from composer_nb.harness.store import unpack_attempt
-from composer_nb.settings import Settings, from_dict, override
+from composer_nb.settings import Settings, override
 from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
-from composer_nb.trainer.records.rundir import RunDir, full_disk
-from composer_nb.trainer.rl import (
-    Scored,
-    batch_metrics,
-    ledger,
-    score_groups,
-    shuffle_rewards,
-    step_point,
-    to_stream,
-    trains,
-)
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
 from composer_nb.trainer.schedule import (
     Alive,
     Cancel,
@@ -66,20 +50,15 @@ from composer_nb.trainer.schedule import (
     Trained,
     TrainerLost,
 )
-from composer_nb.trainer.services import LOST
-from composer_nb.trainer.services.actors import ActorDied, Actors, RayActors, Remote
-from composer_nb.trainer.services.capacity import machines_of_cluster, require_room_for_rl
+from composer_nb.trainer.services.actors import ActorDied, Actors, Remote
 from composer_nb.trainer.services.environments import Assignment, EnvironmentService, Outcome, prompt_order
-from composer_nb.trainer.services.head import resolve
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, Running, TrainerService, store_url
 from composer_nb.trainer.services.trainer_group import TrainerGroup
 from composer_nb.trainer.versions.manifest import WeightFault
-from composer_nb.trainer.versions.store import log
+from composer_nb.trainer.versions.store import stored_bytes
 
-BEGINS_S = 240.0
-"""Ray takes ten seconds to start, on a busy machine a minute."""
 WORK_S = 0.25
 """An environment worker tells what has ended so often."""
 
@@ -129,9 +108,15 @@ class Coordinator:
         self.stillborn = 0
         """Pairs in a row that died before they had joined."""
         self.ended = False
+        self.ranks = Ranks()
+        self.due: Train | None = None
+        """The batch that the trainer is to learn next."""
+        self.learning = False
+        self.found: dict[str, Any] | None = None
+        """The trainer's answer about the batch that it was given."""
+        self.lost = 0
+        """Rollouts lost to the infrastructure before the last batch."""
         self.running: list[Running] = []
-        self.asked: dict[int, tuple[dict[str, Any], dict[str, int]]] = {}
-        """Batches given to the trainer: metrics and ledger so far."""
         self.begin = self.last = time.perf_counter()
         self.before = 0.0
         self.saved = 0
@@ -157,23 +142,26 @@ class Coordinator:
         return self.before + time.perf_counter() - self.begin
 
     def go(self) -> dict[str, Any]:
-        """Runs to the end, and returns what the stage found. Raises RunStopped."""
+        """Run to the end, and return the results of the stage. Raises RunStopped."""
         self._restore()
         self._make_trainer()
         for _ in range(self.settings.services.engines):
             self._make_pair()  # beside the trainer, whose version they wait for: all take long to start
         self.trainer.wait("at")
         self._handle([Served(at=self._now(), version=self.orchestrator.version)])
-        while not self.ended:
-            events: list[Event] = []
-            if self.pending:
-                for future in wait(self.pending, timeout=0.25, return_when=FIRST_COMPLETED).done:
-                    if future in self.pending:  # else it was of a service whose death was heard of just now
-                        events += self._heard(*self.pending.pop(future), future)
-            self._handle([*events, *self._changed(), *self._time_is_up(), Tick(at=self._now())])
-            self._end_hung()
-            self._feed()
+        reinforce(self)
         return self._finish()
+
+    def _turn(self) -> None:
+        """Wait a moment for what happens, and do what follows from it."""
+        events: list[Event] = []
+        if self.pending:
+            for future in wait(self.pending, timeout=0.25, return_when=FIRST_COMPLETED).done:
+                if future in self.pending:  # else it was of a service whose death was heard of just now
+                    events += self._heard(*self.pending.pop(future), future)
+        self._handle([*events, *self._changed(), *self._time_is_up(), Tick(at=self._now())])
+        self._end_hung()
+        self._feed()
 
     def _restore(self) -> None:
         schedule = self.settings.schedule()
@@ -186,6 +174,7 @@ class Coordinator:
         else:
             redo = self.journal.batches(self.saved, snapshot["version"])
             self.orchestrator = Orchestrator.restore(schedule, snapshot, redo=redo, stored=self.journal.stored())
+            self.lost = self.orchestrator.books.counts["faulted"]
         with self.journal.transaction():
             self.journal.save(self.orchestrator.snapshot())
 
@@ -246,7 +235,7 @@ class Coordinator:
             case "work":
                 return self._worked(what, result)
             case "learn":
-                return self._learnt(what, result)
+                self._learnt(what, result)
             case "update":
                 return self._updated(what, result)
             case "tensors":
@@ -294,39 +283,11 @@ class Coordinator:
         self.pending = {f: (kind, what) for f, (kind, what) in self.pending.items() if kind not in ("learn", "state")}
         self._make_trainer()
         self.trainer.wait("at")
+        self.learning, self.due = False, None
         return [TrainerLost(at=self._now(), redo=self.journal.batches(self.saved, self.orchestrator.version))]
 
-    def _learnt(self, step: int, found: dict[str, Any]) -> list[Event]:
-        version, hash = found.pop("version"), found.pop("hash")
-        self.notes.append(partial(self.journal.log_version, version, step, hash))
-        self.train_s += found["train_s"]
-        metrics, tokens = self.asked.pop(step)
-        if step == self.orchestrator.version:
-            self._note(step, metrics | found | {"version": version}, tokens)
-        events: list[Event] = [Trained(at=self._now(), step=step)]
-        rl = self.settings.rl
-        last = step + 1 == rl.steps
-        if (step + 1) % rl.checkpoint_every == 0 or last:
-            self._ask(self.trainer.call("state"), "state", step + 1)
-        if rl.evaluate_every and (step + 1) % rl.evaluate_every == 0 and not last and step == self.orchestrator.version:
-            evaluator = self.actors.make(EvaluationService, self.run.path, self.settings, name=f"evaluation-{step + 1}")
-            self._ask(evaluator.call("look", version), "look", (step + 1, evaluator))
-        return events
-
-    def _note(self, step: int, metrics: dict[str, Any], tokens: dict[str, int]) -> None:
-        now = time.perf_counter()
-        wall, self.last = now - self.last, now
-        metrics["time"] = {"wall_s": wall, "train_s": metrics.pop("train_s")}
-        self.notes.append(partial(self.journal.log_step, step + 1, metrics, tokens))
-        self.run.log("rl", step + 1, metrics)
-        for name, value in metrics.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                self.board.add_scalar(f"rl/{name}", value, step + 1)
-        if (step + 1) % 5 == 0:
-            self.say(
-                f"rl {step + 1}/{self.settings.rl.steps}: solved {metrics['solved']:.3f}, {metrics['turns']:.1f} calls, "
-                f"staleness {metrics['staleness']:.2f}, entropy {metrics['entropy']:.2f}, {self.seconds:.0f} s"
-            )
+    def _learnt(self, step: int, found: dict[str, Any]) -> None:
+        self.learning, self.found = False, found
 
     def _saved(self, wanted: int, step: int, state: dict[str, Any] | str) -> None:
         self.run.commit("rl", step, state, [], [], self.seconds)
@@ -337,7 +298,7 @@ class Coordinator:
         [(text,)] = self.run.query("SELECT metrics FROM step WHERE stage = 'rl' AND step = ?", step)
         tokens = dict(self.run.query("SELECT reason, tokens FROM ledger WHERE stage = 'rl' AND step = ?", step))
         self.notes.append(partial(self.journal.log_step, step, json.loads(text) | scores, tokens))
-        self.say(f"rl {step}: on tuning tasks {scores['tune_pass_at_1']:.3f}, greedy {scores['tune_greedy']:.3f}")
+        self.say(scores_line(step, scores))
 
     def _updated(self, pair: _Pair, report: Running) -> list[Event]:
         pair.updating = False
@@ -413,7 +374,7 @@ class Coordinator:
                 if name in self.pairs:
                     self.pairs[name].cancel.append((slot, number))
             case Train():
-                self._train(command)
+                self.due = command
             case Drained():
                 self.ended = True
             case Stop(error=error):
@@ -437,55 +398,70 @@ class Coordinator:
                 died = ActorDied(f"{pair.name} said nothing for {self.settings.services.hang_s:g} s (services.hang_s)")
                 self._handle(self._pair_died(pair, died))
 
-    # Training
+    # The loop's services
 
-    def _train(self, train: Train) -> None:
-        groups = self._groups(train)
-        streams = self.streams(groups)
-        versions = [
-            segment.policy_version[segment.acted]
-            for group in groups
-            for scored in group
-            for segment in scored.attempt.rollout.segments
-        ]
-        ages = [train.step - int(v.min()) // self.per_step for v in versions if len(v)]
-        metrics = step_point(batch_metrics(groups)) | {
-            "staleness": float(np.mean(ages)),
-            "staleness_max": max(ages),
-            "mixed_versions": float(np.mean([len(np.unique(v)) > 1 for v in versions if len(v)])),
-            "infra_errors": self.orchestrator.books.counts["faulted"],
-            "in_flight": sum(len(p) for pair in self.pairs.values() for p in pair.assigned.values()),
-        }
-        self.asked[train.step] = (metrics, dict(ledger(groups, self.settings.loss)))
-        batch = (train.step, self.journal.rate(train.step), streams)
-        self.live = train.step if streams else self.live
-        kept = min(self.saved, self.live)
-        self._ask(self.trainer.call("learn", *batch, self.running, kept), "learn", train.step)
-        self.running = []
-
-    def streams(self, groups: Sequence[Sequence[Scored]]) -> list[Stream]:
-        """What the trainer gets of a batch."""
-        return [to_stream(scored) for group in groups for scored in group if trains(scored, self.settings.loss)]
-
-    def _groups(self, train: Train) -> list[list[Scored]]:
-        """The batch's rollouts with their rewards: from the step's file, where it is there already, else from `run.db`."""
+    def take(self) -> Batch | None:
+        while self.due is None and not self.ended:
+            self._turn()
+        train, self.due = self.due, None
+        if train is None:
+            return None
+        faulted = self.orchestrator.books.counts["faulted"]
+        lost = faulted - self.lost
+        if train.step == self.orchestrator.version:
+            self.lost = faulted
+        in_flight = sum(len(places) for pair in self.pairs.values() for places in pair.assigned.values())
+        batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight})
         file = batch_file(self.run.path, train.step)
         if file.is_file():
-            return load_batch(file, self.by_id)
+            return batch(scored=load_batch(file, self.by_id))
         size = len(train.rollouts) // len(train.slots)
         packed = self.journal.packed(train.rollouts)
         done = [unpack_attempt(p, self.tasks[slot]) for p, (slot, _, _) in zip(packed, train.rollouts, strict=True)]
-        groups = score_groups(
-            [done[at : at + size] for at in range(0, len(done), size)], self.settings.reward, self.settings.loss
-        )
-        if self.settings.rl.shuffle_rewards:
-            groups = shuffle_rewards(groups, self.settings.loss, Random(f"shuffle {train.step} 0"))
-        names = {
-            "slot": [slot for slot, _, _ in train.rollouts],
-            "dispatch": [number for _, number, _ in train.rollouts],
-        }
-        save_batch(file, groups, names)
-        return groups
+        return batch(groups=[done[at : at + size] for at in range(0, len(done), size)])
+
+    def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+        [train] = self.journal.batches(batch.step, batch.step + 1)
+        slots, dispatches, _ = zip(*train.rollouts, strict=True)
+        save_batch(batch_file(self.run.path, batch.step), groups, {"slot": slots, "dispatch": dispatches})
+
+    def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any] | None:
+        self.live = batch.step if streams else self.live
+        values = (batch.step, self.journal.rate(batch.step), streams, self.running, min(self.saved, self.live))
+        self.learning, self.found, self.running = True, None, []
+        self._ask(self.trainer.call("learn", *values), "learn", batch.step)
+        while self.learning:
+            self._turn()
+        return self.found
+
+    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+        """Begin an evaluation beside the run; its scores join the record when they are there."""
+        if batch.step == self.orchestrator.version:
+            step = batch.step + 1
+            evaluator = self.actors.make(EvaluationService, self.run.path, self.settings, name=f"evaluation-{step}")
+            self._ask(evaluator.call("look", found["version"]), "look", (step, evaluator))
+        return {}
+
+    def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
+        step, hash = batch.step, point.pop("hash")
+        self.notes.append(partial(self.journal.log_version, point["version"], step, hash))
+        train_s = point.pop("train_s")
+        self.train_s += train_s
+        if (
+            step == self.orchestrator.version
+        ):  # otherwise it was recorded before the trainer went back to its checkpoint
+            now = time.perf_counter()
+            wall, self.last = now - self.last, now
+            point["time"] = {"wall_s": wall, "train_s": train_s}
+            self.notes.append(partial(self.journal.log_step, step + 1, point, tokens))
+            self.run.log("rl", step + 1, point)
+            for name, value in point.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    self.board.add_scalar(f"rl/{name}", value, step + 1)
+        self._handle([Trained(at=self._now(), step=step)])
+
+    def save(self, step: int) -> None:
+        self._ask(self.trainer.call("state"), "state", step)
 
     # The end
 
@@ -508,7 +484,7 @@ class Coordinator:
         self.journal.close()
         return {
             "seconds_before": self.before,
-            "versions": self.orchestrator.version * self.per_step,
+            "versions": version,
             "stopped_early": self.stopped_early,
             "sampled": books["counts"].get("received_tokens", 0),
             "staleness_bound": self.settings.services.bound,
@@ -516,81 +492,5 @@ class Coordinator:
             "lengths": books["lengths"],
             "counts": books["counts"],
             "train_s": self.train_s,
-            "store": self._store_sizes(),
+            "store": stored_bytes(store_url(self.run.path, self.settings)),
         }
-
-    def _store_sizes(self) -> dict[str, float]:
-        """Versions in the store, full ones and deltas, with their mean bytes."""
-        rows = [row for row in log(store_url(self.run.path, self.settings)) if "bytes" in row]
-        found: dict[str, float] = {}
-        for name, sizes in (
-            ("full", [row["bytes"] for row in rows if row["base"] is None]),
-            ("delta", [row["bytes"] for row in rows if row["base"] is not None]),
-        ):
-            found[name] = len(sizes)
-            if sizes:
-                found[f"{name}_bytes"] = float(np.mean(sizes))
-        return found
-
-
-def _end_unless_begun(begun: threading.Event) -> None:
-    """Ends this process when Ray, which waits for its workers without a limit, does not answer: the launcher tries again."""
-    if not begun.wait(BEGINS_S):
-        print(f"Ray has not begun within {BEGINS_S:.0f} s", file=sys.stderr, flush=True)
-        os._exit(LOST)
-
-
-def _end_when_lost(actors: RayActors) -> None:
-    """Ends this process at once, whatever it waits for, when Ray is gone: the launcher starts it again, and it resumes."""
-    while (lost := actors.lost()) is None:
-        time.sleep(2.0)
-    print(lost, file=sys.stderr, flush=True)
-    os._exit(LOST)
-
-
-def main(arguments: list[str]) -> None:
-    [path] = arguments
-    run = RunDir(Path(path))
-    settings = from_dict(run.settings())
-    start = time.perf_counter()
-
-    def say(text: str) -> None:
-        print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
-
-    if run.finished("rl") is not None:
-        return
-    say("rl, as services …")
-    held = ResourceJournal(run.path / FOLDER, run.path.name)
-    address = settings.services.address
-    begun = threading.Event()
-    threading.Thread(target=_end_unless_begun, args=(begun,), daemon=True).start()
-    try:
-        actors = RayActors(resolve(address), namespace=run.path.name, journal=held)
-    except ConnectionError as error:
-        print(f"services.address={address}: {error}" if address else error, file=sys.stderr)
-        sys.exit(1 if address else LOST)
-    finally:
-        begun.set()
-    threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
-    try:
-        if address and not run.steps("rl"):  # where it goes on, what has died may still hold its memory
-            require_room_for_rl(settings, machines_of_cluster())
-        info = Coordinator(run, settings, actors, say).go()
-        seconds = time.perf_counter() - start + info.pop("seconds_before")
-        run.finish("rl", seconds, info)
-        say(f"rl: done in {seconds:.0f} s")
-    except ActorDied as died:  # where nothing was in its place yet, or any more: the launcher starts us again
-        print(died, file=sys.stderr)
-        sys.exit(LOST)
-    except Exception as error:
-        if message := full_disk(error, run.path):
-            sys.exit(message)
-        if not isinstance(error, (RunStopped, ValueError, FloatingPointError, OSError)):
-            raise
-        sys.exit(str(error) or repr(error))
-    finally:
-        actors.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -29,7 +29,8 @@ from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.muon import make_optimizer
+from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.optimizer import make_optimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.models.checkpoint import (
@@ -44,7 +45,6 @@ from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Learner
 from composer_nb.trainer.services.environments import Answers, Exchange
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
@@ -262,8 +262,7 @@ class TrainerService:
         optimizer = make_optimizer(
             model, settings.optimizer, published=torch.bfloat16, scale_rate=settings.rl.scale_rate
         )
-        self._learner = Learner(model, optimizer, settings.loss, reference)
-        self._learner.replay = settings.replay
+        self._learner = Learner(model, optimizer, settings.loss, reference, settings.replay)
         self.step = 0
         if not from_start and (found := self._run.checkpoint("rl")):
             self.step, state, _ = found
@@ -306,12 +305,9 @@ class TrainerService:
             streams,
             self._ranks,
             Random(f"minibatches {s.rl_seed} {step}"),
-            minibatches=rl.minibatches,
-            denominator=rl.denominator(s.loss),
             lr=lr,
-            clip=rl.clip,
-            budget=rl.microbatch_tokens,
             after=self._publish,
+            **rl.of_a_batch(s.loss),
         )
         self.step += 1
         self._catch_up()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_nb.settings import Settings
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.ranks import set_up_process
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.hf_config import config_json
@@ -29,7 +30,6 @@ from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.owned import held
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Learner
 from composer_nb.trainer.services.services import TrainerService, store_url
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 

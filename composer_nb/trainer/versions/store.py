@@ -304,6 +304,16 @@ def log(url: str | Path) -> list[dict[str, Any]]:
     return [rows[version] for version in sorted(rows)]
 
 
+def stored_bytes(url: str | Path) -> dict[str, float]:
+    """Return the number of full versions and of deltas that were ever published, with their mean bytes."""
+    rows = [row for row in log(url) if "bytes" in row]
+    found: dict[str, float] = {}
+    for name, full in (("full", True), ("delta", False)):
+        sizes = [row["bytes"] for row in rows if (row["base"] is None) == full]
+        found |= {name: len(sizes)} | ({f"{name}_bytes": sum(sizes) / len(sizes)} if sizes else {})
+    return found
+
+
 def ready(url: str | Path, version: int, receivers: Iterable[str]) -> dict[str, bool]:
     """Whether each of these receivers runs this very version, by what they report. Raises StoreError, MissingVersion."""
     store = Store(url)

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from composer_nb.trainer.learning.muon import (
     QUINTIC,
-    FlatMuon,
     OptimizerSettings,
-    make_optimizer,
     matrices,
     muon_update,
     newton_schulz,
 )
-from composer_nb.trainer.learning.optimizer import FlatAdamW, FlatOptimizer
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, make_optimizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 MUON = OptimizerSettings(name="muon")
@@ -149,9 +147,9 @@ def test_a_step_is_that_of_a_loop_over_heads_and_experts(make_model, sizes: dict
     model: Model = make_model(1, **sizes)
     c, start = model.config, copy.deepcopy(dict(model.named_parameters()))
     adam = copy.deepcopy(model)
-    muon = FlatMuon(model, MUON, weight_decay=0.1)
+    muon = FlatOptimizer(model, MUON, weight_decay=0.1)
     steps(model, muon, range(1))
-    steps(adam, FlatAdamW(adam, weight_decay=0.1), range(1))
+    steps(adam, FlatOptimizer(adam, weight_decay=0.1), range(1))
     gradients = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
     for (name, found), twin in zip(model.named_parameters(), adam.parameters(), strict=True):
         last = name.rpartition(".")[2]
@@ -188,12 +186,12 @@ def polar_of_five(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("done", [0, 2])
 def test_a_run_with_muon_resumes_bit_for_bit(make_model, tmp_path: Path, published: torch.dtype | None, done: int):
     model = make_model(1)
-    optimizer = FlatMuon(model, MUON, weight_decay=0.1, published=published)
+    optimizer = FlatOptimizer(model, MUON, weight_decay=0.1, published=published)
     steps(model, optimizer, range(done))
     save_file(optimizer.state(), tmp_path / "state.safetensors")
     steps(model, optimizer, range(done, 4))
     other = make_model(2)
-    resumed = FlatMuon(other, MUON, weight_decay=0.1, published=published)
+    resumed = FlatOptimizer(other, MUON, weight_decay=0.1, published=published)
     steps(other, resumed, range(90, 92))  # what it did before must not matter
     resumed.load(load_file(tmp_path / "state.safetensors"))
     steps(other, resumed, range(done, 4))
@@ -206,7 +204,7 @@ def test_a_run_with_muon_resumes_bit_for_bit(make_model, tmp_path: Path, publish
 def test_a_checkpoint_of_the_other_optimiser_is_refused(make_model):
     model, other = make_model(1), make_model(1)
     adam, muon = make_optimizer(model, OptimizerSettings()), make_optimizer(other, MUON)
-    assert isinstance(adam, FlatAdamW) and isinstance(muon, FlatMuon)
+    assert isinstance(adam, FlatOptimizer) and isinstance(muon, FlatOptimizer)
     steps(model, adam, range(1))
     steps(other, muon, range(1))
     before = muon.weights.clone()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.models.transformer import Model
 
 
@@ -31,7 +31,7 @@ def give(model: Model, slopes: list[Tensor]) -> None:
 def test_it_is_adamw_tensor_by_tensor(make_model, weight_decay: float, clip: float):
     model = make_model(1)
     twin = copy.deepcopy(model)
-    ours = FlatAdamW(model, weight_decay=weight_decay)
+    ours = FlatOptimizer(model, weight_decay=weight_decay)
     theirs = torch.optim.AdamW(twin.parameters(), betas=(0.9, 0.95), weight_decay=weight_decay, fused=False)
     for step in range(6):
         lr = 1e-2 / (step + 1)
@@ -52,7 +52,7 @@ def test_it_is_adamw_tensor_by_tensor(make_model, weight_decay: float, clip: flo
 def test_parameters_and_gradients_are_views_of_the_flat_vectors(make_model):
     model = make_model(1)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    optimizer = FlatAdamW(model)
+    optimizer = FlatOptimizer(model)
     assert torch.equal(optimizer.weights, before)
     model(torch.tensor([[1, 2, 3]]))[0].sum().backward()
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -66,7 +66,7 @@ def test_parameters_and_gradients_are_views_of_the_flat_vectors(make_model):
 
 def test_a_gradient_longer_than_the_clip_is_scaled_and_a_shorter_one_left_alone(make_model):
     model = make_model(1)
-    optimizer = FlatAdamW(model)
+    optimizer = FlatOptimizer(model)
     for clip, kept in ((0.5, 0.5), (1e6, None)):
         optimizer.zero_()
         give(model, gradients(model, 0))
@@ -77,7 +77,7 @@ def test_a_gradient_longer_than_the_clip_is_scaled_and_a_shorter_one_left_alone(
 
 def test_the_norm_of_millions_of_gradients_is_exact():
     layer = torch.nn.Linear(2000, 1000, bias=False)
-    optimizer = FlatAdamW(layer)
+    optimizer = FlatOptimizer(layer)
     torch.randn(optimizer.gradients.shape, generator=torch.Generator().manual_seed(0), out=optimizer.gradients)
     wanted = math.sqrt(math.fsum((optimizer.gradients.double() ** 2).tolist()))
     assert optimizer.step(0.0, clip=1e9) == pytest.approx(wanted, rel=1e-9)
@@ -86,7 +86,7 @@ def test_the_norm_of_millions_of_gradients_is_exact():
 def test_published_weights_are_the_masters_rounded(make_model):
     model = make_model(1)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = FlatAdamW(model, published=torch.bfloat16)
+    optimizer = FlatOptimizer(model, published=torch.bfloat16)
     for parameter, original in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, original.bfloat16().float()), "already at the start"
     for step in range(5):
@@ -101,7 +101,7 @@ def test_published_weights_are_the_masters_rounded(make_model):
 
 def test_steps_too_small_for_bf16_add_up_in_the_masters(make_model):
     model = make_model(1)
-    optimizer = FlatAdamW(model, published=torch.bfloat16)
+    optimizer = FlatOptimizer(model, published=torch.bfloat16)
     start, first = optimizer.weights.clone(), None
     for step in range(400):
         optimizer.gradients.fill_(1.0)
@@ -116,7 +116,7 @@ def test_masters_make_the_same_steps_whatever_is_published(make_model):
     flats = []
     for published in (None, torch.bfloat16):
         model = make_model(1)
-        optimizer = FlatAdamW(model, published=published)
+        optimizer = FlatOptimizer(model, published=published)
         for step in range(3):
             optimizer.zero_()
             give(model, gradients(model, step))
@@ -128,20 +128,20 @@ def test_masters_make_the_same_steps_whatever_is_published(make_model):
 @pytest.mark.parametrize("published", [None, torch.bfloat16])
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: Path, published, done: int):
-    def steps(model: Model, optimizer: FlatAdamW, numbers: range) -> None:
+    def steps(model: Model, optimizer: FlatOptimizer, numbers: range) -> None:
         for step in numbers:
             optimizer.zero_()
             give(model, gradients(model, step))
             optimizer.step(1e-2, 1.0)
 
     model = make_model(1)
-    optimizer = FlatAdamW(model, weight_decay=0.1, published=published)
+    optimizer = FlatOptimizer(model, weight_decay=0.1, published=published)
     steps(model, optimizer, range(done))
     save_file(optimizer.state(), tmp_path / "state.safetensors")
     steps(model, optimizer, range(done, 5))
 
     other = make_model(2)
-    resumed = FlatAdamW(other, weight_decay=0.1, published=published)
+    resumed = FlatOptimizer(other, weight_decay=0.1, published=published)
     steps(other, resumed, range(90, 92))  # what it did before must not matter
     resumed.load(load_file(tmp_path / "state.safetensors"))
     steps(other, resumed, range(done, 5))
@@ -153,8 +153,8 @@ def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: 
 
 
 def test_a_state_of_another_model_is_refused(make_model):
-    state = FlatAdamW(make_model(1)).state()
-    optimizer = FlatAdamW(make_model(1, vocab_size=60))
+    state = FlatOptimizer(make_model(1)).state()
+    optimizer = FlatOptimizer(make_model(1, vocab_size=60))
     before = optimizer.weights.clone()
     with pytest.raises(ValueError, match=r"holds \d+ weights, the model \d+: the model's settings changed"):
         optimizer.load(state)
@@ -163,7 +163,7 @@ def test_a_state_of_another_model_is_refused(make_model):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_no_number_stops_the_run_before_it_reaches_the_weights(make_model, bad: float):
-    optimizer = FlatAdamW(make_model(1))
+    optimizer = FlatOptimizer(make_model(1))
     before = optimizer.weights.clone()
     optimizer.gradients[7] = bad
     with pytest.raises(FloatingPointError, match="lr"):

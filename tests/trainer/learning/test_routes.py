@@ -13,13 +13,14 @@ import torch
 from composer_nb.harness.policy import Trace, route_checks
 from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream, flatten
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
-from composer_nb.trainer.rl import Learner, Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_stream
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
 NAMES = ("routes", "route_valid", "checks")
@@ -107,7 +108,7 @@ def test_damaged_routes_are_refused_before_a_step(make_model, streams, name: str
     for place in range(len(streams)):
         batch = [*streams[:place], spoil(streams[place]), *streams[place + 1 :]]
         model = make_model(3)
-        learner = Learner(model, FlatAdamW(model), LossSettings(), replay=FULL)
+        learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL)
         before = learner.optimizer.weights.clone()
         where = rf"stream {place} of 4 can not be replayed \(replay\.level\): .*"
         with pytest.raises(ValueError, match=where + complaint):
@@ -153,7 +154,7 @@ def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
     weights = []
     for batch in (streams, [DAMAGE[name][0](stream) for stream in streams]):
         model = make_model(3)
-        learner = Learner(model, FlatAdamW(model), LossSettings())
+        learner = Learner(model, FlatOptimizer(model), LossSettings())
         learner.learn(batch, Ranks(), Random(0), **LEARN)
         weights.append(learner.optimizer.weights)
     assert torch.equal(*weights)

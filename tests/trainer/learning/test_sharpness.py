@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from composer_nb.trainer.learning.optimizer import FlatAdamW, Scaled
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, Scaled
 from composer_nb.trainer.models.transformer import Model
 
 
@@ -28,7 +28,7 @@ class Choice(nn.Module):
         return -logits.softmax(-1)[0] + (self.other**2).sum()
 
 
-def step(model: Choice, optimizer: FlatAdamW, lr: float = 1e-3) -> None:
+def step(model: Choice, optimizer: FlatOptimizer, lr: float = 1e-3) -> None:
     optimizer.zero_()
     model.loss().backward()
     optimizer.step(lr, 1e9)
@@ -36,7 +36,7 @@ def step(model: Choice, optimizer: FlatAdamW, lr: float = 1e-3) -> None:
 
 def test_it_is_adam_on_a_factor_of_the_gain() -> None:
     ours, theirs = Choice(), Choice()
-    optimizer = FlatAdamW(ours, scaled=(ours.gain, 20.0))
+    optimizer = FlatOptimizer(ours, scaled=(ours.gain, 20.0))
     weights = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     log = nn.Parameter(torch.zeros(()))
     factor = torch.optim.Adam([log], lr=20e-3, betas=(0.9, 0.95))
@@ -60,7 +60,7 @@ def test_nothing_else_moves_otherwise_than_without_it(make_model) -> None:
     flats: list[dict[str, Tensor]] = []
     for rate in (0.0, 8.0):
         model: Model = make_model(1)
-        optimizer = FlatAdamW(model, scaled=(model.final_norm, rate))
+        optimizer = FlatOptimizer(model, scaled=(model.final_norm, rate))
         before = model.final_norm.detach().clone()
         model(torch.tensor([[1, 2, 3, 4]]))[0].logsumexp(-1).sum().backward()
         optimizer.step(1e-2, 1e9)
@@ -74,12 +74,12 @@ def test_nothing_else_moves_otherwise_than_without_it(make_model) -> None:
 
 def test_it_resumes_from_disk_bit_for_bit(tmp_path: Path) -> None:
     model, other = Choice(), Choice()
-    optimizer = FlatAdamW(model, scaled=(model.gain, 20.0), published=torch.bfloat16)
+    optimizer = FlatOptimizer(model, scaled=(model.gain, 20.0), published=torch.bfloat16)
     for number in range(9):
         if number == 4:
             save_file(optimizer.state(), tmp_path / "state.safetensors")
         step(model, optimizer)
-    resumed = FlatAdamW(other, scaled=(other.gain, 20.0), published=torch.bfloat16)
+    resumed = FlatOptimizer(other, scaled=(other.gain, 20.0), published=torch.bfloat16)
     step(other, resumed, 0.1)  # what it did before must not matter
     resumed.load(load_file(tmp_path / "state.safetensors"))
     for _ in range(5):
@@ -93,7 +93,7 @@ def test_it_resumes_from_disk_bit_for_bit(tmp_path: Path) -> None:
 def test_a_state_with_a_scale_is_for_an_optimiser_with_one(learnt: bool) -> None:
     model, other = Choice(), Choice()
     scaled: Scaled = (model.gain, 20.0 * learnt)
-    state = FlatAdamW(model, scaled=scaled).state()
-    optimizer = FlatAdamW(other, scaled=(other.gain, 20.0 * (not learnt)))
+    state = FlatOptimizer(model, scaled=scaled).state()
+    optimizer = FlatOptimizer(other, scaled=(other.gain, 20.0 * (not learnt)))
     with pytest.raises(ValueError, match=r"rl\.scale_rate"):
         optimizer.load(state)

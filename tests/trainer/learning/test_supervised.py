@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from composer_nb.settings import MidtrainSettings, RlSettings
 from composer_nb.trainer.learning.data import CODE_ROW, Row, deal, mixture, mixture_code
-from composer_nb.trainer.learning.optimizer import FlatAdamW, trapezoid
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig, balance_loss
@@ -67,7 +67,7 @@ def test_the_loss_is_the_weighted_mean_over_tokens_and_the_step_descends_it():
     net, batch = model(), rows(5)
     total, weight = by_hand(net, batch)
     wanted = torch.autograd.grad(total / weight, list(net.parameters()), allow_unused=True)
-    optimizer = FlatAdamW(net)
+    optimizer = FlatOptimizer(net)
     before = optimizer.weights.clone()
     found = train_step(net, batch, optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
     assert found["loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
@@ -86,17 +86,19 @@ def test_the_agent_s_loss_is_the_plain_mean_over_tokens_that_weigh_one():
     total, weight = by_hand(net, chosen)
     assert cross_entropy(net, batch, Ranks()) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
     assert cross_entropy(net, batch, Ranks(), budget=1) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
-    found = train_step(net, batch, FlatAdamW(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
+    found = train_step(net, batch, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
     assert found["agent_loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
     context = [Row(row.token_ids, np.full(len(row.weight), 0.5, np.float32)) for row in batch]
-    assert math.isnan(train_step(net, context, FlatAdamW(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)["agent_loss"])
+    assert math.isnan(
+        train_step(net, context, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)["agent_loss"]
+    )
 
 
 def test_the_balance_loss_reaches_the_routers():
     net, batch = model(), rows(4)
     slopes = []
     for balance in (0.0, 0.5):
-        optimizer = FlatAdamW(net)
+        optimizer = FlatOptimizer(net)
         train_step(net, batch, optimizer, Ranks(), lr=0.0, balance=balance, clip=1e9)
         slopes.append(optimizer.gradients.clone())
     joined = _balance(net, batch)
@@ -126,7 +128,7 @@ BALANCE = [0.0, 0.0, 0.3]
 def _train(ranks: Ranks) -> dict[str, object]:
     torch.set_num_threads(1)
     net, data = model(), rows(8)
-    optimizer = FlatAdamW(net, weight_decay=0.1)
+    optimizer = FlatOptimizer(net, weight_decay=0.1)
     slopes, metrics = [], []
     for numbers, balance in zip(BATCHES, BALANCE, strict=True):
         mine = share(data, numbers, ranks)
@@ -163,7 +165,7 @@ def test_two_ranks_train_like_one_on_the_union(tmp_path: Path):
         assert a["metrics"][step] == pytest.approx(one["metrics"][step], rel=1e-4, nan_ok=True)
     # The balance loss is each rank's own, averaged; cross-entropy is that of the union.
     net, data = model(), rows(8)
-    optimizer = FlatAdamW(net, weight_decay=0.1)
+    optimizer = FlatOptimizer(net, weight_decay=0.1)
     for numbers in BATCHES[:2]:
         train_step(net, [data[n] for n in numbers], optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
     total, weight = by_hand(net, [data[n] for n in BATCHES[2]])
@@ -294,14 +296,14 @@ def test_the_loop_is_its_steps_and_its_looks_change_nothing():
     m = MidtrainSettings(steps=7, lr=1e-2)
     plan = midtrain_plan(m, {"watched": watched})
     by_step = model()
-    optimizer, each = FlatAdamW(by_step, weight_decay=m.weight_decay), []
+    optimizer, each = FlatOptimizer(by_step, weight_decay=m.weight_decay), []
     for step, batch in enumerate(batches):
         lr = m.lr * trapezoid(step, m.steps, m.warmup, m.constant)
         mine = share(batch, range(len(batch)), Ranks())
         each.append(train_step(by_step, mine, optimizer, Ranks(), lr=lr, balance=m.balance, clip=m.clip))
     for looks, wanted in ((10, [1, 2, 3, 4, 5, 6, 7]), (3, [2, 4, 6, 7]), (1, [7])):
         net = model()
-        loop = supervise(net, FlatAdamW(net, weight_decay=m.weight_decay), batches, plan, Ranks(), looks=looks)
+        loop = supervise(net, FlatOptimizer(net, weight_decay=m.weight_decay), batches, plan, Ranks(), looks=looks)
         points = dict(loop)
         assert list(points) == wanted
         assert torch.equal(net.embed, by_step.embed)
@@ -314,8 +316,8 @@ def test_the_loop_is_its_steps_and_its_looks_change_nothing():
 def test_the_loop_goes_on_from_where_it_stopped():
     batches, plan = [rows(3, seed) for seed in range(6)], midtrain_plan(MidtrainSettings(steps=6), {})
     whole, part = model(), model()
-    points = dict(supervise(whole, FlatAdamW(whole), batches, plan, Ranks(), looks=3))
-    optimizer = FlatAdamW(part)
+    points = dict(supervise(whole, FlatOptimizer(whole), batches, plan, Ranks(), looks=3))
+    optimizer = FlatOptimizer(part)
     for step, _ in supervise(part, optimizer, batches, plan, Ranks(), looks=3):
         if step == 4:
             break

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from composer_nb.cli import main
 from composer_nb.settings import override
 from composer_nb.trainer.learning.data import Row
-from composer_nb.trainer.learning.muon import OptimizerSettings, make_optimizer
+from composer_nb.trainer.learning.muon import OptimizerSettings
+from composer_nb.trainer.learning.optimizer import make_optimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.quantize import mx_quantize
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.muon import OptimizerSettings, make_optimizer
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.muon import OptimizerSettings
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, make_optimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import ReplaySettings
@@ -27,7 +28,6 @@ from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.owned import held
 from composer_nb.trainer.parallel.team import Team
-from composer_nb.trainer.rl import Learner
 from tests.trainer.forked import on_ranks
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts=8)
@@ -210,8 +210,8 @@ def _quantised() -> None:
 
     alone._experts = rounded  # type: ignore[method-assign]
     plain = made(GQA, torch.float64, False)
-    runs = ((alone, FlatAdamW(alone), Ranks()), (cut, ShardedOptimizer(cut, team, ADAMW), team))
-    for model, optimizer, ranks in (*runs, (plain, FlatAdamW(plain), Ranks())):
+    runs = ((alone, FlatOptimizer(alone), Ranks()), (cut, ShardedOptimizer(cut, team, ADAMW), team))
+    for model, optimizer, ranks in (*runs, (plain, FlatOptimizer(plain), Ranks())):
         learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))
     assert_same(cut, alone, 1e-9)
     with pytest.raises(AssertionError, match="is off by"):
@@ -226,7 +226,7 @@ def _mixed() -> None:
     [one, many] = [
         learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))[0]
         for model, optimizer, ranks in (
-            (alone, FlatAdamW(alone), Ranks()),
+            (alone, FlatOptimizer(alone), Ranks()),
             (cut, ShardedOptimizer(cut, team, ADAMW), team),
         )
     ]

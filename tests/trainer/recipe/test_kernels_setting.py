@@ -14,7 +14,7 @@ from composer_nb.labs.rewards.rescore import model_before
 from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.learning.data import Row
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Kernels, Model, ModelConfig
@@ -50,7 +50,7 @@ def rows(count: int = 8) -> list[Row]:
 
 def losses(recipe: str, steps: int = 40) -> list[float]:
     net = model(recipe)
-    optimizer = FlatAdamW(net)
+    optimizer = FlatOptimizer(net)
     return [train_step(net, rows(), optimizer, Ranks(), lr=3e-3, balance=1e-3, clip=1.0)["loss"] for _ in range(steps)]
 
 

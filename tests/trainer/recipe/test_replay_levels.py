@@ -12,8 +12,9 @@ import torch
 
 from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.optimizer import FlatAdamW
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
@@ -21,7 +22,7 @@ from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics, variant
 from composer_nb.trainer.recipe.mismatch import gap_figures
-from composer_nb.trainer.rl import Learner, Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_stream
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
 SHARP = {"num_experts": 8, "num_experts_per_tok": 3}
@@ -40,7 +41,7 @@ def streams(make_model, converse) -> list[Stream]:
 
 
 def learnt(model: Model, streams: list[Stream], replay: ReplaySettings) -> tuple[Learner, dict[str, float]]:
-    learner = Learner(model, FlatAdamW(model), LossSettings(), replay=replay)
+    learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replay)
     return learner, learner.learn(streams, Ranks(), Random(0), **LEARN)
 
 
@@ -85,7 +86,7 @@ def test_the_trainer_s_own_routes_hold_through_all_minibatches(make_model, strea
     model.trunk = watched  # type: ignore[method-assign]
     bare = [replace(s, routes=s.routes[:0], route_valid=s.route_valid[:0], checks=s.checks[:0]) for s in streams]
     settings = ReplaySettings(level="ids+order", source="trainer")
-    learner = Learner(model, FlatAdamW(model), LossSettings(), replay=settings)
+    learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=settings)
     made = Learner._batch
 
     def noted(self: Learner, chunk: Any, ranks: Ranks) -> Any:

@@ -20,6 +20,7 @@ from composer_nb import settings as config
 from composer_nb.harness.files import write_json
 from composer_nb.labs.rewards.rescore import weights_of
 from composer_nb.settings import Settings, override, to_dict
+from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
@@ -27,7 +28,8 @@ from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir, create
-from composer_nb.trainer.services import coordinator, services
+from composer_nb.trainer.services import run as process
+from composer_nb.trainer.services import services
 from composer_nb.trainer.services.actors import ActorDied, ThreadRemote, Threads
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.journal import REFUSED, request_change
@@ -374,13 +376,13 @@ def test_a_trainer_that_dies_at_birth_or_at_the_end_is_started_again_with_all_el
     begun, dies: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
 ):
     run, _ = begun("birth", {"rl.steps": 2})
-    monkeypatch.setattr(coordinator, "_end_when_lost", lambda actors: None)
-    monkeypatch.setattr(coordinator, "RayActors", lambda *place, **named: Flaky(**dies))
+    monkeypatch.setattr(process, "_end_when_lost", lambda actors: None)
+    monkeypatch.setattr(process, "RayActors", lambda *place, **named: Flaky(**dies))
     with pytest.raises(SystemExit) as ended:
-        coordinator.main([str(run.path)])
-    assert ended.value.code == coordinator.LOST and run.finished("rl") is None
-    monkeypatch.setattr(coordinator, "RayActors", lambda *place, **named: Threads())
-    coordinator.main([str(run.path)])
+        process.main([str(run.path)])
+    assert ended.value.code == process.LOST and run.finished("rl") is None
+    monkeypatch.setattr(process, "RayActors", lambda *place, **named: Threads())
+    process.main([str(run.path)])
     assert run.finished("rl") is not None and len(trained(run)) == 2
 
 
@@ -468,7 +470,7 @@ def test_what_a_trainer_gives_is_of_one_moment(begun, monkeypatch: pytest.Monkey
         coordinator._make_trainer()
         before = coordinator.trainer.wait("state")[1]
         as_given = copy.deepcopy(before)
-        streams = coordinator.streams(load_batch(batch_file(run.path, 0), coordinator.by_id))
+        streams = rl.streams_of(load_batch(batch_file(run.path, 0), coordinator.by_id), settings.loss)
         learning.clear()
         learnt = coordinator.trainer.call("learn", 0, 1e-3, streams, [])
         assert learning.wait(60)
@@ -497,11 +499,11 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monke
 
     run = RunDir(tmp_path / "full")
     write_json(run.path / "settings.json", to_dict(Settings()))
-    monkeypatch.setattr(coordinator, "RayActors", lambda *given, **more: Threads())
-    monkeypatch.setattr(coordinator, "_end_when_lost", lambda actors: None)
-    monkeypatch.setattr(coordinator, "Coordinator", Full)
+    monkeypatch.setattr(process, "RayActors", lambda *given, **more: Threads())
+    monkeypatch.setattr(process, "_end_when_lost", lambda actors: None)
+    monkeypatch.setattr(process, "Coordinator", Full)
     with pytest.raises(SystemExit, match=r"the disk is full: free some space for .*full, then go on with --resume"):
-        coordinator.main([str(run.path)])
+        process.main([str(run.path)])
 
 
 def test_settings_that_do_not_fit_are_refused_before_anything_starts(begun):
@@ -517,13 +519,13 @@ def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_some
 ):
     """A batch whose groups are all dead makes versions that change nothing: the last update is an earlier one."""
     run, settings = begun("dead", IN_STEP | {"services.full_every": 1})
-    streams, given = Coordinator.streams, [0]
+    streams, given = rl.streams_of, [0]
 
-    def some(self: Coordinator, groups: Any) -> Any:
+    def some(groups: Any, loss: Any) -> Any:
         given[0] += 1
-        return streams(self, groups) if given[0] <= live else []
+        return streams(groups, loss) if given[0] <= live else []
 
-    monkeypatch.setattr(Coordinator, "streams", some)
+    monkeypatch.setattr(rl, "streams_of", some)
     go(run, settings)
     start, before = (
         state_hash(published(load_pretrained(run.path / "weights" / n))) for n in ("start", "before_final")

@@ -1,0 +1,138 @@
+"""The learner: token streams with an advantage a token, turned into optimiser steps. It knows nothing of rewards or groups."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_nb.kernels.moe.routing import Routing
+from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
+from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
+from composer_nb.trainer.learning.optimizer import Optimizer
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, families, flatten, microbatches, score
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
+from composer_nb.trainer.learning.routes import overlap, own_routes, require_routes
+from composer_nb.trainer.models.transformer import Model
+
+PER_TOKEN = ("masked", "ratio_off_20", "k3", "ratio_cut", "entropy")
+COUNTS = ("tokens", "rows", "agreed", "chosen", "implausible")
+"""Sums over the tokens of a batch: metrics that are divided by their number, and counts."""
+
+
+@dataclass(slots=True)
+class Learner:
+    """A model, its optimiser and the loss."""
+
+    model: Model
+    optimizer: Optimizer
+    settings: LossSettings
+    reference: Model | None = None
+    """Frozen, for the KL weight; needed when beta is above 0."""
+    replay: ReplaySettings = NO_REPLAY
+
+    def __post_init__(self) -> None:
+        if self.settings.beta and self.reference is None:
+            raise ValueError("loss.beta is above 0: the KL weight needs a reference model")
+
+    def learn(
+        self,
+        streams: Sequence[Stream],
+        ranks: Ranks,
+        rng: Random,
+        *,
+        minibatches: int,
+        denominator: float,
+        lr: float,
+        clip: float,
+        budget: int,
+        after: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Learn one epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps; streams of one prompt
+        share a step. Calls `after` when a step is done. Returns metrics; those that no token gave are NaN. Raises ValueError,
+        before anything is learnt, for routes that cannot be replayed."""
+        if self.replay.recorded:
+            require_routes(streams, self.model.config, self.replay)
+        order = families(streams)
+        rng.shuffle(order)
+        totals: Counter[str] = Counter()
+        norms = []
+        parts = [order[part::minibatches] for part in range(minibatches)]
+        # An optimiser step on no gradient would still move the weights, by momentum: there is none without streams.
+        shares = [_share(streams, numbers, ranks, budget, Cost.of(self.model.config)) for numbers in parts if numbers]
+        for step in [[self._batch(c, ranks) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]:
+            self.optimizer.zero_()
+            for batch in step:
+                loss, metrics = self._loss(batch, denominator / minibatches)
+                loss.backward()
+                totals.update(metrics)
+            self.optimizer.sum_(ranks)
+            norms.append(self.optimizer.step(lr, clip))
+            after()
+        sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
+        count, rows, agreed, chosen, implausible = (sums.pop(name) for name in COUNTS)
+        found = {name: share(value, count) for name, value in sums.items()}
+        found |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
+        found["logit_scale"] = self.optimizer.logit_scale
+        if ranks.world > 1 and shares:
+            found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
+        if self.replay.on:
+            wanted = sum(len(stream.token_ids) - 1 for stream in streams)
+            assert rows == wanted, "each row of routes is used exactly once"
+            found["replay_overlap"] = share(agreed, chosen)
+            found["replay_implausible"] = share(implausible, chosen)
+        return found
+
+    def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
+        """Return this rank's part of the streams as one batch, with the routes that they are to be trained on, if any."""
+        batch: FlatBatch = ranks.split(flatten(streams, self.replay))
+        if not self.replay.on or self.replay.source == "engine":
+            return batch
+        seen: list[Routing] = []
+        with torch.no_grad():
+            score(self.model, batch, seen=seen)
+        return replace(batch, recorded=own_routes(seen, self.replay))
+
+    def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
+        seen: list[Routing] = []
+        logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=seen)
+        advantage_S, penalty = batch.advantage_S, None
+        if self.settings.beta and self.reference is not None:
+            with torch.no_grad():
+                reference_S, _ = score(self.reference, batch, batch.recorded)
+            taken_S, penalty = kl_penalty(logprob_S, reference_S, batch.rollout_S, self.settings, denominator)
+            advantage_S = advantage_S - taken_S
+        loss, metrics = policy_loss(
+            logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, self.settings, denominator
+        )
+        if penalty is not None:
+            loss = loss + penalty
+        found = {"entropy": float(entropy_S.sum()), **metrics}
+        if not batch.counts:
+            found = dict.fromkeys(found, 0.0)
+        return loss, found | (overlap(seen) | {"rows": float(batch.rows)} if self.replay.on else {})
+
+
+def _share(
+    streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, budget: int, cost: Cost
+) -> tuple[list[list[Stream]], dict[str, float]]:
+    """Return this rank's micro-batches, as many as the others have, and how long ranks wait for each other, by `cost`."""
+    share, count = ranks.share
+    if count == 1:
+        return microbatches([streams[number] for family in families for number in family], budget), {}
+    parts, packing = deal_out(streams, families, count, budget, cost)
+    lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
+    plain = first_fit(lengths, [cost.row(length) for length in lengths], count, budget)
+    return parts[share], {"imbalance": packing.imbalance, "imbalance_first_fit": plain.imbalance}
+
+
+def share(part: float, whole: float) -> float:
+    """Return `part / whole`, or NaN where there is nothing to share: a figure without data is not 0."""
+    return part / whole if whole else math.nan

@@ -1,0 +1,85 @@
+"""The process of RL as services: `python -m composer_nb.trainer.services.run RUN`. It ends when Ray does, and resumes when
+started again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from composer_nb.harness.sandbox.journal import FOLDER, Journal
+from composer_nb.settings import from_dict
+from composer_nb.trainer.records.rundir import RunDir, full_disk
+from composer_nb.trainer.services import LOST
+from composer_nb.trainer.services.actors import ActorDied, RayActors
+from composer_nb.trainer.services.capacity import machines_of_cluster, require_room_for_rl
+from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
+from composer_nb.trainer.services.head import resolve
+
+BEGINS_S = 240.0
+"""Ray takes ten seconds to start, on a busy machine a minute."""
+
+
+def _end_unless_begun(begun: threading.Event) -> None:
+    """Ends this process when Ray, which waits for its workers without a limit, does not answer: the launcher tries again."""
+    if not begun.wait(BEGINS_S):
+        print(f"Ray has not begun within {BEGINS_S:.0f} s", file=sys.stderr, flush=True)
+        os._exit(LOST)
+
+
+def _end_when_lost(actors: RayActors) -> None:
+    """Ends this process at once, whatever it waits for, when Ray is gone: the launcher starts it again, and it resumes."""
+    while (lost := actors.lost()) is None:
+        time.sleep(2.0)
+    print(lost, file=sys.stderr, flush=True)
+    os._exit(LOST)
+
+
+def main(arguments: list[str]) -> None:
+    [path] = arguments
+    run = RunDir(Path(path))
+    settings = from_dict(run.settings())
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
+
+    if run.finished("rl") is not None:
+        return
+    say("rl, as services …")
+    held = Journal(run.path / FOLDER, run.path.name)
+    address = settings.services.address
+    begun = threading.Event()
+    threading.Thread(target=_end_unless_begun, args=(begun,), daemon=True).start()
+    try:
+        actors = RayActors(resolve(address), namespace=run.path.name, journal=held)
+    except ConnectionError as error:
+        print(f"services.address={address}: {error}" if address else error, file=sys.stderr)
+        sys.exit(1 if address else LOST)
+    finally:
+        begun.set()
+    threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
+    try:
+        if address and not run.steps("rl"):  # where it goes on, what has died may still hold its memory
+            require_room_for_rl(settings, machines_of_cluster())
+        info = Coordinator(run, settings, actors, say).go()
+        seconds = time.perf_counter() - start + info.pop("seconds_before")
+        run.finish("rl", seconds, info)
+        say(f"rl: done in {seconds:.0f} s")
+    except ActorDied as died:  # where nothing was in its place yet, or any more: the launcher starts us again
+        print(died, file=sys.stderr)
+        sys.exit(LOST)
+    except Exception as error:
+        if message := full_disk(error, run.path):
+            sys.exit(message)
+        if not isinstance(error, (RunStopped, ValueError, FloatingPointError, OSError)):
+            raise
+        sys.exit(str(error) or repr(error))
+    finally:
+        actors.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
