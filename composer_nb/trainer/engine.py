@@ -62,7 +62,7 @@ class Engine:
     """Samples turns from a model. `temperature` 0 is greedy. Log-probs are those of the distribution that is drawn from, and of
     temperature 1 for a greedy turn.
 
-    Raises ValueError for a request that can not fit `max_length`, RuntimeError when more rollouts are alive than slots.
+    Raises ValueError for a request that cannot fit `max_length`, RuntimeError when more rollouts are alive than slots.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any turn is under way."""
+        """Return whether any turn is under way."""
         return any(not slot.waiting for slot in self._live.values())
 
     def submit(self, request: Request) -> None:
@@ -194,7 +194,7 @@ class Engine:
         return [done[request.rollout] for request in requests]
 
     def recorded(self, rollout: int, start: int = 0) -> Trace:
-        """What was recorded of a live rollout from token `start` to the last one that was forwarded."""
+        """Return the record of a live rollout from token `start` to the last one that was forwarded."""
         slot = self._live[rollout]
         part = slice(start, slot.length)
         return Trace(

@@ -85,7 +85,7 @@ class Settings(Protocol):
 
 
 class Services(Protocol):
-    """What the loop needs: whoever samples and grades, learns, evaluates and keeps the record."""
+    """The machines behind the loop: they sample and grade, learn, evaluate and keep the record."""
 
     ranks: Ranks
     settings: Any

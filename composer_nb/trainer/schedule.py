@@ -8,13 +8,13 @@ from typing import Any, Literal, Protocol
 
 
 def whole(value: Any, least: int = 0) -> bool:
-    """Whether a value is a whole number of at least `least`."""
+    """Return whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What may run ahead of what. The defaults are asynchronous; `ahead=0` is the synchronous schedule."""
+    """Limits on what may run ahead. The defaults are asynchronous; `ahead=0` is the synchronous schedule."""
 
     prompts: int = 8
     """P: groups a batch."""
@@ -98,7 +98,7 @@ class Finished(Event):
     sampled: int
 
     def sound(self, version: int) -> bool:
-        """Whether the numbers are possible while `version` is the newest."""
+        """Return whether the numbers are possible while `version` is the newest."""
         known = whole(self.oldest_version) and self.oldest_version <= version
         return known and _named(self) and whole(self.place) and whole(self.sampled) and whole(self.tokens, self.sampled)
 
@@ -114,7 +114,7 @@ class Faulted(Event):
     sampled: int = 0
 
     def sound(self, version: int) -> bool:
-        """Whether the numbers are possible."""
+        """Return whether the numbers are possible."""
         return _named(self) and whole(self.place) and whole(self.sampled)
 
 
@@ -126,7 +126,7 @@ class Alive(Event):
     attempt: int
 
     def sound(self, version: int) -> bool:
-        """Whether the numbers are possible."""
+        """Return whether the numbers are possible."""
         return _named(self)
 
 
@@ -214,13 +214,13 @@ class Drained(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Command):
-    """The run can not go on."""
+    """The run cannot go on."""
 
     error: str
 
 
 class Executor(Protocol):
-    """What carries commands out and tells what happened: in process, on Ray, or only in virtual time."""
+    """An executor of commands that reports events: in process, on Ray, or in virtual time."""
 
     def execute(self, command: Command) -> None:
         """Starts a command; does not wait for it."""

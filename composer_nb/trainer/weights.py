@@ -40,7 +40,7 @@ def encode_delta(
 ) -> Manifest:
     """Writes what turns one checkpoint into another. Both may be full versions or plain Hugging Face checkpoints, which
     count as version 0 and as the one after the base. Raises ValueError (WeightFault for what is damaged) and changes nothing
-    when they are not of one model or `out_dir` is there already; StoreError when it can not be written."""
+    when they are not of one model or `out_dir` is there already; StoreError when it cannot be written."""
     base, _ = read_full(Path(base_dir), 0)
     target, files = read_full(Path(target_dir), base.version + 1)
     if target.version <= base.version:
@@ -60,7 +60,7 @@ def encode_delta(
 
 def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path) -> Manifest:
     """Writes the full version that a delta makes of its base. Raises WeightFault, and writes nothing, when either is damaged
-    or the delta is another base's; ValueError when `out_dir` is there already; StoreError when it can not be written."""
+    or the delta is another base's; ValueError when `out_dir` is there already; StoreError when it cannot be written."""
     delta = open_link(Path(delta_dir))
     base, _ = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
     return apply_chain(base, [delta], Path(out_dir), layout(Path(base_dir)))

@@ -32,7 +32,7 @@ SPARE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What training on a row costs: `linear` a token, and `quadratic` a pair of a token and one that it attends to."""
+    """Cost of training on a row: `linear` a token, and `quadratic` a pair of a token and one that it attends to."""
 
     linear: float
     quadratic: float
@@ -61,17 +61,17 @@ class Cost:
         return cls(linear=float(linear), quadratic=float(quadratic))
 
     def row(self, tokens: int) -> float:
-        """Of one row by itself."""
+        """Return the cost of one row by itself."""
         return self.run(Run([], tokens, tokens * (tokens + 1) // 2))
 
     def run(self, run: Run) -> float:
-        """Of streams that share their beginnings."""
+        """Return the cost of streams that share their beginnings."""
         return self.linear * run.tokens + self.quadratic * run.pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Which items are where, and what that costs."""
+    """The place of each item, and the cost of each micro-batch."""
 
     items: list[list[list[int]]]
     """[M][R]: numbers of the items."""
@@ -79,7 +79,7 @@ class Packing:
 
     @property
     def step(self) -> float:
-        """What a step costs in lockstep: the busiest rank of each micro-batch."""
+        """Cost of a step in lockstep: the busiest rank of each micro-batch."""
         return float(self.load_MR.max(1).sum())
 
     @property
@@ -112,7 +112,7 @@ def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -
 
 
 def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:
-    """What packing is measured against: items in the order they come, each into the first micro-batch with room for it; the
+    """The baseline of packing: items in the order they come, each into the first micro-batch with room for it; the
     micro-batches dealt round."""
     bins: list[list[int]] = []
     room: list[int] = []
@@ -137,7 +137,7 @@ def _packing(bins: list[list[int]], cost_I: Floats, ranks: int) -> Packing:
 def _long_beside_long(
     size_I: NDArray[np.int64], cost_I: Floats, ranks: int, count: int, limit: int
 ) -> list[list[int]] | None:
-    """As long as one item is more than an even share of what is left, a micro-batch at its level: every rank is filled up to
+    """While one item is more than an even share of the rest, make a micro-batch at its level: fill every rank up to
     it, with the dearest that fit. The rest longest first. None when that does not fit into `count` micro-batches."""
     left = np.argsort(-cost_I, kind="stable").tolist()
     bins: list[list[int]] = []
@@ -175,7 +175,7 @@ def _longest_first(
 
 
 def _exchanged(packing: Packing, size_I: NDArray[np.int64], cost_I: Floats, limit: int) -> Packing:
-    """As long as it shortens the step: an item of a micro-batch's busiest rank goes elsewhere, or changes places with another
+    """While it shortens the step, move an item of a micro-batch's busiest rank goes elsewhere, or changes places with another
     one. The best such change at a time, at most as many as there are items."""
     count, ranks = packing.load_MR.shape
     where_I = np.empty(len(cost_I), np.int64)
@@ -196,7 +196,7 @@ def _exchanged(packing: Packing, size_I: NDArray[np.int64], cost_I: Floats, limi
 def _changes(
     where_I: NDArray[np.int64], size_I: NDArray[np.int64], cost_I: Floats, load: Floats, room: Floats, ranks: int
 ) -> Iterator[tuple[float, int, int, int]]:
-    """Of each micro-batch with work, the best change: (what the step gains, item, where to, the item that comes back or −1)."""
+    """Yield the best change of each micro-batch with work: (gain of the step, item, its new place, the item that comes back or −1)."""
     load_MR = load.reshape(-1, ranks)
     top_M = load_MR.max(1)
     # To move alone is to change places with nothing: an item of no size and cost on each rank of each micro-batch.

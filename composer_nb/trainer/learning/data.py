@@ -187,7 +187,7 @@ def mixture(
 
 
 def mixture_code(steps: int, tokens: int, code_first: float, code_share: float, length: int = CODE_ROW) -> int:
-    """How many rows of code `mixture` takes, and a few more."""
+    """Return the number of rows of code that `mixture` takes, and a few more."""
     first = round(code_first * steps)
     return int(tokens * (first + code_share * (steps - first)) / length) + 8
 

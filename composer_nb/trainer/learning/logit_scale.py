@@ -32,7 +32,7 @@ class LogScale:
         return math.exp(float(self.moments[3]))
 
     def factor(self, slope: float, lr: float) -> float:
-        """What the gain is to be multiplied by, after a step along the slope dL/ds = Σ g · dL/dg."""
+        """Return the factor of the gain after a step along the slope dL/ds = Σ g · dL/dg."""
         mean, square, steps, log = self.moments.tolist()
         mean, square, steps = FIRST * mean + (1 - FIRST) * slope, SECOND * square + (1 - SECOND) * slope**2, steps + 1
         unbiased = mean / (1 - FIRST**steps), square / (1 - SECOND**steps)

@@ -30,7 +30,7 @@ class LossSettings:
     """Switches; the defaults are the design's."""
 
     ratio: Ratio = "ppo"
-    """How the importance ratio enters; see `policy_loss`."""
+    """Use of the importance ratio; see `policy_loss`."""
     clip_low: float = 0.2
     clip_high: float = 0.28
     """PPO and CISPO keep ratios within 1 − low .. 1 + high; for GSPO these bound the rollout's mean ratio, which moves far less:
@@ -48,7 +48,7 @@ class LossSettings:
     beta: float = 0.0
     """Weight of the KL penalty to the frozen reference."""
     kl: Kl = "k1"
-    """How it is estimated, and with that where it enters; see `kl_penalty`."""
+    """Estimator of the KL penalty, which also decides where it enters; see `kl_penalty`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < math.inf:  # so that NaN is refused, here and below
@@ -89,7 +89,7 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
 def kl_penalty(
     logprob_N: Tensor, reference_N: Tensor, rollout_N: Tensor, settings: LossSettings, denominator: float
 ) -> tuple[Tensor, Tensor]:
-    """What the KL to the reference takes off each token's advantage [N], and what it adds to the loss.
+    """Return what the KL to the reference takes off each token's advantage [N], and what it adds to the loss.
 
     k1   β k1 off the advantage, without a gradient of its own (as a loss its expected gradient is 0: E[∇ℓ] = 0)
     k2   Σ β k2 on the loss: gradient β (ℓ − ℓ_ref) ∇ℓ, on policy that of k1 (arXiv 2510.01555)
@@ -108,7 +108,7 @@ def kl_penalty(
 
 
 MOST = 20.0
-"""Where log-ratios are cut off on either side; `ratio_cut` counts the tokens."""
+"""Limit of log-ratios on either side; `ratio_cut` counts the tokens beyond it."""
 
 
 def policy_loss(

@@ -21,7 +21,7 @@ from composer_nb.trainer.models.transformer import Model
 
 
 class Optimizer(Protocol):
-    """What a learner asks of one."""
+    """An optimizer, as a learner uses it."""
 
     def zero_(self) -> None:
         """Forgets the gradients."""
@@ -47,7 +47,7 @@ class Optimizer(Protocol):
 Scaled = tuple[nn.Parameter, float]
 """A parameter whose scale learns by itself, and how many times as fast as a weight (`logit_scale.py`); 0: it does not."""
 BETAS = (0.9, 0.95)
-"""Of AdamW."""
+"""Betas of AdamW."""
 ADAMW = OptimizerSettings()
 
 

@@ -30,7 +30,7 @@ from composer_nb.trainer.models.transformer import Gather, Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """What the trainer sees of a rollout of T tokens."""
+    """A rollout of T tokens, as the trainer sees it."""
 
     token_ids: NDArray[np.int32]
     acted: NDArray[np.bool_]
@@ -46,7 +46,7 @@ class Stream:
     """[T]: what ties each row of routes to its token (`route_checks`)."""
 
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
-        """What keeps these routes from being replayed so, as far as the stream alone can tell; empty when nothing does."""
+        """Return why these routes cannot be replayed so, as far as the stream alone shows; empty if they can."""
         tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid), len(self.checks)}
         if rows != {tokens}:
             return f"{tokens} tokens, but routes of {' and '.join(map(str, sorted(rows)))}"
@@ -75,7 +75,7 @@ class Bucket:
     token_M: Tensor
     """[R · T]: tree token at each position of the padded rows."""
     own_M: Tensor
-    """Where, in the padded rows, the tokens lie that these rows are to compute."""
+    """Places in the padded rows of the tokens that these rows compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,17 @@ class FlatBatch:
     """Forwarded tokens of all streams: each row of their routes belongs to one of the N."""
     buckets: list[Bucket]
     order_N: Tensor
-    """Where the buckets' results, one after another, hold each token."""
+    """Place of each token in the buckets' results, one after another."""
     place_U: Tensor
     """Tokens whose output predicts a sampled one."""
     from_S: Tensor
-    """Which of the U predicts each sampled token."""
+    """Index into the U of the place that predicts each sampled token."""
     token_S: Tensor
     sampled_S: Tensor
     advantage_S: Tensor
     rollout_S: Tensor
     counts: bool
-    """Whether its tokens are counted here; of ranks that share a batch, one counts them."""
+    """True if its tokens are counted here; of ranks that share a batch, one counts them."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention along each path of the tree."""
@@ -145,7 +145,7 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
         return _nothing()
     for number, stream in enumerate(streams) if replay.recorded else ():
         if fault := stream.route_fault(replay):
-            raise ValueError(f"stream {number} of {len(streams)} can not be replayed: {fault}")
+            raise ValueError(f"stream {number} of {len(streams)} cannot be replayed: {fault}")
     tree = _Tree([_signature(stream, replay) for stream in streams])
     acted = [stream.acted[1:] for stream in streams]
     owner_N, at_N = tree.owner_N, tree.position_N
@@ -224,7 +224,7 @@ def families(streams: Sequence[Stream]) -> list[list[int]]:
 
 
 def tree_tokens(streams: Sequence[Stream]) -> int:
-    """How many tokens of `streams` are distinct as paths from the start: what their forward pass costs."""
+    """Return the number of tokens of `streams` that are distinct as paths from the start: the cost of their forward pass."""
     ordered = sorted((_signature(stream) for stream in streams), key=lambda signature: signature.tobytes())
     return sum(len(s) for s in ordered) - sum(_shared(a, b) for a, b in pairwise(ordered))
 
@@ -252,9 +252,9 @@ class Run:
 
     numbers: list[int]
     tokens: int
-    """Of the tree."""
+    """Tokens of the tree."""
     pairs: int
-    """Of a token and one that it attends to, over all rows that are computed: a row that owns a token is computed whole."""
+    """Pairs of a token and one that it attends to, over all rows that are computed: a row that owns a token is computed whole."""
 
 
 def runs(streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool]) -> list[Run]:

@@ -36,16 +36,16 @@ class Ranks:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of how many shares of a batch's streams is this rank's."""
+        """This rank's share of a batch's streams: its number, and the number of shares."""
         return self.rank, self.world
 
     @property
     def lockstep(self) -> bool:
-        """Whether ranks meet in every micro-batch, and so must have as many: one that has none left computes an empty one."""
+        """True if ranks meet in every micro-batch, and so must have as many: one that has none left computes an empty one."""
         return False
 
     def split(self, batch: Any) -> Any:
-        """What this rank computes of a batch that it shares with others."""
+        """Return this rank's part of a batch that it shares with others."""
         return batch
 
     def sum_(self, tensor: Tensor) -> Tensor:

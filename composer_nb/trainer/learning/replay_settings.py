@@ -1,4 +1,4 @@
-"""What of the routes on record the trainer takes over; `docs/replay.md` explains and measures it."""
+"""Settings of router replay; `docs/replay.md` explains and measures it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Source = Literal["engine", "trainer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """What of the routes on record the trainer's forward pass takes over."""
+    """The part of the recorded routes that the trainer's forward pass takes over."""
 
     level: ReplayLevel = "none"
     """none: nothing. ids: the set of experts. ids+order: their order too, in which their results are added up. weights: their
@@ -46,7 +46,7 @@ class ReplaySettings:
 
     @property
     def recorded(self) -> bool:
-        """Whether streams must bring their routes with them."""
+        """True if streams must bring their routes with them."""
         return self.on and self.source == "engine"
 
 

@@ -32,11 +32,11 @@ def require_routes(streams: Sequence[Stream], config: ModelConfig, replay: Repla
     missing for more of them than `replay` allows."""
     for number, stream in enumerate(streams):
         if fault := stream.route_fault(replay) or _misfit(stream, config, replay):
-            raise ValueError(f"stream {number} of {len(streams)} can not be replayed (replay.level): {fault}")
+            raise ValueError(f"stream {number} of {len(streams)} cannot be replayed (replay.level): {fault}")
 
 
 def _misfit(stream: Stream, c: ModelConfig, replay: ReplaySettings) -> str:
-    """What does not fit a model; empty when all does."""
+    """Return what does not fit the model; empty if everything does."""
     layers, experts = stream.routes.shape[1:]
     if (layers, experts) != (c.moe_layers, c.num_experts_per_tok):
         return (
@@ -56,7 +56,7 @@ def _misfit(stream: Stream, c: ModelConfig, replay: ReplaySettings) -> str:
 
 
 def own_routes(routings: Sequence[Routing], replay: ReplaySettings) -> Replay:
-    """What `routings` chose, to be replayed."""
+    """Return the choices of `routings`, to be replayed."""
     assert replay.level != "none"
     return Replay(
         experts=torch.stack([routing.experts_NK for routing in routings], 1),
@@ -67,7 +67,7 @@ def own_routes(routings: Sequence[Routing], replay: ReplaySettings) -> Replay:
 
 
 def overlap(routings: Sequence[Routing]) -> dict[str, float]:
-    """How many of the experts that were used (`chosen`, over tokens, layers and places) the router would have chosen itself
+    """Count the experts that were used (`chosen`, over tokens, layers and places), those that the router would have chosen itself
     (`agreed`), and how many of those on record were too implausible to be used (`implausible`)."""
     agreed = chosen = implausible = 0
     for routing in routings:

@@ -26,7 +26,7 @@ LOOKS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What differs between mid-training and fine-tuning, but for the batches."""
+    """The differences between mid-training and fine-tuning, apart from the batches."""
 
     stage: str
     steps: int

@@ -124,7 +124,7 @@ def swiglu_views(w_in: Tensor, w_out: Tensor, prefix: str) -> dict[str, Tensor]:
 
 
 def _is_foreign(name: str, prefix: str) -> bool:
-    """Whether `name` matches `FOREIGN` after the language model's prefix, or `FOREIGN_VISION` if there is a prefix."""
+    """Return whether `name` matches `FOREIGN` after the language model's prefix, or `FOREIGN_VISION` if there is a prefix."""
     own = name.removeprefix(prefix)
     return any(re.fullmatch(pattern, own) for pattern in FOREIGN) or (
         bool(prefix) and any(re.fullmatch(pattern, name) for pattern in FOREIGN_VISION)
@@ -200,7 +200,7 @@ class Stored:
     shape: Shape
     parts: tuple[Entry, ...]
     format: Format | None = None
-    """How several tensors encode the weight; None if it is one plain tensor."""
+    """Format of a weight that several tensors encode; None if it is one plain tensor."""
 
     def read(self, reader: Reader) -> Tensor:
         """Return the weight, in float32 if it is quantised. Raises ValueError that names the file and the tensor."""

@@ -1,4 +1,4 @@
-"""What a model of a given configuration weighs, counted on shapes alone: no memory, no weights, any size."""
+"""The size of a model of a given configuration, counted on shapes alone: no memory, no weights, any size."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class Footprint:
     total: int
     """Weights, without the heads that predict further ahead."""
     active: int
-    """Of these, what takes part in one token: all but the routed experts that it does not go through."""
+    """The part of these that one token uses: all but the routed experts that it does not go through."""
     embedding: int
-    """Of these active ones, the table of which a token reads one row."""
+    """The part of the active ones that is the embedding table, of which a token reads one row."""
     ahead: int
     """Weights of the heads that predict further ahead."""
     bf16_bytes: int
-    """Of all weights; as a checkpoint, and in an engine."""
+    """Size of all weights, as a checkpoint and in an engine."""
     fp32_bytes: int
     optimizer_bytes: int
     """Master weights and AdamW's two moments, float32 (`FlatOptimizer`)."""
     training_bytes: int
     """These, and weights and gradients in float32; activations come on top."""
     cache_bytes: int
-    """Of a token, bf16, as small as the architecture allows: keys and values, or latents and the turned part of keys."""
+    """Cache of a token in bf16, as small as the architecture allows: keys and values, or latents and the turned part of keys."""
     engine_cache_bytes: int
-    """Of a token in this project's engine: keys and values of each head, float32."""
+    """Cache of a token in this project's engine: keys and values of each head, float32."""
 
 
 def plan_memory(config: ModelConfig) -> Footprint:
-    """What a model of this configuration weighs."""
+    """Return the size of a model of this configuration."""
     c, model = config, Model.planned(config)
     biased = c.num_experts if c.latent else 0  # biases of routers are no parameters
     ahead = sum(weight.numel() for head in model.aheads for weight in head.parameters()) + len(model.aheads) * biased
@@ -67,7 +67,7 @@ def plan_path(path: Path) -> Footprint:
 
 
 def table(found: Footprint) -> str:
-    """As Markdown, for people."""
+    """Return a table in Markdown."""
     rows = [
         ("weights", f"{_short(found.total)}, {_short(found.active)} of them active in a token"),
         ("of the active, embedding table", _short(found.embedding)),

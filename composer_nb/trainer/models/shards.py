@@ -22,7 +22,7 @@ from composer_nb.harness.untrusted import json_of, single
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 50 * 10**9
-"""What `transformers` puts into a file at most."""
+"""Largest file that `transformers` writes."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where a tensor lies, and what it is."""
+    """A tensor's place in a file, and its form."""
 
     name: str
     file: Path
@@ -64,7 +64,7 @@ class Shard:
 
     file: Path
     header: bytes
-    """As it is, with its length before it."""
+    """The header's bytes, with their length before them."""
     entries: tuple[Entry, ...]
     """In the order of their bytes, without a gap."""
 
@@ -105,7 +105,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_shard(file: Path) -> Shard:
-    """What a file holds. Raises FileNotFoundError or ValueError that names it."""
+    """Read the header of a file. Raises FileNotFoundError or ValueError that names it."""
     _opened(file)  # checks that the tensors lie within the file, one after another
     with file.open("rb") as stream:
         length = stream.read(8)
@@ -199,7 +199,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 def split(forms: Mapping[str, Form], most: int) -> list[list[str]]:
-    """Which tensors go into one file, in their order: as many as are at most `most` bytes together, as `transformers` does it;
+    """Group tensors into files, in their order: as many as are at most `most` bytes together, as `transformers` does it;
     one that is larger by itself gets a file of its own. Raises ValueError where `most` is not positive."""
     if most < 1:
         raise ValueError(f"shard_bytes={most} must be at least 1")

@@ -17,7 +17,7 @@ _WORDS = r"\n *| ?[A-Za-z_]+|[0-9]| ?[^\sA-Za-z_0-9]|\s"
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains on `texts`. Every byte is in the alphabet, so any text round-trips; digits are tokens of their own.
 
-    Raises ValueError when `vocab_size` can not hold the special tokens and the bytes.
+    Raises ValueError when `vocab_size` cannot hold the special tokens and the bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(SPECIALS) + len(alphabet):

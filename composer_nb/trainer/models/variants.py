@@ -13,7 +13,7 @@ int4-experts               experts in int4 on both sides: the trainer's forward 
 int4-experts-int8-router   the same with the engine's router stored in int8, groups of 64, as MLX quantises Qwen3-MoE (its
                            `quant_predicate`), and multiplied in float32.
 
-What replay can not mend is an engine whose experts are int4 beside a trainer whose are not: those are other weights.
+What replay cannot mend is an engine whose experts are int4 beside a trainer whose are not: those are other weights.
 `Numerics` can say that, too: `Pair(Numerics(expert_bits=4), Numerics())`.
 """
 
@@ -32,16 +32,16 @@ from composer_nb.trainer.models.transformer import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """How one side computes."""
+    """The arithmetic of one side."""
 
     dtype: torch.dtype = torch.float32
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     expert_bits: int = 0
     """Experts go through integers of so many bits, groups of 32; 0: as published."""
     router_bits: int = 0
     """Routers likewise, groups of 64."""
     router_dtype: torch.dtype | None = None
-    """Of the router's product; None: as the model's family has it."""
+    """Dtype of the router's product; None: that of the model's family."""
 
 
 class Pair(NamedTuple):
@@ -63,7 +63,7 @@ ENGINES: dict[EngineName, Numerics] = {
     "int4-experts": PAIRS["int4-experts"].engine,
     "int4-experts-int8-router": PAIRS["int4-experts-int8-router"].engine,
 }
-"""What `engine.numerics` names: engines that RL can sample from."""
+"""Engines that RL can sample from, by the names of `engine.numerics`."""
 
 TOUR = "int4-experts"
 """The pair that the tour's report shows: the one closest to what serves and trains Composer."""
@@ -84,7 +84,7 @@ def variant(model: Model, numerics: Numerics) -> Model:
 
 
 def as_engine(model: Model, name: EngineName, invariant: bool = False) -> Model:
-    """What an engine of that name makes of the published weights; float32 takes the model as it is."""
+    """Return the model that an engine of that name makes of the published weights; float32 takes the model as it is."""
     made = model if name == "float32" else variant(model, ENGINES[name])
     return batch_invariant(made) if invariant else made
 

@@ -44,7 +44,7 @@ _METADATA = {
         for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int64)
     ),
 }
-"""What the metadata of tensors is made of. Metadata of bytes are not among it: those are pickles themselves."""
+"""The types in the metadata of tensors. Metadata of bytes are not among it: those are pickles themselves."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -75,7 +75,7 @@ def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) ->
 
 
 def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Takes up where a checkpoint was taken, on all ranks. Raises ValueError that names the folder when it can not be read."""
+    """Takes up where a checkpoint was taken, on all ranks. Raises ValueError that names the folder when it cannot be read."""
     state = optimizer.state()
     with _readable(folder):
         dcp.load(state, storage_reader=Reader(folder), process_group=group)

@@ -36,25 +36,25 @@ class _Rows:
     seen: Tensor
     """bool [B, 1, t, T]: False where it may not look."""
     own_M: Tensor
-    """Where in [B · t] there is a query, and not what fills a row up."""
+    """Places in [B · t] that hold a query and not padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part(FlatBatch):
-    """What one rank computes of a batch. Of its fields those of tokens are of this rank's, those of sampled tokens, which enter
-    the loss, of all: each rank computes the same loss, and the gradient of its own tokens."""
+    """The part of a batch that one rank computes. Of its fields those of tokens are of this rank's, those of sampled tokens, which
+    enter the loss, of all: each rank computes the same loss, and the gradient of its own tokens."""
 
     whole: int
     """N."""
     each: int
     """Tokens of the rank that has most."""
     place_N: Tensor
-    """Where in the ranks' tokens, each filled up to `each`, one after another, the batch's are."""
+    """Place of each of the batch's tokens in the ranks' tokens, each filled up to `each`, one after another."""
     mine: list[_Rows]
     from_each: list[int]
     """Sampled tokens that each rank predicts."""
     place_S: Tensor
-    """Where in these, one after another, the batch's are."""
+    """Place of each of the batch's sampled tokens in these, one after another."""
     rank: int
     group: dist.ProcessGroup
 
@@ -108,7 +108,7 @@ class _Collect(torch.autograd.Function):
 
 
 def zigzag(tokens: int, ranks: int) -> list[Tensor]:
-    """Which of so many tokens each rank computes."""
+    """Return the tokens that each rank computes."""
     chunks = torch.arange(tokens).tensor_split(2 * ranks)
     return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 

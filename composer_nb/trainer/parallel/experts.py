@@ -2,7 +2,7 @@
 
     tokens ──K copies, by expert──▶ all-to-all ──▶ experts of this rank ──▶ all-to-all ──▶ weighed by their gates, added up
 
-Ranks of an expert group work on different tokens, any number of them, none included. Counts travel first, since a rank can not
+Ranks of an expert group work on different tokens, any number of them, none included. Counts travel first, since a rank cannot
 know what it will get. On request rows travel to the experts as MXFP8, a quarter of float32's bytes and half of bfloat16's, while
 results and gradients travel as they are (as in Composer 2's technical report, §6.1).
 

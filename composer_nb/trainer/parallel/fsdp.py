@@ -22,7 +22,7 @@ from composer_nb.trainer.parallel.team import Team
 def shard(model: Model, team: Team, compute: torch.dtype | None = None, *, quantised: bool = False) -> Model:
     """`model`, the same on all ranks, cut over them in place. With `compute` (bfloat16) layers compute in that dtype, while
     weights and sums of gradients stay as they are. `quantised`: tokens travel to experts as MXFP8. Raises ValueError for experts
-    that can not be dealt."""
+    that cannot be dealt."""
     team.mesh.require_experts(model.config.num_experts)
     dtype = model.embed.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=dtype if compute else None)

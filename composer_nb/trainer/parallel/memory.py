@@ -1,4 +1,4 @@
-"""What a rank needs: bytes at the peak of a training step, and bytes that it exchanges, from shapes alone.
+"""The memory and traffic of a rank in a training step, from shapes alone.
 
     kept          weights, gradients, optimiser: this rank's share of them, float32
     activations   what the forward pass keeps for the backward pass, of one micro-batch
@@ -31,10 +31,10 @@ MOST_RANKS = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a rank does with its share of the weights."""
+    """The work of a rank on its share of the weights."""
 
     tokens: int = 4096
-    """Of a micro-batch, those of all ranks of a `cp` group together."""
+    """Tokens of a micro-batch, those of all ranks of a `cp` group together."""
     longest: int = 0
     """Tokens of its longest row; needed where attention keeps its probabilities. 0: the micro-batch is one row."""
     microbatches: int = 1
@@ -80,12 +80,12 @@ class _Shapes:
     experts: int
     others: int
     muon: int
-    """Of all, those that Muon moves."""
+    """Weights that Muon moves."""
     muon_stack: int
     """The largest stack of matrices that it moves at once."""
     layer_experts: int
     layer_others: int
-    """Of the largest layer."""
+    """Weights of the largest layer."""
     tables: int
     largest_expert: int
     largest_other: int
@@ -126,7 +126,7 @@ def _split(layer: Layer) -> tuple[int, int]:
 
 
 def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
-    """What the busiest rank of `mesh` needs. Raises ValueError where the mesh does not fit the model's experts."""
+    """Return the need of the busiest rank of `mesh`. Raises ValueError where the mesh does not fit the model's experts."""
     mesh.require_experts(c.num_experts)
     s, b = _Shapes.of(c), load.width
     others, experts = math.ceil(s.others / mesh.fsdp), math.ceil(s.experts / (mesh.ep * mesh.expert_shard))
@@ -242,8 +242,8 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: i
 def require_memory(
     c: ModelConfig, settings: MeshSettings, ranks: int, load: Load, limit: int, *, more_ranks: bool = True
 ) -> Need:
-    """What a rank needs, if that is at most `limit` bytes. Raises ValueError that says how much is missing and names settings
-    that fit, the first of: recomputation, smaller micro-batches, and with `more_ranks` weights cut more finely, more ranks."""
+    """Return the need of a rank, if that is at most `limit` bytes. Raises ValueError that says how much is missing and names
+    settings that fit, the first of: recomputation, smaller micro-batches, and with `more_ranks` weights cut more finely, more ranks."""
     need = estimate(c, Mesh.of(settings, ranks), load)
     if need.peak <= limit:
         return need
@@ -283,7 +283,7 @@ def _smaller(
 
 
 def table(need: Need) -> str:
-    """As Markdown, for people."""
+    """Return a table in Markdown."""
     sizes = [("peak of a rank", need.peak), ("weights", need.weights), ("gradients", need.gradients)]
     sizes += [("optimiser", need.optimizer), ("activations", need.activations), ("output layer", need.output)]
     sizes += [

@@ -1,4 +1,4 @@
-"""Who holds what: the ranks of a run as two grids, one for the experts' weights and one for everything else.
+"""The ranks of a run as two grids, one for the experts' weights and one for everything else.
 
     everything else     replicate × shard × cp                 weights cut over shard · cp ranks, repeated on `replicate`
     experts             expert_replicate × expert_shard × ep   experts dealt over ep, each cut over expert_shard ranks
@@ -20,12 +20,12 @@ from typing import Literal
 Axis = Literal[
     "replicate", "shard", "cp", "fsdp", "data", "expert_replicate", "expert_shard", "ep", "world"
 ]  # fmt: skip
-"""What ranks of one group differ in. `fsdp` is shard and cp together, `data` is replicate and shard."""
+"""Dimensions in which ranks of one group differ. `fsdp` is shard and cp together, `data` is replicate and shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSettings:
-    """How the ranks share the work. As it is by default every rank holds all weights and has rows of its own."""
+    """The division of work among ranks. By default every rank holds all weights and has rows of its own."""
 
     shard: int = 1
     """Groups of different rows that hold one copy of the weights between them; with `cp`, how finely they are cut. What the
@@ -37,11 +37,11 @@ class MeshSettings:
     expert_shard: int = 0
     """Ranks over which each expert's weights are cut; 0: so that they are cut as finely as all others, as far as ep allows."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """What layers compute in, whatever their weights are kept in; gradients are summed in the dtype of the weights."""
+    """Dtype in which layers compute, whatever that of their weights; gradients are summed in the dtype of the weights."""
     dispatch: Literal["plain", "mxfp8"] = "plain"
-    """How tokens travel to their experts. Results and gradients travel as they are."""
+    """Format in which tokens travel to their experts. Results and gradients travel as they are."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """What a trainer rank computes on: with cuda each has a GPU of its own, which the cluster has to have."""
+    """Device of a trainer rank: with cuda each has a GPU of its own, which the cluster has to have."""
 
     def __post_init__(self) -> None:
         for name, least in (("shard", 1), ("cp", 1), ("ep", 1), ("expert_shard", 0)):
@@ -127,7 +127,7 @@ class Mesh:
         }
 
     def experts(self, rank: int, experts: int) -> range:
-        """Which of so many experts a rank computes."""
+        """Return the experts that a rank computes, of so many."""
         each = experts // self.ep
         first = self.place(rank)["ep"] * each
         return range(first, first + each)

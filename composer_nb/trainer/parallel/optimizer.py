@@ -25,11 +25,11 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.team import Team
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""What a state holds of each weight that AdamW moves."""
+"""Tensors of a state for each weight that AdamW moves."""
 
 
 class ShardedOptimizer:
-    """What `make_optimizer` makes, for a model that `sharding.shard` has cut."""
+    """The optimizer of a model that `fsdp.shard` has cut."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ShardedOptimizer:
         """FSDP2 has summed the gradients as it cut them."""
 
     def norm(self) -> float:
-        """Of the whole gradient."""
+        """Return the norm of the whole gradient."""
         total = torch.zeros((), dtype=torch.float64, device=self._team.device)
         for weight in self.weights.values():
             if (gradient := weight.grad) is not None:
@@ -94,7 +94,7 @@ class ShardedOptimizer:
         return norm
 
     def _slope(self, name: str) -> float:
-        """Of the loss along a weight as a whole."""
+        """Return the slope of the loss along a weight as a whole."""
         own, weight = self.masters[name].grad, self.weights[name]
         assert own is not None
         return float(self._team.sum_((own.double() * weight.to_local().double()).sum() / _copies(weight)))
@@ -141,7 +141,7 @@ class ShardedOptimizer:
         self._publish()
 
     def _parts(self, name: str) -> dict[str, Tensor]:
-        """What there is of a weight; AdamW makes its moments, and counts its steps, at the first step only."""
+        """Return the tensors of a weight; AdamW makes its moments, and counts its steps, at the first step only."""
         master = self.masters[name]
         if name in self._momentum:
             return {"master": master.detach(), "momentum": self._momentum[name]}
@@ -171,7 +171,7 @@ def _cut(weight: nn.Parameter) -> DTensor:
 
 
 def _copies(weight: DTensor) -> int:
-    """How many ranks hold the same part."""
+    """Return the number of ranks that hold the same part."""
     sizes = weight.device_mesh.shape
     return math.prod(size for size, way in zip(sizes, weight.placements, strict=True) if isinstance(way, Replicate))
 

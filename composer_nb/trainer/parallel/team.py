@@ -22,7 +22,7 @@ PATIENCE = timedelta(minutes=10)
 
 
 def meeting_place(host: str) -> dist.TCPStore:
-    """Where ranks find each other, at a free port of this machine: for the first of them."""
+    """Open the meeting place of the ranks at a free port of this machine: for the first of them."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
 
 

@@ -1,4 +1,4 @@
-"""How a process of a run begins: `python -m composer_nb.trainer.recipe.child PARENT MODULE ARGUMENT …`.
+"""The start of every process of a run: `python -m composer_nb.trainer.recipe.child PARENT MODULE ARGUMENT …`.
 
 Binds its life to its parent's and only then imports MODULE, which may take seconds: a launcher that is killed in the
 meantime leaves nobody behind. Imports nothing that is slow.

@@ -97,7 +97,7 @@ def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunD
 
 @contextmanager
 def _noted(run: RunDir, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """What is said is also written down, with how it ended, so that a run can be followed from elsewhere."""
+    """Also write down what is said, and how it ended, so that a run can be followed from elsewhere."""
     with (run.path / SAID).open("a", encoding="utf-8", buffering=1) as file:
 
         def both(line: str) -> None:
@@ -204,7 +204,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     known = from_dict(source.settings())
     used = ("seed", "data", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
-        raise ValueError(f"a fork can not change {', '.join(changed)}: the stages before RL depend on it")
+        raise ValueError(f"a fork cannot change {', '.join(changed)}: the stages before RL depend on it")
     finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}
     if missing := [stage for stage, info in finished.items() if info is None]:
         raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")

@@ -34,7 +34,7 @@ class Comparison:
     flipped_S: NDArray[np.bool_]
     """Sampled tokens that were predicted where some layer's set of experts differs."""
     flips_NL: NDArray[np.bool_]
-    """Where the trainer's own set of experts is not the engine's."""
+    """True where the trainer's own set of experts is not the engine's."""
     margins_NL: NDArray[np.float32]
     """The trainer's router: probability of the last expert chosen minus that of the next."""
 
@@ -42,7 +42,7 @@ class Comparison:
 @torch.no_grad()
 def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL) -> Comparison:
     """Scores attempts twice, with the trainer's own routes and with the engine's, replayed as `replay` says. Raises ValueError
-    for routes that can not be."""
+    for routes that cannot be."""
     streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0)) for done in attempts]
     require_routes(streams, model.config, replay)
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in Comparison.__dataclass_fields__}
@@ -69,13 +69,13 @@ def measure_mismatch(
     Per sampled token: p50 and p99 of |Δ log p|, and k3 = mean(r − 1 − log r) with r = trainer / engine. `floor` is `on` of the
     tokens that were predicted where no route differs (None when there is none): what rounding alone leaves. `routes_differ` is
     the share of (token, layer) pairs whose set of experts differs, tokens of a shared beginning counted once; `tokens_differ`
-    that of sampled tokens that were predicted where one does. Raises ValueError for routes that can not be replayed.
+    that of sampled tokens that were predicted where one does. Raises ValueError for routes that cannot be replayed.
     """
     return figures(compare(model, attempts, budget, replay))
 
 
 def figures(found: Comparison) -> dict[str, Any]:
-    """What `measure_mismatch` says, of a comparison that is there already."""
+    """Return the figures of a comparison, as `measure_mismatch` does."""
     return {
         "off": gap_figures(found.off_S),
         "on": gap_figures(found.on_S),

@@ -157,7 +157,7 @@ def fine_tune(s: Stages) -> None:
 
 
 def control(s: Stages) -> None:
-    """What RL is compared with: the same start as mid-training's end, more of the demonstrations instead of RL."""
+    """Train the control that RL is compared with: from the end of mid-training, on more of the demonstrations."""
     with s.stage("control") as info:
         if info is not None:
             rows = [*s.rows("clean"), *s.rows("mistaken")]

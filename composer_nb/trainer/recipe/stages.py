@@ -1,4 +1,4 @@
-"""What every stage of a run shares: where to write, what was asked, who else works on it, where code runs."""
+"""The things that every stage of a run shares: its directory, settings, ranks and sandboxes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from composer_nb.trainer.records.rundir import RunDir
 
 @dataclass(slots=True)
 class Stages:
-    """What every stage needs: where to write, what was asked, who else works on it, where code runs."""
+    """The directory, settings, ranks and sandboxes of a run."""
 
     run: RunDir
     settings: Settings

@@ -38,7 +38,7 @@ def save_batch(
 
 
 def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
-    """What `save_batch` wrote; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
+    """Read a file of `save_batch`; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
     attempts = load_attempts(file, tasks)
     groups: dict[int, list[Scored]] = {}
     columns = pq.read_table(file, columns=["group", "reward", "terms", "advantage"]).to_pylist()

@@ -93,7 +93,7 @@ class RunDir:
 
     @property
     def excerpt(self) -> dict[str, Any] | None:
-        """What an excerpt of a larger run holds (`scripts/make_example.py`); None for a full run."""
+        """Contents of an excerpt of a larger run (`scripts/make_example.py`); None for a full run."""
         file = self.path / EXCERPT
         return json_of(file.read_text()) if file.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Where services run: Ray actors, or threads of this process. Either way a call gives a future.
+"""Processes for services: Ray actors, or threads of this process. Either way a call gives a future.
 
 `Threads` is for tests and for reading the code with a debugger; a run uses `RayActors`. Nothing else imports Ray.
 """
@@ -13,7 +13,7 @@ from composer_nb.harness.sandbox.journal import Journal
 from composer_nb.trainer.services.cluster import Cluster
 
 RANK_CPU = 0.1
-"""What a rank takes of a node's CPUs, by Ray's account."""
+"""Share of a node's CPUs that a rank takes, by Ray's account."""
 PLACE_S = 60.0
 
 
@@ -35,7 +35,7 @@ class Remote(Protocol):
 
 
 class Actors(Protocol):
-    """What makes services."""
+    """A maker of services."""
 
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> Remote:
         """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
@@ -74,7 +74,7 @@ class ThreadRemote:
     def kill(self) -> None:
         self.dead = True
         self._pool.shutdown(wait=False, cancel_futures=True)
-        wait([self._made])  # a thread can not be ended while it is born: it would go on to write, as no process does
+        wait([self._made])  # a thread cannot be ended while it is born: it would go on to write, as no process does
         if not self._made.cancelled() and not self._made.exception() and hasattr(self._made.result(), "stop"):
             self._made.result().stop()
 
@@ -92,7 +92,7 @@ class Threads:
     def make_ranks(
         self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
     ) -> list[Remote]:
-        raise ValueError("ranks of a mesh are processes; threads can not be")
+        raise ValueError("ranks of a mesh are processes; threads cannot be")
 
     def close(self) -> None:
         for remote in self.made.values():
@@ -133,7 +133,7 @@ def _settle(outer: Future[Any], done: Future[Any], name: str) -> None:
 
 
 def _meaning(error: BaseException, name: str) -> BaseException:
-    """What a method raised, as it raised it; ActorDied where the process is gone."""
+    """Return the error as the method raised it; ActorDied if the process is gone."""
     from ray.exceptions import RayError, RayTaskError
 
     if isinstance(error, RayTaskError):
@@ -193,7 +193,7 @@ class RayActors:
             remove_placement_group(place)
 
     def lost(self) -> str | None:
-        """Which part of the cluster does not answer any more; None while all do."""
+        """Name the part of the cluster that no longer answers; None while all do."""
         return self._cluster.lost()
 
     def close(self) -> None:

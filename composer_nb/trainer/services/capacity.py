@@ -1,4 +1,4 @@
-"""Whether the machines that are to carry a run can: asked before anything starts, and answered with the setting to change."""
+"""Check before anything starts that the machines can carry a run; an error names the setting to change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Machine:
     """Bytes that it has to spare."""
     gpus: int = 0
     code: dict[str, str] = field(default_factory=dict)
-    """What has to be the same on all: Python, libraries, this package."""
+    """Versions that must be the same on all machines: Python, libraries, this package."""
 
 
 def this_machine() -> Machine:
@@ -51,7 +51,7 @@ def machines_of_cluster() -> list[Machine]:
             told = ray.get(machine, timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
             raise ValueError(
-                f"services.address: node {node['NodeManagerAddress']} can not run this package; install the same on all nodes "
+                f"services.address: node {node['NodeManagerAddress']} cannot run this package; install the same on all nodes "
                 f"({' '.join(str(error).split())[-300:]})"
             ) from None
         found.append(replace(told, gpus=int(node["Resources"].get("GPU", 0))))  # a task sees what it asked for

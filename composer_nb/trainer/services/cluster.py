@@ -68,7 +68,7 @@ class Cluster:
         return str(self._control)
 
     def lost(self) -> str | None:
-        """Which part of the cluster does not answer any more; None while all do, and once it is closed."""
+        """Name the part of the cluster that no longer answers; None while all do, and once it is closed."""
         host, _, port = self._control.rpartition(":")
         for part, family, where in (
             ("control service", socket.AF_INET, (host, int(port))),

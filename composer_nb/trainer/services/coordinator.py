@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,7 @@ from composer_nb.trainer.schedule import (
     TrainerLost,
 )
 from composer_nb.trainer.services.actors import ActorDied, Actors, Remote
-from composer_nb.trainer.services.environments import Assignment, EnvironmentService, Outcome, prompt_order
+from composer_nb.trainer.services.environments import Assignment, EnvironmentService, Outcome, Pair, prompt_order
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, Running, TrainerService, store_url
@@ -60,34 +59,16 @@ from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
 
 WORK_S = 0.25
-"""An environment worker tells what has ended so often."""
+"""Seconds between two reports of an environment worker."""
 
 
 class RunStopped(RuntimeError):
-    """RL can not go on; the message says why and what to change."""
+    """RL cannot go on; the message says why and what to change."""
 
 
 def prompt_seed(s: Settings) -> str:
-    """What the order of the run's prompts depends on."""
+    """Return the seed of the order of the run's prompts."""
     return f"{s.seed} {s.rl_seed}"
-
-
-@dataclass(slots=True)
-class _Pair:
-    """An engine and the environment worker that samples from it; they live and die together."""
-
-    name: str
-    engine: Remote
-    worker: Remote
-    version: int
-    """That the engine serves."""
-    joined: bool = False
-    updating: bool = False
-    working: bool = False
-    since: float = 0.0
-    start: list[Assignment] = field(default_factory=list)
-    cancel: list[tuple[int, int]] = field(default_factory=list)
-    assigned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -96,14 +77,14 @@ class Coordinator:
     def __init__(self, run: RunDir, settings: Settings, actors: Actors, say: Callable[[str], None]) -> None:
         self.run, self.settings, self.actors, self.say = run, settings, actors, say
         self.started_with = settings
-        """Without what was changed since: what the trainer goes by, so that what it does again comes out the same."""
+        """Settings without live changes: the trainer goes by them, so that it repeats a batch exactly."""
         self.journal = Journal(run)
         for name, value in self.journal.taken_up():
             self.settings = change_live(self.settings, name, value)
         self.tasks = prompt_order(run.path / "data" / "rl.jsonl", prompt_seed(settings))
         self.by_id = {task.id: task for task in self.tasks}
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
-        self.pairs: dict[str, _Pair] = {}
+        self.pairs: dict[str, Pair] = {}
         self.made = 0
         self.stillborn = 0
         """Pairs in a row that died before they had joined."""
@@ -125,7 +106,7 @@ class Coordinator:
         self.train_s = 0.0
         self.stopped_early = False
         self.notes: list[Callable[[], None]] = []
-        """What is to be written down with the events that it belongs to."""
+        """Notes to write down in the transaction of the next events."""
         self.board = SummaryWriter(str(run.path / "tensorboard"), flush_secs=10)
         self.trainer: Remote
         self.orchestrator: Orchestrator
@@ -134,7 +115,7 @@ class Coordinator:
 
     @property
     def per_step(self) -> int:
-        """Versions a batch."""
+        """Versions of a batch."""
         return self.settings.rl.minibatches
 
     @property
@@ -148,7 +129,7 @@ class Coordinator:
         for _ in range(self.settings.services.engines):
             self._make_pair()  # beside the trainer, whose version they wait for: all take long to start
         self.trainer.wait("at")
-        self._handle([Served(at=self._now(), version=self.orchestrator.version)])
+        self._handle([Served(at=time.monotonic(), version=self.orchestrator.version)])
         reinforce(self)
         return self._finish()
 
@@ -159,7 +140,7 @@ class Coordinator:
             for future in wait(self.pending, timeout=0.25, return_when=FIRST_COMPLETED).done:
                 if future in self.pending:  # else it was of a service whose death was heard of just now
                     events += self._heard(*self.pending.pop(future), future)
-        self._handle([*events, *self._changed(), *self._time_is_up(), Tick(at=self._now())])
+        self._handle([*events, *self._changed(), *self._time_is_up(), Tick(at=time.monotonic())])
         self._end_hung()
         self._feed()
 
@@ -197,15 +178,12 @@ class Coordinator:
             *(self.run.path, s.limits, prompt_seed(s), s.rl.group, s.engine.slots, engine, name),
             name=f"environment-{self.made}",
         )
-        pair = self.pairs[name] = _Pair(name, engine, worker, version)
+        pair = self.pairs[name] = Pair(name, engine, worker, version)
         self._ask(pair.worker.call("work", [], [], 0.0), "join", pair)
 
     def _serve(self) -> int:
         """The version that engines should run: that of the last trained batch, which a new trainer has published again."""
         return self.orchestrator.version * self.per_step
-
-    def _now(self) -> float:
-        return time.monotonic()
 
     def _ask(self, future: Future[Any], kind: str, what: Any) -> None:
         self.pending[future] = (kind, what)
@@ -231,7 +209,7 @@ class Coordinator:
         match kind:
             case "join":
                 self.stillborn, what.joined = 0, True
-                return [Joined(at=self._now(), worker=what.name, capacity=self.settings.engine.slots)]
+                return [Joined(at=time.monotonic(), worker=what.name, capacity=self.settings.engine.slots)]
             case "work":
                 return self._worked(what, result)
             case "learn":
@@ -247,7 +225,7 @@ class Coordinator:
                 self._looked(what[0], what[1], result)
         return []
 
-    def _worked(self, pair: _Pair, outcomes: Sequence[Outcome]) -> list[Event]:
+    def _worked(self, pair: Pair, outcomes: Sequence[Outcome]) -> list[Event]:
         pair.working = False
         events: list[Event] = []
         for o in outcomes:
@@ -257,14 +235,16 @@ class Coordinator:
                 pair.assigned.pop((o.slot, o.attempt), None)
             name: dict[str, int] = {"slot": o.slot, "attempt": o.attempt, "place": o.place}
             if o.packed is None:
-                events.append(Faulted(at=self._now(), **name, reason=o.reason, sampled=o.sampled))
+                events.append(Faulted(at=time.monotonic(), **name, reason=o.reason, sampled=o.sampled))
                 continue
             self.notes.append(partial(self.journal.keep, o))
             oldest = o.oldest_version // self.per_step
-            events.append(Finished(at=self._now(), **name, oldest_version=oldest, tokens=o.tokens, sampled=o.sampled))
-        return events + [Alive(at=self._now(), slot=slot, attempt=number) for slot, number in pair.assigned]
+            events.append(
+                Finished(at=time.monotonic(), **name, oldest_version=oldest, tokens=o.tokens, sampled=o.sampled)
+            )
+        return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in pair.assigned]
 
-    def _pair_died(self, pair: _Pair, died: Exception) -> list[Event]:
+    def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined
         if self.stillborn > self.settings.services.deaths:
             raise RunStopped(
@@ -275,7 +255,7 @@ class Coordinator:
         for remote in (pair.engine, pair.worker):
             remote.kill()
         self._make_pair()
-        return [Left(at=self._now(), worker=pair.name), *self._served()]
+        return [Left(at=time.monotonic(), worker=pair.name), *self._served()]
 
     def _trainer_died(self, died: Exception) -> list[Event]:
         self.say(f"{died}; it goes back to step {self.saved}")
@@ -284,7 +264,7 @@ class Coordinator:
         self._make_trainer()
         self.trainer.wait("at")
         self.learning, self.due = False, None
-        return [TrainerLost(at=self._now(), redo=self.journal.batches(self.saved, self.orchestrator.version))]
+        return [TrainerLost(at=time.monotonic(), redo=self.journal.batches(self.saved, self.orchestrator.version))]
 
     def _learnt(self, step: int, found: dict[str, Any]) -> None:
         self.learning, self.found = False, found
@@ -300,7 +280,7 @@ class Coordinator:
         self.notes.append(partial(self.journal.log_step, step, json.loads(text) | scores, tokens))
         self.say(scores_line(step, scores))
 
-    def _updated(self, pair: _Pair, report: Running) -> list[Event]:
+    def _updated(self, pair: Pair, report: Running) -> list[Event]:
         pair.updating = False
         known = self.journal.hash_of(report.version)
         if known is not None and known != report.hash:
@@ -315,7 +295,7 @@ class Coordinator:
 
     def _served(self) -> list[Event]:
         slowest = min(pair.version for pair in self.pairs.values()) // self.per_step
-        return [Served(at=self._now(), version=min(slowest, self.orchestrator.version))]
+        return [Served(at=time.monotonic(), version=min(slowest, self.orchestrator.version))]
 
     def _changed(self) -> list[Event]:
         """Takes up live settings; what is unknown or does not fit is refused with a line, and the run goes on."""
@@ -330,7 +310,7 @@ class Coordinator:
                 self.say(f"refused: {error}")
             with self.journal.transaction():
                 self.journal.judge(number, step)
-        return [Changed(at=self._now(), schedule=self.settings.schedule())] if self.settings != before else []
+        return [Changed(at=time.monotonic(), schedule=self.settings.schedule())] if self.settings != before else []
 
     def _time_is_up(self) -> list[Event]:
         limit, o = self.settings.rl.max_seconds, self.orchestrator
@@ -339,7 +319,7 @@ class Coordinator:
         self.stopped_early = True
         steps = max(1, o.version + (o.training is not None))
         self.settings = override(self.settings, {"rl.steps": steps})
-        return [Changed(at=self._now(), schedule=self.settings.schedule())]
+        return [Changed(at=time.monotonic(), schedule=self.settings.schedule())]
 
     # What is commanded
 
@@ -458,7 +438,7 @@ class Coordinator:
             for name, value in point.items():
                 if isinstance(value, int | float) and math.isfinite(value):
                     self.board.add_scalar(f"rl/{name}", value, step + 1)
-        self._handle([Trained(at=self._now(), step=step)])
+        self._handle([Trained(at=time.monotonic(), step=step)])
 
     def save(self, step: int) -> None:
         self._ask(self.trainer.call("state"), "state", step)

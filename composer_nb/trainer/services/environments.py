@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Protocol
@@ -38,7 +38,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one rollout of an assignment. `packed` is None where the infrastructure failed it, or it was cancelled."""
+    """The end of one rollout of an assignment. `packed` is None where the infrastructure failed it, or it was cancelled."""
 
     slot: int
     attempt: int
@@ -50,9 +50,27 @@ class Outcome:
     reason: str = ""
 
 
+@dataclass(slots=True)
+class Pair:
+    """An engine and the environment worker that samples from it; they live and die together."""
+
+    name: str
+    engine: Remote
+    worker: Remote
+    version: int
+    """Version that the engine serves."""
+    joined: bool = False
+    updating: bool = False
+    working: bool = False
+    since: float = 0.0
+    start: list[Assignment] = field(default_factory=list)
+    cancel: list[tuple[int, int]] = field(default_factory=list)
+    assigned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What an environment worker tells an engine in one message."""
+    """A message of an environment worker to an engine."""
 
     requests: tuple[Request, ...]
     released: tuple[int, ...]

@@ -53,7 +53,7 @@ class Head:
     started: float
     """Seconds since the epoch."""
     until: float
-    """When its lease runs out, in seconds since the epoch."""
+    """End of its lease, in seconds since the epoch."""
 
 
 class HeadGone(ConnectionError, ValueError):
@@ -186,7 +186,7 @@ def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def holder(lock: Path) -> int | None:
-    """The process that holds a lock and wrote its number there; None when none does, 0 when it can not be told which."""
+    """The process that holds a lock and wrote its number there; None when none does, 0 when it cannot be told which."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What asynchronous RL keeps in `run.db`: finished rollouts, the orchestrator's state, the log of batches and of versions.
+"""The records of asynchronous RL in `run.db`: finished rollouts, the orchestrator's state, the log of batches and of versions.
 
 Three levels of checkpoint come of it. A rollout that is finished is not sampled again; a group that is complete stays
 complete; a batch that was trained since the last checkpoint of the weights is trained again, on the same rollouts in the
@@ -161,9 +161,9 @@ class Journal:
 
 
 def change_live(settings: Settings, name: str, value: Any) -> Settings:
-    """`settings` with one of them changed. Raises ValueError for one that a live run can not change, or that does not fit."""
+    """`settings` with one of them changed. Raises ValueError for one that a live run cannot change, or that does not fit."""
     if name not in LIVE and not name.startswith("reward."):
-        raise ValueError(f"{name} can not be changed while a run is live; {', '.join(LIVE)}, reward.* can")
+        raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* can")
     return override(settings, {name: value})
 
 

@@ -1,4 +1,4 @@
-"""Who works on what: the asynchronous schedule of RL as a pure state machine. No clock, no threads, no files.
+"""The asynchronous schedule of RL as a pure state machine. No clock, no threads, no files.
 
     slot = one group = one prompt position:   waiting → running → ready → training → trained
                                                  ↑_________|________|   faulted, hung, left, stale: dispatched again
@@ -317,7 +317,7 @@ class Orchestrator:
         return any(worker.free for worker in self.workers.values())
 
     def _closed(self) -> bool:
-        """Whether no group is admitted any more."""
+        """Return whether no further group is admitted."""
         return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= self.next_slot
 
     def _attempt(self, group: Group) -> int:

@@ -56,7 +56,7 @@ APPEARS_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """What an engine runs, by its own account."""
+    """The version that an engine runs, by its own account."""
 
     version: int
     hash: str
@@ -64,7 +64,7 @@ class Running:
     seconds: float
     """From the order to the swap."""
     paused: float
-    """Of these, seconds in which nothing was decoded."""
+    """Part of these seconds without decoding."""
 
 
 class EngineService:
@@ -189,7 +189,7 @@ class EngineService:
 
     def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
         """Fetches a version, swaps it in between two steps, and says what runs now. `full` are the version's tensors, for
-        when the store's copy can not be used.
+        when the store's copy cannot be used.
 
         Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears.
         """
@@ -239,7 +239,7 @@ class EngineService:
         self._failure = self._failure or RuntimeError("it was stopped")
 
     def status(self) -> dict[str, Any]:
-        """What it did so far."""
+        """Return counts of the work so far."""
         return {
             "version": self._engine.version,
             "decoding_s": self.decoding_s,
@@ -335,7 +335,7 @@ class TrainerService:
             self._publish()
 
     def tensors(self) -> tuple[int, dict[str, Tensor]]:
-        """The newest version itself, for an engine that can not use the store's."""
+        """The newest version itself, for an engine that cannot use the store's."""
         return self.version, self._newest
 
     def state(self) -> tuple[int, dict[str, Any] | str]:
@@ -405,6 +405,6 @@ class EvaluationService:
 
 
 def store_url(run: Path, settings: Settings) -> str:
-    """Where a run's weight versions are: under its name in `services.store`, by default in the run directory."""
+    """Return the URL of a run's weight versions: under its name in `services.store`, by default in the run directory."""
     store = settings.services.store.rstrip("/")
     return f"{store}/{run.name}" if store else str(run / "weights" / "versions")

@@ -1,4 +1,4 @@
-"""What the orchestrator remembers (workers, dispatches, rollouts, groups, books), and how it picks a batch."""
+"""The memory of the orchestrator (workers, dispatches, rollouts, groups, books), and its choice of a batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Group:
     attempts: int = 0
     deaths: int = 0
     ready: int = 0
-    """When it got ready, as a count of accepted rollouts."""
+    """Count of accepted rollouts at the time it got ready."""
     done: dict[int, Done] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     faults: Counter[int] = field(default_factory=Counter)

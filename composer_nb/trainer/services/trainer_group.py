@@ -14,7 +14,7 @@ from composer_nb.trainer.services.actors import ActorDied, Actors
 from composer_nb.trainer.services.trainer_rank import TrainerRank
 
 TOLD_S = 20.0
-"""Where one rank dies the others fail too, and may be heard of first: so long its death is waited for."""
+"""Seconds to wait for news of a rank's death: when one dies the others fail too, and may be heard of first."""
 
 
 class TrainerGroup:
@@ -36,8 +36,8 @@ class TrainerGroup:
             _chain(begun, self._begun.set_result, self._begun)
 
     def call(self, method: str, *values: Any) -> Future[Any]:
-        """What the first rank returns, when all have. Raises ActorDied when one of them is gone. `state` is done when the
-        checkpoint is written, `tensors` are those of all ranks."""
+        """Return the first rank's result when all have returned. Raises ActorDied when one of them is gone. `state` is done when
+        the checkpoint is written, `tensors` are those of all ranks."""
         if self._begun.done():
             self._begun.result()
         outer: Future[Any] = Future()

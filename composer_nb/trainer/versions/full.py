@@ -78,12 +78,12 @@ def read_full(path: Path, number: int) -> tuple[State, dict[str, bytes]]:
 
 
 def layout(path: Path) -> list[list[str]]:
-    """Which tensors lie together in the files of a checkpoint."""
+    """Return the groups of tensors that share a file of a checkpoint."""
     return [sorted(entry.name for entry in shard.entries) for shard in read_shards(path)]
 
 
 def side_files(path: Path) -> dict[str, bytes]:
-    """What lies in a checkpoint beside its weights: config.json, the tokenizer."""
+    """Return the files beside the weights of a checkpoint: config.json, the tokenizer."""
     files = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != MANIFEST]
     return {file.name: file.read_bytes() for file in files if ".safetensors" not in file.name}
 

@@ -1,4 +1,4 @@
-"""What says which weights a version holds: a sealed manifest, hashes, and the faults that a version can have.
+"""The description of a version's weights: a sealed manifest, hashes, and the faults that a version can have.
 
 The manifest names the version, its base, every tensor's dtype, shape, encoding and hash, the hash of the whole resulting
 state, size and hash of every file, and carries a seal over itself. Whatever is read is checked against it before it is used.
@@ -64,7 +64,7 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls, data: bytes, what: str) -> Self:
-        """What was dumped. Raises DamagedVersion, naming `what`, when `data` is anything else."""
+        """Return what was dumped. Raises DamagedVersion, naming `what`, when `data` is anything else."""
         try:
             record = json_of(data)
             del record["seal"]
@@ -108,14 +108,14 @@ class File(Record):
 
 
 class Part(Record):
-    """What one writer put into a version: some of its tensors, and the files that hold them."""
+    """The part of a version by one writer: some of its tensors, and the files that hold them."""
 
     tensors: dict[str, Entry]
     files: dict[str, File]
 
 
 class Manifest(Part):
-    """What a version directory holds and what comes of it."""
+    """The contents of a version directory, and the weights that they decode to."""
 
     format: Literal["composer-nb-weights-1"] = "composer-nb-weights-1"
     version: int
@@ -134,7 +134,7 @@ class Manifest(Part):
     def _consistent(self) -> Self:
         for name in {*self.files, *(entry.file for entry in self.tensors.values() if entry.file)}:
             if single(name).casefold() == MANIFEST:
-                raise ValueError(f"{name!r} can not be a file of a version: it is what names them")
+                raise ValueError(f"{name!r} cannot be a file of a version: it is what names them")
         if hash_of(self.tensors) != self.hash:
             raise ValueError("the hash of all does not fit those of the tensors")
         return self
@@ -166,12 +166,12 @@ def state_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """What a manifest says of `tensors`, each of them looked at once. Raises ValueError for one that can not be published."""
+    """Return the manifest's entries for `tensors`, each read once. Raises ValueError for one that cannot be published."""
     entries = {}
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES or tensor.device.type != "cpu":
-            raise ValueError(f"{name}: a {dtype} tensor on {tensor.device} can not be published")
+            raise ValueError(f"{name}: a {dtype} tensor on {tensor.device} cannot be published")
         entries[name] = Entry(dtype=dtype, shape=list(tensor.shape), hash=digest(bits(tensor)))
     return entries
 
@@ -193,7 +193,7 @@ class State:
 
     @classmethod
     def of(cls, version: int, tensors: Mapping[str, Tensor]) -> State:
-        """Hashes `tensors`. Raises ValueError for one that can not be published."""
+        """Hashes `tensors`. Raises ValueError for one that cannot be published."""
         entries = entries_of(tensors)
         return cls(version=version, tensors=tensors, entries=entries, hash=hash_of(entries))
 

@@ -113,7 +113,7 @@ def side_names(files: Mapping[str, bytes]) -> None:
     """Raises ValueError for a name that no file beside weights can have."""
     for name in files:
         if not is_plain(name) or "/" in name or name.casefold() == MANIFEST or _SUFFIX in name:
-            raise ValueError(f"{name!r} can not be a side file of a version")
+            raise ValueError(f"{name!r} cannot be a side file of a version")
 
 
 def write_side(store: Store, where: str, parts: Sequence[Part], files: Mapping[str, bytes]) -> dict[str, File]:
@@ -215,7 +215,7 @@ def decoded(
         try:
             form = entry.torch_form
         except KeyError:
-            raise DamagedVersion(f"{last.what}: {name} is {entry.dtype}, which this release can not read") from None
+            raise DamagedVersion(f"{last.what}: {name} is {entry.dtype}, which this release cannot read") from None
         tensor = _resolved(name, form, base, links)
         untouched = base is not None and all(link.manifest.tensors[name].encoding == "same" for link in links)
         known = base.entries[name].hash if base is not None and untouched else digest(bits(tensor))
@@ -241,7 +241,7 @@ def _resolved(name: str, form: Form, base: State | None, links: Sequence[Link]) 
             continue
         if entry.encoding not in CODECS:
             raise DamagedVersion(
-                f"{link.what}: {name} is encoded as {entry.encoding!r}, which this release can not read"
+                f"{link.what}: {name} is encoded as {entry.encoding!r}, which this release cannot read"
             )
         if now is None or payload.dtype != torch.uint8:
             raise DamagedVersion(f"{link.what}: {name} has no weights to begin with, or a payload that is none")

@@ -57,7 +57,7 @@ class VersionReused(WeightFault):
 
 
 class Plan(Record):
-    """How a version is written, for all its writers."""
+    """The plan of a version, for all its writers."""
 
     version: int
     base: Base | None
@@ -261,7 +261,7 @@ class Publisher:
         )
 
     def _again(self, version: int, hash: str) -> bool:
-        """Whether a version that was published before is readable. Otherwise it is written again, in full."""
+        """Return whether a version that was published before is readable. Otherwise it is written again, in full."""
         try:
             known = self._store.manifest(version).hash
         except MissingVersion:

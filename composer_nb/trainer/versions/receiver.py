@@ -1,7 +1,7 @@
 """Receivers of weight versions: the way with the fewest bytes to a version, checked before anything of it is used.
 
 A version can be reached from weights at hand by deltas, or from an anchor or a full version and the deltas after it. Where the
-first way turns out to be broken the next one is tried. A version that can not be used at all leaves a note that asks the
+first way turns out to be broken the next one is tried. A version that cannot be used at all leaves a note that asks the
 publisher for a full one.
 """
 
@@ -167,7 +167,7 @@ class Receiver:
         older than the one that runs."""
         new, base = fetched.state, fetched.base
         if new.version < self.version:
-            raise MisplacedVersion(f"version {new.version} can not follow version {self.version}, which runs already")
+            raise MisplacedVersion(f"version {new.version} cannot follow version {self.version}, which runs already")
         states = self._held | {state.version: state for state in (base, new) if state is not None}
         keep = {*sorted(states)[-HELD:], base.version if base else new.version}
         self._held, self.version = {v: states[v] for v in keep}, new.version

@@ -24,11 +24,11 @@ class Relay:
         self._unusable: set[int] = set()
         self._brought: int | None = None
         self.read_bytes = 0
-        """Of payloads and side files, over the long line, since the beginning."""
+        """Bytes of payloads and side files over the long line so far."""
 
     def pull(self) -> int | None:
         """Brings the newest version, with what it builds on, if it is not here yet. Returns its number; None when the origin has
-        none. Raises WeightFault for one that can not be brought, which is not tried again, and asks for a full version;
+        none. Raises WeightFault for one that cannot be brought, which is not tried again, and asks for a full version;
         StoreError while the line is down: whatever arrived whole stays, and the next call goes on."""
         every = (v for v in reversed(self._origin.folders()) if v not in self._unusable)
         newest = next((v for v in every if self._origin.exists(v)), None)

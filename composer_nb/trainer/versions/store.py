@@ -41,11 +41,11 @@ CHUNK = 1 << 24
 
 
 class StoreError(OSError):
-    """The store can not be read or written."""
+    """The store cannot be read or written."""
 
 
 class Lease(Record):
-    """Who may publish: versions from `since` on count only with this token. No owner: given back."""
+    """The right to publish: versions from `since` on count only with this token. No owner: given back."""
 
     owner: str | None
     token: str
@@ -53,7 +53,7 @@ class Lease(Record):
 
 
 class Note(Record):
-    """What a receiver could not use, and why."""
+    """A version that a receiver could not use, and why."""
 
     receiver: str
     version: int
@@ -62,13 +62,13 @@ class Note(Record):
 
 
 class Report(Record):
-    """What a receiver runs, by the hash that it found itself. −1 and "": nothing yet."""
+    """The version that a receiver runs, by the hash that it found itself. −1 and "": nothing yet."""
 
     receiver: str
     version: int
     hash: str
     wants: int
-    """What it fetches, or else what it runs: this is kept, however far behind it is."""
+    """The version it fetches, or else the one it runs; it is kept, however far behind it is."""
 
 
 class Published(Record):
@@ -78,9 +78,9 @@ class Published(Record):
     base: int | None
     hash: str
     bytes: int
-    """Of the delta, or of a full version."""
+    """Size of the delta, or of a full version."""
     anchor_bytes: int = 0
-    """Of the same weights in full beside the delta; 0 where there are none."""
+    """Size of the same weights in full beside the delta; 0 if there are none."""
     owner: str
     files: dict[str, str]
     """Hash of each file."""
@@ -97,7 +97,7 @@ class Store:
         self._local = isinstance(self._fs, LocalFileSystem)
 
     def _at(self, name: str) -> str:
-        """Where a file or folder lies. Raises StoreError for a name that leads out of the store."""
+        """Return the path of a file or folder. Raises StoreError for a name that leads out of the store."""
         try:
             if self._local:
                 beneath(Path(self._root), name)
@@ -116,7 +116,7 @@ class Store:
 
     def read(self, name: str) -> bytes:
         """Raises MissingVersion or StoreError."""
-        with self._doing(f"{name} can not be read"):
+        with self._doing(f"{name} cannot be read"):
             try:
                 data: bytes = self._fs.cat_file(self._at(name))
                 return data
@@ -125,7 +125,7 @@ class Store:
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """A file's bytes, a piece at a time. Raises MissingVersion or StoreError."""
-        with self._doing(f"{name} can not be read"):
+        with self._doing(f"{name} cannot be read"):
             try:
                 with self._fs.open(self._at(name), "rb") as stream:
                     while data := stream.read(CHUNK):
@@ -171,9 +171,9 @@ class Store:
 
     @contextmanager
     def _placing(self, path: str) -> Iterator[str]:
-        """Where to write first: beside the place where that can be filled in one go, at the place itself otherwise."""
+        """Yield the path to write to: beside the place if it can be renamed, otherwise the place itself."""
         name = path.removeprefix(f"{self._root}/")
-        with self._doing(f"{name} can not be written (make room, or set another store)"):
+        with self._doing(f"{name} cannot be written (make room, or set another store)"):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             if not self._local:
                 yield path
@@ -196,7 +196,7 @@ class Store:
 
     def names(self, folder: str = "") -> list[str]:
         """Names in a folder; none when it is not there. Raises StoreError."""
-        with self._doing("can not be listed"):
+        with self._doing("cannot be listed"):
             try:
                 found = self._fs.ls(self._at(folder) if folder else self._root, detail=False)
             except FileNotFoundError:
@@ -207,7 +207,7 @@ class Store:
         """Removes a file, or a folder with all in it; its manifest first, so that no half of a version is ever seen. Raises
         StoreError."""
         path = self._at(name)
-        with self._doing(f"{name} can not be removed"):
+        with self._doing(f"{name} cannot be removed"):
             if self._fs.exists(f"{path}/{MANIFEST}"):
                 self._fs.rm_file(f"{path}/{MANIFEST}")
             if self._fs.exists(path):
@@ -220,8 +220,8 @@ class Store:
         return sorted(int(name[1:]) for name in self.names(inside) if re.fullmatch(r"v\d{6,}", name))
 
     def exists(self, version: int, where: str = "") -> bool:
-        """Whether a version, or its anchor `where` that is, was finished. Raises StoreError."""
-        with self._doing("can not be read"):
+        """Return whether a version, or its anchor in `where`, was finished. Raises StoreError."""
+        with self._doing("cannot be read"):
             return bool(self._fs.exists(self._at(f"{where or folder(version)}/{MANIFEST}")))
 
     def anchors(self) -> list[int]:
@@ -229,7 +229,7 @@ class Store:
         return self.folders(ANCHORS)
 
     def manifest(self, version: int, where: str = "") -> Manifest:
-        """Of a version, or of its anchor `where` that is. Raises WeightFault or StoreError."""
+        """Read the manifest of a version, or of its anchor in `where`. Raises WeightFault or StoreError."""
         place = where or folder(version)
         manifest = Manifest.load(self.read(f"{place}/{MANIFEST}"), f"{self.url}/{place}/{MANIFEST}")
         if manifest.version != version:
@@ -269,7 +269,7 @@ class Store:
         return sorted(found, key=lambda line: line.version)
 
     def reports(self) -> list[Report]:
-        """What receivers run, by name; those that are damaged or just vanished are left out. Raises StoreError."""
+        """Return the reports of receivers, by name; those that are damaged or just vanished are left out. Raises StoreError."""
         found = []
         for name in sorted(self.names("receivers")):
             try:
@@ -315,7 +315,7 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
 
 
 def ready(url: str | Path, version: int, receivers: Iterable[str]) -> dict[str, bool]:
-    """Whether each of these receivers runs this very version, by what they report. Raises StoreError, MissingVersion."""
+    """Return whether each of these receivers runs this very version, by what they report. Raises StoreError, MissingVersion."""
     store = Store(url)
     wanted = store.manifest(version).hash
     runs = {report.receiver: (report.version, report.hash) for report in store.reports()}

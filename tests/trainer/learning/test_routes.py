@@ -110,7 +110,7 @@ def test_damaged_routes_are_refused_before_a_step(make_model, streams, name: str
         model = make_model(3)
         learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL)
         before = learner.optimizer.weights.clone()
-        where = rf"stream {place} of 4 can not be replayed \(replay\.level\): .*"
+        where = rf"stream {place} of 4 cannot be replayed \(replay\.level\): .*"
         with pytest.raises(ValueError, match=where + complaint):
             learner.learn(batch, Ranks(), Random(0), **LEARN)
         assert torch.equal(learner.optimizer.weights, before)
@@ -161,9 +161,9 @@ def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
 
 
 def test_packing_and_measuring_refuse_them_too(make_model, attempts, streams):
-    with pytest.raises(ValueError, match=r"stream 1 of 2 can not be replayed: token 0"):
+    with pytest.raises(ValueError, match=r"stream 1 of 2 cannot be replayed: token 0"):
         flatten([streams[0], rows(streams[1], lambda x: np.roll(x, 1, 0))], FULL)
     [segment] = attempts[2].rollout.segments
     bare = replace(attempts[2].rollout, segments=(replace(segment, trace=Trace()),))
-    with pytest.raises(ValueError, match=r"stream 2 of 4 can not be replayed"):
+    with pytest.raises(ValueError, match=r"stream 2 of 4 cannot be replayed"):
         measure_mismatch(make_model(3), [*attempts[:2], replace(attempts[2], rollout=bare), attempts[3]])

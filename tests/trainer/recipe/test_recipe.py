@@ -141,7 +141,7 @@ def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> Non
     settings = override(Settings(), MICRO | {"control_steps": 2, "services.on": True})
     forked = start_or_resume(fork(whole, settings, runs=tmp_path, name="control").path, say=quiet)
     assert forked.finished("eval_control") is not None and forked.finished("rl") is None
-    with pytest.raises(ValueError, match="a fork can not change seed"):
+    with pytest.raises(ValueError, match="a fork cannot change seed"):
         fork(whole, override(settings, {"seed": 5}), runs=tmp_path, name="other")
 
 

@@ -142,9 +142,7 @@ def test_at_level_weights_gates_on_record_part_beginnings(make_model, streams):
     bare = replace(one, gates=one.gates[:0])
     weights = ReplaySettings(level="weights")
     for wrong in (bare, replace(one, gates=one.gates.astype(np.float64))):
-        with pytest.raises(
-            ValueError, match=r"stream 0 of 1 can not be replayed: gates of .*replay.level is 'weights'"
-        ):
+        with pytest.raises(ValueError, match=r"stream 0 of 1 cannot be replayed: gates of .*replay.level is 'weights'"):
             flatten([wrong], weights)
     for wrong in (replace(one, gates=one.gates * np.float32("nan")), replace(one, gates=one.gates * np.float32(0.5))):
         with pytest.raises(ValueError, match="do not add up to 1"):

@@ -304,7 +304,7 @@ def test_settings_change_while_a_run_is_live_and_are_noted(begun):
         actors.close()
     assert coordinator.settings.services.bound == 4 and coordinator.settings.reward.weights == {"solved": 3.0}
     assert coordinator.settings.model == settings.model
-    assert any("model.hidden_size can not be changed" in line for line in said)
+    assert any("model.hidden_size cannot be changed" in line for line in said)
     assert run.query("SELECT name, step FROM change ORDER BY number") == [
         ("services.bound", 0),
         ("model.hidden_size", REFUSED),

@@ -1,4 +1,4 @@
-"""Machines that can not carry a run are refused before anything starts, with a setting that would do."""
+"""Machines that cannot carry a run are refused before anything starts, with a setting that would do."""
 
 from __future__ import annotations
 

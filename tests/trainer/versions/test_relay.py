@@ -119,6 +119,6 @@ def test_a_region_forgets_what_nobody_needs(urls):
     assert relay.prune(2) == [0, 1, 2]
     assert_right(Receiver(region), 5)
     Store(region).write(f"{folder(4)}/manifest.json", b"{}")
-    assert relay.prune(1) == [], "nothing while a manifest can not be read"
+    assert relay.prune(1) == [], "nothing while a manifest cannot be read"
     with pytest.raises(ValueError, match="keep=0"):
         relay.prune(0)

@@ -350,7 +350,7 @@ def test_fetching_moves_nothing_and_an_older_version_is_never_installed(url: str
     one, two = receiver.fetch(1), receiver.fetch(2)
     assert receiver.version == 0
     assert receiver.install(two) == state_hash(weights(2)) and receiver.version == 2
-    with pytest.raises(MisplacedVersion, match="version 1 can not follow version 2"):
+    with pytest.raises(MisplacedVersion, match="version 1 cannot follow version 2"):
         receiver.install(one)
     assert receiver.version == 2
 
@@ -496,7 +496,7 @@ def test_weights_of_another_form_are_refused(url: str, change: dict[str, Tensor]
 
 @pytest.mark.parametrize("files", [{}, {**FILES, "../x": b""}, {**FILES, "manifest.json": b""}], ids=str)
 def test_side_files_that_can_not_be_are_refused(url: str, files: dict[str, bytes]):
-    with pytest.raises(ValueError, match="config.json|can not be a side file"):
+    with pytest.raises(ValueError, match="config.json|cannot be a side file"):
         Publisher(url, owner="run").publish(0, weights(0), files)
     assert Store(url).folders() == []
 
@@ -511,12 +511,12 @@ def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: in
     def full(store, path):
         with placing(store, path) as part:
             if next(calls) == fails_at:
-                raise StoreError("can not be written (make room): No space left on device")
+                raise StoreError("cannot be written (make room): No space left on device")
             yield part
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "_placing", full)
-        with pytest.raises(StoreError, match="can not be written .make room.*No space left"):
+        with pytest.raises(StoreError, match="cannot be written .make room.*No space left"):
             publisher.publish(1, weights(1), FILES)
     assert Store(url).folders() == [0], "what was begun is removed"
     assert receiver.newest() == 0 and publisher.last == 0
