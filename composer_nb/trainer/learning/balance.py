@@ -196,7 +196,7 @@ def _exchanged(packing: Packing, size_I: NDArray[np.int64], cost_I: Floats, limi
 def _changes(
     where_I: NDArray[np.int64], size_I: NDArray[np.int64], cost_I: Floats, load: Floats, room: Floats, ranks: int
 ) -> Iterator[tuple[float, int, int, int]]:
-    """Yield the best change of each micro-batch with work: (gain of the step, item, its new place, the item that comes back or −1)."""
+    """Yield the best change of each micro-batch with work: (gain, item, its new place, the item that comes back or −1)."""
     load_MR = load.reshape(-1, ranks)
     top_M = load_MR.max(1)
     # To move alone is to change places with nothing: an item of no size and cost on each rank of each micro-batch.

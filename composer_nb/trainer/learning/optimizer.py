@@ -136,7 +136,7 @@ class FlatOptimizer:
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
         """Go on from where `state` was taken. Raises ValueError, before anything changes, when it belongs to a model of another
-        size, to another optimizer, or to one whose scale learnt where this one's does not."""
+        size, to another optimiser, or to one whose scale learnt where this one's does not."""
         moments = {name: value for name, value in state.items() if name not in ("master", "scale")}
         known = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
         if state["master"].shape != self.master.shape:
@@ -149,7 +149,7 @@ class FlatOptimizer:
         if moments and moments.keys() != known:  # none at all: it has made no step
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
-                f"{', '.join(sorted(known))}; it was written with another optimizer: go on with that one, or begin a new run"
+                f"{', '.join(sorted(known))}; it was written with another optimiser: go on with that one, or begin a new run"
             )
         momentum = moments.pop("momentum", None)
         self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)

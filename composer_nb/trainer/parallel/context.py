@@ -41,8 +41,8 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class Part(FlatBatch):
-    """The part of a batch that one rank computes. Of its fields those of tokens are of this rank's, those of sampled tokens, which
-    enter the loss, of all: each rank computes the same loss, and the gradient of its own tokens."""
+    """The part of a batch that one rank computes. Fields of tokens hold this rank's; fields of sampled tokens, which enter the
+    loss, hold all: each rank computes the same loss, and the gradient of its own tokens."""
 
     whole: int
     """N."""
