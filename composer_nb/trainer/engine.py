@@ -193,18 +193,6 @@ class Engine:
             done |= {completion.rollout: completion for completion in self.step()}
         return [done[request.rollout] for request in requests]
 
-    def recorded(self, rollout: int, start: int = 0) -> Trace:
-        """Return the record of a live rollout from token `start` to the last one that was forwarded."""
-        slot = self._live[rollout]
-        part = slice(start, slot.length)
-        return Trace(
-            routes=self._routes[slot.index, part].copy(),
-            gates=self._gates[slot.index, part].copy(),
-            margins=self._margins[slot.index, part].copy(),
-            checks=self._checks[slot.index, part].copy(),
-            route_valid=np.ones(slot.length - start, np.bool_),
-        )
-
     def release(self, rollout: int) -> Trace:
         slot = self._live.pop(rollout, None)
         if slot is None:  # its first request was refused

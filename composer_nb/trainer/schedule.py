@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 
 def whole(value: Any, least: int = 0) -> bool:
@@ -97,11 +97,6 @@ class Finished(Event):
     tokens: int
     sampled: int
 
-    def sound(self, version: int) -> bool:
-        """Return whether the numbers are possible while `version` is the newest."""
-        known = whole(self.oldest_version) and self.oldest_version <= version
-        return known and _named(self) and whole(self.place) and whole(self.sampled) and whole(self.tokens, self.sampled)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faulted(Event):
@@ -113,10 +108,6 @@ class Faulted(Event):
     reason: str
     sampled: int = 0
 
-    def sound(self, version: int) -> bool:
-        """Return whether the numbers are possible."""
-        return _named(self) and whole(self.place) and whole(self.sampled)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(Event):
@@ -124,14 +115,6 @@ class Alive(Event):
 
     slot: int
     attempt: int
-
-    def sound(self, version: int) -> bool:
-        """Return whether the numbers are possible."""
-        return _named(self)
-
-
-def _named(event: Finished | Faulted | Alive) -> bool:
-    return whole(event.slot) and whole(event.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,13 +200,3 @@ class Stop(Command):
     """The run cannot go on."""
 
     error: str
-
-
-class Executor(Protocol):
-    """An executor of commands that reports events: in process, on Ray, or in virtual time."""
-
-    def execute(self, command: Command) -> None:
-        """Starts a command; does not wait for it."""
-
-    def wait(self) -> Event:
-        """The next event, once it happens."""

@@ -242,8 +242,8 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: i
 def require_memory(
     c: ModelConfig, settings: MeshSettings, ranks: int, load: Load, limit: int, *, more_ranks: bool = True
 ) -> Need:
-    """Return the need of a rank. Raises ValueError if that is more than `limit` bytes; it says how much is missing and names
-    settings that fit, the first of: recomputation, smaller micro-batches, and with `more_ranks` weights cut more finely, more ranks."""
+    """Return the need of a rank. Raises ValueError if that is more than `limit` bytes; it says how much is missing and names the
+    first settings that fit: recomputation, smaller micro-batches, with `more_ranks` weights cut more finely, or more ranks."""
     need = estimate(c, Mesh.of(settings, ranks), load)
     if need.peak <= limit:
         return need

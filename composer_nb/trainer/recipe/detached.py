@@ -9,15 +9,14 @@ Whatever launched a run, it can be followed: what it says is in its `said.log`.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 from typing import Literal
 
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.settings import Settings
 from composer_nb.trainer.recipe.launch import (
     COMPLETE,
@@ -30,7 +29,7 @@ from composer_nb.trainer.recipe.launch import (
     start_or_resume,
 )
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.head import detach, holder
+from composer_nb.trainer.services.head import begin, end, holder
 
 START_S = 120.0
 POLL_S = 0.5
@@ -46,18 +45,14 @@ def start_detached(
     """
     run = new_run(runs, name, settings or Settings()) if run_dir is None else existing(run_dir)
     settle(run, settings)
-    lock, log = run.path / LOCK, run.path / "launcher.log"
-    if holder(lock) is not None:
-        return run
-    begin = log.stat().st_size if log.is_file() else 0
-    process = detach(("composer_nb.trainer.recipe.detached", str(run.path)), log)
-    deadline = time.monotonic() + patience(START_S)
-    while holder(lock) is None and process.poll() != 0:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            said = log.read_bytes()[begin:].decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
-            raise RunFailed(f"the launcher of {run.path.name} did not start: {said[-1]} ({log})")
-        time.sleep(0.05)
+    lock, words = run.path / LOCK, ("composer_nb.trainer.recipe.detached", str(run.path))
+    if holder(lock) is None:
+
+        def ready(process: Popen[bytes]) -> bool:
+            return holder(lock) is not None or process.poll() == 0
+
+        if why := begin(words, run.path / "launcher.log", lock, ready, START_S):
+            raise RunFailed(f"the launcher of {run.path.name} {why}")
     return run
 
 
@@ -87,15 +82,9 @@ def stop(run_dir: Path) -> bool:
     """Ends a live run, as Ctrl-C does, or outright if that takes longer than END_S; False when it is not live. It can be
     resumed."""
     lock = existing(run_dir).path / LOCK
-    if not (pid := holder(lock)):
-        return False
-    os.kill(pid, signal.SIGINT)
-    deadline = time.monotonic() + patience(END_S)
-    while holder(lock) == pid:
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    return True
+    if pid := holder(lock):
+        end(lock, pid, signal.SIGINT, END_S)
+    return bool(pid)
 
 
 def main(arguments: list[str]) -> None:

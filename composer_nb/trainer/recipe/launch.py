@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -25,12 +24,11 @@ from composer_nb.trainer.learning.data import read_corpus
 from composer_nb.trainer.records.rundir import RunDir, create, provenance
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
-from composer_nb.trainer.services.head import held
+from composer_nb.trainer.services.head import claim, held, holder
 
 LOCK, SAID = "launch.lock", "said.log"
 """In a run directory: what its launcher holds, and what it said."""
 COMPLETE, SILENT = "the run is complete", "it said nothing"
-LOCK_TRIES = 5
 
 
 class RunFailed(RuntimeError):
@@ -114,22 +112,10 @@ def _noted(run: RunDir, say: Callable[[str], None]) -> Iterator[Callable[[str], 
 @contextmanager
 def _only_launcher(run: RunDir) -> Iterator[None]:
     """Holds the run's lock, which ends with this process at the latest. Raises RunBusy when another launcher holds it."""
-    fd = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if (fd := claim(run.path / LOCK, tries=5)) is None:
+        pid = holder(run.path / LOCK) or "(it does not say which)"
+        raise RunBusy(f"{run.path.name} is being run by process {pid} ({run.path}); wait for it, or end it first")
     try:
-        for tries in range(LOCK_TRIES):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if tries + 1 < LOCK_TRIES:
-                    time.sleep(0.02)  # it may be somebody who only looks
-                    continue
-                pid = os.read(fd, 20).decode().strip() or "(it does not say which)"
-                raise RunBusy(
-                    f"{run.path.name} is being run by process {pid} ({run.path}); wait for it, or end it first"
-                ) from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
         yield
     finally:
         os.close(fd)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
-from typing import Protocol
 
 import numpy as np
 
@@ -68,78 +67,45 @@ class Pair:
     assigned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """A message of an environment worker to an engine."""
-
-    requests: tuple[Request, ...]
-    released: tuple[int, ...]
-
-
-Answers = Sequence[tuple[Completion, Trace]]
-"""Turns that ended, each with what was recorded of the tokens that were forwarded for it."""
-
-
-class Line(Protocol):
-    """The way to an engine: sends a message and waits for turns that have ended (at least one while any is under way)."""
-
-    def __call__(self, message: Exchange, /) -> Answers: ...
-
-
 class RemotePolicy:
-    """A policy behind a line. Requests and releases travel with the next step; traces come back turn by turn."""
+    """A policy at the end of a line to an engine. Requests travel with the next step, a rollout's trace with its release."""
 
-    def __init__(self, line: Line, capacity: int) -> None:
-        self._line, self.capacity = line, capacity
+    def __init__(self, engine: Remote, name: str, capacity: int) -> None:
+        """`name` tells the engine's clients apart."""
+        self._engine, self._name, self.capacity = engine, name, capacity
         self._requests: dict[int, Request] = {}
-        self._released: list[int] = []
-        self._traces: dict[int, list[Trace]] = {}
-        self._written: dict[int, int] = {}
+        self._sent: set[int] = set()
         self._under_way: set[int] = set()
 
     def submit(self, request: Request) -> None:
         self._requests[request.rollout] = request
-        self._written[request.rollout] = self._written.get(request.rollout, 0) + len(request.token_ids)
         self._under_way.add(request.rollout)
 
     def step(self) -> list[Completion]:
-        if not self._under_way and not self._released:
+        if not self._under_way:
             return []
-        message = Exchange(requests=tuple(self._requests.values()), released=tuple(self._released))
+        requests = list(self._requests.values())
+        self._sent |= self._requests.keys()
         self._requests.clear()
-        self._released.clear()
-        done = []
-        for completion, trace in self._line(message):
-            rollout = completion.rollout
-            if rollout not in self._under_way:  # released while the answer was on its way
-                continue
-            self._under_way.discard(rollout)
-            self._traces.setdefault(rollout, []).append(trace)
-            self._written[rollout] += len(completion.token_ids)
-            done.append(completion)
+        done: list[Completion] = self._engine.wait("exchange", self._name, requests)
+        done = [completion for completion in done if completion.rollout in self._under_way]
+        self._under_way -= {completion.rollout for completion in done}
         return sorted(done, key=lambda completion: completion.rollout)
 
     def release(self, rollout: int) -> Trace:
-        sent = self._requests.pop(rollout, None) is None
+        unsent = self._requests.pop(rollout, None)
         self._under_way.discard(rollout)
-        if rollout not in self._written:  # its first request was never made
+        if rollout not in self._sent:
             return Trace()
-        parts, total = self._traces.pop(rollout, []), self._written.pop(rollout)
-        if sent or parts:
-            self._released.append(rollout)
-        return _join(parts, total)
+        self._sent.discard(rollout)
+        trace: Trace = self._engine.wait("release", self._name, rollout)
+        return trace if unsent is None else _extended(trace, len(unsent.token_ids))
 
 
-def _join(parts: Sequence[Trace], total: int) -> Trace:
-    """The trace of a rollout of `total` tokens, the last of which were never forwarded."""
-    if not parts:
-        return Trace()
-
-    def joined(name: str) -> np.ndarray:
-        values = np.concatenate([getattr(part, name) for part in parts])
-        return np.concatenate([values, np.zeros((total - len(values), *values.shape[1:]), values.dtype)])
-
-    return Trace(**{name: joined(name) for name in ("routes", "gates", "margins", "route_valid", "checks")})
+def _extended(trace: Trace, count: int) -> Trace:
+    """Return a trace with `count` more tokens, which were never forwarded."""
+    arrays = {each.name: getattr(trace, each.name) for each in fields(trace)}
+    return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
 
 
 def prompt_order(file: Path, seed: str) -> list[Task]:
@@ -201,15 +167,11 @@ class EnvironmentService:
     def __init__(
         self, run: Path, limits: Limits, prompt_seed: str, group: int, slots: int, engine: Remote, name: str
     ) -> None:
-        def line(message: Exchange) -> Answers:
-            answers: Answers = engine.wait("exchange", name, message)
-            return answers
-
         agent = Agent(CompactRenderer(load_tokenizer(run / "data")), limits=limits)
         tasks = prompt_order(run / "data" / "rl.jsonl", prompt_seed)
         self._sandboxes = SandboxExecutor(run_id=run.name, journal=run / FOLDER)
         self._sandboxes.__enter__()
-        self._worker = EnvironmentWorker(RemotePolicy(line, slots), agent, tasks, group, self._sandboxes)
+        self._worker = EnvironmentWorker(RemotePolicy(engine, name, slots), agent, tasks, group, self._sandboxes)
 
     def work(self, start: Sequence[Assignment], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
         """See `EnvironmentWorker.work`."""

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -74,19 +74,14 @@ def up(folder: Path, lease_s: float = LEASE_S) -> Head:
     if find(folder) is not None:
         return renew(folder, lease_s)
     reap(folder)
-    log = folder / "head.log"
-    begin = log.stat().st_size if log.is_file() else 0
-    process = detach(("composer_nb.trainer.services.head", str(folder), repr(lease_s)), log)
-    longest = patience(START_S)
-    deadline = time.monotonic() + longest
-    while (head := find(folder)) is None:
-        ended = process.poll() is not None and holder(folder / "head.lock") is None
-        if ended or time.monotonic() > deadline:
-            process.kill()
-            said = log.read_bytes()[begin:].decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
-            why = f"ended with {process.returncode}" if ended else f"did not start within {longest:.0f} s"
-            raise ValueError(f"the head in {folder} {why}: {said[-1]} ({log})")
-        time.sleep(0.1)
+    words = ("composer_nb.trainer.services.head", str(folder), repr(lease_s))
+    if why := begin(
+        words, folder / "head.log", folder / "head.lock", lambda process: find(folder) is not None, START_S
+    ):
+        raise ValueError(f"the head in {folder} {why}")
+    head = find(folder)
+    if head is None:
+        raise ValueError(f"the head in {folder} ended as soon as it had started; see {folder / 'head.log'}")
     return head
 
 
@@ -135,12 +130,7 @@ def down(folder: Path) -> bool:
     """Ends the head in `folder`, whoever uses it, and whatever a killed one left; False when none lived there."""
     head = find(folder)
     if head is not None:
-        os.kill(head.pid, signal.SIGTERM)
-        deadline = time.monotonic() + patience(END_S)
-        while holder(folder / "head.lock") == head.pid:
-            if time.monotonic() > deadline:
-                os.kill(head.pid, signal.SIGKILL)
-            time.sleep(0.05)
+        end(folder / "head.lock", head.pid, signal.SIGTERM, END_S)
     if folder.is_dir():
         reap(folder)
     return head is not None
@@ -161,6 +151,55 @@ def held(address: str) -> Iterator[str]:
     else:
         with attach(Path(address)) as head:
             yield head.address
+
+
+# Processes that outlive the one that starts them
+
+
+def begin(
+    words: Sequence[str], log: Path, lock: Path, ready: Callable[[subprocess.Popen[bytes]], bool], seconds: float
+) -> str:
+    """Run a module as `detach` does, and wait until it is `ready`. Return why it is not, with its last words, if it ended without
+    a holder of `lock`, or took longer than `seconds` (more on a busy machine)."""
+    start, longest = log.stat().st_size if log.is_file() else 0, patience(seconds)
+    process = detach(words, log)
+    deadline = time.monotonic() + longest
+    while not ready(process):
+        ended = process.poll() is not None and holder(lock) is None
+        if ended or time.monotonic() > deadline:
+            process.kill()
+            said = log.read_bytes()[start:].decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
+            why = f"ended with {process.returncode}" if ended else f"did not start within {longest:.0f} s"
+            return f"{why}: {said[-1]} ({log})"
+        time.sleep(0.05)
+    return ""
+
+
+def end(lock: Path, pid: int, number: signal.Signals, seconds: float) -> None:
+    """Send a signal to the holder of a lock, and SIGKILL if it still holds it after `seconds` (more on a busy machine)."""
+    os.kill(pid, number)
+    deadline = time.monotonic() + patience(seconds)
+    while holder(lock) == pid:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def claim(lock: Path, tries: int = 20) -> int | None:
+    """Take a lock and note this process's number in it. Return the open file, which holds the lock; None if another process has
+    it."""
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    for _ in range(tries):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)  # it may be somebody who only looks
+            continue
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        return fd
+    os.close(fd)
+    return None
 
 
 def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
@@ -219,7 +258,7 @@ def _write(head: Head) -> None:
 
 def main(arguments: list[str]) -> None:
     folder, lease_s = Path(arguments[0]), float(arguments[1])
-    if not _claim(folder / "head.lock"):
+    if claim(folder / "head.lock") is None:
         return  # another one starts here, and serves as well
     try:
         cluster = Cluster("", "head", Journal(folder / FOLDER, folder.name))
@@ -237,21 +276,6 @@ def main(arguments: list[str]) -> None:
     finally:
         (folder / "head.json").unlink(missing_ok=True)
         cluster.close()
-
-
-def _claim(lock: Path) -> bool:
-    """Takes the lock for as long as this process lives; False when another one has it."""
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    for _ in range(20):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)  # it may be somebody who only looks
-            continue
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
-        return True
-    return False
 
 
 def _live(folder: Path, cluster: Cluster, stop: threading.Event) -> str:

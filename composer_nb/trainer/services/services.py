@@ -9,8 +9,11 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from random import Random
@@ -23,7 +26,7 @@ from torch import Tensor
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.tiny import Agent
 from composer_nb.harness.bench import run_eval
-from composer_nb.harness.policy import Completion, Trace
+from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
@@ -45,7 +48,6 @@ from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.environments import Answers, Exchange
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
@@ -92,14 +94,12 @@ class EngineService:
         self._receiver.install(fetched)
         self._lockstep = settings.services.lockstep
         self._lock, self._wake = threading.Lock(), threading.Event()
-        self._inbox: SimpleQueue[tuple[str, Exchange]] = SimpleQueue()
-        self._answers: dict[str, SimpleQueue[tuple[Completion, Trace]]] = {}
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._answers: dict[str, SimpleQueue[Completion]] = {}
         self._client: dict[int, str] = {}
         self._waiting: dict[str, set[int]] = {}
         """Rollouts whose turn a client waits for; only its own calls touch it."""
-        self._recorded: dict[int, int] = {}
         self._failure: BaseException | None = None
-        self._swap: tuple[Model, int, threading.Event] | None = None
         self.decoding_s = 0.0
         self._stopped = False
         if not self._lockstep:
@@ -113,49 +113,66 @@ class EngineService:
 
     # Environment workers
 
-    def exchange(self, client: str, message: Exchange) -> Answers:
-        """Takes requests, and waits until at least one turn of this client has ended, if any is under way.
+    def exchange(self, client: str, requests: Sequence[Request]) -> list[Completion]:
+        """Take requests, and wait until at least one turn of this client has ended, if any is under way.
 
-        Raises what ended the decoding thread.
+        Raises RuntimeError when the decoding thread has failed.
         """
         if self._lockstep:
             with self._lock:
-                return self._in_step(client, message)
+                return self._in_step(client, requests)
         mine = self._answers.setdefault(client, SimpleQueue())
         waiting = self._waiting.setdefault(client, set())
-        waiting -= set(message.released)
-        waiting |= {request.rollout for request in message.requests}
-        self._inbox.put((client, message))
-        self._wake.set()
-        found: list[tuple[Completion, Trace]] = []
+        waiting |= {request.rollout for request in requests}
+        self._tell(partial(self._take, client, requests))
+        found: list[Completion] = []
         while waiting and not (found and mine.empty()):
-            try:
+            with suppress(Empty):
                 answer = mine.get(timeout=0.2)
-            except Empty:
-                if self._failure is not None:
-                    raise RuntimeError("the engine has failed") from self._failure
+                if answer.rollout in waiting:  # otherwise it was released while it was answered
+                    waiting.discard(answer.rollout)
+                    found.append(answer)
                 continue
-            if answer[0].rollout in waiting:  # otherwise it was released while it was answered
-                waiting.discard(answer[0].rollout)
-                found.append(answer)
+            self._check()
         return found
 
-    def _in_step(self, client: str, message: Exchange) -> Answers:
-        self._take(client, message)
-        self._swap_in()
-        found: list[tuple[Completion, Trace]] = []
+    def release(self, client: str, rollout: int) -> Trace:
+        """Forget a rollout, and return what was recorded of it."""
+        if self._lockstep:
+            with self._lock:
+                return self._forget(rollout)
+        self._waiting.setdefault(client, set()).discard(rollout)
+        trace: Future[Trace] = Future()
+        self._tell(lambda: trace.set_result(self._forget(rollout)))
+        while True:
+            with suppress(TimeoutError):
+                return trace.result(timeout=0.2)
+            self._check()
+
+    def _tell(self, task: Callable[[], None]) -> None:
+        """Have the decoding thread do something before its next step."""
+        self._inbox.put(task)
+        self._wake.set()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the engine has failed") from self._failure
+
+    def _in_step(self, client: str, requests: Sequence[Request]) -> list[Completion]:
+        self._take(client, requests)
+        found: list[Completion] = []
         while not found and self._engine.busy:
-            found = [(done, self._trace(done)) for done in self._step()]
+            found = self._step()
         return found
 
-    def _take(self, client: str, message: Exchange) -> None:
-        for rollout in message.released:
-            if self._client.pop(rollout, None) is not None:
-                self._recorded.pop(rollout, None)
-                self._engine.release(rollout)
-        for request in message.requests:
+    def _take(self, client: str, requests: Sequence[Request]) -> None:
+        for request in requests:
             self._client[request.rollout] = client
             self._engine.submit(request)
+
+    def _forget(self, rollout: int) -> Trace:
+        self._client.pop(rollout, None)
+        return self._engine.release(rollout)
 
     def _step(self) -> list[Completion]:
         start = time.perf_counter()
@@ -163,24 +180,18 @@ class EngineService:
         self.decoding_s += time.perf_counter() - start
         return done
 
-    def _trace(self, done: Completion) -> Trace:
-        trace = self._engine.recorded(done.rollout, self._recorded.get(done.rollout, 0))
-        self._recorded[done.rollout] = self._recorded.get(done.rollout, 0) + len(trace.route_valid)
-        return trace
-
     def _decode(self) -> None:
-        """The decoding thread, the only one that touches the engine."""
+        """Decode, on the one thread that touches the engine."""
         torch.set_num_threads(1)
         try:
             while not self._stopped:
-                if not self._engine.busy and self._inbox.empty() and self._swap is None:
+                if not self._engine.busy and self._inbox.empty():
                     self._wake.wait(0.5)
                 self._wake.clear()
                 while not self._inbox.empty():
-                    self._take(*self._inbox.get())
-                self._swap_in()
+                    self._inbox.get()()
                 for done in self._step():
-                    self._answers[self._client[done.rollout]].put((done, self._trace(done)))
+                    self._answers[self._client[done.rollout]].put(done)
         except BaseException as error:
             self._failure = error
             raise
@@ -207,11 +218,9 @@ class EngineService:
             with self._lock:
                 self._engine.swap(model, version)
         else:
-            self._swap = (model, version, applied)
-            self._wake.set()
+            self._tell(partial(self._swap, model, version, applied))
             while not applied.wait(0.2):
-                if self._failure is not None:
-                    raise RuntimeError("the engine has failed") from self._failure
+                self._check()
         now = time.perf_counter()
         if fetched is not None:
             self._receiver.install(fetched)
@@ -226,12 +235,9 @@ class EngineService:
             time.sleep(0.01)
         return self._receiver.fetch(version)
 
-    def _swap_in(self) -> None:
-        if self._swap is not None:
-            model, version, applied = self._swap
-            self._swap = None
-            self._engine.swap(model, version)
-            applied.set()
+    def _swap(self, model: Model, version: int, applied: threading.Event) -> None:
+        self._engine.swap(model, version)
+        applied.set()
 
     def stop(self) -> None:
         """Ends decoding, and who waits for it. A process of its own needs no such thing: it is ended."""
