@@ -294,6 +294,16 @@ class Settings:
         return self.model.stretched(self.extend.factor) if self.extend.steps else self.model
 
     @property
+    def prompt_seed(self) -> str:
+        """Seed of the order of RL's prompts."""
+        return f"{self.seed} {self.rl_seed}"
+
+    @property
+    def sampling_seed(self) -> int:
+        """Seed of everything that RL samples; the rollouts' numbers tell them apart."""
+        return self.seed * 10_007 + self.rl_seed
+
+    @property
     def trainers(self) -> int:
         """Number of processes of the trainer service: `ranks` with a mesh, else one."""
         return self.ranks if self.meshed else 1

@@ -45,21 +45,6 @@ class Cost:
         per_pair = c.num_hidden_layers * c.num_attention_heads * (c.head_dim + c.value_width)
         return cls(linear=6.0 * (found.active - found.embedding), quadratic=6.0 * per_pair)
 
-    @classmethod
-    def fit(cls, lengths: Sequence[int], seconds: Sequence[float]) -> Cost:
-        """Measured: least squares over rows of these lengths, relative to what each took. Raises ValueError for fewer than two
-        different lengths, and where time does not grow with length."""
-        if len(set(lengths)) < 2:
-            raise ValueError("a cost is fitted to rows of at least two different lengths")
-        tokens = np.array(lengths, float)
-        design = np.stack([tokens, tokens * (tokens + 1) / 2], 1) / np.array(seconds, float)[:, None]
-        linear, quadratic = np.linalg.lstsq(design, np.ones(len(tokens)), rcond=None)[0]
-        if quadratic < 0:  # attention too small to be seen
-            linear, quadratic = 1 / design[:, 0].mean(), 0.0
-        if linear <= 0:
-            raise ValueError("these times do not grow with the rows' lengths")
-        return cls(linear=float(linear), quadratic=float(quadratic))
-
     def row(self, tokens: int) -> float:
         """Return the cost of one row by itself."""
         return self.run(Run([], tokens, tokens * (tokens + 1) // 2))
@@ -86,11 +71,6 @@ class Packing:
     def imbalance(self) -> float:
         """Time that ranks wait in lockstep, as a share of the time they work; 0: they never do."""
         return self.step * self.load_MR.shape[1] / float(self.load_MR.sum()) - 1
-
-    @property
-    def imbalance_free(self) -> float:
-        """The same of ranks that meet at the end of a step alone."""
-        return float(self.load_MR.sum(0).max()) * self.load_MR.shape[1] / float(self.load_MR.sum()) - 1
 
 
 def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:

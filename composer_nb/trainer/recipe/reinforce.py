@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import torch
 
 from composer_nb.harness.agent.tiny import Agent, drive
 from composer_nb.harness.attempt import Attempt, attempt
@@ -17,8 +16,6 @@ from composer_nb.harness.policy import Policy
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.task import Task, load_tasks
-from composer_nb.trainer.learning.learner import Learner
-from composer_nb.trainer.learning.optimizer import make_optimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.recipe.evaluate import evaluate_model
@@ -26,6 +23,7 @@ from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
 from composer_nb.trainer.services.environments import prompt_order
+from composer_nb.trainer.services.services import make_learner
 
 
 def reinforcement(s: Stages) -> None:
@@ -45,18 +43,8 @@ class InProcess:
 
     def __init__(self, s: Stages) -> None:
         self.stages, self.settings, self.ranks = s, s.settings, s.ranks
-        model = s.load("start")
-        model.recompute = s.settings.rl.recompute
-        optimizer = make_optimizer(
-            model, s.settings.optimizer, published=torch.bfloat16, scale_rate=s.settings.rl.scale_rate
-        )
-        reference = s.load("start") if s.settings.loss.beta else None
-        self.learner = Learner(model, optimizer, s.settings.loss, reference, s.settings.replay)
-        self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", f"{s.settings.seed} {s.settings.rl_seed}")
-        self.step, self.before = 0, 0.0
-        if found := s.run.checkpoint("rl"):
-            self.step, state, self.before = found
-            optimizer.load(state)
+        self.learner, self.step, self.before = make_learner(s.run, s.settings)
+        self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", s.settings.prompt_seed)
         self._points: list[tuple[int, dict[str, Any]]] = []
         self._ledgers: list[tuple[int, dict[str, int]]] = []
         self._start = self._begin = time.perf_counter()
@@ -83,7 +71,7 @@ class InProcess:
         self._begin, self._lr = time.perf_counter(), rl.rate(self.step, seconds)
         slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[self.ranks.rank :: self.ranks.world]
         sampler = as_engine(self.learner.model, self.settings.engine.numerics, self.settings.engine.batch_invariant)
-        engine = s.engine(sampler, seed=s.rl_sampling_seed, version=self.version)
+        engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
         tasks = {slot: self.tasks[slot] for slot in slots}
         groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.executor)
         return Batch(step=self.step, groups=groups, lost=lost)

@@ -53,7 +53,7 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
         )
     if len(batches) < until or not batch_file(run.path, until - 1).is_file():
         raise ValueError(f"{run.path} has come to step {len(batches)}; --step {until} is not there yet")
-    tasks = prompt_order(run.path / "data" / "rl.jsonl", f"{settings.seed} {settings.rl_seed}")
+    tasks = prompt_order(run.path / "data" / "rl.jsonl", settings.prompt_seed)
     by_id = {task.id: task for task in tasks}
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))

@@ -23,6 +23,7 @@ from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrain
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.services import make_engine
 
 
 @dataclass(slots=True)
@@ -50,20 +51,8 @@ class Stages:
         return Agent(CompactRenderer(self.tokenizer()), limits=self.settings.limits)
 
     def engine(self, model: Model, *, seed: int, temperature: float = 1.0, version: int = 0) -> Engine:
-        return Engine(
-            model,
-            stop=CompactRenderer(self.tokenizer()).stop,
-            slots=self.settings.engine.slots,
-            max_length=self.settings.limits.tokens,
-            temperature=temperature,
-            seed=seed,
-            version=version,
-        )
-
-    @property
-    def rl_sampling_seed(self) -> int:
-        """Seed of everything that RL samples; the rollouts' numbers tell them apart."""
-        return self.settings.seed * 10_007 + self.settings.rl_seed
+        stop = CompactRenderer(self.tokenizer()).stop
+        return make_engine(model, self.settings, stop, temperature=temperature, seed=seed, version=version)
 
     def load(self, name: str) -> Model:
         model = load_pretrained(self.run.path / "weights" / name)

@@ -66,11 +66,6 @@ class RunStopped(RuntimeError):
     """RL cannot go on; the message says why and what to change."""
 
 
-def prompt_seed(s: Settings) -> str:
-    """Return the seed of the order of the run's prompts."""
-    return f"{s.seed} {s.rl_seed}"
-
-
 class Coordinator:
     """One RL stage as services."""
 
@@ -81,7 +76,7 @@ class Coordinator:
         self.journal = Journal(run)
         for name, value in self.journal.taken_up():
             self.settings = change_live(self.settings, name, value)
-        self.tasks = prompt_order(run.path / "data" / "rl.jsonl", prompt_seed(settings))
+        self.tasks = prompt_order(run.path / "data" / "rl.jsonl", settings.prompt_seed)
         self.by_id = {task.id: task for task in self.tasks}
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, Pair] = {}
@@ -168,14 +163,14 @@ class Coordinator:
     def _make_pair(self) -> None:
         self.made += 1
         name, version = f"engine-{self.made}", self._serve()
-        seed = self.settings.seed * 10_007 + self.settings.rl_seed
+        seed = self.settings.sampling_seed
         engine = self.actors.make(
             EngineService, self.run.path, self.settings, version, seed, name, name=name, threads=4
         )
         s = self.settings
         worker = self.actors.make(
             EnvironmentService,
-            *(self.run.path, s.limits, prompt_seed(s), s.rl.group, s.engine.slots, engine, name),
+            *(self.run.path, s.limits, s.prompt_seed, s.rl.group, s.engine.slots, engine, name),
             name=f"environment-{self.made}",
         )
         pair = self.pairs[name] = Pair(name, engine, worker, version)

@@ -83,14 +83,9 @@ class EngineService:
         self._computes = settings.engine.numerics, settings.engine.batch_invariant
         self._kernels = settings.kernels
         fetched = self._fetch(version)  # which may still be on its way, where this takes the place of one that died
-        self._engine = Engine(
-            as_engine(self._model(fetched.tensors), *self._computes),
-            stop=CompactRenderer(load_tokenizer(run / "data")).stop,
-            slots=settings.engine.slots,
-            max_length=settings.limits.tokens,
-            seed=seed,
-            version=version,
-        )
+        model = as_engine(self._model(fetched.tensors), *self._computes)
+        stop = CompactRenderer(load_tokenizer(run / "data")).stop
+        self._engine = make_engine(model, settings, stop, seed=seed, version=version)
         self._receiver.install(fetched)
         self._lockstep = settings.services.lockstep
         self._lock, self._wake = threading.Lock(), threading.Event()
@@ -138,9 +133,6 @@ class EngineService:
 
     def release(self, client: str, rollout: int) -> Trace:
         """Forget a rollout, and return what was recorded of it."""
-        if self._lockstep:
-            with self._lock:
-                return self._forget(rollout)
         self._waiting.setdefault(client, set()).discard(rollout)
         trace: Future[Trace] = Future()
         self._tell(lambda: trace.set_result(self._forget(rollout)))
@@ -150,9 +142,13 @@ class EngineService:
             self._check()
 
     def _tell(self, task: Callable[[], None]) -> None:
-        """Have the decoding thread do something before its next step."""
-        self._inbox.put(task)
-        self._wake.set()
+        """Have something done between two steps: by the decoding thread, or at once in lockstep."""
+        if self._lockstep:
+            with self._lock:
+                task()
+        else:
+            self._inbox.put(task)
+            self._wake.set()
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -214,13 +210,9 @@ class EngineService:
         plain, applied = self._model(tensors), threading.Event()
         model = as_engine(plain, *self._computes)
         pause = time.perf_counter()
-        if self._lockstep:
-            with self._lock:
-                self._engine.swap(model, version)
-        else:
-            self._tell(partial(self._swap, model, version, applied))
-            while not applied.wait(0.2):
-                self._check()
+        self._tell(partial(self._swap, model, version, applied))
+        while not applied.wait(0.2):
+            self._check()
         now = time.perf_counter()
         if fetched is not None:
             self._receiver.install(fetched)
@@ -254,6 +246,36 @@ class EngineService:
         }
 
 
+def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:
+    """Return the learner of a run, with the steps that it has made and their seconds: as of the newest checkpoint, or at the
+    start."""
+    model = load_pretrained(run.path / "weights" / "start")
+    model.recompute, model.kernels = s.rl.recompute, s.kernels
+    reference = copy.deepcopy(model) if s.loss.beta else None
+    optimizer = make_optimizer(model, s.optimizer, published=torch.bfloat16, scale_rate=s.rl.scale_rate)
+    learner, found = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
+    if from_start or found is None:
+        return learner, 0, 0.0
+    step, state, seconds = found
+    optimizer.load(state)
+    return learner, step, seconds
+
+
+def make_engine(
+    model: Model, s: Settings, stop: frozenset[int], *, seed: int, temperature: float = 1.0, version: int = 0
+) -> Engine:
+    """Return an engine of the size that the settings give it."""
+    return Engine(
+        model,
+        stop=stop,
+        slots=s.engine.slots,
+        max_length=s.limits.tokens,
+        temperature=temperature,
+        seed=seed,
+        version=version,
+    )
+
+
 class TrainerService:
     """The learner: turns batches of streams into versions. Blind to tasks, rewards and groups. Made for one call at a time: what
     is asked for while a batch is learnt waits for its end."""
@@ -262,17 +284,8 @@ class TrainerService:
         """Stands where the newest checkpoint of `run` does, or at its start; publishes what it stands at."""
         set_up_process(settings.seed)
         self._run, self._settings = RunDir(run), settings
-        model = load_pretrained(run / "weights" / "start")
-        model.recompute, model.kernels = settings.rl.recompute, settings.kernels
-        reference = copy.deepcopy(model) if settings.loss.beta else None
-        optimizer = make_optimizer(
-            model, settings.optimizer, published=torch.bfloat16, scale_rate=settings.rl.scale_rate
-        )
-        self._learner = Learner(model, optimizer, settings.loss, reference, settings.replay)
-        self.step = 0
-        if not from_start and (found := self._run.checkpoint("rl")):
-            self.step, state, _ = found
-            self._learner.optimizer.load(state)
+        self._learner, self.step, _ = make_learner(self._run, settings, from_start)
+        model = self._learner.model
         self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
         self.version = self.step * settings.rl.minibatches
         self._newest = published(model)
@@ -326,6 +339,10 @@ class TrainerService:
 
     def _publish(self) -> None:
         self.version += 1
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Publish the weights as they are, in the background."""
         self._newest = published(self._learner.model)
         self._background.publish(self.version, self._newest, self._files)
 
@@ -396,14 +413,8 @@ class EvaluationService:
         with SandboxExecutor(run_id=self._run.name, journal=self._run / FOLDER) as sandboxes:
             executor = CachedExecutor(sandboxes)
             for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
-                engine = Engine(
-                    model,
-                    stop=agent.renderer.stop,
-                    slots=s.engine.slots,
-                    max_length=s.limits.tokens,
-                    temperature=temperature,
-                    seed=s.seed + 17,
-                    version=version,
+                engine = make_engine(
+                    model, s, agent.renderer.stop, temperature=temperature, seed=s.seed + 17, version=version
                 )
                 done = list(run_eval(engine, agent, tasks, executor, 1))
                 scores[name] = float(np.mean([one.grade.passed for one in done]))

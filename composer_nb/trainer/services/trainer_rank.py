@@ -100,10 +100,6 @@ class TrainerRank(TrainerService):
         compute = torch.bfloat16 if mesh.compute == "bfloat16" else None
         return shard(model, team, compute, quantised=mesh.dispatch == "mxfp8")
 
-    def _publish(self) -> None:
-        self.version += 1
-        self._hand_over()
-
     def _hand_over(self) -> None:
         self._newest = held(self._learner.model, self._team)
         self._hashed = self._background.publish(self.version, self._newest, self._files)
@@ -132,11 +128,6 @@ class TrainerRank(TrainerService):
 
     def _weights(self, version: int) -> Mapping[str, Tensor]:
         return self._stored(version)  # a rank holds only its part
-
-    def close(self) -> None:
-        """Ends publishing when all is published."""
-        self._background.close()
-        self._publisher.close()
 
 
 def _own_address() -> str:

@@ -401,31 +401,14 @@ class Publisher:
     # Retention
 
     def prune(self, keep: int, pins: Iterable[int] = (), since: float = math.inf) -> list[int]:
-        """Remove old versions and return their numbers. Kept are the newest `keep`, those from `since` on, `pins`, the baseline,
-        what receivers report to run or want (unless they lag by more than 2 · `keep` versions), and all bases of these. Removes
-        nothing while a manifest on which this depends is unreadable."""
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1")
+        """Remove old versions as `Store.prune` does; the baseline, what may become it, and `pins` are kept."""
         if self._ranks.number:
             return []
         with self._publishing:
             self._check_lease()
-            every = [v for v in self._store.folders() if v <= self.last]
-            there = [v for v in every if self._store.exists(v)]
             with self._lock:
-                needed = {*there[-keep:], *(v for v in there if v >= since), *pins, *self._pending}
-                needed |= {self._baseline.version} if self._baseline else set()
-            needed |= self._store.in_use(there[-2 * keep :])
-            try:
-                kept, anchored = self._store.reach(needed & set(there))
-            except WeightFault:
-                return []
-            for version in set(self._store.anchors()) - anchored:
-                self._store.remove(anchor(version))
-            gone = [v for v in every if v not in kept]
-            for version in gone:
-                self._store.remove(folder(version))
-            return gone
+                needed = {*pins, *self._pending, *([self._baseline.version] if self._baseline else [])}
+            return self._store.prune(keep, needed, since, self.last)
 
     def close(self) -> None:
         """Return the lease, if this publisher still holds it; its versions stay valid."""

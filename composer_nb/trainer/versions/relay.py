@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from composer_nb.trainer.versions.manifest import MANIFEST, DamagedVersion, MissingVersion, WeightFault
+from composer_nb.trainer.versions.manifest import MANIFEST, DamagedVersion, MissingVersion
 from composer_nb.trainer.versions.receiver import copy_files, routes
 from composer_nb.trainer.versions.store import LEASE, Store, folder
 
@@ -74,16 +74,5 @@ class Relay:
             self._region.remove(f"refused/{name}")
 
     def prune(self, keep: int) -> list[int]:
-        """Removes versions of the region that none of its newest `keep`, nor any that its receivers report to run or to want, is
-        decoded from. Returns their numbers. Raises ValueError for `keep` below 1; StoreError."""
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1")
-        there = [v for v in self._region.folders() if self._region.exists(v)]
-        try:
-            kept, _ = self._region.reach({*there[-keep:], *self._region.in_use(there[-2 * keep :])})
-        except WeightFault:
-            return []
-        gone = [v for v in self._region.folders() if v not in kept]
-        for version in gone:
-            self._region.remove(folder(version))
-        return gone
+        """Remove versions of the region as `Store.prune` does."""
+        return self._region.prune(keep)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -253,6 +254,28 @@ class Store:
                 kept.add(version)
             anchored |= {version} & set(anchors)
         return kept, anchored
+
+    def prune(
+        self, keep: int, needed: Iterable[int] = (), since: float = math.inf, last: float = math.inf
+    ) -> list[int]:
+        """Remove versions up to `last`, and anchors, and return the versions' numbers. Kept are the newest `keep`, those from
+        `since` on, `needed`, what receivers report to run or want (unless they lag by more than 2 · `keep` versions), and all
+        bases of these. Removes nothing while a manifest on which this depends is unreadable. Raises StoreError."""
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1")
+        every = [v for v in self.folders() if v <= last]
+        there = [v for v in every if self.exists(v)]
+        wanted = {*there[-keep:], *(v for v in there if v >= since), *needed, *self.in_use(there[-2 * keep :])}
+        try:
+            kept, anchored = self.reach(wanted & set(there))
+        except WeightFault:
+            return []
+        for version in set(self.anchors()) - anchored:
+            self.remove(anchor(version))
+        gone = [v for v in every if v not in kept]
+        for version in gone:
+            self.remove(folder(version))
+        return gone
 
     def lease(self) -> Lease:
         """Raises MissingVersion, DamagedVersion or StoreError."""

@@ -33,7 +33,7 @@ def check(packing: Packing, lengths: list[int], ranks: int, limit: int) -> None:
         for part, load in zip(row, load_R, strict=True):
             assert len(part) == 1 or sum(lengths[item] for item in part) <= limit
             assert load == pytest.approx(sum(QUADRATIC.row(lengths[item]) for item in part))
-    assert packing.imbalance >= packing.imbalance_free - 1e-9 and packing.imbalance_free >= -1e-9
+    assert packing.imbalance >= -1e-9
 
 
 @example([2, 4, 5, 5, 5, 5, 8, 12, 24], 1, 5)  # of which a micro-batch was left without items
@@ -140,17 +140,6 @@ def test_costs_are_those_of_the_model_s_products():
     # 4 layers of 4 heads of width 32: a score and a weighted value are 2 · 32 operations each, backward costs twice forward.
     assert cost.quadratic == 3 * 4 * 4 * (2 * 32 + 2 * 32)
     assert cost.row(10) == pytest.approx(10 * cost.linear + 55 * cost.quadratic)
-
-
-def test_a_cost_is_found_again_in_what_it_would_take():
-    lengths = [64, 128, 512, 2048, 4096]
-    cost = Cost(linear=3e-6, quadratic=2e-9)
-    found = Cost.fit(lengths, costs(lengths, cost))
-    assert found.linear == pytest.approx(3e-6) and found.quadratic == pytest.approx(2e-9)
-    flat = Cost.fit(lengths, [length**0.9 for length in lengths])
-    assert flat.quadratic == 0 and flat.linear > 0
-    with pytest.raises(ValueError, match="two different lengths"):
-        Cost.fit([5, 5], [1.0, 1.0])
 
 
 @pytest.mark.parametrize(("tokens", "limit", "ranks"), [([], 5, 1), ([0], 5, 1), ([3], 0, 1), ([3], 5, 0)])
