@@ -118,7 +118,7 @@ def _long_beside_long(
     size_I: NDArray[np.int64], cost_I: Floats, ranks: int, count: int, limit: int
 ) -> list[list[int]] | None:
     """While one item is more than an even share of the rest, make a micro-batch at its level: fill every rank up to
-    it, with the dearest that fit. The rest longest first. None when that does not fit into `count` micro-batches."""
+    it, with the most expensive items that fit. The rest longest first. None when that does not fit into `count` micro-batches."""
     left = np.argsort(-cost_I, kind="stable").tolist()
     bins: list[list[int]] = []
     for number in range(count - 1):

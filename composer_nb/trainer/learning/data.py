@@ -31,17 +31,7 @@ from composer_nb.harness.tasks.task import Task
 
 CODE_ROW = 256
 """Tokens of a row of code."""
-_SKIPPED = {
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "encodings",
-    "pydoc_data",
-    "site-packages",
-    "__pycache__",
-    "turtledemo",
-}
+_SKIPPED = set("test tests idlelib lib2to3 encodings pydoc_data site-packages __pycache__ turtledemo".split())
 
 
 @dataclass(frozen=True, slots=True)

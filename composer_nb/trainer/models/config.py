@@ -105,20 +105,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the sizes that do not fit together."""
-        for name in (
+        sizes = (
             "vocab_size",
             "num_hidden_layers",
             "num_key_value_heads",
             "max_position_embeddings",
             "decoder_sparse_step",
-        ):
-            self._require_at_least(1, name)
+        )
+        self._require_at_least(1, *sizes)
         dense = ["intermediate_size"] if self.moe_layers < self.num_hidden_layers else []
-        for name in (
-            "hidden_size",
-            "moe_intermediate_size",
-            *dense,
-        ):  # grouped GEMM needs rows of whole 16 bytes, in bf16 too
+        # Grouped GEMM needs rows of whole 16 bytes, in bf16 too.
+        for name in ("hidden_size", "moe_intermediate_size", *dense):
             if getattr(self, name) < 8 or getattr(self, name) % 8:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be a multiple of 8")
         queries, keys = self.num_attention_heads, self.num_key_value_heads

@@ -151,21 +151,9 @@ _ARCHITECTURES = {
 _STATED = (
     *(name for name in DEEPSEEK if name != "num_nextn_predict_layers"),
     *(
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "n_routed_experts",
-        "num_experts_per_tok",
-    ),
-    *(
-        "moe_intermediate_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "norm_topk_prob",
-        "hidden_act",
-    ),
+        "vocab_size hidden_size num_hidden_layers num_attention_heads n_routed_experts num_experts_per_tok "
+        "moe_intermediate_size intermediate_size max_position_embeddings rms_norm_eps norm_topk_prob hidden_act"
+    ).split(),
 )
 """Keys that a text_config must state, if only as null."""
 

@@ -25,24 +25,13 @@ from composer_nb.trainer.learning.logit_scale import LogScale
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.optimizer import KINDS, ShardedOptimizer
 
+_FORMS = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
 _METADATA = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in ("Metadata", "TensorStorageMetadata", "TensorProperties")
-    ),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
-    ),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _FORMS.split()),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
     ("pathlib", "PosixPath"),
-    *(
-        ("torch", str(kind).removeprefix("torch."))
-        for kind in (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-    ),
+    *(("torch", name) for name in ("Size", "float32", "float64", "bfloat16", "int64")),
 }
 """The types in the metadata of tensors. Metadata of bytes are not among it: those are pickles themselves."""
 

@@ -224,7 +224,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 TREND_STEPS = 8
-"""Fewest steps from which a trend can be told from noise."""
+"""Fewest steps that show a trend above the noise."""
 
 
 def reward_trend(steps: Sequence[Mapping[str, Any]]) -> str:

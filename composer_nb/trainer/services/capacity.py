@@ -31,8 +31,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    told, gpus = provenance(), torch.cuda.device_count()
-    code = told["versions"] | {"composer_nb": told["package_digest"][:12]}
+    made, gpus = provenance(), torch.cuda.device_count()
+    code = made["versions"] | {"composer_nb": made["package_digest"][:12]}
     return Machine(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
 
 
@@ -48,13 +48,13 @@ def machines_of_cluster() -> list[Machine]:
     found = []
     for node, machine in zip(nodes, asked, strict=True):
         try:
-            told = ray.get(machine, timeout=ANSWER_S)
+            answer = ray.get(machine, timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
             raise ValueError(
                 f"services.address: node {node['NodeManagerAddress']} cannot run this package; install the same on all nodes "
                 f"({' '.join(str(error).split())[-300:]})"
             ) from None
-        found.append(replace(told, gpus=int(node["Resources"].get("GPU", 0))))  # a task sees what it asked for
+        found.append(replace(answer, gpus=int(node["Resources"].get("GPU", 0))))  # a task sees what it asked for
     return found
 
 

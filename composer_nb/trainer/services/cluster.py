@@ -168,7 +168,7 @@ def _node(folder: Path) -> Any:
             self._webui_url = None
 
         def start_ray_processes(self) -> None:
-            # The raylet waits for its agents to say where they listen: for 15 s, and then ends itself. It is told here.
+            # The raylet waits for its agents to say where they listen: for 15 s, and then ends itself. So it is written here.
             for name, port in zip(AGENTS, _free_ports(len(AGENTS)), strict=True):
                 setattr(self._ray_params, name, port)
                 Path(self._session_dir, f"{name}_{self._node_id}").write_text(str(port))

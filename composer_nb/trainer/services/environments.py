@@ -1,6 +1,6 @@
 """The environment service: agents and their sandboxes in a process of their own, against a policy that runs elsewhere.
 
-An environment worker is told what to attempt and answers with attempts, graded and packed. It drives its agents exactly as
+An environment worker gets assignments and answers with attempts, graded and packed. It drives its agents exactly as
 the plain loop does; only the policy is a proxy. It imports no torch: many fit on a machine.
 """
 
@@ -116,7 +116,7 @@ def prompt_order(file: Path, seed: str) -> list[Task]:
 
 
 class EnvironmentWorker:
-    """Agents under way, told what to start and asked for what has ended."""
+    """Agents under way: `work` starts some, and returns those that have ended."""
 
     def __init__(
         self, policy: RemotePolicy, agent: Agent, tasks: Sequence[Task], group: int, sandboxes: Executor

@@ -225,7 +225,7 @@ def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def holder(lock: Path) -> int | None:
-    """The process that holds a lock and wrote its number there; None when none does, 0 when it cannot be told which."""
+    """Return the process that holds a lock and wrote its number there; None when none does, 0 when its number is unknown."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -291,7 +291,7 @@ def _live(folder: Path, cluster: Cluster, stop: threading.Event) -> str:
         except BlockingIOError:
             continue
         return "its lease has run out, and nobody uses it"
-    return "it was told to"
+    return "it was asked to"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from composer_nb.settings import Settings
 from composer_nb.trainer.services.actors import ActorDied, Actors
 from composer_nb.trainer.services.trainer_rank import TrainerRank
 
-TOLD_S = 20.0
+HEARD_S = 20.0
 """Seconds to wait for news of a rank's death: when one dies the others fail too, and may be heard of first."""
 
 
@@ -69,7 +69,7 @@ class TrainerGroup:
         _chain(saved, lambda _: outer.set_result(begun), outer)
 
 
-def together(futures: Sequence[Future[Any]], patience_s: float = TOLD_S) -> Future[list[Any]]:
+def together(futures: Sequence[Future[Any]], patience_s: float = HEARD_S) -> Future[list[Any]]:
     """All results. Raises as soon as one rank is known to be dead; another failure, which may be the first sign of that, when all
     have ended or `patience_s` later."""
     outer: Future[list[Any]] = Future()

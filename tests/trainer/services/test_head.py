@@ -103,7 +103,7 @@ def test_up_attach_renew_down(carried: Path, tmp_path: Path) -> None:
     assert down(folder) and not down(folder)
     assert find(folder) is None and started(first.pid) is None and started(pid) != tick
     assert not list(carried.iterdir()) and not list((folder / "journal").iterdir())
-    assert "it was told to" in (folder / "head.log").read_text()
+    assert "it was asked to" in (folder / "head.log").read_text()
     with pytest.raises(HeadGone), held(str(folder)):
         pass
 
