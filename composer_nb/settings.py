@@ -156,15 +156,6 @@ class RlSettings:
         """Return the number that divides the summed loss of a batch."""
         return float(self.prompts * self.group * (1 if loss.length_norm else self.tokens_per_rollout))
 
-    def of_a_batch(self, loss: LossSettings) -> dict[str, Any]:
-        """Return the arguments of `Learner.learn` that are the same for every batch."""
-        return {
-            "minibatches": self.minibatches,
-            "denominator": self.denominator(loss),
-            "clip": self.clip,
-            "budget": self.microbatch_tokens,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesSettings:

@@ -23,12 +23,11 @@ from composer_nb.trainer.recipe.launch import (
     LOCK,
     SAID,
     RunFailed,
-    existing,
     new_run,
     settle,
     start_or_resume,
 )
-from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.records.rundir import RunDir, open_run
 from composer_nb.trainer.services.head import begin, end, holder
 
 START_S = 120.0
@@ -43,7 +42,7 @@ def start_detached(
 
     Raises ValueError when `settings` are not those that the run was started with, RunFailed when the launcher does not start.
     """
-    run = new_run(runs, name, settings or Settings()) if run_dir is None else existing(run_dir)
+    run = new_run(runs, name, settings or Settings()) if run_dir is None else open_run(run_dir)
     settle(run, settings)
     lock, words = run.path / LOCK, ("composer_nb.trainer.recipe.detached", str(run.path))
     if holder(lock) is None:
@@ -61,7 +60,7 @@ def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20
 
     Leaving (Ctrl-C) does nothing to the run.
     """
-    run = existing(run_dir)
+    run = open_run(run_dir)
     said, last = run.path / SAID, ""
     at, first = 0, True
     while True:
@@ -81,7 +80,7 @@ def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20
 def stop(run_dir: Path) -> bool:
     """Ends a live run, as Ctrl-C does, or outright if that takes longer than END_S; False when it is not live. It can be
     resumed."""
-    lock = existing(run_dir).path / LOCK
+    lock = open_run(run_dir).path / LOCK
     if pid := holder(lock):
         end(lock, pid, signal.SIGINT, END_S)
     return bool(pid)

@@ -21,7 +21,7 @@ from composer_nb.harness.sandbox.journal import FOLDER, Journal
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.settings import Settings, from_dict, to_dict
 from composer_nb.trainer.learning.data import read_corpus
-from composer_nb.trainer.records.rundir import RunDir, create, provenance
+from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
 from composer_nb.trainer.services.head import claim, held, holder
@@ -62,7 +62,7 @@ def start_or_resume(
     ranks and leaves the run ready to resume.
     """
     begun = _begun(runs / name, settings or Settings(), say) if resume and run_dir is None else None
-    run = begun or (new_run(runs, name, settings or Settings()) if run_dir is None else existing(run_dir))
+    run = begun or (new_run(runs, name, settings or Settings()) if run_dir is None else open_run(run_dir))
     if run.excerpt is not None:
         settle(run, settings)
         say(f"{run.path} is an excerpt of a complete run: it is shown, not resumed")
@@ -204,13 +204,6 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     write_json(run.path / "settings.json", to_dict(settings))
     write_json(run.path / "provenance.json", provenance() | {"forked_from": source.path.name})
     return run
-
-
-def existing(path: Path) -> RunDir:
-    """Raises FileNotFoundError where there is no run."""
-    if not (path / "run.db").is_file():
-        raise FileNotFoundError(f"{path}: no run here (run.db is missing)")
-    return RunDir(path)
 
 
 def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:

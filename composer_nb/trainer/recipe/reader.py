@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.trainer.recipe.launch import LOCK, SAID
-from composer_nb.trainer.records.rundir import RunDir, well_formed
+from composer_nb.trainer.records.rundir import RunDir, open_run, well_formed
 from composer_nb.trainer.services.head import holder
 
 EXAMPLES = tuple(Path(__file__).parents[3] / "data" / name for name in ("example", "example_seed_1"))
@@ -47,20 +47,13 @@ class ReadOnly(RunDir):
         return self._opened("?mode=ro&immutable=1" if nobody else "?mode=ro", trusted=live)
 
 
-def open_run(path: Path) -> RunDir:
-    """Return the run in `path`. Raises FileNotFoundError where there is none."""
-    if not (path / "run.db").is_file():
-        raise FileNotFoundError(f"{path}: no run here (run.db is missing)")
-    return RunDir(path)
-
-
 def example_run(seed: int = 0) -> RunDir:
     """Return the excerpt of a full run that ships with the checkout (`make example` makes it). Raises FileNotFoundError without a
     checkout."""
     path = EXAMPLES[seed]
-    if not (path / "run.db").is_file():
+    if not path.is_dir():
         raise FileNotFoundError(f"{path}: the stored example comes with the repository; give a run directory instead")
-    return RunDir(path)
+    return open_run(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

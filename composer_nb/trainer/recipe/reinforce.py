@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
 from composer_nb.trainer.services.environments import prompt_order
-from composer_nb.trainer.services.services import make_learner
+from composer_nb.trainer.services.services import learn_batch, make_learner
 
 
 def reinforcement(s: Stages) -> None:
@@ -85,13 +84,8 @@ class InProcess:
         waited = time.perf_counter()
         if streams or not self.step:
             self.stages.publish(self.learner.model, "before_final")
-        found = self.learner.learn(
-            streams,
-            self.ranks,
-            Random(f"minibatches {self.settings.rl_seed} {self.step}"),
-            lr=self._lr,
-            **self.settings.rl.of_a_batch(self.settings.loss),
-        )
+        found: dict[str, Any] = {}
+        found |= learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
         self.step += 1
         now = time.perf_counter()
         clock = {"sample_s": sampled - self._begin, "wait_s": waited - sampled, "train_s": now - waited}

@@ -243,6 +243,13 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def open_run(path: Path) -> RunDir:
+    """Return the run in `path`. Raises FileNotFoundError where there is none."""
+    if not (path / "run.db").is_file():
+        raise FileNotFoundError(f"{path}: no run here (run.db is missing)")
+    return RunDir(path)
+
+
 def create(runs: Path, name: str) -> RunDir:
     """Make `runs/<name>-<time>` and point `runs/<name>` at it. Raises ValueError for a name that cannot be a link."""
     if name in ("", ".", "..") or Path(name).name != name:

@@ -261,6 +261,30 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     return learner, step, seconds
 
 
+def learn_batch(
+    learner: Learner,
+    streams: Sequence[Stream],
+    ranks: Ranks,
+    s: Settings,
+    step: int,
+    lr: float,
+    after: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Learn from the batch of a step, the same whoever runs it. Calls `after` after each optimiser step."""
+    rl = s.rl
+    return learner.learn(
+        streams,
+        ranks,
+        Random(f"minibatches {s.rl_seed} {step}"),
+        minibatches=rl.minibatches,
+        denominator=rl.denominator(s.loss),
+        lr=lr,
+        clip=rl.clip,
+        budget=rl.microbatch_tokens,
+        after=after,
+    )
+
+
 def make_engine(
     model: Model, s: Settings, stop: frozenset[int], *, seed: int, temperature: float = 1.0, version: int = 0
 ) -> Engine:
@@ -319,15 +343,7 @@ class TrainerService:
         start = time.perf_counter()
         if streams:
             self._before = (self.version, self._newest)
-        s, rl = self._settings, self._settings.rl
-        metrics = self._learner.learn(
-            streams,
-            self._ranks,
-            Random(f"minibatches {s.rl_seed} {step}"),
-            lr=lr,
-            after=self._publish,
-            **rl.of_a_batch(s.loss),
-        )
+        metrics = learn_batch(self._learner, streams, self._ranks, self._settings, step, lr, self._publish)
         self.step += 1
         self._catch_up()
         return {
