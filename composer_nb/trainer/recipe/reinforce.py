@@ -84,13 +84,12 @@ class InProcess:
         waited = time.perf_counter()
         if streams or not self.step:
             self.stages.publish(self.learner.model, "before_final")
-        found: dict[str, Any] = {}
-        found |= learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
+        found = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
         self.step += 1
         now = time.perf_counter()
         clock = {"sample_s": sampled - self._begin, "wait_s": waited - sampled, "train_s": now - waited}
         mean = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
-        return found | {"version": self.version, "time": {"wall_s": now - self._begin, **mean}}
+        return {**found, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
 
     @cached_property
     def _tune_tasks(self) -> list[Task]:
