@@ -50,7 +50,7 @@ from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
-from composer_nb.trainer.versions.receiver import Receiver
+from composer_nb.trainer.versions.receiver import Fetched, Receiver
 
 APPEARS_S = 120.0
 """A version that was announced is in the store within so long, or the publisher is in trouble."""
@@ -69,6 +69,16 @@ class Running:
     """Part of these seconds without decoding."""
 
 
+def fetch(receiver: Receiver, version: int) -> Fetched:
+    """Fetch a version, which may still be on its way. Raises TimeoutError when it does not appear, WeightFault when it is damaged."""
+    until = time.monotonic() + APPEARS_S
+    while (newest := receiver.newest()) is None or newest < version:
+        if time.monotonic() > until:
+            raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
+        time.sleep(0.01)
+    return receiver.fetch(version)
+
+
 class EngineService:
     """An engine, decoding on a thread of its own for any number of environment workers.
 
@@ -82,7 +92,9 @@ class EngineService:
         self._config = config
         self._computes = settings.engine.numerics, settings.engine.batch_invariant
         self._kernels = settings.kernels
-        fetched = self._fetch(version)  # which may still be on its way, where this takes the place of one that died
+        fetched = fetch(
+            self._receiver, version
+        )  # which may still be on its way, where this takes the place of one that died
         model = as_engine(self._model(fetched.tensors), *self._computes)
         stop = CompactRenderer(load_tokenizer(run / "data")).stop
         self._engine = make_engine(model, settings, stop, seed=seed, version=version)
@@ -203,7 +215,7 @@ class EngineService:
         start = time.perf_counter()
         read = 0
         if full is None:
-            fetched = self._fetch(version)
+            fetched = fetch(self._receiver, version)
             tensors, read = fetched.tensors, fetched.read_bytes
         else:
             fetched, tensors = None, full
@@ -218,14 +230,6 @@ class EngineService:
             self._receiver.install(fetched)
         runs = state_hash(published(plain))
         return Running(version=version, hash=runs, read_bytes=read, seconds=now - start, paused=now - pause)
-
-    def _fetch(self, version: int) -> Any:
-        until = time.monotonic() + APPEARS_S
-        while (newest := self._receiver.newest()) is None or newest < version:
-            if time.monotonic() > until:
-                raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
-            time.sleep(0.01)
-        return self._receiver.fetch(version)
 
     def _swap(self, model: Model, version: int, applied: threading.Event) -> None:
         self._engine.swap(model, version)
@@ -421,7 +425,7 @@ class EvaluationService:
         config = load_pretrained(self._run / "weights" / "start").config
         model = empty_model(config)
         model.kernels = s.kernels
-        from_hugging_face(model, receiver.fetch(version).tensors)
+        from_hugging_face(model, fetch(receiver, version).tensors)
         tokenizer = load_tokenizer(self._run / "data")
         agent = Agent(CompactRenderer(tokenizer), limits=s.limits)
         tasks = load_tasks(self._run / "data" / "tune.jsonl")
