@@ -70,7 +70,7 @@ class Running:
 
 
 def fetch(receiver: Receiver, version: int) -> Fetched:
-    """Fetch a version, which may still be on its way. Raises TimeoutError when it does not appear, WeightFault when it is damaged."""
+    """Fetch a version that may still be on its way. Raises TimeoutError when it does not appear, WeightFault if it is damaged."""
     until = time.monotonic() + APPEARS_S
     while (newest := receiver.newest()) is None or newest < version:
         if time.monotonic() > until:
@@ -213,12 +213,9 @@ class EngineService:
         Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears.
         """
         start = time.perf_counter()
-        read = 0
-        if full is None:
-            fetched = fetch(self._receiver, version)
-            tensors, read = fetched.tensors, fetched.read_bytes
-        else:
-            fetched, tensors = None, full
+        fetched = fetch(self._receiver, version) if full is None else None
+        tensors = full if fetched is None else fetched.tensors
+        assert tensors is not None
         plain, applied = self._model(tensors), threading.Event()
         model = as_engine(plain, *self._computes)
         pause = time.perf_counter()
@@ -229,7 +226,13 @@ class EngineService:
         if fetched is not None:
             self._receiver.install(fetched)
         runs = state_hash(published(plain))
-        return Running(version=version, hash=runs, read_bytes=read, seconds=now - start, paused=now - pause)
+        return Running(
+            version=version,
+            hash=runs,
+            read_bytes=fetched.read_bytes if fetched else 0,
+            seconds=now - start,
+            paused=now - pause,
+        )
 
     def _swap(self, model: Model, version: int, applied: threading.Event) -> None:
         self._engine.swap(model, version)
