@@ -165,18 +165,19 @@ def _passing(repository: Repository, ran: Ran, running: Running) -> tuple[dict[s
             f"{repository.name}: its suite takes longer than {running.suite_s:g} s, with {len(names)} tests run by then; choose "
             "fewer by --pytest-args (-m, -k, --deselect, --ignore), or allow more by --suite-seconds"
         )
+    errors = [line.removeprefix("INTERNALERROR> ")[:200] for line in ran.output.splitlines() if "Error" in line]
+    missing = re.findall(r"No module named '([\w.]+)'", ran.output)
+    remedy = f". Bring the wheel of {missing[0]} by --wheels FOLDER" if missing else ""
     if "ended_early" in ran.flags:
         after = f"after {list(names.values())[-1]}" if names else "before its first test"
-        raise ValueError(f"{repository.name}: something ends its suite early, {after}")
+        cause = f": {errors[-1]}" if errors else ""
+        raise ValueError(f"{repository.name}: something ends its suite early, {after}{cause}{remedy}")
     if not asked or len(passing) / asked <= KEPT_SHARE:
-        errors = [line for line in ran.output.splitlines() if "Error" in line]
         causes = Counter(result.why for result in ran.results.values() if result.outcome == "failed" and result.why)
         errors = errors or [f"mostly {why}" for why, _ in causes.most_common(1)]
-        missing = re.findall(r"No module named '([\w.]+)'", ran.output)
-        remedy = f". They need {missing[0]}: bring its wheel by --wheels FOLDER" if missing else ""
         raise ValueError(
             f"{repository.name}: only {len(passing)} of {asked} tests pass before anything is changed, and more than "
-            f"{KEPT_SHARE:.0%} must{': ' + errors[-1][:200] if errors else ''}{remedy}"
+            f"{KEPT_SHARE:.0%} must{': ' + errors[-1] if errors else ''}{remedy}"
         )
     return names, left_out, passing
 

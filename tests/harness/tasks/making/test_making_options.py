@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,8 +145,13 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
     )
     assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
     bare = Repository(name="shapes", files=REPOSITORY, left_out={}, settings={})
-    with pytest.raises(ValueError, match=r"only 0 of .*They need helper: bring its wheel by --wheels FOLDER"):
+    with pytest.raises(ValueError, match=r"only 0 of .*Bring the wheel of helper by --wheels FOLDER"):
         measure(bare, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
+    at_once = replace(bare, files=REPOSITORY | {"tests/conftest.py": "import helper\n"})
+    with pytest.raises(
+        ValueError, match=r"early, before its first test: ModuleNotFoundError.*Bring the wheel of helper"
+    ):
+        measure(at_once, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
     with pytest.raises(ValueError, match=r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"):
         measure(
             repository,
