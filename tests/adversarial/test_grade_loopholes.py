@@ -174,7 +174,7 @@ def cool(f): return guess("cool", f)
 frame = sys._getframe(1)
 while frame and "prepared" not in frame.f_locals: frame = frame.f_back
 prepared, say = frame.f_locals["prepared"], frame.f_locals["say"]
-asked = [(name, json.loads(given)[0]["list"][0]) for batch in prepared.calls for _, name, given in batch]
+asked = [(name, json.loads(given)[0]["list"][0]) for batch in prepared.asked["calls"] for _, name, given in batch]
 nonce = dict(zip(say.__code__.co_freevars, say.__closure__))["nonce"].cell_contents
 guest = sys.modules.get("composer_nb_grading_calls")
 def guess(name, value):
@@ -217,7 +217,7 @@ if asked:
     "closes the channel": "if asked:\n    os.close(3)\n",
     "fills the channel": "if asked:\n    for _ in range(8): os.write(3, b'\\xff' * 10**6)\n",
     "forks away": "if asked:\n    os.fork() and os._exit(0)\n",
-    "drops the calls": "prepared.calls[:] = prepared.calls and [[]]\n",
+    "drops the calls": "prepared.asked['calls'][:] = prepared.asked['calls'] and [[]]\n",
     "patched json and marshal": """\
 import marshal
 if asked:
@@ -272,7 +272,7 @@ import json, sys
 frame = sys._getframe(1)
 while frame and "prepared" not in frame.f_locals: frame = frame.f_back
 prepared = frame.f_locals["prepared"]
-asked = [(name, json.loads(given)[0]["list"]) for batch in prepared.calls for _, name, given in batch]
+asked = [(name, json.loads(given)[0]["list"]) for batch in prepared.asked["calls"] for _, name, given in batch]
 def of(name): return [given for each, given in asked if each == name]
 """
 NEGATE = "def warm(c):\n    return 40 - c\n"

@@ -407,9 +407,9 @@ EVERYTHING = b"shm msg sem abstract tcp /dev/shm/shared /tmp/shared\n"
 def test_two_sandboxes_share_no_memory_queue_socket_or_file() -> None:
     with BwrapBackend() as backend, backend.create() as one, backend.create() as other:
         one.write("a.py", SHARED.encode())
-        pid = one.exec_background(["python3", "a.py", "make"], log="log")
-        while not one.exec(["test", "-e", "ready"]).exit_code == 0:
-            assert one.poll(pid) is None, one.read("log")
+        one.exec_background(["python3", "a.py", "make"], log="log")
+        while one.exec(["test", "-e", "ready"]).exit_code:
+            assert one.stats().processes, one.read("log")
             time.sleep(0.05)
         seen = [box.exec(["python3", "-c", SHARED, "find"]).stdout for box in (one, other)]
         assert seen == [EVERYTHING, b"\n"]
