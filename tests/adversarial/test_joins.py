@@ -245,7 +245,6 @@ REVIEWED = {
         "harness/grading/guest/runner.py bait",
     },
     "the user's own words on the command line or in a job file, which is the user's program": {
-        "agents.py evaluate_arms",
         "agents.py new_folder",
         "jobs/directory.py find",
         "jobs/file.py _draft",

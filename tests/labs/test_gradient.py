@@ -71,7 +71,7 @@ def test_other_signs_turn_it_round_and_nothing_gives_nothing(make_model, attempt
 def test_routes_that_are_not_the_streams_own_are_refused(make_model, attempts):
     batch = streams(attempts, SIGNS)
     batch[2] = replace(batch[2], routes=np.roll(batch[2].routes, 1, 0))
-    with pytest.raises(ValueError, match="stream 2 of 4 can not be replayed"):
+    with pytest.raises(ValueError, match="stream 2 of 4 cannot be replayed"):
         policy_gradient(make_model(3), batch, LossSettings(), replay=FULL)
     policy_gradient(make_model(3), batch, LossSettings(), replay=NO_REPLAY)
 
