@@ -97,6 +97,11 @@ class Finished(Event):
     tokens: int
     sampled: int
 
+    def sound(self, version: int) -> bool:
+        """Return whether the numbers are possible while `version` is the newest."""
+        known = whole(self.oldest_version) and self.oldest_version <= version
+        return known and _named(self) and whole(self.place) and whole(self.sampled) and whole(self.tokens, self.sampled)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faulted(Event):
@@ -108,6 +113,10 @@ class Faulted(Event):
     reason: str
     sampled: int = 0
 
+    def sound(self, version: int) -> bool:
+        """Return whether the numbers are possible."""
+        return _named(self) and whole(self.place) and whole(self.sampled)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(Event):
@@ -115,6 +124,14 @@ class Alive(Event):
 
     slot: int
     attempt: int
+
+    def sound(self, version: int) -> bool:
+        """Return whether the numbers are possible."""
+        return _named(self)
+
+
+def _named(event: Finished | Faulted | Alive) -> bool:
+    return whole(event.slot) and whole(event.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

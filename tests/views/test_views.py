@@ -31,7 +31,17 @@ def pixels(png: bytes) -> np.ndarray:
 
 def test_a_run_has_all_its_figures_and_each_shows_something(tiny_run: RunDir):
     found = pictures(tiny_run)
-    assert set(found) == {"policies", "families", "behaviour", "losses", "rl", "experts", "mismatch", "staleness", "time"}
+    assert set(found) == {
+        "policies",
+        "families",
+        "behaviour",
+        "losses",
+        "rl",
+        "experts",
+        "mismatch",
+        "staleness",
+        "time",
+    }
     for name, (caption, png) in found.items():
         image = pixels(png)
         assert image.shape[0] > 200 and image.shape[1] > 600, name

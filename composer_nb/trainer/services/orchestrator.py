@@ -45,6 +45,7 @@ from composer_nb.trainer.schedule import (
     Train,
     Trained,
     TrainerLost,
+    whole,
 )
 from composer_nb.trainer.services.slots import Books, Done, Group, Lease, Worker, choose, pick
 
@@ -70,8 +71,8 @@ class Orchestrator:
 
     def handle(self, event: Event) -> list[Command]:
         """Takes note of an event and returns what to do now, in order. Whatever does not fit is ignored and counted."""
-        if self.ended:
-            self.books.counts["ignored_ended"] += 1
+        if self.ended or not isinstance(event.at, int | float) or not math.isfinite(event.at):
+            self.books.counts["ignored_ended" if self.ended else "ignored_impossible"] += 1
             return []
         self.now = max(self.now, event.at)
         self._commands = []
@@ -106,8 +107,8 @@ class Orchestrator:
             case Finished() | Faulted() | Alive():
                 return self._rollout(event)
             case Joined():
-                if event.worker in self.workers:
-                    return "duplicate"
+                if event.worker in self.workers or not whole(event.capacity, 1):
+                    return "duplicate" if event.worker in self.workers else "impossible"
                 self.workers[event.worker] = Worker(event.capacity)
             case Left():
                 return self._left(event.worker)
@@ -116,7 +117,7 @@ class Orchestrator:
             case TrainerLost():
                 self._trainer_lost(event.redo)
             case Served():
-                if not (self.slowest or 0) <= event.version <= self.version:
+                if not whole(event.version) or not (self.slowest or 0) <= event.version <= self.version:
                     return "impossible"
                 self.slowest = event.version
             case Changed():
@@ -131,7 +132,7 @@ class Orchestrator:
         return None
 
     def _rollout(self, event: Finished | Faulted | Alive) -> str | None:
-        if isinstance(event, Finished) and event.oldest_version > self.version:
+        if not event.sound(self.version):
             return "impossible"
         group = self.groups.get(event.slot)
         if group is None:
@@ -193,7 +194,7 @@ class Orchestrator:
     def _trained(self, step: int) -> str | None:
         todo = self.redo[0] if self.redo else self.training
         if todo is None or not self.issued or step != todo.step:
-            return "duplicate" if step < self.version else "unknown"
+            return "duplicate" if whole(step) and step < self.version else "unknown"
         self.issued, self.trainer_deaths = False, 0
         if self.redo:
             del self.redo[0]

@@ -464,12 +464,18 @@ def test_each_event_of_a_dispatch_shows_that_it_does_not_hang():
         (Finished(at=0, slot=0, attempt=2, place=0, oldest_version=0, tokens=1, sampled=1), "unknown"),
         (Finished(at=0, slot=0, attempt=1, place=5, oldest_version=0, tokens=1, sampled=1), "unknown"),
         (Finished(at=0, slot=0, attempt=1, place=0, oldest_version=1, tokens=1, sampled=1), "impossible"),
+        (Finished(at=0, slot=0, attempt=1, place=0, oldest_version=0, tokens=1, sampled=2), "impossible"),
+        (Finished(at=0, slot=0, attempt=1, place=0, oldest_version=0, tokens=1, sampled=-2), "impossible"),
+        (Finished(at=0, slot="0", attempt=1, place=0, oldest_version=0, tokens=1, sampled=1), "impossible"),  # type: ignore
         (Faulted(at=0, slot=0, attempt=7, place=0, reason="?"), "unknown"),
+        (Faulted(at=0, slot=0, attempt=1, place=0, reason="?", sampled=-1), "impossible"),
         (Alive(at=0, slot=0, attempt=3), "unknown"),
         (Joined(at=0, worker="w0", capacity=5), "duplicate"),
+        (Joined(at=0, worker="w1", capacity=0), "impossible"),
         (Left(at=0, worker="nobody"), "unknown"),
         (Trained(at=0, step=0), "unknown"),
         (Served(at=0, version=3), "impossible"),
+        (Tick(at=float("nan")), "impossible"),
         (Event(at=0), "unknown"),
     ],
 )
