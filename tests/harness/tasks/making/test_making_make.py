@@ -103,6 +103,13 @@ def test_a_suite_that_ends_itself_early_is_refused(tmp_path: Path, backend: Back
         make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
 
 
+def test_a_suite_that_calls_nothing_of_the_repository_is_refused(tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "a.py").write_text("def f(): return 1\n")
+    (tmp_path / "test_a.py").write_text("def test_f(): assert 1 + 1 == 2\n")
+    with pytest.raises(ValueError, match="no test calls a function in which a bug can be planted"):
+        make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
+
+
 @pytest.mark.slow
 def test_a_copy_in_the_sandbox_is_an_answer(tmp_path: Path, backend: Backend) -> None:
     (tmp_path / "textwrap.py").write_text("def f(): return 1\n")
