@@ -178,8 +178,8 @@ class Maker:
         self.units = [unit for unit in subject.units if not reached.isdisjoint(unit.places)]
         if not self.units:
             raise ValueError(
-                f"{subject.repository.name}: no test calls a function in which a bug can be planted. Tests of a package that pytest "
-                "itself imports, such as packaging, run on pytest's copy"
+                f"{subject.repository.name}: no test calls a function in which a bug can be planted. Tests of a package "
+                "that pytest itself imports, such as packaging, run on pytest's copy"
             )
         self.subject, self.store, self.told, self.limit, self.require = subject, store, told, limit, require
         self.tried = 0
