@@ -176,18 +176,21 @@ class Maker:
     ) -> None:
         reached = {place for reach in subject.baseline.reach.values() for place in reach.depths}
         self.units = [unit for unit in subject.units if not reached.isdisjoint(unit.places)]
-        if not self.units:
-            raise ValueError(
-                f"{subject.repository.name}: no test calls a function in which a bug can be planted. Tests of a package "
-                "that pytest itself imports, such as packaging, run on pytest's copy"
-            )
         self.subject, self.store, self.told, self.limit, self.require = subject, store, told, limit, require
         self.tried = 0
         self.found: dict[str, tuple[Change, Task]] = {}
         """Tasks that were kept, by the change's key."""
 
     def tasks(self) -> Iterator[Task]:
-        """Yield tasks as they are found: missing features, single bugs, several bugs at once."""
+        """Yield tasks as they are found: missing features, single bugs, several bugs at once.
+
+        Raises ValueError if no test calls a function in which a bug can be planted.
+        """
+        if not self.units:
+            raise ValueError(
+                f"{self.subject.repository.name}: no test calls a function in which a bug can be planted. Tests of a package "
+                "that pytest itself imports, such as packaging, run on pytest's copy"
+            )
         files, seed, part = self.subject.repository.files, self.subject.seed, self.limit // SHARE
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             try:
