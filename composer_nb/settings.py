@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from composer_nb.harness.agent.tiny import Limits
+from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW
@@ -220,6 +221,7 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
+    env: EnvSettings = field(default_factory=EnvSettings)
     limits: Limits = field(default_factory=Limits)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     midtrain: MidtrainSettings = field(default_factory=MidtrainSettings)
