@@ -1,7 +1,7 @@
 """Load and save Hugging Face checkpoints of Qwen3-MoE and DeepSeek-V3, as `transformers` reads and writes them.
 
 Everything is checked before anything is copied. Shards are read through memory maps and written tensor by tensor, so there is at
-most one weight in memory beside the model. docs/models.md lists what is read, what is refused, and what `like` preserves.
+most one weight in memory beside the model. docs/models.md lists what is read and what is refused.
 `hf_config` reads config.json, `shards` the safetensors files.
 
 In memory queries, keys and values share one matrix, and so do gates and ups; matrices of experts are stacked for the grouped GEMM
@@ -17,14 +17,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from composer_nb.trainer.models.hf_config import Format, Shape, config_json, read_config
 from composer_nb.trainer.models.shards import (
-    DTYPES,
     INDEX,
     SHARD_BYTES,
     WHOLE,
@@ -35,7 +34,6 @@ from composer_nb.trainer.models.shards import (
     bytes_of,
     header_of,
     index_of,
-    raw,
     read_shards,
     size_of,
     split,
@@ -44,15 +42,13 @@ from composer_nb.trainer.models.shards import (
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 
 FOREIGN = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
-"""Names of tensors that the model does not need: ignored when a checkpoint is read, copied when one is written like it."""
+"""Names of tensors that the model does not need, which are ignored."""
 FOREIGN_VISION = (r"vision_tower\..+", r"mm_projector\..+")
 """The same for the checkpoint of a model with vision."""
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 """Always float32: it moves in steps of a thousandth (arXiv 2412.19437, §4.2)."""
 
 _FLOATS = "F64|F32|F16|BF16"
-_STALE = (".safetensors", ".gguf", ".pt", ".pth")
-"""File suffixes of weights, which must not be copied beside other weights."""
 
 
 # Names
@@ -318,30 +314,17 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
-    like: Path | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint. The folder appears only when it is complete.
 
     dtype: dtype of the weights (default: that of the model). tokenizer: a tokenizer.json to copy. shard_bytes: maximum size of a
-    file. like: a checkpoint of this model of which everything but the numbers is kept: files, headers, dtypes, and tensors that
-    the model does not hold. Raises ValueError if the model does not fit `like`, or a weight that is quantised there has changed.
+    file.
     """
     path = Path(path)
-    if like is None:
-        with _replaced(path) as part:
-            _write(model, part, dtype or model.embed.dtype, shard_bytes)
-            if tokenizer is not None:
-                shutil.copyfile(tokenizer, part / "tokenizer.json")
-        return
-    if dtype is not None or tokenizer is not None or shard_bytes != SHARD_BYTES:
-        raise ValueError("dtype, tokenizer and shard_bytes are those of `like`: give either it or them")
-    target, folder = path.resolve(), like.resolve()
-    if target != folder and (target.is_relative_to(folder) or folder.is_relative_to(target)):
-        raise ValueError(f"{path} and {like} lie in each other; choose another place")
-    source = Source.open(like)
-    _check_like(model, source)
     with _replaced(path) as part:
-        _write_like(model, source, part)
+        _write(model, part, dtype or model.embed.dtype, shard_bytes)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, part / "tokenizer.json")
 
 
 @contextmanager
@@ -376,42 +359,3 @@ def _write(model: Model, part: Path, dtype: torch.dtype, shard_bytes: int) -> No
         parameters = sum(view.numel() for name, view in views.items() if not name.endswith(ROUTER_BIAS))
         size = sum(size_of(form) for form in forms.values())
         (part / INDEX).write_text(index_of(shards, parameters, size), encoding="utf-8")
-
-
-def _check_like(model: Model, source: Source) -> None:
-    """Raise ValueError if the model cannot be written like `source`."""
-    ours, theirs = model.config.to_dict(), source.config.to_dict()
-    for name in ours.keys() - {"qk_norm_gain"}:  # an initial value alone
-        if ours[name] != theirs[name]:
-            raise ValueError(f"{source.path}: {name} is {theirs[name]!r} there, the model's is {ours[name]!r}")
-    shards = {shard.file for shard in source.shards}
-    for file in sorted(source.path.rglob("*")):
-        if file not in shards and (file.suffix in _STALE or file.name.startswith("pytorch_model")):
-            raise ValueError(f"{file}: weights that would not be those of the model; remove it, or save without `like`")
-    views, reader = hugging_face_views(model), Reader()
-    for name, stored in source.weights.items():
-        if stored.format is not None and not torch.equal(stored.read(reader).to(views[name].dtype), views[name]):
-            raise ValueError(
-                f"{stored.parts[0].name} is quantised in {source.path} and has changed: save without `like`, in bfloat16"
-            )
-
-
-def _write_like(model: Model, source: Source, part: Path) -> None:
-    views = hugging_face_views(model)
-    ours = {stored.parts[0]: views[name] for name, stored in source.weights.items() if stored.format is None}
-    ours |= {entry: views[name] for entry, name in source.repeats.items()}
-    shards = {shard.file for shard in source.shards}
-
-    def left_out(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if Path(folder, name) in shards]
-
-    def tensors(shard: Shard) -> Iterator[Any]:
-        for entry in shard.entries:
-            if entry in ours:
-                yield bytes_of(ours[entry].to(DTYPES[entry.dtype]))
-            else:
-                yield from raw(entry)
-
-    shutil.copytree(source.path, part, ignore=left_out, dirs_exist_ok=True)
-    for shard in source.shards:
-        write_shard(part / shard.file.name, shard.header, tensors(shard))

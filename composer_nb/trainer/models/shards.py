@@ -63,8 +63,6 @@ class Shard:
     """One file."""
 
     file: Path
-    header: bytes
-    """The header's bytes, with their length before them."""
     entries: tuple[Entry, ...]
     """In the order of their bytes, without a gap."""
 
@@ -128,7 +126,7 @@ def read_shard(file: Path) -> Shard:
         for name, form in table.items()
     ]
     ordered = sorted(entries, key=lambda entry: (entry.start, entry.size))
-    return Shard(file=file, header=length + header, entries=tuple(ordered))
+    return Shard(file=file, entries=tuple(ordered))
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -255,14 +253,6 @@ def write_shard(file: Path, header: bytes, parts: Iterable[Any]) -> None:
             stream.write(part)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def raw(entry: Entry, chunk: int = 1 << 24) -> Iterator[bytes]:
-    """A tensor's bytes as they lie in its file."""
-    with entry.file.open("rb") as stream:
-        stream.seek(entry.start)
-        for done in range(0, entry.size, chunk):
-            yield stream.read(min(chunk, entry.size - done))
 
 
 def bytes_of(tensor: Tensor) -> Any:

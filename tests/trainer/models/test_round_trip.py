@@ -1,9 +1,8 @@
-"""Checkpoints there and back: every byte of what `transformers` wrote, and the same logits on both sides."""
+"""Checkpoints there and back, with the same logits as in `transformers`."""
 
 from __future__ import annotations
 
 import json
-import struct
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from composer_nb.trainer.models import shards
 from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, load_pretrained, save_pretrained
 
 IDS = torch.arange(120).view(2, 60) % 61
-FAMILIES = ("qwen3_moe", "deepseek_v3")
 AHEAD: dict[str, Any] = {
     "family": "deepseek_v3",
     "num_key_value_heads": 4,
@@ -42,13 +40,9 @@ AHEAD: dict[str, Any] = {
 """A DeepSeek-V3 with two heads that predict ahead."""
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-
 @pytest.fixture
 def written(oracle, tmp_path: Path) -> Callable[..., Path]:
-    """A checkpoint as `transformers` writes it, and what lies beside one on the hub."""
+    """A checkpoint as `transformers` writes it."""
 
     def write(family: str, dtype: torch.dtype = torch.bfloat16, shard: str = "20KB", **sizes: Any) -> Path:
         from transformers import AutoModelForCausalLM
@@ -56,10 +50,6 @@ def written(oracle, tmp_path: Path) -> Callable[..., Path]:
         oracle(family, **sizes).save_pretrained(tmp_path / "wide")
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=dtype)
         theirs.save_pretrained(tmp_path / "m", max_shard_size=shard)
-        (tmp_path / "m" / "tokenizer.json").write_text('{"a": "ä"}')
-        (tmp_path / "m" / "chat_template.jinja").write_text("{{ messages }}\r\n")
-        (tmp_path / "m" / "docs").mkdir()
-        (tmp_path / "m" / "docs" / "picture.png").write_bytes(bytes(range(256)))
         return tmp_path / "m"
 
     return write
@@ -143,66 +133,7 @@ def test_heads_that_predict_ahead_survive(make_model, tmp_path: Path):
     assert "model.layers.3.shared_head.norm.weight" in theirs
 
 
-# The same bytes
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["whole", "sharded"])
-def test_what_is_loaded_and_saved_untouched_has_the_same_bytes(
-    written, tmp_path: Path, family: str, dtype: torch.dtype, shard: str
-):
-    source = written(family, dtype, shard)
-    before = contents(source)
-    assert len(list(source.glob("*.safetensors"))) > 1 or shard == "1GB"
-    if family == "deepseek_v3":
-        dtypes = {name: tensor.dtype for name, tensor in tensors_of(source).items()}
-        assert {kind for name, kind in dtypes.items() if name.endswith(ROUTER_BIAS)} == {torch.float32}
-        assert dtypes["lm_head.weight"] == dtype
-    save_pretrained(load_pretrained(source), tmp_path / "out", like=source)
-    assert contents(tmp_path / "out") == before
-    save_pretrained(load_pretrained(source, dtype=dtype), source, like=source)
-    assert contents(source) == before, "onto itself"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out", "wide"], "nothing is left over"
-
-
-def test_what_changed_is_what_changes(written, tmp_path: Path):
-    source = written("deepseek_v3")
-    model = load_pretrained(source)
-    with torch.no_grad():
-        model.layers[2].w_in[3, 5, 16 + 7] = 1.0 + 2**-8  # the up matrix begins at 16; between two numbers of bf16
-    save_pretrained(model, tmp_path / "out", like=source)
-    before, after = contents(source), contents(tmp_path / "out")
-    changed = [name for name in before if before[name] != after[name]]
-    assert before.keys() == after.keys() and len(changed) == 1
-    name = "model.layers.2.mlp.experts.3.up_proj.weight"
-    a, b = tensors_of(source), tensors_of(tmp_path / "out")
-    assert [key for key in a if not torch.equal(a[key], b[key])] == [name]
-    a[name][7, 5] = 1.0
-    assert torch.equal(a[name], b[name])
-
-
-def test_a_header_in_an_odd_order_with_padding_is_kept_to_the_byte(make_model, tmp_path: Path):
-    save_pretrained(make_model(1, tie_word_embeddings=False), tmp_path / "m", dtype=torch.float32)
-    file = tmp_path / "m" / "model.safetensors"
-    given = load_file(file)
-    order = sorted(given, key=lambda name: name[::-1])
-    parts, places, offset = [], {}, 0
-    for name in order:
-        parts.append(given[name].numpy().tobytes())
-        place = {"shape": list(given[name].shape), "data_offsets": [offset, offset := offset + len(parts[-1])]}
-        places[name] = {**place, "dtype": "F32"}
-    listed = {name: places[name] for name in sorted(given, reverse=True)} | {
-        "__metadata__": {"who": "ä", "format": "pt"}
-    }
-    text = json.dumps(listed, indent=1, ensure_ascii=False).encode() + b"  \n  "
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
-    (tmp_path / "m" / "config.json").write_text(
-        json.dumps(json.loads((tmp_path / "m" / "config.json").read_text()), indent=7)
-    )
-    before = contents(tmp_path / "m")
-    save_pretrained(load_pretrained(tmp_path / "m"), tmp_path / "out", like=tmp_path / "m")
-    assert contents(tmp_path / "out") == before
+# Repeated tensors
 
 
 def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
@@ -210,7 +141,7 @@ def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
     save_file({**load_file(path / "model.safetensors"), **added}, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_a_checkpoint_repeats_is_checked_and_written_from_the_model(make_model, tmp_path: Path):
+def test_what_a_checkpoint_repeats_is_checked(make_model, tmp_path: Path):
     source = tmp_path / "m"
     save_pretrained(make_model(3, **AHEAD), source, dtype=torch.bfloat16)
     given = load_file(source / "model.safetensors")
@@ -220,52 +151,12 @@ def test_what_a_checkpoint_repeats_is_checked_and_written_from_the_model(make_mo
     again["model.layers.3.shared_head.head.weight"] = given["lm_head.weight"].clone()
     again["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
     add_tensors(source, again)
-    before = contents(source)
-    model = load_pretrained(source)
-    save_pretrained(model, tmp_path / "out", like=source)
-    assert contents(tmp_path / "out") == before
-    with torch.no_grad():
-        model.embed[7] = 3.0
-    save_pretrained(model, tmp_path / "out", like=source)
-    after = tensors_of(tmp_path / "out")
-    assert torch.equal(after["model.layers.2.embed_tokens.weight"], after["model.embed_tokens.weight"])
-    assert float(after["model.layers.3.embed_tokens.weight"][7, 0]) == 3.0
-    assert torch.equal(after["model.layers.0.self_attn.rotary_emb.inv_freq"], torch.arange(4.0))
+    assert torch.equal(load_pretrained(source).embed, given["model.embed_tokens.weight"].float())
     add_tensors(source, {"model.layers.3.shared_head.head.weight": given["model.embed_tokens.weight"].clone()})
     with pytest.raises(
         ValueError, match="model.layers.3.shared_head.head.weight must repeat lm_head.weight, but differs"
     ):
         load_pretrained(source)
-
-
-# What is refused
-
-
-def test_a_model_of_other_sizes_is_not_written_like_a_source(make_model, tmp_path: Path):
-    save_pretrained(make_model(1), tmp_path / "m", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="m: num_experts_per_tok is 2 there, the model's is 3"):
-        save_pretrained(make_model(1, num_experts_per_tok=3), tmp_path / "out", like=tmp_path / "m")
-    assert not (tmp_path / "out").exists()
-
-
-def test_files_of_weights_that_would_go_stale_are_refused(make_model, tmp_path: Path):
-    model = make_model(1)
-    save_pretrained(model, tmp_path / "m", dtype=torch.bfloat16)
-    (tmp_path / "m" / "original").mkdir()
-    (tmp_path / "m" / "original" / "consolidated.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="consolidated.safetensors: weights that would not be those of the model"):
-        save_pretrained(model, tmp_path / "out", like=tmp_path / "m")
-
-
-def test_a_folder_is_not_written_into_its_source_nor_around_it(make_model, tmp_path: Path):
-    model = make_model(1)
-    save_pretrained(model, tmp_path / "a" / "m", dtype=torch.bfloat16)
-    for target in (tmp_path / "a", tmp_path / "a" / "m" / "new"):
-        with pytest.raises(ValueError, match="lie in each other"):
-            save_pretrained(model, target, like=tmp_path / "a" / "m")
-    with pytest.raises(ValueError, match="those of `like`"):
-        save_pretrained(model, tmp_path / "b", like=tmp_path / "a" / "m", dtype=torch.float32)
-    assert load_pretrained(tmp_path / "a" / "m").config == load_pretrained(tmp_path / "a" / "m").config
 
 
 # Memory
