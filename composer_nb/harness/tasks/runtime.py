@@ -18,7 +18,6 @@ import shlex
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from composer_nb.harness.sandbox.contract import (
     archive_of,
 )
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.dockerfile import Copied, copied
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import visible
 
@@ -52,6 +50,12 @@ for member in (archive := tarfile.open(fileobj=sys.stdin.buffer, mode="r|")):
     member.mode = int(sys.argv[2])
     archive.extract(member, sys.argv[1])
 """
+_NO_EFFECT = re.compile(
+    r"((FROM|CMD|ENTRYPOINT|LABEL|EXPOSE|MAINTAINER|STOPSIGNAL|HEALTHCHECK)( .*)?"
+    r"|WORKDIR (/|/workspace/?)|COPY workspace/? (\.|/workspace)/?"
+    r"|RUN (python3? -m )?pip3? install( -[\w-]+)* pytest([=<>~!]=?[\w.]+)?)"
+)
+"""Lines of a Dockerfile that change nothing in a sandbox with this machine's Python and pytest."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 
@@ -81,7 +85,19 @@ def obstacles(task: Task) -> list[str]:
             f"environment.workdir = {place.workdir!r}: without an image it is {WORKSPACE}",
         ),
     ]  # fmt: skip
-    return [*(text for wrong, text in found if wrong), *host_copies(task).problems, *_unknown_variables(task)]
+    return [*(text for wrong, text in found if wrong), *_image_lines(task), *_unknown_variables(task)]
+
+
+def _image_lines(task: Task) -> Iterator[str]:
+    """Name the lines of a Dockerfile that would matter to a task which says that it needs no image."""
+    if task.kept is None or task.image or task.grader != "script":
+        return
+    text = task.kept.rest.get("environment/Dockerfile", b"").decode("utf-8", "replace")
+    plain = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    for line in re.sub(r"\\[ \t]*\n", " ", plain).split("\n"):
+        word, *rest = line.split() or [""]
+        if word and not _NO_EFFECT.fullmatch(shown := " ".join([word.upper(), *rest])):
+            yield f"environment/Dockerfile: {visible(shown[:80])}: needs an image, so remove runtime = {harbor.RUNTIME!r}"
 
 
 def _unknown_variables(task: Task) -> Iterator[str]:
@@ -118,7 +134,7 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
         raise ValueError(
             f"task {task.id}: needs an image (environment/Dockerfile or docker_image), which {backend.name} cannot build: use "
             f"docker, or say runtime = {harbor.RUNTIME!r} in [metadata.composer_nb] if this machine's Python with pytest is "
-            "enough; of its Dockerfile, COPY lines are followed then"
+            "enough"
         )
     asked, usual = task.settings.environment, SandboxSpec()
     memory = usual.memory_bytes if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
@@ -142,9 +158,6 @@ def start(task: Task, backend: Backend) -> Sandbox:
                     f"task {task.id}: its image's files: {done.stderr[-300:].decode('utf-8', 'replace')}"
                 )
         made.upload(workspace(task))
-        laid = host_copies(task)
-        for path in laid.executable:
-            made.write(path, laid.files[path], mode=0o755)
         if packages := packages_of(task):
             bring(made, packages, PACKAGES_AT)
     except OSError as error:
@@ -158,26 +171,7 @@ def start(task: Task, backend: Backend) -> Sandbox:
 
 def workspace(task: Task) -> dict[str, bytes]:
     """Return a task's workspace at the start, without the files of an image."""
-    return {**{path: text.encode() for path, text in task.files.items()}, **host_copies(task).files}
-
-
-def host_copies(task: Task) -> Copied:
-    """Return what the Dockerfile of a task that runs without an image copies, and its instructions that need one."""
-    if task.kept is None or task.image or task.grader != "script" or "environment/Dockerfile" not in task.kept.rest:
-        return Copied()
-    held = harbor.layout(task)
-    inside = {
-        path.removeprefix("environment/"): data for path, data in held.files.items() if path.startswith("environment/")
-    }
-    runnable = {path.removeprefix("environment/") for path in held.executable}
-    found = copied(inside, runnable, task.settings.environment.workdir or WORKSPACE)
-    if found.where in (WORKSPACE, "/"):
-        return found
-    named = re.compile(rf"(?<![\w./-]){re.escape(found.where)}(?![\w-])")
-    scripts = {"tests": task.tests, "solution": task.solution}
-    naming = [f"{at}/{path}" for at, texts in scripts.items() for path, text in texts.items() if named.search(text)]
-    problems = [f"{path} names {found.where}, which is {WORKSPACE} without an image" for path in naming]
-    return replace(found, problems=(*found.problems, *problems))
+    return {path: text.encode() for path, text in task.files.items()}
 
 
 def packages_of(task: Task) -> Mapping[str, bytes]:
