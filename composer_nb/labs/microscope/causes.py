@@ -1,29 +1,19 @@
-"""The causes of a mismatch as data, engines to try, and the search for choices that nobody declared.
-
-Dimensions: as in `numerics`.
-"""
+"""The causes of a mismatch as data, and engines to try."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from composer_nb.labs.microscope.evidence import RouteChecks, check_routes
 from composer_nb.labs.microscope.frozen import Batch
-from composer_nb.labs.microscope.numerics import BUDGET, Program, compiled, observe
+from composer_nb.labs.microscope.numerics import Program
 from composer_nb.trainer.learning.replay_settings import ReplayLevel
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics
 
 LEVELS: tuple[ReplayLevel, ...] = ("none", "ids", "ids+order", "weights")
-THETAS = (1e4, 5e5, 1e6)
-"""RoPE bases to try."""
-Made = dict[Any, Model]
-"""Cache of models for `observe`."""
 
 
 class Cause(NamedTuple):
@@ -38,14 +28,13 @@ class Cause(NamedTuple):
 CAUSES = (
     Cause("tokens", ("written",)),
     Cause("template", ("read",)),
-    Cause("position and shift", ("jump", "rope_theta", "shift")),
     Cause("log-prob mode", ("temperature", "top_p")),
     Cause("head dtype", ("head",)),
     Cause("route ids", ("replay",), "ids"),
     Cause("order", ("replay",), "ids+order"),
     Cause("gate weights", ("replay",), "weights"),
     Cause("attention", ("layout", "attention")),
-    Cause("GEMM", ("numerics", "alone", "forward")),
+    Cause("GEMM", ("numerics",)),
     Cause("weights", ("model",)),
 )
 """Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them."""
@@ -67,8 +56,6 @@ def engines(model: Model) -> dict[str, Program]:
     bf16, plain = torch.bfloat16, Program(model=model, layout="cache")
     return {
         "float32": plain,
-        "alone": replace(plain, alone=True),
-        "compiled": Program(model=model, layout="cache", forward=compiled),
         "bf16": replace(plain, head=bf16, numerics=Numerics(dtype=bf16)),
         "bf16-head": replace(plain, head=bf16),
         "bf16-attention": Program(model=model, attention=bf16),
@@ -117,100 +104,4 @@ def text_of(value: object) -> str:
         return "its own"
     if isinstance(value, float):
         return f"{value:g}"
-    if callable(value):
-        return str(getattr(value, "__qualname__", value)).partition(".")[0]
     return str(value).removeprefix("torch.")
-
-
-# The search for undeclared choices
-
-
-def suspects(engine: Program) -> list[Program]:
-    """Return the engine with one choice changed, for every change that is tried blindly. The temperature is fitted instead."""
-    bf16, n = torch.bfloat16, engine.numerics
-    choices: dict[str, tuple[Any, ...]] = {"shift": (-1, 1), "top_p": (0.8, 0.9, 0.95, 0.99)}
-    choices["head"] = bf16, torch.float16
-    if engine.forward is None:
-        choices |= {"jump": (-1, 1), "replay": ("none",), "attention": (bf16,)}
-        choices["rope_theta"] = tuple(theta for theta in THETAS if theta != engine.model.config.rope_theta)
-        numerics = [{"dtype": bf16}, {"router_dtype": bf16}, {"expert_bits": 4}, {"expert_bits": 8}]
-        choices["numerics"] = tuple(replace(n, **each) for each in numerics)  # type: ignore[arg-type]
-    tried = [replace(engine, **{name: value}) for name, values in choices.items() for value in values]
-    return [program for program in tried if program != engine]
-
-
-def complete(known: Program, batch: Batch, tolerance: float, made: Made) -> Program:
-    """Add undeclared choices to what is known of an engine, judged on the part of the batch that is explained worst.
-
-    A choice is added while one takes away a third of the remaining gap (root mean square). If something stays unexplained, only
-    choices that took away nine tenths count, so that a fault outside the list does not pass for one inside it.
-    """
-    worst = max(batch.parts(BUDGET), key=lambda part: _left(known, part, made)[0])
-    best, (rms, most) = known, _left(known, worst, made)
-    steps = [(best, rms)]
-    while most > tolerance:
-        scored = []
-        for program in (*suspects(best), _fitted(best, worst, made)):
-            try:
-                scored.append((*_left(program, worst, made), program))
-            except ValueError:  # positions past the model's last
-                continue
-        lowest, highest, program = min(scored, key=lambda each: each[0])
-        if lowest > rms * 2 / 3:
-            break
-        best, rms, most = program, lowest, highest
-        steps.append((best, rms))
-    if most > tolerance:
-        sure = [after <= before / 10 for (_, before), (_, after) in pairwise(steps)]
-        best, rms = steps[sure.index(False) if False in sure else -1]
-    for cause in differing(known, best):
-        back = with_cause(best, known, cause)
-        if _left(back, worst, made)[0] <= max(rms * 1.2, tolerance / 10):
-            best = back
-    return _with_router(best, batch, made)
-
-
-def _with_router(program: Program, batch: Batch, made: Made) -> Program:
-    """Add the router's arithmetic that recorded routes and gates fit. Log-probabilities on replayed routes do not show it."""
-    if program.forward is not None or not batch.routed:
-        return program
-    n = program.numerics
-    doubts = _checks(program, batch, made).doubts
-    for numerics in (replace(n, router_dtype=torch.bfloat16), replace(n, router_bits=8)) if doubts else ():
-        other = replace(program, numerics=numerics)
-        if _checks(other, batch, made).doubts <= doubts / 10:
-            return other
-    return program
-
-
-def _checks(program: Program, batch: Batch, made: Made) -> RouteChecks:
-    return check_routes(batch, observe(program, batch, made=made).forwarded, program.model.config.sparse_layers)
-
-
-def _left(program: Program, part: Batch, made: Made) -> tuple[float, float]:
-    """Return root mean square and maximum of the gap."""
-    gap = observe(program, part, made=made).logprob_S.numpy() - part.of_written("logprob").astype(np.float64)
-    gap = gap[~np.isnan(gap)]
-    return (float(np.sqrt((gap**2).mean())), float(np.abs(gap).max())) if len(gap) else (0.0, 0.0)
-
-
-def _fitted(program: Program, part: Batch, made: Made) -> Program:
-    """Fit a temperature between a quarter and four, by the mean |Δ log p|."""
-    raw = observe(replace(program, temperature=1.0, top_p=1.0, shift=0), part, made=made)
-    token_S = torch.from_numpy(part.of_written("token_ids")).long()
-    wanted = torch.from_numpy(part.of_written("logprob").astype(np.float64))
-
-    def apart(temperature: float) -> float:
-        logprob_S = (raw.logprob_SV / temperature).log_softmax(-1).gather(1, token_S[:, None])[:, 0]
-        return float((logprob_S.double() - wanted).abs().mean())
-
-    grid = np.geomspace(0.25, 4, 25)
-    at = int(np.argmin([apart(t) for t in grid]))
-    low, high = grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)]
-    for _ in range(40):  # ternary search
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, right) if apart(left) < apart(right) else (left, high)
-    exact = (low + high) / 2
-    rounded = [round(exact, digits) for digits in (1, 2, 3)]
-    near = [t for t in rounded if t and apart(t) <= 1.1 * apart(exact)]
-    return replace(program, temperature=float(near[0] if near else exact))

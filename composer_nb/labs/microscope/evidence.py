@@ -92,7 +92,7 @@ def unexplained(gap_S: NDArray[np.float64], batch: Batch, tolerance: float, gate
     return Finding(
         cause=UNEXPLAINED,
         text=f"{int((size_S > tolerance).sum())} of {len(size_S)} tokens are up to {size_S.max():.1e} apart with all causes the "
-        f"engine's: other weights, or arithmetic that was not tried{inside}",
+        f"engine's: other weights, or arithmetic that was not declared{inside}",
         where=Where(row=int(row_S[at]), token=int(np.concatenate(batch.written)[at])),
     )
 
@@ -113,10 +113,6 @@ class RouteChecks:
     @property
     def first_gate(self) -> Where | None:
         return _lowest(self.hits["gate weights"])
-
-    @property
-    def doubts(self) -> int:
-        return sum(len(self.hits[kind]) for kind in ("route ids", "order", "gate weights"))
 
     def findings(self) -> Iterator[Finding]:
         texts = {
@@ -207,21 +203,18 @@ def _lowest(hits: Sequence[Where]) -> Where | None:
 # Residual streams
 
 
-def streams_apart(trainer: Forwarded, engine: Forwarded, batch: Batch) -> Streams | None:
-    """Compare residual streams place by place; None if the engine does not show them."""
-    if not engine.streams:
-        return None
+def streams_apart(trainer: Forwarded, engine: Forwarded, batch: Batch) -> Streams:
+    """Compare residual streams place by place."""
     pairs = [(trainer.streams[place], stream) for place, stream in engine.streams.items()]
     apart = [((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).numpy() for a, b in pairs]
     return Streams(places=tuple(engine.streams), apart_PN=np.stack(apart), lengths=tuple(batch.lengths))
 
 
-def first_apart(streams: Streams | None, engine: Forwarded, sparse: Sequence[int]) -> tuple[Where | None, str]:
+def first_apart(streams: Streams, engine: Forwarded, sparse: Sequence[int]) -> tuple[Where | None, str]:
     """Return the lowest place at which any token differs, with the first token there, and the half of the layer."""
-    for place_N, (layer, part) in zip(streams.apart_PN, streams.places, strict=True) if streams else ():
+    for place_N, (layer, part) in zip(streams.apart_PN, streams.places, strict=True):
         unlike_N = place_N > STREAM
         if unlike_N.any():
-            assert streams is not None
             row, token = _row_token(int(unlike_N.argmax()), streams.lengths)
             experts: tuple[int, ...] = ()
             if part == "experts" and layer in sparse:

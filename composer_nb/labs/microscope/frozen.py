@@ -131,30 +131,21 @@ class Row(NamedTuple):
     """One row as a program reads it."""
 
     token_ids: NDArray[np.int32]
-    position: NDArray[np.int64]
     at_W: NDArray[np.int64]
     """Place of each token that the policy wrote by the engine's record; -1: this program has no such token."""
 
 
-def row_of(batch: Batch, number: int, *, written: bool, read: bool, jump: int) -> Row:
-    """Return row `number` with written and read tokens each from the record (True) or as the trainer renders them. From the first
-    written token on, positions are `jump` larger."""
+def row_of(batch: Batch, number: int, *, written: bool, read: bool) -> Row:
+    """Return row `number` with written and read tokens each from the record (True) or as the trainer renders them."""
     row = batch.rows[number]
-    ids, acted, at_W = row.token_ids, row.acted, batch.written[number]
     if batch.rendered and not (written and read):
-        ids, acted, at_W = _mixed(row, batch.rendered[number], written, read)
-    position = np.arange(len(ids))
-    if jump and acted.any():
-        position[int(acted.argmax()) :] += jump
-    return Row(ids, position, at_W)
+        return _mixed(row, batch.rendered[number], written, read)
+    return Row(row.token_ids, batch.written[number])
 
 
-def _mixed(
-    row: Segment, made: Rendering, written: bool, read: bool
-) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+def _mixed(row: Segment, made: Rendering, written: bool, read: bool) -> Row:
     """Take each run from the record or from the rendering. Equal tokens of a written run correspond (longest common blocks)."""
     ids: list[NDArray[np.int32]] = []
-    acted: list[NDArray[np.bool_]] = []
     at = [np.zeros(0, np.int64)]
     length = 0
     for (wrote, there), (_, here) in zip(runs(row.acted), runs(made.acted), strict=True):
@@ -167,6 +158,5 @@ def _mixed(
                 found[block.a : block.a + block.size] = length + np.arange(block.b, block.b + block.size)
             at.append(found[1:] if there.start == 0 else found)
         ids.append(taken)
-        acted.append(np.full(len(taken), wrote))
         length += len(taken)
-    return np.concatenate(ids), np.concatenate(acted), np.concatenate(at)
+    return Row(np.concatenate(ids), np.concatenate(at))

@@ -9,8 +9,6 @@ something that nobody thought of. A contribution alone proves nothing: in bf16, 
 in a product. So a cause is *named* only if it differs by itself: log-probabilities move when it alone is put into the trainer
 and when it alone is taken out of the engine, or the record contradicts the engine's own routers on the same inputs.
 
-Undeclared choices (a shift, a temperature, a dtype) are searched for until the record is explained (`causes.complete`).
-
 Dimensions: S tokens that the policy wrote, V vocabulary.
 """
 
@@ -30,9 +28,7 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Attempt
 from composer_nb.labs.microscope.causes import (
     CAUSES,
-    Made,
     change,
-    complete,
     differing,
     engines,
     path,
@@ -92,8 +88,6 @@ class Step:
     cause: str
     change: str
     """The trainer's choice and the engine's; empty if they are the same."""
-    found: bool
-    """The search found the engine's choice; it was neither declared nor on record."""
     figures: Figures
     alone: float
     """Largest |Δ log p| when this cause alone is put into the trainer, or alone taken out of the engine on routes of its own,
@@ -111,15 +105,14 @@ class Report:
     findings: tuple[Finding, ...]
     """Empty: the two differ by rounding at most."""
     first: Where | None
-    """First difference of the residual streams: the lowest layer, in it the first token. None if there is none, or the engine
-    does not show its streams (the compiled kernel)."""
+    """First difference of the residual streams: the lowest layer, in it the first token."""
     first_in: str
     """Half of the layer that `first` is in; empty without `first`."""
     flip: Where | None
     """First token and layer at which the engine used other experts than the trainer would."""
     versions: Mapping[int, Figures]
     """Figures with all causes put in, by recorded policy version."""
-    streams: Streams | None
+    streams: Streams
     tokens: int
     tolerance: float
 
@@ -140,7 +133,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data without the residual streams."""
-        plain = asdict(replace(self, streams=None))
+        plain = asdict(self)
         del plain["streams"]
         versions = {str(version): figures for version, figures in plain["versions"].items()}
         return plain | {"versions": versions, "named": list(self.named)}
@@ -149,8 +142,8 @@ class Report:
 def examine(
     trainer: Model, attempts: Sequence[Attempt] | Batch, engine: Program | None = None, *, tolerance: float = TOLERANCE
 ) -> Report:
-    """Examine the gap between `trainer` (float32) and `engine`. Recorded routes are replayed, and the engine's choices are
-    completed by what the record shows; without `engine` the record alone decides.
+    """Examine the gap between `trainer` (float32) and `engine`. Recorded routes are replayed; without `engine` only they are
+    known of it.
 
     `tolerance` is what counts as rounding, in nats. Raises ValueError for rows that are too long and for routes that do not fit
     the model.
@@ -158,10 +151,7 @@ def examine(
     batch = attempts if isinstance(attempts, Batch) else Batch.of(attempts)
     _require_routes(batch, trainer)
     own, known = trainer_of(trainer, batch), recorded_engine(trainer, batch) if engine is None else engine
-    if known.forward is None and batch.routed:
-        known = replace(known, replay="weights")
-    made: Made = {}
-    return _examine(own, known, complete(known, batch, tolerance, made), batch, tolerance, made)
+    return _examine(own, replace(known, replay="weights") if batch.routed else known, batch, tolerance)
 
 
 def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Report:
@@ -223,7 +213,8 @@ def figures(gap_S: Floats, kl_S: Floats) -> Figures:
     )
 
 
-def _examine(own: Program, known: Program, engine: Program, batch: Batch, tolerance: float, made: Made) -> Report:
+def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> Report:
+    made: dict[Any, Model] = {}
     programs = path(own, engine)
     same = programs[1]  # the engine's tokens, everything else the trainer's
     top = observe(engine, batch, streams=True, made=made)
@@ -231,12 +222,10 @@ def _examine(own: Program, known: Program, engine: Program, batch: Batch, tolera
     sparse = same.model.config.sparse_layers
     gaps = _gaps([own, *programs], {same: below, engine: top}, top, batch, made)
     alone = _alone(own, same, below, engine, top, batch, made)
-    found = {cause.name for cause in differing(known, engine)}
     steps = tuple(
         Step(
             cause=cause.name,
             change=change(own, engine, cause),
-            found=cause.name in found,
             figures=figures(*gaps[program]),
             alone=alone.get(cause.name, 0.0),
         )
@@ -268,7 +257,7 @@ def _examine(own: Program, known: Program, engine: Program, batch: Batch, tolera
 
 
 def _gaps(
-    programs: Sequence[Program], seen: Mapping[Program, Seen], engine: Seen, batch: Batch, made: Made
+    programs: Sequence[Program], seen: Mapping[Program, Seen], engine: Seen, batch: Batch, made: dict[Any, Model]
 ) -> dict[Program, tuple[Floats, Floats]]:
     """Return each program's gap and KL divergence [S] to the record and the engine; NaN where it lacks the token."""
     found: dict[Program, tuple[Floats, Floats]] = {}
@@ -282,7 +271,7 @@ def _gaps(
 
 
 def _alone(
-    own: Program, same: Program, below: Seen, engine: Program, top: Seen, batch: Batch, made: Made
+    own: Program, same: Program, below: Seen, engine: Program, top: Seen, batch: Batch, made: dict[Any, Model]
 ) -> dict[str, float]:
     """Return `Step.alone` of each cause that is a choice of arithmetic."""
     judged = [cause for cause in differing(own, engine) if cause.fields[0] not in ("written", "read")]

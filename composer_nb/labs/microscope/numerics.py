@@ -3,8 +3,7 @@
     observe(program, batch)    log-probabilities, distributions, routes and residual streams
     record(program, batch)     the batch as an engine of these choices would have recorded it
 
-All programs start from float32 weights. Where a whole forward pass is another program's (our compiled kernel, a `transformers`
-module), that function is a choice of its own (`forward`).
+All programs start from float32 weights.
 
 Dimensions: R rows, T tokens of a row, N forwarded tokens of all rows, S tokens that the policy wrote, D width, L MoE layers,
 K experts a token, V vocabulary.
@@ -23,11 +22,9 @@ from torch import Tensor
 
 from composer_nb.harness.policy import Trace
 from composer_nb.kernels.attention.cached import cached_attention
-from composer_nb.kernels.decode import NewTokens, decode
 from composer_nb.kernels.moe.routing import Replay, Routing, Rule
 from composer_nb.labs.microscope.frozen import Batch, Row, row_of
 from composer_nb.labs.retrace import trace_of
-from composer_nb.trainer.engine import pack
 from composer_nb.trainer.learning.replay_settings import ReplayLevel
 from composer_nb.trainer.models.transformer import Attend, Model, PackedRows
 from composer_nb.trainer.models.variants import Numerics, variant
@@ -50,12 +47,6 @@ class Program:
     """Take what the policy wrote as recorded tokens, not from texts that are rendered again."""
     read: bool = True
     """The same for what it read: prompts, observations, and the special tokens around them."""
-    jump: int = 0
-    """Added to all positions from the first written token on."""
-    rope_theta: float | None = None
-    """RoPE base (default: the model's)."""
-    shift: int = 0
-    """Report at each token the log-probability of the token so many places before it."""
     temperature: float = 1.0
     """Temperature of the reported distributions, whatever was sampled at; 0 reports those of temperature 1, as greedy engines
     do."""
@@ -69,10 +60,6 @@ class Program:
     attention: torch.dtype = torch.float32
     numerics: Numerics = field(default_factory=Numerics)
     """Arithmetic of all other products; with `dtype` bfloat16 also of the residual stream."""
-    alone: bool = False
-    """Forward rows one by one, so that matrices have other heights."""
-    forward: Forward | None = None
-    """Another program's forward pass on routes of its own; layout, attention, numerics and alone then have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +86,9 @@ class Rows(NamedTuple):
 
     lengths: list[int]
     ids_N: Tensor
-    position_N: Tensor
     row_N: Tensor
-    depth_N: Tensor
+    position_N: Tensor
     """Place in the row."""
-
-
-Forward = Callable[[Model, Rows], Forwarded]
-"""A forward pass. It raises ValueError for a model or rows that it cannot compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +109,7 @@ def observe(
     """Forward the batch, about `budget` tokens at a time; with `streams` keep the residual streams. `made` caches copies of
     models between calls.
 
-    Raises ValueError for rows that are too long, routes that do not fit, and a `forward` that cannot compute this.
+    Raises ValueError for rows that are too long and for routes that do not fit.
     """
     made = {} if made is None else made
     parts = [_observe(program, part, streams, made) for part in batch.parts(budget)]
@@ -140,7 +122,7 @@ def observe(
 
 def _observe(program: Program, batch: Batch, streams: bool, made: dict[Any, Model]) -> Seen:
     p = program
-    rows = [row_of(batch, number, written=p.written, read=p.read, jump=p.jump) for number in range(len(batch.rows))]
+    rows = [row_of(batch, number, written=p.written, read=p.read) for number in range(len(batch.rows))]
     model = _prepared(program, made)
     found = _forwarded(program, model, batch, rows, streams)
     starts = np.cumsum([0, *(len(row.token_ids) - 1 for row in rows)])[:-1]
@@ -151,10 +133,6 @@ def _observe(program: Program, batch: Batch, streams: bool, made: dict[Any, Mode
     logprob_S = logprob_SV.gather(1, token_S[:, None])[:, 0].double()
     there_S = torch.from_numpy(np.concatenate([row.at_W for row in rows]) >= 0)
     logprob_S = torch.where(there_S, logprob_S, torch.nan)
-    if p.shift:
-        width = abs(p.shift)
-        moved = [np.pad(row, width)[width - p.shift :][: len(row)] for row in batch.spread(logprob_S.numpy())]
-        logprob_S = torch.from_numpy(np.concatenate([row[at] for row, at in zip(moved, batch.written, strict=True)]))
     return Seen(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=found)
 
 
@@ -188,15 +166,11 @@ def record(program: Program, batch: Batch) -> Batch:
 
 def _prepared(program: Program, made: dict[Any, Model]) -> Model:
     """Return the weights as the program computes with them."""
-    plain = program.numerics == Numerics() and program.rope_theta is None
-    if plain or program.forward is not None:
+    if program.numerics == Numerics():
         return program.model
-    key = id(program.model), program.numerics, program.rope_theta
+    key = id(program.model), program.numerics
     if key not in made:
         made[key] = variant(program.model, program.numerics)
-        if program.rope_theta is not None:
-            made[key].config = replace(program.model.config, rope_theta=program.rope_theta)
-            made[key].rope_table(torch.zeros(0, dtype=torch.float64))  # another dtype evicts the old base's table
     return made[key]
 
 
@@ -204,20 +178,16 @@ def _prepared(program: Program, made: dict[Any, Model]) -> Model:
 
 
 def _forwarded(program: Program, model: Model, batch: Batch, rows: Sequence[Row], streams: bool) -> Forwarded:
-    longest = max(int(row.position[:-1].max(initial=0)) for row in rows)
-    lowest = min(int(row.position[:-1].min(initial=0)) for row in rows)
-    if lowest < 0 or longest >= model.config.max_position_embeddings:
+    longest = max(len(row.token_ids) - 1 for row in rows)
+    if longest > model.config.max_position_embeddings:
         raise ValueError(
-            f"positions {lowest} to {longest}: they must lie in 0..{model.config.max_position_embeddings - 1} "
+            f"a row of {longest} positions: the model has {model.config.max_position_embeddings} "
             "(model.max_position_embeddings)"
         )
-    if program.forward is not None:
-        return program.forward(model, _rows(rows))
     if program.replay != "none" and not batch.routed:
         raise ValueError(f"replay of {program.replay!r} needs routes and gates on record, and the batch has none")
     traces = [None if program.replay == "none" else row.trace for row in batch.rows]
-    pieces = [slice(n, n + 1) for n in range(len(rows))] if program.alone else [slice(None)]
-    return joined([_trunk(program, model, rows[piece], traces[piece], streams) for piece in pieces])
+    return _trunk(program, model, rows, traces, streams)
 
 
 def joined(parts: Sequence[Forwarded]) -> Forwarded:
@@ -232,9 +202,8 @@ def _rows(rows: Sequence[Row]) -> Rows:
     return Rows(
         lengths=lengths,
         ids_N=torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long(),
-        position_N=torch.from_numpy(np.concatenate([row.position[:-1] for row in rows])),
         row_N=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        depth_N=torch.cat([torch.arange(length) for length in lengths]),
+        position_N=torch.cat([torch.arange(length) for length in lengths]),
     )
 
 
@@ -293,27 +262,9 @@ def _cache(flat: Rows) -> Attend:
 
     def filled(x: Tensor) -> Tensor:
         cache = x.new_zeros(len(flat.lengths), max(flat.lengths), *x.shape[1:])
-        return cache.index_put_((flat.row_N, flat.depth_N), x).transpose(1, 2).contiguous()
+        return cache.index_put_((flat.row_N, flat.position_N), x).transpose(1, 2).contiguous()
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return cached_attention(q, filled(k), filled(v), flat.row_N, flat.depth_N, scale)
+        return cached_attention(q, filled(k), filled(v), flat.row_N, flat.position_N, scale)
 
     return attend
-
-
-def compiled(model: Model, rows: Rows) -> Forwarded:
-    """Run the engine's compiled kernel (`kernels/decode.py`), which attends, routes and multiplies in one function a layer."""
-    weights, c = pack(model), model.config
-    if weights is None:
-        raise ValueError("the compiled kernel is for a float32 Qwen3-MoE on a CPU whose layers fit its cache")
-    if not torch.equal(rows.position_N, rows.depth_N):
-        raise ValueError("the compiled kernel needs positions 0, 1, 2, …; the batch has others")
-    shape = (c.num_hidden_layers, len(rows.lengths), c.num_key_value_heads, max(rows.lengths))
-    k, v = np.zeros((*shape, c.head_dim), np.float32), np.zeros((*shape, c.value_width), np.float32)
-    at, row = rows.depth_N.numpy(), rows.row_N.numpy()
-    new = NewTokens(rows.ids_N.numpy(), at, row, row, at, np.arange(len(at)))
-    found = decode(weights, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
-    hidden, experts, gates, margins = (torch.from_numpy(np.ascontiguousarray(values)) for values in found)
-    return Forwarded(
-        hidden_ND=hidden, experts_NLK=experts, gates_NLK=gates, own_NLK=experts, live_NLK=gates, margin_NL=margins
-    )

@@ -85,8 +85,6 @@ def apart(report: Report, row: int | None = None) -> Picture:
     """Draw the distance of a row's residual streams, each half layer by token; by default the row of the first difference, which
     has a ring."""
     found = report.streams
-    if found is None:
-        return style.empty("this engine does not show its residual streams: there is nothing to compare inside it")
     number = row if row is not None else report.first.row if report.first else 0
     start = sum(found.lengths[:number])
     apart_PT = found.apart_PN[:, start : start + found.lengths[number]]
