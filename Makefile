@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights lab render clean moved
+.PHONY: help setup demo example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights lab clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -81,9 +81,6 @@ lab: .venv/.ready ## the notebooks in JupyterLab
 	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LabApp.extension_manager=readonly \
 	  $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(ARGS)
-
-render: .venv/.ready ## run every notebook and write it as a page into build/render
-	@$(BIN)/composer-nb jobs render $(ARGS)
 
 clean: ## remove the environment and every cache; runs/ stays
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -41,7 +41,6 @@ TARGETS = {
     "bench-gpu": "bench_gpu.py",
     "bench-weights": "scripts/weights_bench.py",
     "lab": "jupyterlab",
-    "render": "composer-nb jobs render",
     "clean": "rm -rf .venv",
     "help": "sed",
 }

@@ -13,5 +13,4 @@ docs/jobs.md describes the life of a node, the states, and how to run this from 
     runner.py      the graph
     executor.py    its nodes as processes here
     on_ray.py      its nodes on a Ray cluster
-    render.py      executed notebooks as pages, with an index
 """

@@ -207,7 +207,7 @@ def _read(path: Path) -> JobFile:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such job file")
     if path.suffix == ".ipynb":
-        raise ValueError(f"{path} is a notebook; jobs run takes a job file that names it, jobs render runs it as it is")
+        raise ValueError(f"{path} is a notebook; jobs run takes a job file that names it")
     try:
         return JobFile.model_validate(_yaml(path.read_text(encoding="utf-8")))
     except pydantic.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Commands for notebooks as jobs: jobs run, render, status, cancel, log, sweep."""
+"""Commands for notebooks as jobs: jobs run, status, cancel, log, sweep."""
 
 from __future__ import annotations
 
@@ -36,29 +36,6 @@ def run(given: argparse.Namespace) -> int:
 
     told = run_job(given.file, overrides(given.set), runs=given.runs, ray=given.ray, resume=given.resume, say=_print)
     _print(told["dir"])
-    return ENDED[told["state"]]
-
-
-@command(
-    "jobs render",
-    arg("notebooks NOTEBOOK", "notebooks; default: all that ship", nargs="*", type=Path),
-    arg("--out DIR", "folder for the pages", Path("build/render")),
-    arg("--set KEY=VALUE", SETTINGS.format("NOTEBOOK"), [], action="append"),
-    RUNS,
-    lines=True,
-)
-def render(given: argparse.Namespace) -> int:
-    """Run notebooks and write the results as pages, with an index."""
-    from composer_nb.jobs.records import ENDED
-
-    try:
-        from composer_nb.jobs.render import render, shipped
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; pages need it: pip install 'composer_nb[lab]'") from None
-    entries, told = render(given.notebooks or shipped(), given.out, overrides(given.set), runs=given.runs, say=_print)
-    for entry in entries:
-        _print(f"{entry.name}: {entry.state}{': ' * bool(entry.error)}{entry.error}")
-    _print(str(given.out / "index.html"))
     return ENDED[told["state"]]
 
 

@@ -260,7 +260,6 @@ REVIEWED = {
         "doctor.py mend_sandbox",
         "harness/grading/box.py sources",
         "jobs/directory.py snapshot",
-        "jobs/render.py _written",
         "trainer/models/checkpoint.py _write",
         "trainer/recipe/evaluate.py evaluate",
         "trainer/recipe/launch.py _run_processes",
