@@ -1,4 +1,4 @@
-"""`composer-nb weights` and `plan --weights` on two sharded checkpoints and on a store."""
+"""`composer-nb weights` on two sharded checkpoints and on a store."""
 
 from __future__ import annotations
 
@@ -58,14 +58,6 @@ def test_the_log_says_who_ran_what(tmp_path: Path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and "full" in lines[0] and "on v000001" in lines[2]
     assert "anchor of" in lines[1] and lines[2].endswith("run by engine")
-
-
-def test_a_delta_is_planned_from_a_checkpoint(tmp_path: Path, capsys):
-    path = checkpoint(tmp_path / "base", 0.0)
-    assert cli.main(["plan", "--weights", str(path), "--lr", "1e-5", "--mean-u", "0.2"]) == 0
-    assert "8,192 bfloat16 weights, lr 1e-05" in capsys.readouterr().out
-    assert cli.main(["plan", "--weights", str(path), "--lr", "-1"]) == 2
-    assert "lr=-1.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("action", ["verify", "log"])

@@ -1,4 +1,4 @@
-"""The command plan: what schedules, models, ranks of a mesh and weight deltas would cost."""
+"""The command plan: what schedules, models and ranks of a mesh would cost."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ HEAD = (
 @command(
     "plan",
     arg("--model PATH", "a checkpoint or a config.json: memory of its weights", type=Path),
-    arg("--weights DIR", "a checkpoint: size of a weight delta", type=Path),
-    arg("--lr LR", "learning rate of that delta", 1e-6),
-    arg("--mean-u U", "mean size of the optimizer's direction", 0.1),
     arg("--mesh K=V,…", "with --model: memory and traffic of a rank, as shard=4,cp=2,ep=8"),
     arg("--ranks N", "ranks of the mesh", 1),
     arg("--tokens N", "tokens of a microbatch", 4096),
@@ -44,9 +41,7 @@ HEAD = (
     JSON,
 )
 def plan(given: argparse.Namespace) -> int:
-    """Estimate costs: schedules by replayed durations, a model by its config.json, a weight delta by its checkpoint."""
-    if given.weights is not None:
-        return _plan_delta(given)
+    """Estimate costs: schedules by replayed durations, a model by its config.json."""
     if given.mesh is not None:
         return _plan_mesh(given)
     if given.model is not None:
@@ -78,18 +73,6 @@ def _plan_schedules(given: argparse.Namespace) -> int:
             f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
         )
     return emit(given, found, lambda: "\n".join(lines))
-
-
-def _plan_delta(given: argparse.Namespace) -> int:
-    from composer_nb.labs.weights.prediction import plan_checkpoint
-
-    found = plan_checkpoint(given.weights, given.lr, given.mean_u)
-    line = (
-        f"{found['weights']:,} bfloat16 weights, lr {given.lr:g}, mean |u| {given.mean_u:g}: {found['changed_fraction']:.2%} "
-        f"change a step ({found['first_step_fraction']:.2%} in the first), {found['delta_bytes']:,} bytes at least, "
-        f"{found['of_full']:.2%} of the weights"
-    )
-    return emit(given, found, lambda: line)
 
 
 def _plan_mesh(given: argparse.Namespace) -> int:

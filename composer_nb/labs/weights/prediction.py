@@ -16,15 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from composer_nb.trainer.models.shards import Mapped, read_shards
 
 Floats = NDArray[np.float64]
 
@@ -71,16 +67,6 @@ def profile(weights: Tensor, directions: Tensor) -> Profile:
     bins = np.where(size > 0, np.clip(place, 0, _OCTAVES * _BINS), 0).astype(np.int64)
     joint = np.bincount(exponents(weights) * len(_SIZES) + bins, minlength=256 * len(_SIZES))
     return Profile(joint.reshape(256, -1).astype(np.float64))
-
-
-def independent(weights: Tensor, mean_u: float) -> Profile:
-    """Return the profile of weights with unmeasured directions: |u| of a normal variable with mean |u| `mean_u`, independent of
-    the weight. Raises ValueError for a negative one."""
-    if not 0 <= mean_u < math.inf:
-        raise ValueError(f"mean_u={mean_u} must be a size, 0 or more")
-    normal = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(4096, dtype=torch.float64) + 0.5) / 4096 / 2 + 0.5)
-    spread = profile(torch.ones(4096), normal * mean_u * math.sqrt(math.pi / 2)).counts_EB.sum(0) / 4096
-    return Profile(np.outer(np.bincount(exponents(weights), minlength=256), spread))
 
 
 def exponents(weights: Tensor) -> NDArray[np.int64]:
@@ -179,25 +165,3 @@ def exact(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
 
 def _cast(weights: Tensor) -> Tensor:
     return weights.detach().bfloat16().view(torch.int16)
-
-
-def plan_checkpoint(path: Path, lr: float, mean_u: float) -> dict[str, Any]:
-    """Predict for a checkpoint's bfloat16 weights at a learning rate, with |u| as in `independent`. Raises ValueError or
-    FileNotFoundError that names the file; ValueError where there is no such weight."""
-    tensors = Mapped(read_shards(path))
-    found = Profile(np.zeros((256, len(_SIZES))))
-    for name in tensors:
-        if tensors[name].dtype == torch.bfloat16:
-            found += independent(tensors[name], mean_u)
-    if not found.weights:
-        raise ValueError(f"{path} holds no bfloat16 weights; deltas are predicted for these alone")
-    one = predict(found, lr)
-    return {
-        "weights": int(one.weights),
-        "lr": lr,
-        "mean_u": mean_u,
-        "changed_fraction": one.changed_fraction,
-        "delta_bytes": round(one.bytes),
-        "of_full": one.of_full,
-        "first_step_fraction": float(warm_up(found, lr, 1)[0]),
-    }

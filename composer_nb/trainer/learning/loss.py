@@ -180,18 +180,6 @@ def policy_loss(
     return term_N.sum() / denominator, metrics
 
 
-def trained(
-    logprob_N: Tensor, sampled_N: Tensor, advantage_N: Tensor, rollout_N: Tensor, settings: LossSettings
-) -> Tensor:
-    """bool [N]: tokens at whose log-probability the loss has a gradient. The others have no advantage, or were clipped or
-    dropped; GSPO moves all tokens of a rollout or none."""
-    with torch.enable_grad():
-        leaf_N = logprob_N.detach().clone().requires_grad_()
-        loss, _ = policy_loss(leaf_N, sampled_N, advantage_N, rollout_N, settings, 1.0)
-        [gradient_N] = torch.autograd.grad(loss, leaf_N)
-    return gradient_N != 0
-
-
 def _mean_by_rollout(values_N: Tensor, rollout_N: Tensor) -> Tensor:
     """Each token gets the mean of its rollout's values."""
     count = int(rollout_N.max()) + 1 if len(rollout_N) else 0

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from composer_nb.labs.weights.prediction import (
@@ -15,8 +14,6 @@ from composer_nb.labs.weights.prediction import (
     adamw_direction,
     exact,
     exponents,
-    independent,
-    plan_checkpoint,
     predict,
     profile,
     warm_up,
@@ -34,9 +31,8 @@ def test_within_two_per_cent_where_master_weights_are_spread(lr: float, sigma: f
     w, u = (torch.randn(400_000, generator=random, dtype=torch.float64) for _ in range(2))
     w, u = w * sigma, u * size / math.sqrt(2 / math.pi)
     counted = float((w.bfloat16() != (w - lr * u).bfloat16()).double().mean())
-    for found in (profile(w, u), independent(w, size)):
-        predicted = predict(found, lr).changed_fraction
-        assert predicted == pytest.approx(counted, rel=0.02, abs=4 * math.sqrt(counted / 400_000))
+    predicted = predict(profile(w, u), lr).changed_fraction
+    assert predicted == pytest.approx(counted, rel=0.02, abs=4 * math.sqrt(counted / 400_000))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +118,8 @@ def test_the_bytes_are_the_entropy_of_the_steps():
 
 
 def test_the_first_steps_change_less_until_masters_are_spread():
-    found = independent(0.02 * torch.randn(20_000, generator=torch.Generator().manual_seed(1)), 0.16)
+    random = torch.Generator().manual_seed(1)
+    found = profile(0.02 * torch.randn(20_000, generator=random), 0.2 * torch.randn(20_000, generator=random))
     shares = warm_up(found, 1e-6, 400)
     settled = predict(found, 1e-6).changed_fraction
     assert shares[0] < 0.4 * settled and shares[:10].mean() < 0.7 * shares[-100:].mean()
@@ -130,25 +127,12 @@ def test_the_first_steps_change_less_until_masters_are_spread():
     assert np.array_equal(shares, warm_up(found, 1e-6, 400)), "the same seed, the same numbers"
 
 
-def test_a_checkpoint_is_planned_by_its_histogram(tmp_path):
-    w = (0.02 * torch.randn(100_000, generator=torch.Generator().manual_seed(1))).bfloat16()
-    save_file({"w": w, "scale": torch.ones(3)}, tmp_path / "model.safetensors")
-    found = plan_checkpoint(tmp_path, 3e-6, 0.08)
-    assert found["weights"] == 100_000 and 0.008 < found["changed_fraction"] < 0.016
-    assert found["first_step_fraction"] < found["changed_fraction"]
-    assert 0 < found["delta_bytes"] == pytest.approx(found["of_full"] * 200_000, rel=1e-3)
-    save_file({"scale": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="holds no bfloat16 weights"):
-        plan_checkpoint(tmp_path, 3e-6, 0.08)
-
-
 @pytest.mark.parametrize(
     ("call", "named"),
     [
         (lambda: profile(torch.ones(2), torch.ones(3)), "directions"),
         (lambda: profile(torch.ones(2), torch.tensor([1.0, math.nan])), "finite"),
-        (lambda: independent(torch.ones(2), -1.0), "mean_u=-1.0"),
-        (lambda: predict(independent(torch.ones(2), 1.0), -1e-6), "lr=-1e-06"),
+        (lambda: predict(profile(torch.ones(2), torch.ones(2)), -1e-6), "lr=-1e-06"),
     ],
 )
 def test_what_can_not_be_is_refused(call, named: str):
