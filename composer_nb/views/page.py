@@ -40,12 +40,12 @@ def box(*parts: str) -> Html:
     return Html(f'{STYLE}<div class="cnb">{"".join(parts)}</div>')
 
 
-def document(title: str, body: Sequence[str], style: str = "") -> str:
-    """Return an HTML page of HTML parts, with further CSS rules in `style`."""
+def document(title: str, body: Sequence[str]) -> str:
+    """Return an HTML page of HTML parts."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_RULES}{style}</style></head><body>\n"
+        f"<title>{html.escape(title)}</title><style>{_RULES}</style></head><body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
