@@ -16,16 +16,16 @@ from composer_nb.harness.agent.endpoint import EndpointSpeaker
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert
 from composer_nb.harness.agent.loop import LIMITS, Told, converse
 from composer_nb.harness.agent.prompt import system_text
-from composer_nb.harness.agent.tiny import Agent, play
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Attempt, graded
+from composer_nb.harness.attempt import Agent, Attempt, Environment, attempt
 from composer_nb.harness.bench import run_eval, summarise
+from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import ARMS, arms_of, difference, figures
-from composer_nb.harness.product.attempts import Environment, attempt_all, check_fit
-from composer_nb.harness.product.diff import Blob, require_git
+from composer_nb.harness.product.attempts import attempt_all, check_fit
+from composer_nb.harness.product.diff import require_git
 from composer_nb.harness.product.work import Work, keep
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
@@ -70,14 +70,14 @@ def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[st
 
 
 def _endpoint_attempts(name: str, tasks: Sequence[Task], executor: Executor) -> Attempts:
-    tools = ToolSet.tiny()
+    place = Environment(tools=ToolSet.tiny(), limits=UNCOUNTED, functions=executor)
 
     def attempts(each: int, temperature: float) -> list[Attempt]:
         endpoint = open_endpoint(name, temperature)
 
         def one(task: Task) -> Attempt:
-            speaker = EndpointSpeaker(endpoint, "", tools.schemas, UNCOUNTED, parallel=False)
-            return graded(task, play(task, speaker, tools, UNCOUNTED, executor), executor)
+            speaker = EndpointSpeaker(endpoint, "", place.tools.schemas, UNCOUNTED, parallel=False)
+            return attempt(task, place, speaker)
 
         with ThreadPoolExecutor(ENDPOINT_ROLLOUTS, thread_name_prefix="endpoint") as pool:
             return list(pool.map(one, [task for task in tasks for _ in range(each)]))
@@ -238,7 +238,7 @@ def run_agent(
                 segment = speaker.close()
         changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""
         try:
-            changes, others = checkout.changed(source, *checkout.carry_back(box))
+            changes, others = checkout.changed(source, *carry_back(box))
         except (SandboxDied, SandboxFailure, OSError) as error:  # the conversation is kept all the same
             lost = str(error)
     work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)

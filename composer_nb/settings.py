@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from composer_nb.harness.agent.tiny import Limits
-from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.environment import GENERATED, EnvSettings
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW
@@ -295,6 +295,11 @@ class Settings:
     def sampling_seed(self) -> int:
         """Seed of everything that RL samples; the rollouts' numbers tell them apart."""
         return self.seed * 10_007 + self.rl_seed
+
+    @property
+    def slots(self) -> int:
+        """Rollouts at a time, of each engine."""
+        return self.engine.slots if self.env.tasks == GENERATED else min(self.engine.slots, self.env.sandboxes)
 
     @property
     def trainers(self) -> int:

@@ -24,7 +24,7 @@ import torch
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert
-from composer_nb.harness.agent.tiny import Agent
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.pytest_grader import grade_pytest

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composer_nb.harness.agent.tiny import Agent
+    from composer_nb.harness.attempt import Agent
     from composer_nb.harness.bench import run_eval
     from composer_nb.harness.grading.front import grade
     from composer_nb.harness.rewards import reward
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent", "Sandbox", "Task", "grade", "reap", "reward", "run_eval"]
 _HOMES = {
-    "Agent": "agent.tiny",
+    "Agent": "attempt",
     "Sandbox": "sandbox.contract",
     "Task": "tasks.task",
     "grade": "grading.front",

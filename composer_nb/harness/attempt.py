@@ -1,16 +1,34 @@
-"""An attempt: an agent's rollout and its grade."""
+"""An attempt: an agent's rollout and its grade. The same in training, in evaluation and in the bench.
+
+A task of the grader `functions` is worked on as plain files, whose code is called in shared sandboxes: milliseconds an attempt.
+Any other has a sandbox for the agent, and another one for its grade.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import errno
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from composer_nb.harness.agent.tiny import Agent, Job
-from composer_nb.harness.grading.grade import Grade, grade_functions
-from composer_nb.harness.policy import Trace
+from composer_nb.harness.agent.driver import Job, Seat
+from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse
+from composer_nb.harness.agent.turns import Format, Limits, Speaker, TokenSpeaker
+from composer_nb.harness.carry import LINK, Blob, add_history, carry_back
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
+from composer_nb.harness.tasks.runtime import start, workspace
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.session import FOLDER, Session
+from composer_nb.harness.tools.tiny import Workspace
+from composer_nb.harness.tools.toolset import ToolSet
+
+MAX_KEPT_BYTES = 16 << 20
+"""Maximum size of the changed files that are kept with a rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +40,116 @@ class Attempt:
     grade: Grade
 
 
-def attempt(agent: Agent, task: Task, rollout: int, release: Callable[[int], Trace]) -> Job[Attempt]:
-    """Return the job of running an agent and grading what it left."""
-    return lambda seat: graded(task, agent.run(task, rollout, release, seat), seat)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The tools, limits and sandboxes of attempts."""
+
+    tools: ToolSet
+    limits: Limits = LIMITS
+    functions: Executor | None = None
+    """Calls functions, for tasks of the grader `functions`."""
+    backend: Backend | None = None
+    """Makes the sandboxes of all other tasks."""
+    clock: Callable[[], float] = time.monotonic
+    opened: Callable[[Session], None] = lambda session: None
+    """Called with the session of an agent that has a sandbox of its own, which may be aborted from another thread."""
 
 
-def graded(task: Task, done: Rollout, sandboxes: Executor) -> Attempt:
-    """Grade a rollout of a task with the grader `functions`. A failure of the infrastructure is the grade `infra_error`."""
-    grade = Grade(status="infra_error")
-    if done.stop != "infrastructure":
-        grade = grade_functions(task, done.files, sandboxes)
-    return Attempt(task=task, rollout=done, grade=grade)
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A policy's side of attempts: its chat format, with the tools and limits that it works under."""
+
+    renderer: Format
+    tools: ToolSet = field(default_factory=ToolSet.tiny)
+    limits: Limits = field(default_factory=Limits)
+    clock: Callable[[], float] = time.monotonic
+    backend: Backend | None = None
+    system: str = ""
+
+    def attempt(self, task: Task, rollout: int) -> Job[Attempt]:
+        """Return the job of an attempt by a policy that continues tokens. `rollout` names it to the policy and decides its random
+        draws. The job raises ValueError for a task that cannot run here, and for a prompt that leaves no room to answer."""
+
+        def job(seat: Seat[Any]) -> Attempt:
+            speaker = TokenSpeaker(self.renderer, rollout, self.limits, seat.ask, seat.release, self.system)
+            if (size := speaker.prompt_size(task.instruction)) >= (most := self.limits.tokens):
+                raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
+            place = Environment(
+                tools=self.tools,
+                limits=self.limits,
+                functions=seat,
+                backend=self.backend,
+                clock=self.clock,
+                opened=lambda session: seat.at_drop.append(session.abort),
+            )
+            return attempt(task, place, speaker)
+
+        return job
+
+
+def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambda event: None) -> Attempt:
+    """Run one rollout and grade it.
+
+    A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
+    large to carry away, is `agent_failed`. Raises ValueError for a task that cannot run here."""
+    if task.grader != "functions":
+        return _attempt_in_sandbox(task, place, speaker, told)
+    if place.functions is None:
+        raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
+    work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=place.functions)
+    try:
+        done = conversation(task.instruction, speaker, place.tools, work, place.limits, told, place.clock)
+    finally:  # also when the driver drops the agent: the policy must not keep a rollout that will not continue
+        segment = speaker.close()
+    counted = (0, 0) if len(segment.token_ids) else (done.read, done.written)
+    rollout = replace(done.rollout(task.id, segment, work.files), counted=counted, seconds=0.0)
+    known = done.stop not in ("infrastructure", "interrupted")
+    grade_ = grade(task, work.files, place.functions) if known else Grade(status="infra_error")
+    return Attempt(task=task, rollout=rollout, grade=grade_)
+
+
+def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: Told) -> Attempt:
+    if place.backend is None:
+        raise ValueError(f"task {task.id}: its grader {task.grader!r} needs a backend of sandboxes")
+    done = Conversation(turns=(), stop="infrastructure")
+    left: dict[str, bytes] | None = None
+    found = Grade(status="infra_error")
+    try:
+        with start(task, place.backend) as box:
+            if not task.image:  # images of tasks come with theirs
+                add_history(box)
+            session = place.tools.open(box)
+            place.opened(session)
+            try:
+                done = converse(task.instruction, speaker, place.tools, session, place.limits, told)
+                if done.stop not in ("infrastructure", "interrupted"):
+                    left = _left(task, carry_back(box)[0])
+            except (SandboxDied, OSError):
+                found = Grade(status="agent_failed")
+    except (SandboxDied, SandboxFailure):
+        pass
+    finally:
+        segment = speaker.close()
+    if left is not None:
+        found = grade(task, left, place.backend)
+    rollout = done.rollout(task.id, segment, task.files if left is None else _texts(left, task.files))
+    return Attempt(task=task, rollout=rollout, grade=found)
+
+
+def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
+    """Return the files of a workspace without our own. Raises OSError for changes that are too large to keep."""
+    files = {path: blob.data for path, blob in found.items() if blob.mode != LINK}
+    ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
+    own = {path: data for path, data in files.items() if not path.startswith(ours)}
+    if not task.image:
+        before = workspace(task)
+        size = sum(len(data) for path, data in own.items() if before.get(path) != data)
+        if size > MAX_KEPT_BYTES:
+            raise OSError(errno.EFBIG, f"{size} bytes of changes")
+    return own
+
+
+def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:
+    """Return files as text, bytes that are not UTF-8 as lone surrogates. Unchanged texts stay the same objects."""
+    texts = {path: data.decode("utf-8", "surrogateescape") for path, data in files.items()}
+    return {path: before[path] if before.get(path) == text else text for path, text in texts.items()}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.agent.tiny import Agent, drive
-from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.calls import Executor
@@ -32,7 +32,7 @@ def run_eval(
     order = [
         (slot * samples + sample, task) for slot, task in zip(places, tasks, strict=True) for sample in range(samples)
     ]
-    runs = (attempt(agent, task, number, policy.release) for number, task in order)
+    runs = (agent.attempt(task, number) for number, task in order)
     done = dict(drive(runs, policy, executor))
     return (done[number] for number in range(len(order)))
 

@@ -1,20 +1,92 @@
-"""The environment of attempts: its tasks, tools, chat format and sandboxes, all of them settings."""
+"""The environment of a run: its tasks, tools, chat format and sandboxes, all of them settings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.kimi import KimiRenderer
+from composer_nb.harness.agent.prompt import system_text
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
+from composer_nb.harness.sandbox.fleet import Fleet
+from composer_nb.harness.tools.toolset import ToolSet
+
+GENERATED = "generated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSettings:
     """Where tasks come from, and what an agent works with."""
 
-    tasks: str = "generated"
+    tasks: str = GENERATED
     """`generated`, or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote."""
     tools: Literal["tiny", "cursor"] = "tiny"
     """tiny: read a file, edit a line, run the tests, finish. cursor: the tools of the product."""
     renderer: Literal["compact", "qwen", "kimi"] = "compact"
     """The chat format; the tokenizer must have its tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
-    """Sandboxes of tasks with the graders `pytest` and `script`."""
+    """Sandboxes of tasks with the grader `pytest`."""
+    sandboxes: Annotated[int, Field(ge=1)] = 16
+    """Rollouts at a time, of each engine, that have a sandbox of their own."""
+
+    @property
+    def toolset(self) -> ToolSet:
+        return ToolSet.tiny() if self.tools == "tiny" else ToolSet.cursor()
+
+
+class Sandboxes:
+    """The sandboxes of a process: those that call functions, and a backend of those with a workspace. Each is opened when it is
+    first needed. A context manager."""
+
+    def __init__(self, backend: str = "bwrap", run_id: str | None = None, journal: Path | None = None) -> None:
+        """`journal`: folder of the run's journal (`reap.py`)."""
+        self._backend, self._run_id, self._journal = backend, run_id, journal
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        """Call functions. Raises SandboxFailure."""
+        return self.functions.run(requests)
+
+    @cached_property
+    def functions(self) -> CachedExecutor:
+        """Raises SandboxUnavailable if no function can be called in a sandbox here."""
+        opened = SandboxExecutor(run_id=self._run_id, journal=self._journal)
+        return CachedExecutor(self._stack.enter_context(opened))
+
+    @cached_property
+    def backend(self) -> Backend:
+        """Raises SandboxUnavailable."""
+        opened = self._stack.enter_context(open_backend(self._backend, self._run_id, self._journal))
+        return self._stack.enter_context(Fleet(opened))
+
+
+def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes: Sandboxes | None = None) -> Agent:
+    """Return the agent of an environment. Raises ValueError for a tokenizer that lacks the tokens of the chat format."""
+    tools = env.toolset
+    if env.renderer == "compact":
+        return Agent(CompactRenderer(tokenizer), tools, limits, backend=_backend(env, sandboxes))
+    renderer = (QwenRenderer if env.renderer == "qwen" else KimiRenderer)(tokenizer, tools.schemas)
+    return Agent(renderer, tools, limits, backend=_backend(env, sandboxes), system=system_text(WORKSPACE))
+
+
+def _backend(env: EnvSettings, sandboxes: Sandboxes | None) -> Backend | None:
+    return sandboxes.backend if sandboxes and env.tasks != GENERATED else None

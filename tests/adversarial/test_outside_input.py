@@ -18,7 +18,8 @@ import pytest
 from iniconfig import IniConfig
 
 from composer_nb.harness.agent.chat import Said
-from composer_nb.harness.product.diff import Blob, patch
+from composer_nb.harness.carry import Blob
+from composer_nb.harness.product.diff import patch
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.product.work import CHANGES, DIFF, give_verdict
 from composer_nb.harness.sandbox.bwrap import BwrapBackend

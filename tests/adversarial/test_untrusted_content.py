@@ -20,7 +20,8 @@ from rich.console import Console
 
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said
-from composer_nb.harness.product.diff import Blob, patch
+from composer_nb.harness.carry import Blob
+from composer_nb.harness.product.diff import patch
 from composer_nb.harness.product.show import teller
 from composer_nb.harness.sandbox.contract import Sandbox, SandboxFailure, SandboxSpec, members
 from composer_nb.harness.sandbox.host import Channel

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from composer_nb.harness.carry import LINK, Blob
 from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import changed, read_checkout
-from composer_nb.harness.product.diff import LINK, Blob
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked, protected, single

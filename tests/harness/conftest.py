@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.tiny import Agent, Limits
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor

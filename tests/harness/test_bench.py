@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.tiny import Agent
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.bench import behaviour, run_eval, summarise
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn

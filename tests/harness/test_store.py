@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.tiny import Agent, drive
-from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout, Segment, Turn
@@ -105,7 +105,7 @@ def played(agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable
     """Two rollouts that the loop made, without traces."""
     finish = agent.renderer.render_call(ToolCall(name="finish", arguments={}))
     policy = typist(lambda rollout, turn: finish)
-    return [done for _, done in drive((attempt(agent, task, n, policy.release) for n in range(2)), policy, boxes("1"))]
+    return [done for _, done in drive((agent.attempt(task, n) for n in range(2)), policy, boxes("1"))]
 
 
 def with_trace(done: Attempt) -> Attempt:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.tiny import Job, Seat, drive
+from composer_nb.harness.agent.driver import Job, Seat, drive
 from composer_nb.harness.policy import Request, Trace, route_checks
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.expert import ScriptedPolicy
-from composer_nb.harness.agent.tiny import Agent
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.rewards import Reward, RewardSettings
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.sandbox.contract import SandboxFailure

@@ -1,7 +1,7 @@
 """The agent loop: a turn, the replies to its calls, the next turn, until the agent finishes or reaches a limit.
 
 The same plain loop runs in training, in evaluation and in the product, one thread a rollout. A speaker takes the turns, and tools
-carry out the calls; both may wait for a policy or a sandbox that many rollouts share (`tiny.Driver`).
+carry out the calls; both may wait for a policy or a sandbox that many rollouts share (`driver.Driver`).
 """
 
 from __future__ import annotations

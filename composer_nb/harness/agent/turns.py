@@ -85,6 +85,9 @@ class ScriptSpeaker(Silent):
 class Format(Protocol):
     """A wire format of conversations (`chat.ChatRenderer`, `compact.CompactRenderer`)."""
 
+    @property
+    def stop(self) -> frozenset[int]: ...
+
     def read(self, news: News, system: str = "") -> list[int]: ...
 
     def parse(self, token_ids: Sequence[int]) -> Said: ...
@@ -105,10 +108,14 @@ class TokenSpeaker:
         system: str = "",
     ) -> None:
         """`rollout` names the conversation to the policy and decides its random draws. `ask` and `release` are methods of
-        `shared.Shared`, or of `tiny.Seat` and its policy."""
+        `shared.Shared`, or of `driver.Seat`."""
         self.renderer, self.rollout, self.limits, self.system = renderer, rollout, limits, system
         self.ask, self.release = ask, release
         self._transcript = Transcript()
+
+    def prompt_size(self, instruction: str) -> int:
+        """Return the tokens that a conversation begins with."""
+        return len(self.renderer.read([User(text=instruction)], self.system))
 
     def say(self, news: News, until: float) -> Spoken | None:
         held = self._transcript.token_ids

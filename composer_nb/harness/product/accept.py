@@ -11,7 +11,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes
+from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob
+from composer_nb.harness.product.diff import Changes
 from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.untrusted import UnsafeName, beneath, protected
 

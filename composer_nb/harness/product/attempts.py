@@ -2,91 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, converse
-from composer_nb.harness.agent.turns import Limits, Speaker
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.agent.turns import Speaker
+from composer_nb.harness.attempt import Attempt, Environment, attempt
 from composer_nb.harness.files import write_atomic
-from composer_nb.harness.grading.front import grade as grade_task
-from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import PLAN
-from composer_nb.harness.product.checkout import add_history, carry_back
-from composer_nb.harness.product.diff import LINK, Blob
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
 from composer_nb.harness.store import pack_attempt, unpack_attempt
-from composer_nb.harness.tasks.runtime import start, workspace
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.session import FOLDER
-from composer_nb.harness.tools.toolset import ToolSet
 
-MAX_KEPT_BYTES = 16 << 20
-"""Maximum size of the changed files that are kept with a rollout."""
 Cast = Callable[[Task, int], Speaker]
 """Makes the speaker of an attempt from its task and the number of the rollout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """The sandboxes, tools and limits of attempts."""
-
-    backend: Backend
-    tools: ToolSet
-    limits: Limits = LIMITS
-
-
-def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambda event: None) -> Attempt:
-    """Run one rollout and grade it.
-
-    A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
-    large to carry away, is `agent_failed`. Raises ValueError for a task that cannot run here."""
-    done = Conversation(turns=(), stop="infrastructure")
-    left: dict[str, bytes] | None = None
-    grade = Grade(status="infra_error")
-    try:
-        with start(task, place.backend) as box:
-            if not task.image:  # images of tasks come with theirs
-                add_history(box)
-            session = place.tools.open(box)
-            try:
-                done = converse(task.instruction, speaker, place.tools, session, place.limits, told)
-                if done.stop not in ("infrastructure", "interrupted"):
-                    left = _left(task, carry_back(box)[0])
-            except (SandboxDied, OSError):
-                grade = Grade(status="agent_failed")
-    except (SandboxDied, SandboxFailure):
-        pass
-    finally:
-        segment = speaker.close()
-    if left is not None:
-        grade = grade_task(task, left, place.backend)
-    rollout = done.rollout(task.id, segment, task.files if left is None else _texts(left, task.files))
-    return Attempt(task=task, rollout=rollout, grade=grade)
-
-
-def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
-    """Return the files of a workspace without our own. Raises OSError for changes that are too large to keep."""
-    files = {path: blob.data for path, blob in found.items() if blob.mode != LINK}
-    ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
-    own = {path: data for path, data in files.items() if not path.startswith(ours)}
-    if not task.image:
-        before = workspace(task)
-        size = sum(len(data) for path, data in own.items() if before.get(path) != data)
-        if size > MAX_KEPT_BYTES:
-            raise OSError(errno.EFBIG, f"{size} bytes of changes")
-    return own
-
-
-def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:
-    """Return files as text, bytes that are not UTF-8 as lone surrogates. Unchanged texts stay the same objects."""
-    texts = {path: data.decode("utf-8", "surrogateescape") for path, data in files.items()}
-    return {path: before[path] if before.get(path) == text else text for path, text in texts.items()}
 
 
 def check_fit(tasks: Sequence[Task]) -> None:
@@ -132,5 +62,6 @@ def attempt_all(
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            place.backend.close()  # ends what still runs
+            if place.backend:
+                place.backend.close()  # ends what still runs
             raise

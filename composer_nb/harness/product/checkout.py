@@ -8,16 +8,15 @@ Changes come back only when the user accepts them, and only if the files that th
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob, add_history
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
-from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob
-from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxSpec, members
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxSpec
 from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
 from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.untrusted import HISTORY, is_plain, protected
@@ -25,7 +24,6 @@ from composer_nb.harness.untrusted import HISTORY, is_plain, protected
 MAX_FILE_BYTES = 4 << 20
 MAX_BYTES = 128 << 20
 MAX_FILES = 20_000
-HISTORY_S = 120.0
 _MOST_LINKS = 40
 """Maximum links on the way of one link, as in Linux."""
 
@@ -72,29 +70,6 @@ class Checkout:
                 raise SandboxFailure(f"{self.root}: does not fit into a sandbox: {error}") from error
             raise
         return box
-
-
-def add_history(box: Sandbox) -> None:
-    """Make the workspace a git repository of one commit, if the sandbox has git and it does not take too long.
-
-    Git runs in the sandbox, without configuration of the system or the user. `changed` ignores this repository.
-    """
-    who = {f"GIT_{role}_{part}": text for role in ("AUTHOR", "COMMITTER") for part, text in _WHO.items()}
-    alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
-    if box.exec(["sh", "-c", _HISTORY], env=who | alone, timeout_s=HISTORY_S).timed_out:
-        box.exec(["rm", "-rf", ".git"])
-
-
-_WHO = {"NAME": "composer_nb", "EMAIL": "composer_nb@localhost", "DATE": "2000-01-01T00:00:00Z"}
-"""Author of the one commit, so that the same files always give the same commit."""
-_HISTORY = f"""
-command -v git >/dev/null && [ ! -e .git ] || exit 0
-git -c init.defaultBranch=main init -q --template= &&
-mkdir -p .git/info && echo '{FOLDER}*' >.git/info/exclude &&
-git config user.name agent && git config user.email agent@localhost &&
-git -c core.compression=1 add -A && git commit -q --allow-empty -m 'the repository as the agent got it' && exit 0
-rm -rf .git
-"""
 
 
 def read_checkout(root: Path) -> Checkout:
@@ -165,25 +140,6 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, os.stat_r
 def _read(root: Path, path: str) -> bytes:
     with open(os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         return file.read(MAX_FILE_BYTES + 1)
-
-
-def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
-    """Return what an agent left: all files and links, and the paths of everything else but folders. Ends all that runs.
-
-    Files that it made unreadable are read all the same. Raises OSError for more than can be carried.
-    """
-    box.end_all()
-    box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)
-    strange = ["find", ".", "!", "-type", "f", "!", "-type", "d", "!", "-type", "l", "-print0"]  # busybox too
-    found = box.exec(strange, output_bytes=4 << 20)
-    if found.exit_code or found.truncated:
-        raise OSError(errno.EFBIG, "its folders cannot be listed")
-    others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    files: dict[str, Blob] = {}
-    for info, data in members(box.snapshot().archive):
-        mode = LINK if info.issym() else EXECUTABLE if info.mode & 0o100 else PLAIN
-        files[info.name] = Blob(data=os.fsencode(info.linkname) if info.issym() else data, mode=mode)
-    return files, {path.removeprefix("./") for path in others}
 
 
 def changed(

@@ -8,36 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-Mode = Literal["100644", "100755", "120000"]
-PLAIN: Mode = "100644"
-EXECUTABLE: Mode = "100755"
-LINK: Mode = "120000"
-_NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+from composer_nb.harness.carry import Blob
+
 _DIFF = ("diff", "--full-index", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blob:
-    """A file or link of a repository."""
-
-    data: bytes
-    """Content; the target of a link."""
-    mode: Mode = PLAIN
-    """Plain file, executable file, or link."""
-
-    @property
-    def unreadable(self) -> bool:
-        """The content is binary, with too little text for its lines to be readable."""
-        text = self.data.decode("utf-8", "surrogateescape")
-        return b"\0" in self.data[:8000] and _NO_TEXT.subn("", text)[1] > len(text) / 10
 
 
 Changes = Mapping[str, Blob | None]

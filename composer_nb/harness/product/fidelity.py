@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from composer_nb.harness.agent.loop import converse
 from composer_nb.harness.agent.turns import Script, ScriptSpeaker
-from composer_nb.harness.product.checkout import add_history, read_checkout
+from composer_nb.harness.carry import add_history
+from composer_nb.harness.product.checkout import read_checkout
 from composer_nb.harness.sandbox.contract import Backend, Sandbox
 from composer_nb.harness.tasks.runtime import start
 from composer_nb.harness.tasks.task import Task

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from composer_nb.harness.agent.loop import Conversation
 from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import Checkout
-from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, Changes, patch
+from composer_nb.harness.product.diff import Changes, patch
 from composer_nb.harness.rollout import Segment
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task

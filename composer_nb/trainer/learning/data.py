@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert
-from composer_nb.harness.agent.tiny import Agent, drive
-from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.files import replacing
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
@@ -113,7 +113,7 @@ def demonstrate(
         return expert(task, Random(f"expert {seed} {task.id}"), mistake_rate)
 
     policy = ScriptedPolicy(agent.renderer, script)
-    runs = (attempt(agent, task, position, policy.release) for position, task in enumerate(tasks))
+    runs = (agent.attempt(task, position) for position, task in enumerate(tasks))
     return (done for _, done in drive(runs, policy, sandboxes))
 
 

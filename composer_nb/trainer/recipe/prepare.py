@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from composer_nb.harness.agent.tiny import Agent
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.files import write_json
 from composer_nb.harness.tasks.programs import draw_program
 from composer_nb.harness.tasks.repairs import buggy_prints, fingerprints, make_tasks
@@ -94,9 +94,9 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     seed = f"{s.settings.seed} {chunk.name}"
     if chunk.heldout:
         seed = chunk.name  # the same questions for every seed, so that scores compare
-    tasks = list(make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=s.executor))
+    tasks = list(make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=s.sandboxes.functions))
     if chunk.mistake_rate is not None:
-        done = demonstrate(tasks, agent, s.executor, s.settings.seed, chunk.mistake_rate)
+        done = demonstrate(tasks, agent, s.sandboxes.functions, s.settings.seed, chunk.mistake_rate)
         rows = [demonstration_row(d.rollout, s.settings.midtrain.context_weight) for d in done]
         save_rows(rows, folder / f"{chunk.name}.npz")
     if chunk.kind in ("heldout", "tune", "rl"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.harness.agent.tiny import Agent, drive
-from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure
@@ -72,7 +72,7 @@ class InProcess:
         sampler = as_engine(self.learner.model, self.settings.engine.numerics, self.settings.engine.batch_invariant)
         engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
         tasks = {slot: self.tasks[slot] for slot in slots}
-        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.executor)
+        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes.functions)
         return Batch(step=self.step, groups=groups, lost=lost)
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
@@ -135,10 +135,10 @@ def sample_groups(
     lost = 0
     for _ in range(tries):
         missing = [number for number in range(len(order)) if number not in done]
-        runs = (attempt(agent, order[number][1], order[number][0], policy.release) for number in missing)
+        runs = (agent.attempt(order[number][1], order[number][0]) for number in missing)
         results = [(missing[place], result) for place, result in drive(runs, policy, executor)]
-        done |= {number: result for number, result in results if result.grade.status == "graded"}
-        lost += len(missing) - sum(result.grade.status == "graded" for _, result in results)
+        done |= {number: result for number, result in results if result.grade.known}
+        lost += len(missing) - sum(result.grade.known for _, result in results)
         if len(done) == len(order):
             return [[done[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
     raise SandboxFailure(f"{len(order) - len(done)} attempts got no grade in {tries} tries; run `composer-nb doctor`")

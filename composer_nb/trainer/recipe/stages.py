@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.tiny import Agent
-from composer_nb.harness.sandbox.calls import CachedExecutor
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.environment import Sandboxes, make_agent
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, load_rows
@@ -33,7 +32,7 @@ class Stages:
     run: RunDir
     settings: Settings
     ranks: Ranks
-    executor: CachedExecutor
+    sandboxes: Sandboxes
     say: Callable[[str], None]
 
     def rows(self, kind: str) -> list[Row]:
@@ -45,14 +44,15 @@ class Stages:
         return self.run.path / "data" / "tokenizer.json"
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_file.parent)
+        return load_tokenizer(self.tokenizer_file.parent, needed=())
 
     def agent(self) -> Agent:
-        return Agent(CompactRenderer(self.tokenizer()), limits=self.settings.limits)
+        return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)
 
     def engine(self, model: Model, *, seed: int, temperature: float = 1.0, version: int = 0) -> Engine:
-        stop = CompactRenderer(self.tokenizer()).stop
-        return make_engine(model, self.settings, stop, temperature=temperature, seed=seed, version=version)
+        return make_engine(
+            model, self.settings, self.agent().renderer.stop, temperature=temperature, seed=seed, version=version
+        )
 
     def load(self, name: str) -> Model:
         model = load_pretrained(self.run.path / "weights" / name)

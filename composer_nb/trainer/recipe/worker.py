@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.settings import from_dict
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
@@ -26,9 +26,9 @@ def main(arguments: list[str]) -> None:
         print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
 
     try:
-        with SandboxExecutor(run_id=run.path.name, journal=run.path / FOLDER) as sandboxes:
+        with Sandboxes(settings.env.backend, run.path.name, run.path / FOLDER) as sandboxes:
             ranks = Ranks(int(rank), int(world), Path(rendezvous))
-            run_recipe(Stages(run, settings, ranks, CachedExecutor(sandboxes), say))
+            run_recipe(Stages(run, settings, ranks, sandboxes, say))
             ranks.close()
     except Exception as error:
         if not (message := full_disk(error, run.path)):

@@ -170,7 +170,9 @@ class Coordinator:
         s = self.settings
         worker = self.actors.make(
             EnvironmentService,
-            *(self.run.path, s.limits, s.prompt_seed, s.rl.group, s.engine.slots, engine, name),
+            *(self.run.path, s.env, s.limits, s.prompt_seed, s.rl.group),
+            (engine, name, s.slots),
+            s.services.lockstep,
             name=f"environment-{self.made}",
         )
         pair = self.pairs[name] = Pair(name, engine, worker, version)
@@ -204,7 +206,7 @@ class Coordinator:
         match kind:
             case "join":
                 self.stillborn, what.joined = 0, True
-                return [Joined(at=time.monotonic(), worker=what.name, capacity=self.settings.engine.slots)]
+                return [Joined(at=time.monotonic(), worker=what.name, capacity=self.settings.slots)]
             case "work":
                 return self._worked(what, result)
             case "learn":

@@ -14,11 +14,12 @@ from random import Random
 
 import numpy as np
 
-from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.tiny import Agent, Driver, Limits
-from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.agent.driver import Driver
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
-from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task, load_tasks
@@ -119,10 +120,17 @@ class EnvironmentWorker:
     """Agents under way: `work` starts some, and returns those that have ended."""
 
     def __init__(
-        self, policy: RemotePolicy, agent: Agent, tasks: Sequence[Task], group: int, sandboxes: Executor
+        self,
+        policy: RemotePolicy,
+        agent: Agent,
+        tasks: Sequence[Task],
+        group: int,
+        functions: Executor,
+        lockstep: bool = True,
     ) -> None:
-        self._policy, self._agent, self._tasks, self._group = policy, agent, tasks, group
-        self._driver: Driver[Attempt] = Driver(policy, CachedExecutor(sandboxes))
+        """`lockstep`: see `Driver`."""
+        self._agent, self._tasks, self._group = agent, tasks, group
+        self._driver: Driver[Attempt] = Driver(policy, functions, lockstep)
         self._doing: dict[int, tuple[int, int, int]] = {}
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
 
@@ -144,8 +152,7 @@ class EnvironmentWorker:
             while self._waiting and self._driver.room:
                 rollout, names = self._waiting.pop(0)
                 self._doing[rollout] = names
-                task = self._tasks[names[0]]
-                self._driver.add(rollout, attempt(self._agent, task, rollout, self._policy.release))
+                self._driver.add(rollout, self._agent.attempt(self._tasks[names[0]], rollout))
             outcomes += [_outcome(self._doing.pop(rollout), done) for rollout, done in self._driver.round()]
         return outcomes
 
@@ -165,13 +172,22 @@ class EnvironmentService:
     """An environment worker with its sandboxes, at the end of a line to one engine."""
 
     def __init__(
-        self, run: Path, limits: Limits, prompt_seed: str, group: int, slots: int, engine: Remote, name: str
+        self,
+        run: Path,
+        env: EnvSettings,
+        limits: Limits,
+        prompt_seed: str,
+        group: int,
+        policy: tuple[Remote, str, int],
+        lockstep: bool,
     ) -> None:
-        agent = Agent(CompactRenderer(load_tokenizer(run / "data")), limits=limits)
+        """`policy`: see `RemotePolicy`."""
+        self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
+        agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
         tasks = prompt_order(run / "data" / "rl.jsonl", prompt_seed)
-        self._sandboxes = SandboxExecutor(run_id=run.name, journal=run / FOLDER)
-        self._sandboxes.__enter__()
-        self._worker = EnvironmentWorker(RemotePolicy(engine, name, slots), agent, tasks, group, self._sandboxes)
+        waits = lockstep or agent.backend is None  # what is done in no sandbox of its own takes no time to wait for
+        functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
+        self._worker = EnvironmentWorker(RemotePolicy(*policy), agent, tasks, group, functions, waits)
 
     def work(self, start: Sequence[Assignment], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
         """See `EnvironmentWorker.work`."""
@@ -186,14 +202,14 @@ def _outcome(names: tuple[int, int, int], done: Attempt) -> Outcome:
     slot, number, place = names
     rollout = done.rollout
     written = np.concatenate([segment.policy_version[segment.acted] for segment in rollout.segments])
-    graded = done.grade.status == "graded"
+    known = done.grade.known
     return Outcome(
         slot=slot,
         attempt=number,
         place=place,
-        packed=pack_attempt(done) if graded else None,
+        packed=pack_attempt(done) if known else None,
         oldest_version=int(written.min()) if len(written) else 0,
         tokens=rollout.tokens,
         sampled=rollout.sampled,
-        reason="" if graded else done.grade.status,
+        reason="" if known else done.grade.status,
     )

@@ -23,11 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.tiny import Agent
 from composer_nb.harness.bench import run_eval
+from composer_nb.harness.environment import Sandboxes, make_agent
 from composer_nb.harness.policy import Completion, Request, Trace
-from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import Settings
@@ -96,7 +94,7 @@ class EngineService:
             self._receiver, version
         )  # which may still be on its way, where this takes the place of one that died
         model = as_engine(self._model(fetched.tensors), *self._computes)
-        stop = CompactRenderer(load_tokenizer(run / "data")).stop
+        stop = make_agent(settings.env, load_tokenizer(run / "data", needed=()), settings.limits).renderer.stop
         self._engine = make_engine(model, settings, stop, seed=seed, version=version)
         self._receiver.install(fetched)
         self._lockstep = settings.services.lockstep
@@ -299,7 +297,7 @@ def make_engine(
     return Engine(
         model,
         stop=stop,
-        slots=s.engine.slots,
+        slots=s.slots,
         max_length=s.limits.tokens,
         temperature=temperature,
         seed=seed,
@@ -429,17 +427,16 @@ class EvaluationService:
         model = empty_model(config)
         model.kernels = s.kernels
         from_hugging_face(model, fetch(receiver, version).tensors)
-        tokenizer = load_tokenizer(self._run / "data")
-        agent = Agent(CompactRenderer(tokenizer), limits=s.limits)
+        tokenizer = load_tokenizer(self._run / "data", needed=())
         tasks = load_tasks(self._run / "data" / "tune.jsonl")
         scores = {}
-        with SandboxExecutor(run_id=self._run.name, journal=self._run / FOLDER) as sandboxes:
-            executor = CachedExecutor(sandboxes)
+        with Sandboxes(s.env.backend, self._run.name, self._run / FOLDER) as sandboxes:
+            agent = make_agent(s.env, tokenizer, s.limits, sandboxes)
             for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
                 engine = make_engine(
                     model, s, agent.renderer.stop, temperature=temperature, seed=s.seed + 17, version=version
                 )
-                done = list(run_eval(engine, agent, tasks, executor, 1))
+                done = list(run_eval(engine, agent, tasks, sandboxes.functions, 1))
                 scores[name] = float(np.mean([one.grade.passed for one in done]))
         return scores
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert
-from composer_nb.harness.agent.tiny import Agent, Limits, drive
-from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rewards import RewardSettings, reward
 from composer_nb.harness.rollout import Kind, Rollout, Segment
@@ -34,7 +35,7 @@ Make = Callable[..., Any]
 
 def run(agent: Agent, task: Task, policy: Any, boxes: Any, count: int = 1) -> list[Attempt]:
     """`count` attempts, in order of position."""
-    done = dict(drive((attempt(agent, task, n, policy.release) for n in range(count)), policy, boxes))
+    done = dict(drive((agent.attempt(task, n) for n in range(count)), policy, boxes))
     assert sorted(done) == list(range(count))
     return [done[n] for n in range(count)]
 
@@ -273,7 +274,7 @@ def test_agents_are_started_only_when_there_is_room(agent: Agent, task: Task, ty
     def agents() -> Any:
         for n in range(6):
             started.append(n)
-            yield attempt(agent, task, n, policy.release)
+            yield agent.attempt(task, n)
 
     policy = typist(calls(agent.renderer, FINISH), capacity=2)
     results = drive(agents(), policy, boxes("1"))
@@ -284,7 +285,7 @@ def test_agents_are_started_only_when_there_is_room(agent: Agent, task: Task, ty
 
 def test_a_caller_that_stops_early_leaves_nothing_behind(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
     policy = typist(lambda n, turn: agent.renderer.render_call(FINISH if n == 0 else READ), capacity=3)
-    runs = [attempt(agent, task, n, policy.release) for n in range(5)]
+    runs = [agent.attempt(task, n) for n in range(5)]
     results = drive(runs, policy, boxes("1"))
     assert next(results)[0] == 0
     results.close()
@@ -296,7 +297,7 @@ def test_a_caller_that_stops_early_leaves_nothing_behind(agent: Agent, task: Tas
 def test_an_error_in_one_agent_closes_the_others(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
     policy = typist(calls(agent.renderer, READ))
     long = task.model_copy(update={"instruction": "x" * 5000})
-    runs = [attempt(agent, each, n, policy.release) for n, each in enumerate([task, task, long])]
+    runs = [agent.attempt(each, n) for n, each in enumerate([task, task, long])]
     with pytest.raises(ValueError, match=r"limits\.tokens"):
         list(drive(runs, policy, boxes("1")))
     assert sorted(policy.released) == [0, 1]

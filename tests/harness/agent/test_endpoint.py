@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.agent.endpoint import Endpoint, EndpointSpeaker, _pause, spoken
-from composer_nb.harness.agent.tiny import Limits, play
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task
@@ -95,7 +96,7 @@ def ask(server: Server, **change: Any) -> dict[str, Any]:
 def run(server: Server, task: Task, boxes: Any, **change: Any) -> Rollout:
     limits = Limits(turns=6, turn_tokens=400, tokens=4000)
     speaker = EndpointSpeaker(endpoint(server, **change), "", TINY.schemas, limits, parallel=False)
-    return play(task, speaker, TINY, limits, boxes("7"))
+    return attempt(task, Environment(tools=TINY, limits=limits, functions=boxes("7")), speaker).rollout
 
 
 def test_the_agent_loop_runs_against_an_endpoint(server: Server, task: Task, boxes: Any) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert
-from composer_nb.harness.agent.tiny import Agent, Limits, drive
-from composer_nb.harness.attempt import Attempt, attempt
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.policy import Request
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.repairs import make_tasks
@@ -34,7 +35,7 @@ def play(sandboxes: SandboxExecutor, renderer: CompactRenderer) -> Play:
 
     def run(rate: float) -> list[Attempt]:
         policy = ScriptedPolicy(renderer, lambda n: expert(tasks[n], Random(f"expert {n}"), rate))
-        done = dict(drive((attempt(agent, task, n, policy.release) for n, task in enumerate(tasks)), policy, executor))
+        done = dict(drive((agent.attempt(task, n) for n, task in enumerate(tasks)), policy, executor))
         return [done[n] for n in range(len(tasks))]
 
     return run
@@ -108,7 +109,7 @@ def script_of(*calls: ToolCall) -> Script:
 def test_a_script_that_ends_too_soon_is_an_error(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:
     policy = ScriptedPolicy(agent.renderer, lambda n: script_of(READ))
     with pytest.raises(ValueError, match="the script of rollout 0 ended without a last call of `finish`"):
-        list(drive([attempt(agent, task, 0, policy.release)], policy, boxes("1")))
+        list(drive([agent.attempt(task, 0)], policy, boxes("1")))
 
 
 def test_a_turn_is_cut_where_the_policy_has_to_stop(renderer: CompactRenderer) -> None:
@@ -128,7 +129,7 @@ def test_scripts_are_sent_what_the_tools_answered(agent: Agent, task: Task, boxe
         yield FINISH
 
     policy = ScriptedPolicy(agent.renderer, script)
-    list(drive([attempt(agent, task, 0, policy.release)], policy, boxes("1")))
+    list(drive([agent.attempt(task, 0)], policy, boxes("1")))
     assert heard[0].startswith("1def f(xs, k):\n2") and heard[1] == "error: no file no.py"
 
 

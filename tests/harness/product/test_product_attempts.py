@@ -17,11 +17,11 @@ from composer_nb.harness.agent.loop import LIMITS, converse
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import expert, lazy, play, turn
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.agent.tiny import Limits
-from composer_nb.harness.agent.turns import News, ScriptSpeaker, Spoken, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, News, ScriptSpeaker, Spoken, TokenSpeaker
+from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.arms import figures
-from composer_nb.harness.product.attempts import Environment, attempt, attempt_all
+from composer_nb.harness.product.attempts import attempt_all
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.rewards import TERMS
 from composer_nb.harness.rollout import Kind

@@ -1,0 +1,229 @@
+"""Many agents against one policy: each is a plain function in a thread of its own, and a driver serves all of them in batches."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from composer_nb.harness.policy import Completion, Policy, Request, Trace
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
+from composer_nb.harness.sandbox.contract import SandboxFailure
+
+__all__ = ["Driver", "Job", "Seat", "drive"]
+Result = TypeVar("Result")
+Job = Callable[["Seat[Any]"], Result]
+"""The work of one agent, in a thread of its own; it asks its seat."""
+LOOK_S = 0.05
+"""Seconds that a driver waits for agents when nothing else is to be done."""
+
+
+class Dropped(BaseException):
+    """Raised in an agent that is no longer wanted, at its next request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A rollout that the policy may forget."""
+
+    rollout: int
+
+
+Asked = Request | CallRequest | Release | Future[Any]
+Answer = Completion | tuple[CallOutcome, ...] | Trace | BaseException
+
+
+class Seat(Generic[Result]):
+    """One agent in its thread, and its way to the policy and the sandboxes that it shares with others."""
+
+    def __init__(self, position: int, asked: SimpleQueue[tuple[int, Asked]]) -> None:
+        self.position = position
+        self.at_drop: list[Callable[[], None]] = []
+        """Called from another thread when the agent is no longer wanted."""
+        self.dropped = False
+        self._asked = asked
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+
+    def ask(self, request: Request, until: float = math.inf) -> Completion:
+        """Return the next turn of a rollout. Raises ProviderFailure."""
+        done: Completion = self._answer(request)
+        return done
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        """Execute calls. Raises SandboxFailure."""
+        return [self._answer(request) for request in requests]
+
+    def release(self, rollout: int) -> Trace:
+        """Have the policy forget a rollout, and return what it recorded."""
+        trace: Trace = self._answer(Release(rollout))
+        return trace
+
+    def answer(self, answer: Answer) -> None:
+        """Let the agent go on. For the driver."""
+        self._answers.put(answer)
+
+    def work(self, job: Job[Result]) -> None:
+        """Do the job, in the agent's thread, and report its result or its error."""
+        ended: Future[Result] = Future()
+        try:
+            ended.set_result(job(self))
+        except BaseException as error:  # raised again where the driver runs
+            ended.set_exception(error)
+        self._asked.put((self.position, ended))
+
+    def _answer(self, request: Request | CallRequest | Release) -> Any:
+        if self.dropped and not isinstance(request, Release):
+            raise Dropped
+        self._asked.put((self.position, request))
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class Driver(Generic[Result]):
+    """Agents under way against one policy and one sandbox fleet.
+
+    In each round everything that wants a sandbox shares one batch, then every agent that waits for the policy shares one step
+    of it. In lockstep a round waits for every agent, and serves them in order of position, so that one seed gives one result;
+    otherwise agents that work in sandboxes of their own hold up no others.
+    """
+
+    def __init__(self, policy: Policy, sandboxes: Executor, lockstep: bool = True) -> None:
+        """Raises ValueError for a policy without capacity."""
+        if policy.capacity < 1:
+            raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
+        self.policy, self.sandboxes, self.lockstep = policy, sandboxes, lockstep
+        self._asked: SimpleQueue[tuple[int, Asked]] = SimpleQueue()
+        self._alive: dict[int, Seat[Result]] = {}
+        self._working: set[int] = set()
+        """Positions of agents that have asked for nothing."""
+        self._names: dict[int, int] = {}  # rollout -> position of its agent
+        self._waiting: dict[int, Request | CallRequest | Release] = {}
+        self._results: list[tuple[int, Future[Result]]] = []
+
+    @property
+    def room(self) -> int:
+        """Agents that may be added now."""
+        return self.policy.capacity - len(self._alive)
+
+    @property
+    def alive(self) -> list[int]:
+        """Positions of the agents under way."""
+        return list(self._alive)
+
+    def add(self, position: int, job: Job[Result]) -> None:
+        """Start an agent under a number of the caller's, which comes back with its result."""
+        seat = self._alive[position] = Seat[Result](position, self._asked)
+        self._working.add(position)
+        threading.Thread(target=seat.work, args=(job,), name="agent", daemon=True).start()
+
+    def round(self) -> list[tuple[int, Result]]:
+        """Serve all agents once. Returns (position, result) of the agents that ended, in order of position."""
+        self._hear()
+        while any(not isinstance(asked, Request) for asked in self._waiting.values()):
+            self._execute(self._taken(CallRequest))
+            for position, given in self._taken(Release):
+                self._answer(position, self.policy.release(given.rollout))
+            self._hear()
+        for position, request in self._taken(Request):
+            self._names[request.rollout] = position
+            self.policy.submit(request)
+        for completion in self.policy.step() if self._names else ():
+            self._answer(self._names.pop(completion.rollout), completion)
+        if self.lockstep:
+            self._hear()
+        results, self._results = sorted(self._results, key=lambda ended: ended[0]), []
+        return [(position, ended.result()) for position, ended in results]
+
+    def drop(self, position: int) -> None:
+        """End an agent under way, and wait for it; its result is lost. One that is not there is no error: it may just have
+        ended. Raises what it raises on its way out."""
+        if (seat := self._alive.get(position)) is None:
+            return
+        seat.dropped = True
+        asked = position in self._names.values()
+        self._names = {rollout: place for rollout, place in self._names.items() if place != position}
+        for stop in seat.at_drop:
+            stop()
+        if asked:
+            self._answer(position, Dropped())
+        while position in self._alive:
+            given = self._waiting.pop(position, None)
+            if given is None:
+                self._take(*self._asked.get())
+            else:
+                self._answer(position, self.policy.release(given.rollout) if isinstance(given, Release) else Dropped())
+        ended = self._results.pop()[1]
+        if not isinstance(error := ended.exception(), Dropped | None):
+            raise error
+
+    def close(self) -> None:
+        """End every agent still alive."""
+        for position in self.alive:
+            self.drop(position)
+
+    def _hear(self) -> None:
+        """Take what agents ask: in lockstep until none works, otherwise what is there, or a moment later if nothing else is to be
+        done."""
+        while self._working:
+            idle = not self._waiting and not self._names
+            try:
+                self._take(*self._asked.get(block=self.lockstep or idle, timeout=None if self.lockstep else LOOK_S))
+            except Empty:
+                return
+
+    def _take(self, position: int, asked: Asked) -> None:
+        self._working.discard(position)
+        if isinstance(asked, Future):
+            del self._alive[position]
+            self._results.append((position, asked))
+        else:
+            self._waiting[position] = asked
+
+    def _taken(self, kind: type[Any]) -> list[tuple[int, Any]]:
+        """Return what is asked of a kind, in order of position, and no longer keep it."""
+        found = sorted((position, asked) for position, asked in self._waiting.items() if isinstance(asked, kind))
+        for position, _ in found:
+            del self._waiting[position]
+        return found
+
+    def _answer(self, position: int, answer: Answer) -> None:
+        self._working.add(position)
+        self._alive[position].answer(answer)
+
+    def _execute(self, asked: Sequence[tuple[int, CallRequest]]) -> None:
+        outcomes = _execute(self.sandboxes, [request for _, request in asked]) if asked else []
+        for (position, _), outcome in zip(asked, outcomes, strict=True):
+            self._answer(position, outcome)
+
+
+def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
+    """Run agents, at most `policy.capacity` at a time, and yield (position, result) as each ends. When the caller stops early,
+    the agents still alive are closed. Raises ValueError for a policy without capacity."""
+    driver: Driver[Result] = Driver(policy, sandboxes)
+    queue = enumerate(agents)
+    more = True
+    try:
+        while more or driver.alive:
+            while more and driver.room:
+                following = next(queue, None)
+                if more := following is not None:
+                    driver.add(*following)
+            yield from driver.round()
+    finally:
+        driver.close()
+
+
+def _execute(sandboxes: Executor, requests: list[CallRequest]) -> list[tuple[CallOutcome, ...] | SandboxFailure]:
+    """Run a batch. A batch that fails is tried request by request, so that a fault hits only those that it concerns."""
+    try:
+        return list(sandboxes.run(requests))
+    except SandboxFailure as failure:
+        if len(requests) == 1:
+            return [failure]
+    return [_execute(sandboxes, [request])[0] for request in requests]

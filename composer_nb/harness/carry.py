@@ -1,0 +1,77 @@
+"""What is carried into a sandbox for an agent, and out of it again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from composer_nb.harness.sandbox.contract import Sandbox, members
+from composer_nb.harness.tools.session import FOLDER
+
+Mode = Literal["100644", "100755", "120000"]
+PLAIN: Mode = "100644"
+EXECUTABLE: Mode = "100755"
+LINK: Mode = "120000"
+HISTORY_S = 120.0
+_NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """A file or link of a repository."""
+
+    data: bytes
+    """Content; the target of a link."""
+    mode: Mode = PLAIN
+    """Plain file, executable file, or link."""
+
+    @property
+    def unreadable(self) -> bool:
+        """The content is binary, with too little text for its lines to be readable."""
+        text = self.data.decode("utf-8", "surrogateescape")
+        return b"\0" in self.data[:8000] and _NO_TEXT.subn("", text)[1] > len(text) / 10
+
+
+def add_history(box: Sandbox) -> None:
+    """Make the workspace a git repository of one commit, if the sandbox has git and it does not take too long.
+
+    Git runs in the sandbox, without configuration of the system or the user. `changed` ignores this repository.
+    """
+    who = {f"GIT_{role}_{part}": text for role in ("AUTHOR", "COMMITTER") for part, text in _WHO.items()}
+    alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
+    if box.exec(["sh", "-c", _HISTORY], env=who | alone, timeout_s=HISTORY_S).timed_out:
+        box.exec(["rm", "-rf", ".git"])
+
+
+_WHO = {"NAME": "composer_nb", "EMAIL": "composer_nb@localhost", "DATE": "2000-01-01T00:00:00Z"}
+"""Author of the one commit, so that the same files always give the same commit."""
+_HISTORY = f"""
+command -v git >/dev/null && [ ! -e .git ] || exit 0
+git -c init.defaultBranch=main init -q --template= &&
+mkdir -p .git/info && echo '{FOLDER}*' >.git/info/exclude &&
+git config user.name agent && git config user.email agent@localhost &&
+git -c core.compression=1 add -A && git commit -q --allow-empty -m 'the repository as the agent got it' && exit 0
+rm -rf .git
+"""
+
+
+def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
+    """Return what an agent left: all files and links, and the paths of everything else but folders. Ends all that runs.
+
+    Files that it made unreadable are read all the same. Raises OSError for more than can be carried.
+    """
+    box.end_all()
+    box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)
+    strange = ["find", ".", "!", "-type", "f", "!", "-type", "d", "!", "-type", "l", "-print0"]  # busybox too
+    found = box.exec(strange, output_bytes=4 << 20)
+    if found.exit_code or found.truncated:
+        raise OSError(errno.EFBIG, "its folders cannot be listed")
+    others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    files: dict[str, Blob] = {}
+    for info, data in members(box.snapshot().archive):
+        mode = LINK if info.issym() else EXECUTABLE if info.mode & 0o100 else PLAIN
+        files[info.name] = Blob(data=os.fsencode(info.linkname) if info.issym() else data, mode=mode)
+    return files, {path.removeprefix("./") for path in others}
