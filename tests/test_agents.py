@@ -291,7 +291,7 @@ def test_what_can_not_be_carried_out_loses_no_conversation(
     def died(*_: object) -> None:
         raise SandboxDied("its memory was used up")
 
-    monkeypatch.setattr("composer_nb.harness.product.checkout.carry_back", died)
+    monkeypatch.setattr("composer_nb.agents.carry_back", died)
     work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out")
     assert work.lost == "its memory was used up" and not work.changes and len(work.conversation.turns) == 5
     assert pq.read_table(tmp_path / "out/rollout.parquet").num_rows == 1 and (repository / "f.py").read_text() == WRONG

@@ -83,7 +83,7 @@ def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes
     """Return the agent of an environment. Raises ValueError for a tokenizer that lacks the tokens of the chat format."""
     tools = env.toolset
     if env.renderer == "compact":
-        return Agent(CompactRenderer(tokenizer), tools, limits, backend=_backend(env, sandboxes))
+        return Agent(CompactRenderer(tokenizer, tools.schemas), tools, limits, backend=_backend(env, sandboxes))
     renderer = (QwenRenderer if env.renderer == "qwen" else KimiRenderer)(tokenizer, tools.schemas)
     return Agent(renderer, tools, limits, backend=_backend(env, sandboxes), system=system_text(WORKSPACE))
 

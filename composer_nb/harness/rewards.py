@@ -32,6 +32,18 @@ def solved(rollout: Rollout, grade: Grade) -> float:
 
 
 @term
+def tampered(rollout: Rollout, grade: Grade) -> float:
+    """Return 1 for an attempt to fool the tests, which is a failure whatever they say."""
+    return float(grade.status == "tampered")
+
+
+@term
+def agent_failed(rollout: Rollout, grade: Grade) -> float:
+    """Return 1 if the agent broke its own sandbox."""
+    return float(grade.status == "agent_failed")
+
+
+@term
 def invalid_calls(rollout: Rollout, grade: Grade) -> float:
     """Return the share of invalid calls: they are negative examples and never dropped."""
     return rollout.invalid_calls / max(1, rollout.calls)

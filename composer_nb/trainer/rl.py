@@ -30,6 +30,8 @@ from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 
+FAILED = ("tampered", "agent_failed")
+"""Ends of an attempt that no test decides: failures, which train like others (`rewards.py`)."""
 SAID_EVERY = 5
 """Steps between two lines about the progress of RL."""
 
@@ -246,6 +248,7 @@ def batch_metrics(groups: Sequence[Sequence[Scored]]) -> dict[str, float]:
         "sampled": float(sum(r.sampled for r in rollouts)),
         "invalid": float(sum(r.invalid_calls for r in rollouts)),
         "flagged": float(sum(bool(s.attempt.grade.flags) for s in everyone)),
+        **{name: float(sum(s.attempt.grade.status == name for s in everyone)) for name in FAILED},
         "finished": float(sum(r.stop == "finished" for r in rollouts)),
     }
 
@@ -258,6 +261,6 @@ def step_point(sums: dict[str, float]) -> dict[str, Any]:
         "best_of_group": sums["any_solved"] / sums["groups"],
         "live_groups": sums["live_groups"] / sums["groups"],
         "samples": count,
-        **{name: sums[name] for name in ("tokens", "sampled", "flagged")},
+        **{name: sums[name] for name in ("tokens", "sampled", "flagged", *FAILED)},
         "invalid_call_rate": share(sums["invalid"], sums["turns"]),
     }

@@ -9,16 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from random import Random
 
-from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.chat import Message, Said
+from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.turns import Format
+from composer_nb.harness.agent.turns import Script as ChatScript
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.tasks.repairs import bugs
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 
-Script = Generator[ToolCall, str, None]
-"""Yields calls and is sent the text of each observation."""
+Script = Generator[Said, str, None]
+"""Yields turns of at most one call, and is sent the text of each observation."""
 
-_TEST = ToolCall(name="run_tests", arguments={})
+
+def one(call: ToolCall) -> Said:
+    """Return a turn of one call."""
+    return turn([call])
+
+
+_TEST = one(ToolCall(name="run_tests", arguments={}))
 
 
 def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
@@ -29,17 +38,17 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     these, and then the expert gives up one time in four. After a mistake there may be another, up to three; then the expert
     fixes the program and tests it. Raises ValueError for a task that is not solved by changing lines of one file.
     """
-    path = task.source_scope[0]
+    path = min(task.solution, default="")
     now, wanted = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
-    if set(task.solution) != {path} or _indents(now) != _indents(wanted):
-        raise ValueError(f"task {task.id}: the expert changes lines of {path}; the solution may change nothing else")
-    yield ToolCall(name="read_file", arguments={"path": path})
+    if not changes_lines(task):
+        raise ValueError(f"task {task.id}: the expert changes lines of one file; the solution changes something else")
+    yield one(ToolCall(name="read_file", arguments={"path": path}))
     tried: list[int] = []
     passed = gives_up = False
     while not passed and not gives_up and len(tried) < 3 and rng.random() < mistake_rate:
         call, now = _mistake(path, now, wanted, rng, tried)
         tried.append(call.arguments["line"] - 1)
-        if (yield call) == "same":
+        if (yield one(call)) == "same":
             continue
         passed = (yield _TEST).startswith("pass")
         gives_up = not passed and rng.random() < 0.25
@@ -47,10 +56,28 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
         while now != wanted:
             place = _first_difference(now, wanted)
             call, now = _edit(path, now, place, wanted.split("\n")[place])
-            yield call
+            yield one(call)
         if tried or rng.random() < 0.7:
             yield _TEST
-    yield ToolCall(name="finish", arguments={})
+    yield one(ToolCall(name="finish", arguments={}))
+
+
+def step_by_step(script: ChatScript) -> Script:
+    """Play a script of conversations with one call a turn, as the compact format has it."""
+    talk: list[Message] = []
+    while not talk or (isinstance(talk[-1], Said) and talk[-1].calls):
+        said = script(talk)
+        talk.append(said)
+        yield from [Said(calls=(written,)) for written in said.calls] or [said]
+
+
+def changes_lines(task: Task) -> bool:
+    """Return whether the solution only changes lines of one file, without their indentation."""
+    [path, *more] = task.solution or [""]
+    if more or path not in task.files:
+        return False
+    now, wanted = task.files[path], task.solution[path]
+    return _indents(now.rstrip("\n")) == _indents(wanted.rstrip("\n"))
 
 
 def _indents(text: str) -> list[str]:
@@ -95,7 +122,7 @@ class ScriptedPolicy:
     Raises ValueError when a script ends before its agent does.
     """
 
-    def __init__(self, renderer: CompactRenderer, script: Callable[[int], Script], capacity: int = 256) -> None:
+    def __init__(self, renderer: Format, script: Callable[[int], Script], capacity: int = 256) -> None:
         self.renderer, self.script, self.capacity = renderer, script, capacity
         self._scripts: dict[int, Script] = {}
         self._requests: list[Request] = []
@@ -116,13 +143,13 @@ class ScriptedPolicy:
     def _answer(self, request: Request) -> Completion:
         try:
             if request.rollout in self._scripts:
-                call = self._scripts[request.rollout].send(self._observed(request))
+                said = self._scripts[request.rollout].send(self._observed(request))
             else:
                 script = self._scripts[request.rollout] = self.script(request.rollout)
-                call = next(script)
+                said = next(script)
         except StopIteration:
-            raise ValueError(f"the script of rollout {request.rollout} ended without a last call of `finish`") from None
-        token_ids = self.renderer.render_call(call)[: request.max_tokens]
+            raise ValueError(f"the script of rollout {request.rollout} ended before its agent") from None
+        token_ids = self.renderer.turn(said)[: request.max_tokens]
         return Completion(
             rollout=request.rollout,
             token_ids=token_ids,
@@ -132,4 +159,4 @@ class ScriptedPolicy:
 
     def _observed(self, request: Request) -> str:
         _, *text, _, _ = request.token_ids  # <|out|> text <|end|> <|call|>
-        return self.renderer.tokenizer.decode(list(text), skip_special_tokens=False)
+        return str(self.renderer.tokenizer.decode(list(text), skip_special_tokens=False))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from tokenizers import Tokenizer
+
 from composer_nb.harness.agent.chat import Message, Result, Said, User
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.rollout import Kind, Segment, Transcript
@@ -85,8 +87,12 @@ class ScriptSpeaker(Silent):
 class Format(Protocol):
     """A wire format of conversations (`chat.ChatRenderer`, `compact.CompactRenderer`)."""
 
+    tokenizer: Tokenizer
+
     @property
     def stop(self) -> frozenset[int]: ...
+
+    def turn(self, said: Said) -> list[int]: ...
 
     def read(self, news: News, system: str = "") -> list[int]: ...
 

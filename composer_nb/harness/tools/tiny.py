@@ -1,6 +1,6 @@
 """The four tools of tiny models: read, edit a line, run the visible tests, finish.
 
-They work on files as data. Code is executed on copies, in sandboxes that all rollouts share.
+They work in the sandbox of a session, or on files as data, whose code is executed on copies in sandboxes that all rollouts share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.arguments import tool
+from composer_nb.harness.tools.session import Session, clean
 from composer_nb.harness.tools.tool_call import ToolError
+
+TESTS_S = 60.0
+"""Time limit of the tests of a workspace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +43,45 @@ class Workspace:
             raise ToolError("InvalidArguments", f"no file {path}")
         return self.files[path]
 
+    def store(self, path: str, text: str) -> None:
+        self.files[path] = text
+
+    def test(self) -> Observation:
+        """Run the visible tests. Raises SandboxFailure."""
+        if not self.visible_tests:
+            raise ToolError("UnexpectedEnvironment", "no tests here")
+        tests = parse_test_files(self.visible_tests)
+        [outcomes] = self.sandboxes.run([request_tests(self.files, tests)])
+        passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
+        if all(passed):
+            return tested(len(tests), len(tests))
+        place = passed.index(False)
+        return tested(sum(passed), len(tests), describe(tests[place], outcomes[place]))
+
+
+def tested(passed: int, count: int, first: str = "") -> Observation:
+    """Return what a run of tests is answered with. `first`: the first failure."""
+    text = f"pass {count}" if passed == count else f"fail {count - passed}/{count}: {first}"[:110]
+    return Observation(text=text, tests_passed=passed, tests_run=count)
+
+
+def run_pytest(session: Session) -> Observation:
+    """Run the tests of a workspace in its sandbox. Raises ToolError."""
+    words = ["python3", "-m", "pytest", "-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider", "--color=no"]
+    done = session.run(words, timeout_s=TESTS_S, env=session.environment)
+    output = clean(done.stdout)
+    if done.timed_out:
+        raise ToolError("Timeout", f"the tests took more than {TESTS_S:g} s")
+    last = output.strip().rpartition("\n")[2]
+    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|error)", last)}
+    if not (run := sum(counts.values())):
+        raise ToolError("UnexpectedEnvironment", last[:110] or "no tests here")
+    first = re.search(r"^(?:FAILED|ERROR) (.*)", output, re.M)
+    return tested(counts.get("passed", 0), run, first[1] if first else "")
+
 
 @tool()
-def read_file(workspace: Workspace, path: str) -> Observation:
+def read_file(workspace: Workspace | Session, path: str) -> Observation:
     """Read a file.
 
     path: relative path
@@ -51,7 +91,7 @@ def read_file(workspace: Workspace, path: str) -> Observation:
 
 
 @tool(mutates=True)
-def edit_line(workspace: Workspace, path: str, line: int, text: str) -> Observation:
+def edit_line(workspace: Workspace | Session, path: str, line: int, text: str) -> Observation:
     """Replace one line of a file by another; its indentation is kept.
 
     path: relative path
@@ -67,7 +107,7 @@ def edit_line(workspace: Workspace, path: str, line: int, text: str) -> Observat
     if lines[place] == indent + text:
         return Observation(text="same")  # tells the agent at once that this edit changed nothing
     lines[place] = indent + text
-    workspace.files[path] = "\n".join(lines) + "\n" * before.endswith("\n")
+    workspace.store(path, "\n".join(lines) + "\n" * before.endswith("\n"))
     return Observation(text="ok")
 
 
@@ -77,22 +117,13 @@ def _lines(text: str) -> list[str]:
 
 
 @tool()
-def run_tests(workspace: Workspace) -> Observation:
+def run_tests(workspace: Workspace | Session) -> Observation:
     """Run the visible tests."""
-    if not workspace.visible_tests:
-        raise ToolError("UnexpectedEnvironment", "no tests here")
-    tests = parse_test_files(workspace.visible_tests)
-    [outcomes] = workspace.sandboxes.run([request_tests(workspace.files, tests)])
-    passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
-    if all(passed):
-        return Observation(text=f"pass {len(tests)}", tests_passed=len(tests), tests_run=len(tests))
-    place = passed.index(False)
-    text = f"fail {passed.count(False)}/{len(tests)}: {describe(tests[place], outcomes[place])}"
-    return Observation(text=text[:110], tests_passed=sum(passed), tests_run=len(tests))
+    return workspace.test() if isinstance(workspace, Workspace) else run_pytest(workspace)
 
 
 @tool(ends=True)
-def finish(workspace: Workspace) -> Observation:
+def finish(workspace: Workspace | Session) -> Observation:
     """Finish; the files are graded."""
     return Observation(text="")
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -113,7 +113,8 @@ class ToolSet:
         """
         if isinstance(place, Session):
             valid = iter(self.run(place, [call for call in calls if isinstance(call, ToolCall)]))
-            return [next(valid) if isinstance(call, ToolCall) else _refused(call) for call in calls]
+            found = (next(valid, None) if isinstance(call, ToolCall) else _refused(call) for call in calls)
+            return [reply for reply in found if reply is not None]
         replies: list[Reply] = []
         for call in calls:
             replies.append(_refused(call) if isinstance(call, ToolError) else self._step(place, call))
@@ -127,9 +128,7 @@ class ToolSet:
             seen: Observation = tool(workspace, arguments)
         except ToolError as error:
             return Reply(call=call, text=str(error), error=error.kind)
-        return Reply(
-            call=call, text=seen.text, tests_passed=seen.tests_passed, tests_run=seen.tests_run, ends=tool.ends
-        )
+        return _observed(call, tool, seen)
 
     def open(self, sandbox: Sandbox) -> Session:
         """Open a session in a sandbox. Raises SandboxUnavailable if it lacks a program that a tool needs."""
@@ -158,13 +157,15 @@ class ToolSet:
         Calls that only read run together, FAN_OUT at a time. A call that may change something begins when all before it have
         ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
         """
-        groups = itertools.groupby(enumerate(calls), lambda item: item[0] if self._mutates(item[1]) else -1)
+        groups = itertools.groupby(enumerate(calls), lambda item: item[0] if self._alone(item[1]) else -1)
         replies: list[Reply] = []
         try:
             with ThreadPoolExecutor(FAN_OUT) as pool:
                 try:
                     for _, group in groups:
                         replies += pool.map(functools.partial(self._answer, session), [call for _, call in group])
+                        if replies[-1].ends:
+                            break
                 except BaseException:  # Ctrl-C: what runs is stopped, the sandbox lives
                     session.stop.set()
                     raise
@@ -172,8 +173,8 @@ class ToolSet:
             session.stop.clear()
         return replies
 
-    def _mutates(self, call: ToolCall) -> bool:
-        return call.name in self.tools and self.tools[call.name].mutates
+    def _alone(self, call: ToolCall) -> bool:
+        return call.name in self.tools and (self.tools[call.name].mutates or self.tools[call.name].ends)
 
     def _answer(self, session: Session, call: ToolCall) -> Reply:
         began, error = time.monotonic(), None
@@ -181,12 +182,19 @@ class ToolSet:
             tool, arguments = self.find(call)
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
-            text: str = tool(session, arguments)
+            seen: Observation | str = tool(session, arguments)
+            if isinstance(seen, Observation):
+                return replace(_observed(call, tool, seen), seconds=time.monotonic() - began)
+            text = seen
         except SandboxFailure:
             raise
         except Exception as failed:  # the boundary between tools and an agent: the other calls go on
             error, text = _failure(failed)
         return Reply(call=call, text=text, error=error, seconds=time.monotonic() - began)
+
+
+def _observed(call: ToolCall, tool: Tool, seen: Observation) -> Reply:
+    return Reply(call=call, text=seen.text, tests_passed=seen.tests_passed, tests_run=seen.tests_run, ends=tool.ends)
 
 
 def _failure(error: Exception) -> tuple[ErrorKind | Literal["Bug"], str]:

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from composer_nb.harness.agent import scripts
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import ScriptedPolicy, expert
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert, step_by_step
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.files import replacing
 from composer_nb.harness.rollout import Rollout
@@ -106,10 +107,14 @@ def code_rows(
 def demonstrate(
     tasks: Sequence[Task], agent: Agent, sandboxes: Executor, seed: int, mistake_rate: float
 ) -> Iterator[Attempt]:
-    """Attempts of the scripted expert at `tasks`, in the real harness, in order of ending."""
+    """Attempts of the scripted expert at `tasks`, in the real harness, in order of ending.
 
-    def script(position: int):  # type: ignore[no-untyped-def]
+    With the tools of the product it makes no mistakes."""
+
+    def script(position: int) -> Script:
         task = tasks[position]
+        if "finish" not in agent.tools.tools:
+            return step_by_step(scripts.expert(task))
         return expert(task, Random(f"expert {seed} {task.id}"), mistake_rate)
 
     policy = ScriptedPolicy(agent.renderer, script)
