@@ -14,12 +14,13 @@ from ast import literal_eval
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.environment import GENERATED, EnvSettings
+from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW
@@ -27,6 +28,7 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import trapezoid
 from composer_nb.trainer.learning.replay_settings import ReplaySettings
+from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.transformer import Kernels, ModelConfig
 from composer_nb.trainer.models.variants import ENGINES, EngineName
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
@@ -45,9 +47,9 @@ class DataSettings:
 
     code: str = "stdlib"
     """Python source to train on: `stdlib`, or a folder."""
-    demonstrations: Some = 1024
+    demonstrations: Count = 1024
     """Clean demonstrations for mid-training, one per task."""
-    mistaken_demonstrations: Some = 1024
+    mistaken_demonstrations: Count = 1024
     """Demonstrations with mistakes for the policy that RL starts from."""
     rl_tasks: Some = 2048
     heldout_tasks: Some = 440
@@ -63,10 +65,40 @@ class TokenizerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MidtrainSettings:
-    """Continued training from random weights on code, then on demonstrations with code mixed in."""
+class ModelSettings(ModelConfig):
+    """The model that a run begins with: a checkpoint, or random weights of these sizes."""
 
-    steps: Some = 2000
+    start: str = ""
+    """Folder of a checkpoint with its tokenizer, which also gives the sizes. Empty: random weights."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that `start` names."""
+        return Path(self.start).expanduser()
+
+    @property
+    def architecture(self) -> ModelConfig:
+        """The configuration of the checkpoint, or the one given here. Raises ValueError where the checkpoint has none that is
+        supported, or one that contradicts a size given here."""
+        sizes = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__}
+        if not self.start:
+            return ModelConfig(**sizes)
+        try:
+            found = read_config(self.folder / "config.json").model
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.start={self.start!r}: {error}") from None
+        for name, value in sizes.items():
+            if value not in (getattr(ModelConfig(), name), getattr(found, name)):
+                raise ValueError(f"model.{name}={value!r}: model.start has {getattr(found, name)!r}; leave it out")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MidtrainSettings:
+    """Continued training on code, then on demonstrations with code mixed in."""
+
+    steps: Count = 2000
+    """0 leaves this stage out."""
     tokens: Some = 768
     """Tokens per step, over all ranks."""
     lr: NotNegative = 3e-3
@@ -107,7 +139,8 @@ class ExtendSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: Some = 200
+    steps: Count = 200
+    """0 leaves this stage out."""
     tokens: Some = 2048
     lr: NotNegative = 4e-4
     clip: NotNegative = 1.0
@@ -220,7 +253,7 @@ class Settings:
     mesh: MeshSettings = field(default_factory=MeshSettings)
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelSettings = field(default_factory=ModelSettings)
     env: EnvSettings = field(default_factory=EnvSettings)
     limits: Limits = field(default_factory=Limits)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -238,7 +271,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError where settings of two groups contradict each other."""
-        Mesh.of(self.mesh, self.ranks).require_experts(self.model.num_experts)
+        if not self.model.start or self.model.folder.is_dir():  # a finished run is read without its checkpoint
+            self._check_model(self.model.architecture)
         if self.services.on:
             self.schedule()
         elif self.meshed:
@@ -247,12 +281,23 @@ class Settings:
             raise ValueError(
                 f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on=true"
             )
-        if self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
+        self._check_demonstrations()
+        if not self.env.path and self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
             raise ValueError(
                 f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts ({needed}): each task is "
                 "trained on once"
             )
-        numerics, narrow = ENGINES[self.engine.numerics], (self.model.hidden_size, self.model.moe_intermediate_size)
+
+    def _check_demonstrations(self) -> None:
+        data, clean = self.data, self.midtrain.steps + self.extend.steps
+        if clean and not data.demonstrations:
+            raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
+        if self.sft.steps and not data.mistaken_demonstrations:
+            raise ValueError("data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them")
+
+    def _check_model(self, model: ModelConfig) -> None:
+        Mesh.of(self.mesh, self.ranks).require_experts(model.num_experts)
+        numerics, narrow = ENGINES[self.engine.numerics], (model.hidden_size, model.moe_intermediate_size)
         for bits, group, widths in ((numerics.expert_bits, 32, narrow), (numerics.router_bits, 64, narrow[:1])):
             if bits and any(width % min(group, width) for width in widths):
                 raise ValueError(
@@ -265,15 +310,15 @@ class Settings:
                 f"kernels.recipe={self.kernels.recipe!r}: model.hidden_size and model.moe_intermediate_size must be multiples "
                 f"of {multiple}, its block size"
             )
-        if self.model.max_position_embeddings < CODE_ROW:
+        if (self.midtrain.steps or self.extend.steps) and model.max_position_embeddings < CODE_ROW:
             raise ValueError(
-                f"model.max_position_embeddings={self.model.max_position_embeddings}: must be at least {CODE_ROW}, "
+                f"model.max_position_embeddings={model.max_position_embeddings}: must be at least {CODE_ROW}, "
                 "the length of a row of code"
             )
         if self.limits.tokens > (most := self.agent_model.max_position_embeddings):
             raise ValueError(
-                f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most}), times "
-                "extend.factor if extend.steps is above 0"
+                f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most}"
+                f"{', of model.start' if self.model.start else ''}), times extend.factor if extend.steps is above 0"
             )
         if self.extend.steps and self.extend.tokens * self.extend.code_share < most:
             raise ValueError(
@@ -283,8 +328,9 @@ class Settings:
 
     @property
     def agent_model(self) -> ModelConfig:
-        """Model configuration of the agent, after the long-context phase if there is one."""
-        return self.model.stretched(self.extend.factor) if self.extend.steps else self.model
+        """Model configuration of the agent, after the long-context phase if there is one. Raises like `architecture`."""
+        model = self.model.architecture
+        return model.stretched(self.extend.factor) if self.extend.steps else model
 
     @property
     def prompt_seed(self) -> str:
@@ -299,7 +345,7 @@ class Settings:
     @property
     def slots(self) -> int:
         """Rollouts at a time, of each engine."""
-        return self.engine.slots if self.env.tasks == GENERATED else min(self.engine.slots, self.env.sandboxes)
+        return self.engine.slots if self.env.path is None else min(self.engine.slots, self.env.sandboxes)
 
     @property
     def trainers(self) -> int:

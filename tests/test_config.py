@@ -150,8 +150,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, near: str):
 
 
 def test_a_setting_of_another_kind_is_not_suggested():
-    with pytest.raises(ValueError, match="unknown setting 'model.start'$"):
-        override(Settings(), {"model.start": "/checkpoint"})
+    with pytest.raises(ValueError, match="unknown setting 'rl.step'$"):
+        override(Settings(), {"rl.step": "/checkpoint"})
 
 
 @pytest.mark.parametrize("name", ["rl", "reward.effort", "model"])
@@ -174,6 +174,9 @@ def test_a_group_cannot_be_set_as_a_whole(name: str):
         ({"rl.lr": -1}, "rl.lr=-1: must be greater than or equal to 0"),
         ({"rl.scale_rate": 4e3}, "rl.scale_rate=4000.0: must be less than or equal to 1000"),
         ({"data.mistake_rate": 7}, "data.mistake_rate=7: must be less than or equal to 1"),
+        ({"data.demonstrations": 0}, "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too"),
+        ({"data.mistaken_demonstrations": 0}, "data.mistaken_demonstrations=0: sft.steps must be 0 too"),
+        ({"midtrain.steps": -1}, "midtrain.steps=-1: must be greater than or equal to 0"),
         ({"services.ahead": 3}, r"services.bound=2: must be at least services.ahead \(3\)"),
         ({"limits.tokens": 600}, r"limits.tokens=600: must be at most model.max_position_embeddings \(512\)"),
         ({"reward.weights": {"nosuch": 1.0}}, r"reward.weights names \['nosuch'\]"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 from tokenizers import Tokenizer
 
+from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.prompt import system_text
@@ -24,14 +25,18 @@ from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.tools.toolset import ToolSet
 
-GENERATED = "generated"
+RENDERERS: Mapping[str, type[CompactRenderer] | type[ChatRenderer]] = {
+    "compact": CompactRenderer,
+    "qwen": QwenRenderer,
+    "kimi": KimiRenderer,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSettings:
     """Where tasks come from, and what an agent works with."""
 
-    tasks: str = GENERATED
+    tasks: str = "generated"
     """`generated`, or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote."""
     tools: Literal["tiny", "cursor"] = "tiny"
     """tiny: read a file, edit a line, run the tests, finish. cursor: the tools of the product."""
@@ -41,6 +46,11 @@ class EnvSettings:
     """Sandboxes of tasks with the grader `pytest`."""
     sandboxes: Annotated[int, Field(ge=1)] = 16
     """Rollouts at a time, of each engine, that have a sandbox of their own."""
+
+    @property
+    def path(self) -> Path | None:
+        """The path of the tasks; None where they are generated."""
+        return None if self.tasks == "generated" else Path(self.tasks).expanduser()
 
     @property
     def toolset(self) -> ToolSet:
@@ -82,11 +92,6 @@ class Sandboxes:
 def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes: Sandboxes | None = None) -> Agent:
     """Return the agent of an environment. Raises ValueError for a tokenizer that lacks the tokens of the chat format."""
     tools = env.toolset
-    if env.renderer == "compact":
-        return Agent(CompactRenderer(tokenizer, tools.schemas), tools, limits, backend=_backend(env, sandboxes))
-    renderer = (QwenRenderer if env.renderer == "qwen" else KimiRenderer)(tokenizer, tools.schemas)
-    return Agent(renderer, tools, limits, backend=_backend(env, sandboxes), system=system_text(WORKSPACE))
-
-
-def _backend(env: EnvSettings, sandboxes: Sandboxes | None) -> Backend | None:
-    return sandboxes.backend if sandboxes and env.tasks != GENERATED else None
+    backend = sandboxes.backend if sandboxes and env.path else None
+    renderer = RENDERERS[env.renderer](tokenizer, tools.schemas)
+    return Agent(renderer, tools, limits, backend=backend, system=system_text(WORKSPACE))

@@ -1,4 +1,4 @@
-"""Commands for runs: tour, report, watch, compare, follow, stop, set, replay, up, reap."""
+"""Commands for runs: tour, rl, report, watch, compare, follow, stop, set, replay, up, reap."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def tour(given: argparse.Namespace) -> int:
     from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import start_or_resume
-    from composer_nb.views.report import pictures, table, write_report
 
     SandboxExecutor().close()  # fails now, not after minutes, where no sandbox can be made
     run = _resumed(given) if given.resume else _started(given)
@@ -51,10 +50,52 @@ def tour(given: argparse.Namespace) -> int:
         where = f" --runs {given.runs}" if given.runs != Path("runs") else ""
         print(f"interrupted; resume with: composer-nb tour --resume{where}", file=sys.stderr)
         return 130
+    return _reported(run, given.runs / "tour", *([] if given.plain else [NOTEBOOK]))
+
+
+def _reported(run: Any, newest: Path, *kept: str) -> int:
+    from composer_nb.views.report import pictures, table, write_report
+
     console().print(table(write_report(run, pictures(run))))
-    kept = [] if given.plain else [NOTEBOOK]
-    print("\nkept:", *(f"  {given.runs / 'tour' / name}" for name in (*kept, "report.html", "report.json")), sep="\n")
+    print("\nkept:", *(f"  {newest / name}" for name in (*kept, "report.html", "report.json")), sep="\n")
     return 0
+
+
+@command(
+    "rl",
+    arg("--model DIR", "a checkpoint with its tokenizer", type=Path, required=True),
+    arg("--tasks PATH", "tasks, as for composer-nb eval", type=Path, required=True),
+    arg("--out RUN", "the run", Path("runs/rl")),
+    SET,
+    arg("--plain", "as in tour; RL alone has no notebook, so it changes nothing"),
+    lines=True,
+)
+def rl(given: argparse.Namespace) -> int:
+    """Train a checkpoint by RL alone, on tasks of yours; the same command resumes.
+
+    A fifth of the tasks is held out for the scores before and after. rl.max_seconds limits the time.
+    """
+    from composer_nb.harness.sandbox.calls import SandboxExecutor
+    from composer_nb.jobs.notebook import terminate_as_interrupt
+    from composer_nb.settings import Settings, override
+    from composer_nb.trainer.models.tokenizer import format_of
+    from composer_nb.trainer.recipe.launch import start_or_resume
+
+    SandboxExecutor().close()
+    values: dict[str, Any] = {"model.start": str(given.model.resolve()), "env.tasks": str(given.tasks.resolve())}
+    values |= dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
+    values |= overrides(given.set)
+    if "env.renderer" not in values and given.model.is_dir():  # the recipe refuses any other
+        values["env.renderer"] = format_of(given.model)
+    values = {"env.tools": "tiny" if values.get("env.renderer", "compact") == "compact" else "cursor"} | values
+    chosen = override(Settings(), values)
+    try:
+        with terminate_as_interrupt():
+            run = start_or_resume(None, chosen, runs=given.out.parent, name=given.out.name, resume=True, say=log.info)
+    except KeyboardInterrupt:
+        print("interrupted; resume with the same command", file=sys.stderr)
+        return 130
+    return _reported(run, given.out)
 
 
 def _started(given: argparse.Namespace) -> Any:

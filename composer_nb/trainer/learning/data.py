@@ -89,18 +89,21 @@ def read_corpus(code: str) -> Corpus:
 def code_rows(
     texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: int | None = None, length: int = CODE_ROW
 ) -> list[Row]:
-    """Texts one after another, cut into rows of `length` tokens that begin with `<|bos|>`; at most `limit` rows."""
+    """Texts one after another, cut into rows of `length` tokens that begin with `<|bos|>`, if the tokenizer has it; at most
+    `limit` rows."""
     bos = tokenizer.token_to_id("<|bos|>")
+    head = [] if bos is None else [bos]
+    own = length - len(head)
     rows: list[Row] = []
     stream: list[int] = []
     for text in texts:
         if limit is not None and len(rows) >= limit:
             break
         stream += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
-        while len(stream) >= length - 1:
-            ids = np.array([bos, *stream[: length - 1]], np.int32)
+        while len(stream) >= own:
+            ids = np.array([*head, *stream[:own]], np.int32)
             rows.append(Row(ids, np.full(length, weight, np.float32)))
-            del stream[: length - 1]
+            del stream[:own]
     return rows[:limit]
 
 

@@ -9,6 +9,11 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from composer_nb.harness.agent.compact import SPECIALS
+from composer_nb.harness.agent.kimi import KimiRenderer
+from composer_nb.harness.agent.qwen import QwenRenderer
+
+FORMATS = {"compact": SPECIALS, "qwen": QwenRenderer.tokens, "kimi": KimiRenderer.tokens}
+"""The tokens that each chat format (`env.renderer`) needs."""
 
 # A newline with its indentation, a word with the space before it, one digit, one sign with the space before it, spaces.
 _WORDS = r"\n *| ?[A-Za-z_]+|[0-9]| ?[^\sA-Za-z_0-9]|\s"
@@ -52,3 +57,13 @@ def load_tokenizer(path: Path, needed: Sequence[str] = SPECIALS) -> Tokenizer:
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
         raise ValueError(f"{file}: lacks the tokens {missing}")
     return tokenizer
+
+
+def format_of(path: Path) -> str:
+    """Return the chat format (`env.renderer`) whose tokens the tokenizer in the folder `path` has. Raises ValueError if there
+    is none."""
+    tokenizer = load_tokenizer(path, ())
+    for name, needed in FORMATS.items():
+        if all(tokenizer.token_to_id(token) is not None for token in needed):
+            return name
+    raise ValueError(f"{path}: its tokenizer has the tokens of no chat format ({', '.join(FORMATS)}); set env.renderer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,13 +20,21 @@ from composer_nb.trainer.weights import delta_sizes
 
 
 def evaluate(s: Stages, name: str) -> None:
-    """Scores published weights on the held-out tasks; the untrained base on a hundred of them, once."""
+    """Scores published weights on the held-out tasks; an untrained base on a hundred of them, once. Of weights that were scored
+    before under another name, figures and rollouts are taken over (`same_as`)."""
     with s.stage(f"eval_{name}") as info:
         if info is None:
             return
+        if same := _scored(s, name):
+            if s.ranks.first:
+                for file in (s.run.path / "rollouts").glob(f"eval_{same}.*"):
+                    shutil.copyfile(file, file.with_name(f"eval_{name}{file.suffix}"))
+                info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
+                del info["seconds"]
+            return
         tasks = load_tasks(s.run.path / "data" / "heldout.jsonl")
         samples = s.settings.eval.samples
-        if name == "base":
+        if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
             tasks, samples = tasks[:100], 1
         sampled = evaluate_model(s, s.policy(name), tasks, samples, 1.0)
         greedy = evaluate_model(s, s.policy(name), tasks, 1, 0.0)
@@ -36,6 +45,13 @@ def evaluate(s: Stages, name: str) -> None:
                 f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
                 f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"
             )
+
+
+def _scored(s: Stages, name: str) -> str | None:
+    """Return the name under which the very same weights were scored before."""
+    folder, others = s.run.path / "weights", {"base", "midtrained"} - {name}
+    same = [other for other in sorted(others) if (folder / other).resolve() == (folder / name).resolve()]
+    return next((other for other in same if s.run.finished(f"eval_{other}") is not None), None)
 
 
 def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int, temperature: float) -> list[Attempt]:

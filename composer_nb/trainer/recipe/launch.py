@@ -20,7 +20,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.journal import FOLDER, Journal
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.settings import Settings, from_dict, to_dict
-from composer_nb.trainer.learning.data import read_corpus
+from composer_nb.trainer.recipe.prepare import check_inputs
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
@@ -73,10 +73,9 @@ def start_or_resume(
 
 
 def new_run(runs: Path, name: str, settings: Settings) -> RunDir:
-    """Makes the directory of a run with these settings. Raises ValueError, and makes none, where `data.code` is no code to
-    train on."""
-    if settings.data.code != "stdlib":
-        read_corpus(settings.data.code)
+    """Makes the directory of a run with these settings. Raises ValueError, and makes none, where its code, checkpoint or tasks
+    are not fit."""
+    check_inputs(settings)
     return create(runs, name)
 
 
@@ -188,7 +187,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     if source.excerpt is not None:
         raise ValueError(f"{source.path} is an excerpt of a run and cannot be forked; start a new run instead")
     known = from_dict(source.settings())
-    used = ("seed", "data", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
+    used = ("seed", "data", "env", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
         raise ValueError(f"a fork cannot change {', '.join(changed)}: the stages before RL depend on it")
     finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}

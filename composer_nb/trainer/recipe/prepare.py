@@ -1,32 +1,67 @@
-"""The first stages: the tokenizer, and the tasks and demonstrations that a run is made of."""
+"""The first stages: the tokenizer, and the tasks and demonstrations that a run is made of.
+
+Tasks are generated, or one's own (`env.tasks`): these are dealt into held-out, tuning and RL tasks (`deal_tasks`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import shutil
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from composer_nb.harness.agent.expert import changes_lines
 from composer_nb.harness.attempt import Agent
+from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.tasks.programs import draw_program
 from composer_nb.harness.tasks.repairs import buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.settings import Settings
+from composer_nb.settings import DataSettings, Settings
 from composer_nb.trainer.learning.data import demonstrate, demonstration_row, read_corpus, save_rows
-from composer_nb.trainer.models.tokenizer import train_tokenizer
+from composer_nb.trainer.models.checkpoint import Source
+from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 
 CHUNK = 512
 """Tasks that are made in one piece: the unit of work and of resumption while data are made."""
 
 
+def check_inputs(settings: Settings) -> None:
+    """Raise ValueError that names the setting where the code, the checkpoint or the tasks of a run are not fit."""
+    if settings.data.code != "stdlib":
+        read_corpus(settings.data.code)
+    model, renderer = settings.model, settings.env.renderer
+    if not model.start and renderer != "compact":
+        raise ValueError(f"env.renderer={renderer!r}: only a checkpoint's tokenizer can have it; set model.start")
+    if model.start and not model.folder.is_dir():
+        raise ValueError(f"model.start={model.start!r}: no such folder")
+    if model.start:
+        try:
+            tokenizer, source = load_tokenizer(model.folder, FORMATS[renderer]), Source.open(model.folder)
+            if tokenizer.get_vocab_size() > source.config.vocab_size:
+                raise ValueError(f"its tokenizer has more than {source.config.vocab_size} tokens")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.start={model.start!r} with env.renderer={renderer!r}: {error}") from None
+    if settings.env.path:
+        deal_tasks(own_tasks(settings.env), settings.data)
+
+
 def make_tokenizer(s: Stages) -> None:
-    """Trains the tokenizer on half of the code and on the text of 1,500 programs that no held-out task uses."""
+    """Trains the tokenizer on half of the code and on the text of 1,500 programs that no held-out task uses, or copies the
+    checkpoint's."""
     with s.stage("tokenizer") as info:
         if info is None or not s.ranks.first:
+            return
+        if s.settings.model.start:
+            shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.tokenizer_file)
             return
         corpus = read_corpus(s.settings.data.code)
         rng = Random(f"tokenizer {s.settings.seed}")
@@ -48,26 +83,30 @@ class Chunk:
     count: int
     heldout: bool = False
     mistake_rate: float | None = None
+    own: tuple[Task, ...] = ()
+    """Tasks of one's own; otherwise they are generated."""
 
     @property
     def name(self) -> str:
         return f"{self.kind}-{self.number:03d}"
 
 
-def chunks(settings: Settings) -> list[Chunk]:
-    """Every piece of data that a run needs."""
+def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None) -> list[Chunk]:
+    """Every piece of data that a run needs; of `dealt` tasks of one's own only the demonstrations, at most one a task."""
     d = settings.data
     kinds: list[tuple[str, int, bool, float | None]] = [
         ("heldout", d.heldout_tasks, True, None),
-        ("tune", d.tune_tasks, True, 0.0),
+        ("tune", d.tune_tasks, True, 0.0 if d.demonstrations or d.mistaken_demonstrations else None),
         ("rl", d.rl_tasks, False, None),
         ("mistaken", d.mistaken_demonstrations, False, d.mistake_rate),
         ("clean", d.demonstrations, False, 0.0),
     ]
+    own = {kind: tuple((dealt or {}).get("tune" if kind == "tune" else "rl", ()))[:count] for kind, count, *_ in kinds}
     return [
-        Chunk(kind, number, min(CHUNK, count - at), heldout, rate)
+        Chunk(kind, number, min(CHUNK, count - at), heldout, rate, own[kind][at : at + CHUNK])
         for kind, count, heldout, rate in kinds
-        for number, at in enumerate(range(0, count, CHUNK))
+        if dealt is None or rate is not None
+        for number, at in enumerate(range(0, count if dealt is None else len(own[kind]), CHUNK))
     ]
 
 
@@ -77,7 +116,8 @@ def make_data(s: Stages) -> None:
         if info is None:
             return
         agent, folder = s.agent(), s.run.path / "data"
-        work = chunks(s.settings)[s.ranks.rank :: s.ranks.world]
+        dealt = deal_tasks(own_tasks(s.settings.env), s.settings.data) if s.settings.env.path else None
+        work = chunks(s.settings, dealt)[s.ranks.rank :: s.ranks.world]
         for place, chunk in enumerate(work):
             if not (folder / f"{chunk.name}.prints.json").is_file():
                 _make_chunk(s, agent, chunk, folder)
@@ -87,21 +127,35 @@ def make_data(s: Stages) -> None:
                 )
         s.ranks.barrier()
         if s.ranks.first:
-            info |= _drop_leaks(s, folder)
+            for kind, tasks in (dealt or {}).items():
+                save_tasks(tasks, folder / f"{kind}.jsonl")
+                info.setdefault("tasks", {})[kind] = len(tasks)
+            info |= _drop_leaks(s, folder) if dealt is None else {"dropped": {}}
 
 
 def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     seed = f"{s.settings.seed} {chunk.name}"
     if chunk.heldout:
         seed = chunk.name  # the same questions for every seed, so that scores compare
-    tasks = list(make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=s.sandboxes.functions))
+    tasks = list(chunk.own) or list(
+        make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=s.sandboxes.functions)
+    )
     if chunk.mistake_rate is not None:
-        done = demonstrate(tasks, agent, s.sandboxes.functions, s.settings.seed, chunk.mistake_rate)
-        rows = [demonstration_row(d.rollout, s.settings.midtrain.context_weight) for d in done]
-        save_rows(rows, folder / f"{chunk.name}.npz")
+        shown = [task for task in tasks if s.settings.env.tools == "cursor" or changes_lines(task)]
+        done = demonstrate(shown, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
+        solved = [d.rollout for d in done if not chunk.own or d.grade.passed]
+        if not solved:
+            raise ValueError(
+                f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "
+                f"limits.tokens={s.settings.limits.tokens}; raise limits.*, or leave out midtrain and sft"
+            )
+        save_rows(
+            [demonstration_row(d, s.settings.midtrain.context_weight) for d in solved], folder / f"{chunk.name}.npz"
+        )
     if chunk.kind in ("heldout", "tune", "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
-    write_json(folder / f"{chunk.name}.prints.json", sorted(fingerprints(tasks) | buggy_prints(tasks)))
+    prints = set[str]() if chunk.own else fingerprints(tasks) | buggy_prints(tasks)
+    write_json(folder / f"{chunk.name}.prints.json", sorted(prints))
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
@@ -134,3 +188,60 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
             f"{len(kept['rl'])} are there; raise data.rl_tasks or lower rl.steps"
         )
     return {"tasks": {kind: len(tasks) for kind, tasks in kept.items()}, "dropped": dict(dropped)}
+
+
+# Tasks of one's own
+
+
+def own_tasks(env: EnvSettings) -> list[Task]:
+    """Return the tasks at the path `env.tasks`. Raises ValueError for those that cannot be trained on with `env.tools`."""
+    tasks = load_tasks(env.path or Path())
+    for task in tasks:
+        if task.grader == "script":
+            raise ValueError(f"env.tasks: task {task.id} has the grader `script`, which is for evaluation alone")
+        if task.grader == "pytest" and PLAN not in task.metadata:
+            raise ValueError(f"env.tasks: task {task.id} has no plan of its tests; composer-nb tasks make makes one")
+        if task.grader == "functions" and env.tools != "tiny":
+            raise ValueError(f"env.tools={env.tools!r}: task {task.id} has the grader `functions`, which needs tiny")
+    return tasks
+
+
+def deal_tasks(tasks: Sequence[Task], data: DataSettings) -> dict[str, list[Task]]:
+    """Deal tasks into `heldout`, `tune` and `rl`, in an order that hashes of their ids decide.
+
+    Tasks that share an instruction, a place or a changed function stay on one side. At most a fifth is held out and a tenth is
+    for tuning, but at least the fewest that stay together. Raises ValueError where fewer than three sides can be made.
+    """
+    groups: list[tuple[set[str], list[Task]]] = []
+    for task in sorted(tasks, key=lambda task: hashlib.sha256(task.id.encode()).digest()):
+        marks, together = set(_marks(task)), [task]
+        for other in [group for group in groups if not marks.isdisjoint(group[0])]:
+            groups.remove(other)
+            marks, together = marks | other[0], other[1] + together
+        groups.append((marks, together))
+    if len(groups) < 3:
+        raise ValueError(f"env.tasks: at least 3 tasks must share no instruction or place; {len(groups)} do")
+    left = [group for _, group in groups]
+    dealt: dict[str, list[Task]] = {}
+    for kind, most, others in (("heldout", data.heldout_tasks, 2), ("tune", data.tune_tasks, 1)):
+        room = min(most, len(tasks) // (5 if kind == "heldout" else 10))
+        dealt[kind] = []
+        while len(left) > others and (len(min(left, key=len)) <= room or not dealt[kind]):
+            group = next((group for group in left if len(group) <= room), min(left, key=len))
+            left.remove(group)
+            dealt[kind] += group
+            room -= len(group)
+    return {**dealt, "rl": [task for group in left for task in group]}
+
+
+def _marks(task: Task) -> Iterator[str]:
+    """Yield what tasks on two sides must not share: instruction, structure, and places of a made task, or else the parts that the
+    solution writes: from one `def` to the next."""
+    yield f"instruction {task.instruction}"
+    if "structure" in task.metadata:
+        yield f"structure {task.metadata['structure']}"
+    places = re.findall(r'"([^"]+)"', task.metadata.get("places", ""))
+    yield from (f"place {task.metadata.get('repository')} {place}" for place in places)
+    for path, text in () if places else task.solution.items():
+        parts = [part.strip() for part in re.split(r"\n(?=[ \t]*(?:async )?def )", text)]
+        yield from [part for part in parts if part not in task.files.get(path, "")] or [text]

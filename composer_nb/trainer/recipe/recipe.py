@@ -1,9 +1,10 @@
-"""The recipe, from nothing to a policy that repairs code, as a sequence of stages that each resume.
+"""The recipe, from random weights or a checkpoint to a policy that repairs code, as a sequence of stages that each resume.
 
     tokenizer → data → midtrain (→ extend) → sft → evaluate (base, midtrained, start) → rl → evaluate (final) → mismatch
 
 Every rank runs this same program. A finished stage is noted in `run.db` and skipped the next time; mid-training, fine-tuning
-and RL also resume from their last checkpoint, to the same numbers as if nothing had happened.
+and RL also resume from their last checkpoint, to the same numbers as if nothing had happened. A stage of no steps is left out:
+what it would have started from is published under its name too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from composer_nb.settings import MidtrainSettings
 from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
 from composer_nb.trainer.learning.optimizer import make_optimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
+from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
@@ -68,15 +70,21 @@ def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], in
 
 
 def midtrain(s: Stages) -> None:
-    """Continued training from random weights: code first, then clean demonstrations with code mixed in."""
+    """Continued training from a checkpoint or random weights: code first, then clean demonstrations with code mixed in."""
     with s.stage("midtrain") as info:
         if info is None:
             return
         m = s.settings.midtrain
         torch.manual_seed(s.settings.seed)
-        model = Model(replace(s.settings.model, vocab_size=s.tokenizer().get_vocab_size()))
+        if s.settings.model.start:
+            model = load_pretrained(s.settings.model.folder)
+        else:
+            model = Model(replace(s.settings.model.architecture, vocab_size=s.tokenizer().get_vocab_size()))
         model.kernels = s.settings.kernels
         s.publish(model, "base")
+        if not m.steps:
+            s.publish_again("base", "midtrained")
+            return
         _train(s, model, midtrain_plan(m, _watched(s)), _midtrain_batches(s), info)
         s.publish(model, "midtrained")
 
@@ -151,9 +159,13 @@ def extend(s: Stages) -> None:
 def fine_tune(s: Stages) -> None:
     """Fine-tuning on demonstrations of an expert that makes mistakes: what RL starts from."""
     with s.stage("sft") as info:
-        if info is not None:
-            _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info)
-            s.publish(info.pop("model"), "start")
+        if info is None:
+            return
+        if not s.settings.sft.steps:
+            s.publish_again(_taught(s), "start")
+            return
+        _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info)
+        s.publish(info.pop("model"), "start")
 
 
 def control(s: Stages) -> None:
@@ -165,11 +177,15 @@ def control(s: Stages) -> None:
             s.publish(info.pop("model"), "control")
 
 
+def _taught(s: Stages) -> str:
+    return "extended" if s.settings.extend.steps else "midtrained"
+
+
 def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: dict[str, Any]) -> None:
     """Trains the mid-trained policy, or what the long-context phase made of it, on what the agent wrote in `rows`; the model is
     left in `info`."""
     t = s.settings.sft
-    model = s.load("extended" if s.settings.extend.steps else "midtrained")
+    model = s.load(_taught(s))
     written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
     dealt = deal(written, t.tokens, Random(f"{stage} {s.settings.seed}"))
     plan = Plan(

@@ -19,7 +19,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, load_rows
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
-from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
@@ -44,7 +44,7 @@ class Stages:
         return self.run.path / "data" / "tokenizer.json"
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_file.parent, needed=())
+        return load_tokenizer(self.tokenizer_file.parent, FORMATS[self.settings.env.renderer])
 
     def agent(self) -> Agent:
         return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)
@@ -71,6 +71,14 @@ class Stages:
             save_pretrained(
                 model, self.run.path / "weights" / name, dtype=torch.bfloat16, tokenizer=self.tokenizer_file
             )
+        self.ranks.barrier()
+
+    def publish_again(self, name: str, again: str) -> None:
+        """Publish the same weights under another name too, for a stage that is left out."""
+        if self.ranks.first:
+            link = self.run.path / "weights" / again
+            link.unlink(missing_ok=True)
+            link.symlink_to(name)
         self.ranks.barrier()
 
     @contextmanager

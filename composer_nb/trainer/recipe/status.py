@@ -162,13 +162,19 @@ def _prompts_of_files(run: RunDir) -> Counter[int] | None:
     if Counter(step for step, _ in tables) != dict.fromkeys(range(len(run.steps("rl"))), files):
         return None
     order = prompt_order(run.path / "data" / "rl.jsonl", f"{settings['seed']} {settings['rl_seed']}")
-    place = {task.id: slot for slot, task in enumerate(order)}
+    epochs = max(1, -(-len(run.steps("rl")) * settings["rl"]["prompts"] // len(order)))
+    places: dict[str, list[int]] = {}
+    for slot in range(epochs * len(order)):
+        places.setdefault(order[slot].id, []).append(slot)
     counts: Counter[int] = Counter()
+    seen: Counter[str] = Counter()
     for _, table in tables:
         groups = dict(zip(table["group"].to_pylist(), table["task_id"].to_pylist(), strict=True))
-        if strange := set(groups.values()) - place.keys():
+        if strange := set(groups.values()) - places.keys():
             raise ValueError(f"{run.path}: rollouts of tasks that are not the run's: {sorted(strange)[:3]}")
-        counts.update(place[task] for task in groups.values())
+        for task in groups.values():
+            counts[places[task][min(seen[task], epochs - 1)]] += 1
+            seen[task] += 1
     return counts
 
 

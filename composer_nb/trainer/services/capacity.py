@@ -62,7 +62,7 @@ def require_room(settings: Settings, machine: Machine) -> None:
     """Raises ValueError unless `machine` has memory for the stages before RL, and for RL without services: `ranks` copies of the
     model on its CPUs."""
     s = settings
-    tokens = max(s.midtrain.tokens, s.sft.tokens, s.extend.tokens if s.extend.steps else 0)
+    tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
     need = estimate(
         s.agent_model, Mesh.of(MeshSettings(), s.ranks), Load(tokens=tokens, optimizer=s.optimizer.name)
     ).peak

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 
@@ -109,11 +110,27 @@ def _extended(trace: Trace, count: int) -> Trace:
     return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
 
 
-def prompt_order(file: Path, seed: str) -> list[Task]:
+class Prompts(list[Task]):
+    """Tasks in the order in which RL trains on them. A place beyond the end is one of a further epoch, in an order of its own."""
+
+    def __init__(self, tasks: Iterable[Task], seed: str) -> None:
+        super().__init__(tasks)
+        self._seed = seed
+        Random(f"rl tasks {seed}").shuffle(self)
+
+    def __getitem__(self, slot: int) -> Task:  # type: ignore[override]
+        epoch, place = divmod(slot, len(self))
+        return super().__getitem__(_shuffled(len(self), f"rl tasks {self._seed} {epoch}")[place] if epoch else place)
+
+
+@lru_cache(maxsize=8)
+def _shuffled(count: int, seed: str) -> Sequence[int]:
+    return Random(seed).sample(range(count), count)
+
+
+def prompt_order(file: Path, seed: str) -> Prompts:
     """The run's RL tasks in the order in which they are trained on."""
-    tasks = load_tasks(file)
-    Random(f"rl tasks {seed}").shuffle(tasks)
-    return tasks
+    return Prompts(load_tasks(file), seed)
 
 
 class EnvironmentWorker:

@@ -17,13 +17,18 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from composer_nb import cli
 from composer_nb import settings as config
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import _drop_leaks
+from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.views.report import pictures
 
 MICRO: dict[str, Any] = {
     "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
@@ -143,6 +148,46 @@ def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> Non
     assert forked.finished("eval_control") is not None and forked.finished("rl") is None
     with pytest.raises(ValueError, match="a fork cannot change seed"):
         fork(whole, override(settings, {"seed": 5}), runs=tmp_path, name="other")
+
+
+def test_rl_alone_from_a_checkpoint_keeps_scores_and_weights_under_all_names(alone: RunDir, tmp_path: Path) -> None:
+    values = {
+        "ranks": 1,
+        "rl.steps": 2,
+        "model.start": str(alone.path / "weights" / "start"),
+        "model.num_hidden_layers": 2,
+        **dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0),
+    }
+    run = start_or_resume(None, override(Settings(), MICRO | values), runs=tmp_path, say=quiet)
+    report = build_report(run)
+    assert report["complete"] and report["train"]["steps"] == 2 and not run.steps("midtrain")
+    names = ("base", "midtrained", "start")
+    assert len({(run.path / "weights" / name / "model.safetensors").read_bytes() for name in names}) == 1
+    assert weights(run)["start"] == weights(alone)["start"]
+    scores = [{**report["eval"][name], "same_as": ""} for name in names]
+    assert scores[0] == scores[1] == scores[2] and scores[0]["n_tasks"] == report["data"]["tasks"]["heldout"]
+    assert [report["eval"][name].get("same_as") for name in (*names, "final")] == [None, "base", "base", None]
+    assert sampled(run)["eval_start.parquet"] == sampled(run)["eval_base.parquet"]
+    assert report["gain"]["from"] == "midtrained" and len(pictures(run)) > 5
+
+
+def test_own_tasks_go_round_and_no_prompt_counts_twice(alone: RunDir, tmp_path: Path) -> None:
+    tasks = load_tasks(alone.path / "data" / "rl.jsonl")[:8]
+    save_tasks(tasks, tmp_path / "tasks.jsonl")
+    out, model = tmp_path / "runs" / "mine", alone.path / "weights" / "start"
+    words = ["rl", "--model", str(model), "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(out)]
+    kept = ("rl.steps", "rl.group", "rl.prompts", "rl.checkpoint_every", "limits.tokens", "limits.turn_tokens")
+    dotted = {name: MICRO[name] for name in kept} | {"ranks": 1, "services.on": False, "eval.samples": 1}
+    words += [word for name, value in dotted.items() for word in ("--set", f"{name}={value}")]
+    assert cli.main(words) == 0
+    run = RunDir(out.resolve())
+    rows = [row["task_id"] for name, part in sampled(run).items() if name.startswith("rl_") for row in part]
+    own = {task.id for task in load_tasks(run.path / "data" / "rl.jsonl")}
+    assert len(own) == 6 and len(rows) == 4 * 2 * 4 and set(rows) == own
+    prompts = read_status(run.path).prompts
+    assert prompts is not None and prompts.trained == tuple(range(8)) and not prompts.twice and not prompts.skipped
+    assert (out / "report.html").is_file() and from_dict(run.settings()).env.renderer == "compact"
+    assert cli.main(words) == 0 and out.resolve() == run.path, "the same command goes on with its run"
 
 
 def test_too_few_tasks_is_one_clear_line(tmp_path: Path) -> None:

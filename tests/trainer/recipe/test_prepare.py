@@ -1,0 +1,240 @@
+"""What a run begins with: a checkpoint or none, tasks that are generated or one's own, and what is refused before it begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.settings import DataSettings, Settings, override
+from composer_nb.trainer.learning.data import code_rows
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.models.tokenizer import FORMATS, format_of
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.launch import new_run
+from composer_nb.trainer.recipe.prepare import chunks, deal_tasks, make_data, make_tokenizer, own_tasks
+from composer_nb.trainer.recipe.recipe import fine_tune, midtrain
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.rundir import create
+from composer_nb.trainer.services.environments import prompt_order
+
+ALONE: dict[str, Any] = dict.fromkeys(
+    ("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0
+)
+"""Settings that leave out every stage before RL."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, make_model: Callable[..., Model], tokenizer: Tokenizer) -> Path:
+    """A random checkpoint with a tokenizer of the compact format, of 512 positions."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = make_model(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=512)
+    save_pretrained(model, tmp_path / "model", tokenizer=tmp_path / "tokenizer.json")
+    return tmp_path / "model"
+
+
+def own(number: int, **changes: Any) -> Task:
+    """A task that shares nothing with one of another number."""
+    source = f"def f{number}(x):\n    return x + {number}\n"
+    values: dict[str, Any] = {
+        "id": f"own-{number}",
+        "instruction": f"add {number}",
+        "files": {"f.py": source.replace("+", "-")},
+        "tests": {"hidden.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"},
+        "solution": {"f.py": source},
+        "source_scope": ("f.py",),
+    }
+    return Task(**values | changes)
+
+
+def stages(path: Path, settings: Settings) -> Stages:
+    executor: Any = SimpleNamespace()
+    return Stages(create(path / "runs", "run"), settings, Ranks(), executor, lambda line: None)
+
+
+# A checkpoint
+
+
+def test_a_run_from_a_checkpoint_has_its_tokenizer_its_sizes_and_its_weights(checkpoint: Path, tmp_path: Path) -> None:
+    settings = override(Settings(), {**ALONE, "model.start": str(checkpoint), "limits.tokens": 200})
+    s = stages(tmp_path, settings)
+    make_tokenizer(s)
+    midtrain(s)
+    fine_tune(s)
+    assert s.tokenizer_file.read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    before = load_pretrained(checkpoint)
+    assert settings.agent_model == before.config
+    for name in ("base", "midtrained", "start"):
+        after = load_pretrained(s.run.path / "weights" / name)
+        assert after.config == before.config
+        for old, new in zip(before.parameters(), after.parameters(), strict=True):
+            assert torch.equal(old.bfloat16(), new.bfloat16())
+    assert s.run.finished("midtrain") is not None and not s.run.steps("midtrain")
+
+
+def test_a_checkpoint_is_refused_where_it_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
+    def refused(**dotted: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            new_run(tmp_path / "runs", "run", override(Settings(), {"model.start": str(checkpoint), **ALONE, **dotted}))
+        assert not (tmp_path / "runs").exists() and "\n" not in str(error.value)
+        return str(error.value)
+
+    assert refused(**{"model.start": "gone"}) == "model.start='gone': no such folder"
+    assert "config.json is missing" in refused(**{"model.start": str(tmp_path)})
+    assert "limits.tokens=600: must be at most model.max_position_embeddings (512, of model.start)" in refused(
+        **{"limits.tokens": 600}
+    )
+    assert refused(**{"model.hidden_size": 64}) == "model.hidden_size=64: model.start has 32; leave it out"
+    for renderer in ("qwen", "kimi"):
+        assert "lacks the tokens" in (said := refused(**{"env.renderer": renderer})) and "env.renderer" in said
+    assert "set model.start" in refused(**{"env.renderer": "qwen", "model.start": ""})
+    (checkpoint / "tokenizer.json").write_text("{")
+    assert "damaged" in refused()
+    (checkpoint / "tokenizer.json").unlink()
+    assert "a checkpoint needs its tokenizer beside it" in refused()
+
+
+def test_the_same_sizes_may_be_given_and_a_lost_checkpoint_leaves_its_run_readable(checkpoint: Path) -> None:
+    settings = override(Settings(), {"model.start": str(checkpoint), "model.hidden_size": 32})
+    assert settings.model.architecture.hidden_size == 32
+    lost = override(Settings(), {"model.start": str(checkpoint.parent / "lost"), "limits.tokens": 10_000})
+    with pytest.raises(ValueError, match=r"model\.start='.*lost'"):
+        lost.model.architecture  # noqa: B018
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    tmp_path: Path, make_model: Callable[..., Model], tokenizer: Tokenizer
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    save_pretrained(make_model(max_position_embeddings=512), tmp_path / "m", tokenizer=tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="its tokenizer has more than 61 tokens"):
+        new_run(tmp_path / "runs", "run", override(Settings(), {"model.start": str(tmp_path / "m")}))
+
+
+def test_the_chat_format_is_the_tokenizers(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    assert format_of(checkpoint) == "compact"
+    other = Tokenizer.from_str(tokenizer.to_str().replace("<|call|>", "<|gone|>"))
+    other.save(str(checkpoint / "tokenizer.json"))
+    with pytest.raises(ValueError, match="the tokens of no chat format"):
+        format_of(checkpoint)
+    other.add_special_tokens(list(FORMATS["qwen"]))
+    other.save(str(checkpoint / "tokenizer.json"))
+    assert format_of(checkpoint) == "qwen"
+
+
+def test_rows_of_code_begin_with_a_token_only_where_there_is_one(tokenizer: Tokenizer) -> None:
+    text = "x = 1\n" * 40
+    foreign = Tokenizer.from_str(tokenizer.to_str().replace("<|bos|>", "<|gone|>"))
+    with_bos, without = (code_rows([text], each, 1.0, length=16)[0].token_ids for each in (tokenizer, foreign))
+    assert with_bos[0] == tokenizer.token_to_id("<|bos|>") and list(with_bos[1:]) == list(without[:-1])
+
+
+# Tasks of one's own
+
+
+def test_dealing_is_deterministic_and_complete() -> None:
+    tasks = [own(number) for number in range(100)]
+    dealt = deal_tasks(tasks, DataSettings())
+    assert {kind: len(part) for kind, part in dealt.items()} == {"heldout": 20, "tune": 10, "rl": 70}
+    assert sorted(task.id for part in dealt.values() for task in part) == sorted(task.id for task in tasks)
+    assert deal_tasks(tasks[::-1], DataSettings()) == dealt
+    fewer = deal_tasks(tasks, DataSettings(heldout_tasks=4, tune_tasks=2))
+    assert {kind: len(part) for kind, part in fewer.items()} == {"heldout": 4, "tune": 2, "rl": 94}
+
+
+def side(dealt: dict[str, list[Task]], tasks: Iterable[Task]) -> set[str]:
+    ids = {task.id for task in tasks}
+    return {kind for kind, part in dealt.items() if ids & {task.id for task in part}}
+
+
+def test_tasks_that_have_something_in_common_stay_on_one_side() -> None:
+    text = "def g(x):\n    return 2 * x\n\n\ndef f(x):\n    return x\n"
+    other = "import os\n\n\ndef g(x):\n    return 2 * x\n"
+    place = {"repository": "r", "places": json.dumps(["a.py::g"])}
+    pairs = [
+        [own(200), own(201, instruction="add 200")],
+        [own(210), own(211, solution={"f.py": "def f210(x):\n    return x + 210\n"})],
+        [own(220, metadata=place), own(221, metadata=place | {"places": json.dumps(["a.py::g", "b.py::h"])})],
+        [own(230, metadata={"structure": "s"}), own(231, metadata={"structure": "s"})],
+        [
+            own(240, files={"f.py": text.replace("2 *", "3 *")}, solution={"f.py": text}),
+            own(241, files={"f.py": other.replace("2 *", "4 *")}, solution={"f.py": other}),
+        ],
+    ]
+    tasks = [own(number) for number in range(20)]
+    for data in (DataSettings(), DataSettings(heldout_tasks=2, tune_tasks=1)):
+        dealt = deal_tasks([*tasks, *(task for pair in pairs for task in pair)], data)
+        assert all(len(side(dealt, pair)) == 1 for pair in pairs)
+
+
+def test_few_tasks_still_make_three_sides_and_fewer_are_refused() -> None:
+    assert [len(part) for part in deal_tasks([own(n) for n in range(3)], DataSettings()).values()] == [1, 1, 1]
+    alike = [own(number, instruction="same") for number in range(50)]
+    dealt = deal_tasks([*alike, own(60), own(61)], DataSettings())
+    assert [len(part) for part in dealt.values()] == [1, 1, 50]
+    with pytest.raises(ValueError, match=r"env\.tasks: at least 3 tasks must share no instruction or place; 2 do"):
+        deal_tasks([*alike, own(60)], DataSettings())
+
+
+def test_tasks_that_cannot_be_trained_on_are_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    def refused(tasks: list[Task], **dotted: Any) -> str:
+        save_tasks(tasks, tmp_path / "tasks.jsonl")
+        values = {"env.tasks": str(tmp_path / "tasks.jsonl"), **dotted}
+        with pytest.raises((ValueError, OSError)) as error:
+            new_run(tmp_path / "runs", "run", override(Settings(), values))
+        assert not (tmp_path / "runs").exists() and "\n" not in str(error.value)
+        return str(error.value)
+
+    three = [own(number) for number in range(3)]
+    script = own(4, grader="script", tests={"test.sh": "true"}, solution={})
+    unplanned = own(5, grader="pytest", tests={"test_f.py": "def test_0(): pass\n"})
+    assert "holds no task" in refused([])
+    assert "gone: no task file or folder here" in refused([], **{"env.tasks": "gone"})
+    assert "task own-4 has the grader `script`" in refused([*three, script])
+    assert "task own-5 has no plan of its tests" in refused([*three, unplanned])
+    assert refused(three, **{"env.tools": "cursor"}).startswith("env.tools='cursor': task own-")
+    assert "at least 3 tasks" in refused(three[:2])
+
+
+def test_tasks_of_ones_own_are_dealt_into_the_run(tmp_path: Path, checkpoint: Path) -> None:
+    tasks = [own(number) for number in range(30)]
+    save_tasks(tasks, tmp_path / "tasks.jsonl")
+    values = {**ALONE, "env.tasks": str(tmp_path / "tasks.jsonl"), "model.start": str(checkpoint)}
+    s = stages(tmp_path, override(Settings(), {**values, "limits.tokens": 200}))
+    make_tokenizer(s)
+    make_data(s)
+    dealt = deal_tasks(tasks, s.settings.data)
+    assert {kind: load_tasks(s.run.path / "data" / f"{kind}.jsonl") for kind in dealt} == dealt
+    info = s.run.finished("data")
+    assert info is not None and info["tasks"] == {"heldout": 6, "tune": 3, "rl": 21}
+
+
+def test_demonstrations_are_at_tasks_that_are_not_held_out(tmp_path: Path) -> None:
+    save_tasks([own(number) for number in range(30)], tmp_path / "tasks.jsonl")
+    values = {"env.tasks": str(tmp_path / "tasks.jsonl"), "data.demonstrations": 5}
+    settings = override(Settings(), values)
+    dealt = deal_tasks(own_tasks(settings.env), settings.data)
+    made = {chunk.kind: chunk for chunk in chunks(settings, dealt)}
+    assert {kind: len(chunk.own) for kind, chunk in made.items()} == {"tune": 3, "mistaken": 21, "clean": 5}
+    assert side(dealt, [*made["clean"].own, *made["mistaken"].own]) == {"rl"} and made["mistaken"].mistake_rate == 0.5
+    assert not chunks(override(settings, ALONE), dealt)
+
+
+# The order of RL
+
+
+def test_prompts_go_round_in_a_new_order_each_time(tmp_path: Path) -> None:
+    save_tasks([own(number) for number in range(9)], tmp_path / "rl.jsonl")
+    order = prompt_order(tmp_path / "rl.jsonl", "0 0")
+    epochs = [[order[slot].id for slot in range(9 * epoch, 9 * (epoch + 1))] for epoch in range(4)]
+    assert len(order) == 9 and [task.id for task in order] == epochs[0]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(map(tuple, epochs))) == 4
+    assert [prompt_order(tmp_path / "rl.jsonl", "0 0")[slot].id for slot in range(9, 18)] == epochs[1]
