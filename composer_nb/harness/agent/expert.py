@@ -68,7 +68,8 @@ def step_by_step(script: ChatScript) -> Script:
     while not talk or (isinstance(talk[-1], Said) and talk[-1].calls):
         said = script(talk)
         talk.append(said)
-        yield from [Said(calls=(written,)) for written in said.calls] or [said]
+        for each in [Said(calls=(written,)) for written in said.calls] or [said]:  # noqa: UP028
+            yield each  # `yield from` would send the answers to the list
 
 
 def changes_lines(task: Task) -> bool:

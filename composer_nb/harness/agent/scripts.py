@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,17 +24,22 @@ def play(turns: Sequence[Said]) -> Script:
     return script
 
 
+SHORT = 120
+"""Lines of a file that is read whole; in a longer one the expert looks for the function that it will change."""
+
+
 def expert(task: Task) -> Script:
-    """Return a script that reads, edits and compiles what the solution changes. Raises ValueError without a solution."""
+    """Return a script that finds, reads, edits and compiles what the solution changes. Raises ValueError without a solution."""
     if not task.solution or task.grader == "script":
         raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
     paths = sorted(task.solution)
     edits = [_edit(path, task.files.get(path), task.solution[path]) for path in paths]
-    reads = [ToolCall(name="read_file", arguments={"target_file": path}) for path in paths if path in task.files]
+    looks = [_look(path, task.files[path], task.solution[path]) for path in paths if path in task.files]
+    searches, reads = [search for search, _ in looks if search], [read for _, read in looks]
     python = " ".join(f"'{path}'" for path in paths if path.endswith(".py"))
     command = {"command": f"python -m py_compile {python}", "is_background": False}
     tries = [ToolCall(name="run_terminal_cmd", arguments=command)] if python else []
-    steps = [step for step in (reads, edits, tries) if step]
+    steps = [step for step in (searches, reads, edits, tries) if step]
     return play([*map(turn, steps), Said(text=f"I changed {', '.join(paths)}.")])
 
 
@@ -47,6 +53,20 @@ SCRIPTS = {"expert": expert, "lazy": lazy}
 
 def turn(calls: Sequence[ToolCall], text: str = "") -> Said:
     return Said(text=text, calls=tuple(Written(id=f"call_{n}", call=call) for n, call in enumerate(calls)))
+
+
+def _look(path: str, before: str, after: str) -> tuple[ToolCall | None, ToolCall]:
+    """Return a search for the function or class around the first difference, in a long file, and a call that reads it."""
+    old, new = before.splitlines(), after.splitlines()
+    if len(old) <= SHORT:
+        return None, ToolCall(name="read_file", arguments={"target_file": path})
+    first = next((n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
+    heads = [n for n in range(first + 1) if re.match(r"\s*(async def|def|class) \w", old[n])]
+    at = heads[-1] if heads else 0
+    read = {"target_file": path, "offset": at + 1, "limit": min(max(40, first - at + 20), SHORT)}
+    pattern = re.sub(r"\W", ".", re.split(r"[(:]", old[at].strip())[0]) or "."
+    search = ToolCall(name="grep", arguments={"pattern": pattern, "path": path})
+    return search, ToolCall(name="read_file", arguments=read)
 
 
 def _edit(path: str, before: str | None, after: str) -> ToolCall:
