@@ -11,6 +11,8 @@ import builtins
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from composer_nb.harness import syntax
+
 PLAIN = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
 """Constructors of plain data."""
 STATEFUL = {"eval", "exec", "getattr", "globals", "input", "iter", "locals", "next", "open", "vars", "id"}
@@ -25,7 +27,7 @@ class Source:
     """A module's text, with offsets of syntax nodes."""
 
     def __init__(self, path: str, text: str) -> None:
-        self.path, self.text, self.tree = path, text, ast.parse(text)
+        self.path, self.text, self.tree = path, text, syntax.parse(text)
         self.lines = [0]
         for line in text.split("\n"):  # as the parser counts them, once line ends are \n
             self.lines.append(self.lines[-1] + len(line) + 1)

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from composer_nb.harness import syntax
 from composer_nb.harness.grading.mutate import Place, Suite, other_exceptions, others, swapped_order, telling
 from composer_nb.harness.grading.plan import Kind, Twin, plain_lines
 from composer_nb.harness.grading.source import (
@@ -115,7 +116,7 @@ def candidates_of(texts: Mapping[str, str]) -> list[Candidate]:
 
 def all_candidates(tests: Mapping[str, str]) -> list[Candidate]:
     """Return all changes proposed for a task's test modules, with all tests that they touch."""
-    modules = {path: ast.parse(plain_lines(text)) for path, text in sorted(tests.items()) if path.endswith(".py")}
+    modules = {path: syntax.parse(plain_lines(text)) for path, text in sorted(tests.items()) if path.endswith(".py")}
     dependents = Dependents(modules)
     found = candidates_of({path: tests[path] for path in modules if is_test_module(path)})
     return [replace(each, bases=dependents.of(each.bases, each.row)) for each in found]
@@ -343,7 +344,7 @@ class _Test:
             near = self.rng.choice(pool) if must_raise or self.rng.random() < 0.7 else value
             often = near != value and self.hidden.suite.count(near) > 1 and self.rng.random() < 0.5
             texts = [] if often else others(near, self.rng, self.hidden.suite)
-            found += [ast.literal_eval(text) for text in texts] or [near]
+            found += [syntax.literal_eval(text) for text in texts] or [near]
         return [each for each in dict.fromkeys(found) if each != value][:count]
 
     # Calls that assert.

@@ -11,7 +11,6 @@ for a while, so that a broken machine costs a batch a minute or two and not as m
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
+from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import (
     CallEnd,
@@ -90,7 +90,7 @@ class CallOutcome:
 @functools.lru_cache(maxsize=8192)
 def _check_argument(text: str) -> None:
     try:
-        value = ast.literal_eval(text)
+        value = syntax.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"CallRequest.arguments: {text[:80]!r} is not a literal") from error
     if type(value) is not tuple:

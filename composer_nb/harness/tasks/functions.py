@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
+from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, value_text
 
 LONGEST_ARGUMENTS = 1 << 20
@@ -49,7 +50,7 @@ def literal(value: object) -> str:
     text = value_text(value, LONGEST_ARGUMENTS)
     if "inf" in text or "nan" in text:  # in a string, or a float that has no literal
         try:
-            ast.literal_eval(text)
+            syntax.literal_eval(text)
         except ValueError:
             raise ValueError(f"{text[:80]}: inf and nan have no literal") from None
     return text
@@ -91,7 +92,7 @@ def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
 def parse_module(path: str, text: str) -> ast.Module:
     """Parse a module without executing it. Raises ValueError that names the line if it is not Python."""
     try:
-        return ast.parse(text)
+        return syntax.parse(text)
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, too deep
@@ -111,8 +112,8 @@ def _parse_test(path: str, node: ast.FunctionDef, imported: Mapping[str, tuple[s
         raise ValueError(f"{where}: call an imported function by its plain name with positional arguments")
     module, function = imported[call.func.id]
     try:
-        arguments = literal(tuple(ast.literal_eval(argument) for argument in call.args))
-        expected = value_text(ast.literal_eval(wanted))
+        arguments = literal(tuple(syntax.literal_eval(argument) for argument in call.args))
+        expected = value_text(syntax.literal_eval(wanted))
     except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{where}: arguments and value must be literals of plain data") from None
     return FunctionTest(

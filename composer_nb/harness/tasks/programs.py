@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
+from composer_nb.harness import syntax
+
 HELDOUT_SHARE = 51 / 256
 """Structures whose hash begins with a byte below 51 are held out, one in five."""
 
@@ -43,7 +45,7 @@ class Program:
 def canonical(source: str) -> str:
     """Return `source` with every local name numbered by first use, and every integer, and the parameter `k` that stands where an
     integer could, written as C."""
-    tree = ast.parse(source)
+    tree = syntax.parse(source)
     kept = {"sum", "max", "min", "len", "sorted", "abs", "range", "append", "default"}
     names: dict[str, str] = {}
 
@@ -245,7 +247,7 @@ def draw_program(rng: Random) -> Program:
     """Draw one program. The same generator state gives the same program."""
     family = rng.choices(list(FAMILIES), [weight for weight, _ in FAMILIES.values()])[0]
     source, spec, inputs = FAMILIES[family][1](rng, _parts(rng))
-    return Program(family=family, source=ast.unparse(ast.parse(source)), spec=spec, inputs=inputs)
+    return Program(family=family, source=ast.unparse(syntax.parse(source)), spec=spec, inputs=inputs)
 
 
 def draw_arguments(rng: Random, program: Program) -> tuple[object, ...]:

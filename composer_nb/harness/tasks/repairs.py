@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor
 from composer_nb.harness.tasks.functions import literal, parse_test_files, render_tests, request_tests
 from composer_nb.harness.tasks.programs import Program, draw_arguments, draw_program
@@ -33,12 +34,12 @@ _AGGREGATES = ["sum", "max", "min", "len", "sorted"]
 
 def bugs(source: str, rng: Random) -> tuple[str, str] | None:
     """Plant one bug. Return (kind, changed source), or None if the drawn change does not change exactly one line."""
-    tree = ast.parse(source)
+    tree = syntax.parse(source)
     sites = _sites(tree)
     if not sites:
         return None
     kind, index = rng.choice(sites)
-    changed = ast.parse(source)
+    changed = syntax.parse(source)
     _change(kind, list(ast.walk(changed))[index], rng, _locals(tree))
     text = ast.unparse(ast.fix_missing_locations(changed))
     before, after = source.split("\n"), text.split("\n")

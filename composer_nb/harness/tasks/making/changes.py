@@ -18,6 +18,7 @@ from random import Random
 
 import libcst as cst
 
+from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Place
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.tasks.making.mutations import KINDS, OF_CLASSES
@@ -90,7 +91,7 @@ def header_of(text: str) -> str:
 
 def normalised(text: str) -> str:
     """Return a function's or class's text without layout, comments and docstrings."""
-    tree = ast.parse(header_of(text) + text)
+    tree = syntax.parse(header_of(text) + text)
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -100,7 +101,7 @@ def normalised(text: str) -> str:
 def units(path: str, text: str) -> list[Unit]:
     """Return the units of a file; none if its lines do not end in `\\n`, or if it is a template or for another Python."""
     try:
-        return [] if "\r" in text or "\f" in text else list(_units(path, ast.parse(text).body, ""))
+        return [] if "\r" in text or "\f" in text else list(_units(path, syntax.parse(text).body, ""))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
 
@@ -234,7 +235,7 @@ def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iter
 
 def function_of(text: str) -> Function | None:
     """Return the syntax tree of a function's lines. Raises SyntaxError."""
-    return next((node for node in ast.walk(ast.parse(header_of(text) + text)) if isinstance(node, Function)), None)
+    return next((node for node in ast.walk(syntax.parse(header_of(text) + text)) if isinstance(node, Function)), None)
 
 
 def _without_body(text: str) -> str:

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
+from composer_nb.harness import syntax
 from composer_nb.harness.tasks.making.changes import function_of
 from composer_nb.harness.tasks.making.symptoms import MAX_QUOTE, Symptom, find
 
@@ -130,7 +131,7 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
 
 def without_tests(text: str, keys: Iterable[str]) -> str:
     """Return a test module without the functions of these keys."""
-    tree = ast.parse(text)
+    tree = syntax.parse(text)
     spans: dict[int, tuple[int, str]] = {}
     owners: Mapping[int, ast.ClassDef] = {
         id(each): node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body

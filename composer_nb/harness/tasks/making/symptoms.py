@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Failure, Result
 from composer_nb.harness.grading.source import Function, last_name
 
@@ -138,7 +139,7 @@ def symptom(key: str, test: str, result: Result, failure: Failure | None, known:
 @lru_cache(maxsize=32)
 def _parsed(test: str) -> ast.Module:
     """Return a module's tree, which nobody changes."""
-    return ast.parse(test)
+    return syntax.parse(test)
 
 
 def _not_raised(message: str) -> str:
@@ -220,7 +221,7 @@ def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, noted: Sequence[st
 def _plain(text: str) -> bool:
     """Return whether a text is a literal."""
     try:
-        ast.literal_eval(text)
+        syntax.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
     return True
@@ -303,7 +304,7 @@ def _as_assert(statement: ast.stmt) -> ast.stmt:
             text = UNITTEST.get(name.removeprefix("assert"), "")
             if text and len(args) >= text.count("({"):
                 operands = (ast.unparse(ast.Tuple([each], ast.Load()))[1:-2] for each in args)
-                return ast.copy_location(ast.parse(text.format(*operands)).body[0], statement)
+                return ast.copy_location(syntax.parse(text.format(*operands)).body[0], statement)
     return statement
 
 
