@@ -211,6 +211,8 @@ def run_agent(
     """Let an agent work on a copy of a user's repository, in a sandbox, and keep the result in the new folder `out`: `rollout`
     (Parquet and safetensors), `changes.diff` and `verdict.json`, which is `open` until the user decides.
 
+    A checkpoint of the compact chat format gets the tools of tiny models, any other policy those of the product.
+
     `image`: Docker image with the dependencies of the repository, for the backend `docker`. The repository itself is not
     touched. Raises ValueError for an instruction that is empty or not Unicode, a repository that is empty or too large, an
     unknown policy; SandboxUnavailable; ProviderFailure for an endpoint that does not answer at all.
@@ -225,7 +227,7 @@ def run_agent(
     source = checkout.read_checkout(root)
     if out.exists():
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
-    tools = ARMS["all"].tools()
+    tools = ToolSet.tiny() if _is_tiny(policy) else ARMS["all"].tools()
     with open_backend(backend) as made, source.start(made, image) as box:
         session = tools.open(box)
         with open_policy(
@@ -244,3 +246,10 @@ def run_agent(
     work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)
     keep(work, instruction, segment, policy)
     return work
+
+
+def _is_tiny(policy: str) -> bool:
+    from composer_nb.trainer.models.tokenizer import format_of
+
+    kind, name = parse_policy(policy)
+    return kind == "checkpoint" and Path(name).is_dir() and format_of(Path(name)) == "compact"

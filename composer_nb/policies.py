@@ -12,19 +12,17 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointSpeaker
-from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.loop import LIMITS
-from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
+from composer_nb.harness.environment import RENDERERS
+from composer_nb.harness.product.conversations import Form
 from composer_nb.harness.tasks.task import Task
 
 KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
 LATER = ("vllm", "sglang")
-FORMATS: tuple[type[ChatRenderer], ...] = (QwenRenderer, KimiRenderer)
 Cast = Callable[[Task | None, int], Speaker]
 """Makes the speaker of a conversation from its task, if it has one, and the number of the rollout."""
 
@@ -113,7 +111,7 @@ class OpenEngine:
 
     shared: Shared
     tokenizer: Tokenizer
-    format: type[ChatRenderer]
+    format: Form
     tokens: int
     """Maximum tokens of one conversation."""
 
@@ -127,19 +125,14 @@ def open_engine(
     Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools."""
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
-    from composer_nb.trainer.models.tokenizer import load_tokenizer
+    from composer_nb.trainer.models.tokenizer import format_of, load_tokenizer
 
     if not path.is_dir():
         raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or give {KINDS})")
     tokenizer = load_tokenizer(path, needed=())
-    fits = [each for each in FORMATS if all(tokenizer.token_to_id(token) is not None for token in each.tokens)]
-    if not fits:
-        raise ValueError(
-            f"--policy {path}: its tokenizer has no format for several tools ({' or '.join(each.__name__ for each in FORMATS)}); "
-            "tiny models are for tasks of the grader `functions`"
-        )
-    stop, model = fits[0](tokenizer).stop, load_pretrained(path)
+    form = RENDERERS[format_of(path)]
+    stop, model = form(tokenizer, []).stop, load_pretrained(path)
     most = min(tokens, model.config.max_position_embeddings)
     engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed)
     with Shared(engine) as shared:
-        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=fits[0], tokens=most)
+        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=most)

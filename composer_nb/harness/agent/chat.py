@@ -93,6 +93,11 @@ class ChatRenderer(ABC):
         """Name of a tool -> JSON Schema of its arguments."""
 
     @property
+    def last(self) -> int:
+        """The token that ends a turn."""
+        return self.ids[self.end]
+
+    @property
     def stop(self) -> frozenset[int]:
         """Tokens that end a turn: its end token, and every special token that an agent must not write."""
         return frozenset(number for number in self.special if self.names.get(number) not in self.allowed)

@@ -21,6 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import (
+    Message,
     Result,
     Said,
     Schema,
@@ -127,8 +128,39 @@ class CompactRenderer:
         """Return the kind of each token of a turn."""
         return [Kind.TOOL_CALL] * len(token_ids)
 
+    @property
+    def last(self) -> int:
+        """The token that ends a turn."""
+        return self.end
+
+    def render(self, messages: Sequence[Message], system: str = "", *, spelled: bool = False) -> list[int]:
+        """Render a whole conversation; there is no system text. `spelled`: keep a turn without a call as it is written, as it may be a
+        call that could not be read. Raises ValueError for a turn that the format cannot express."""
+        token_ids = [self.bos]
+        for message in messages:
+            match message:
+                case User():
+                    token_ids += self.following(message.text)
+                case Result():
+                    token_ids += self.observation(message.text)
+                case Said() if spelled and not message.calls:
+                    token_ids += [*self.encode(message.text), self.end]
+                case Said():
+                    token_ids += self.turn(message)
+        return token_ids
+
+    def results(self, results: Sequence[Result]) -> list[int]:
+        """Render the result of a turn's call. Raises ValueError for several."""
+        if len(results) != 1:
+            raise ValueError("the compact format has one call a turn")
+        return self.observation(results[0].text)
+
+    def following(self, text: str) -> list[int]:
+        """Render a user's text, and the cue for a turn."""
+        return [self.user, *self.encode(text), self.end, self.call]
+
     def prompt(self, instruction: str) -> list[int]:
-        return [self.bos, self.user, *self.encode(instruction), self.end, self.call]
+        return [self.bos, *self.following(instruction)]
 
     def observation(self, text: str) -> list[int]:
         """Render what follows the agent's `<|end|>`: the answer of the tool, and the cue for the next call."""

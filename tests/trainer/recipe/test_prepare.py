@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.settings import DataSettings, Settings, override
 from composer_nb.trainer.learning.data import code_rows
@@ -56,8 +56,7 @@ def own(number: int, **changes: Any) -> Task:
 
 
 def stages(path: Path, settings: Settings) -> Stages:
-    executor: Any = SimpleNamespace()
-    return Stages(create(path / "runs", "run"), settings, Ranks(), executor, lambda line: None)
+    return Stages(create(path / "runs", "run"), settings, Ranks(), Sandboxes(), lambda line: None)
 
 
 # A checkpoint
