@@ -134,8 +134,8 @@ class CompactRenderer:
         return self.end
 
     def render(self, messages: Sequence[Message], system: str = "", *, spelled: bool = False) -> list[int]:
-        """Render a whole conversation; there is no system text. `spelled`: keep a turn without a call as it is written, as it may be a
-        call that could not be read. Raises ValueError for a turn that the format cannot express."""
+        """Render a whole conversation; there is no system text. `spelled`: keep a turn without a call as it is written: it may be
+        a call that could not be read. Raises ValueError for a turn that the format cannot express."""
         token_ids = [self.bos]
         for message in messages:
             match message:
