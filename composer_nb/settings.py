@@ -281,19 +281,16 @@ class Settings:
             raise ValueError(
                 f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on=true"
             )
-        self._check_demonstrations()
-        if not self.env.path and self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
-            raise ValueError(
-                f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts ({needed}): each task is "
-                "trained on once"
-            )
-
-    def _check_demonstrations(self) -> None:
         data, clean = self.data, self.midtrain.steps + self.extend.steps
         if clean and not data.demonstrations:
             raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
         if self.sft.steps and not data.mistaken_demonstrations:
             raise ValueError("data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them")
+        if not self.env.path and self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
+            raise ValueError(
+                f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts ({needed}): each task is "
+                "trained on once"
+            )
 
     def _check_model(self, model: ModelConfig) -> None:
         Mesh.of(self.mesh, self.ranks).require_experts(model.num_experts)

@@ -110,7 +110,7 @@ def _extended(trace: Trace, count: int) -> Trace:
     return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
 
 
-class Prompts(list[Task]):
+class Epochs(list[Task]):
     """Tasks in the order in which RL trains on them. A place beyond the end is one of a further epoch, in an order of its own."""
 
     def __init__(self, tasks: Iterable[Task], seed: str) -> None:
@@ -128,9 +128,9 @@ def _shuffled(count: int, seed: str) -> Sequence[int]:
     return Random(seed).sample(range(count), count)
 
 
-def prompt_order(file: Path, seed: str) -> Prompts:
+def prompt_order(file: Path, seed: str) -> Epochs:
     """The run's RL tasks in the order in which they are trained on."""
-    return Prompts(load_tasks(file), seed)
+    return Epochs(load_tasks(file), seed)
 
 
 class EnvironmentWorker:

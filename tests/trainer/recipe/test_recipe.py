@@ -26,7 +26,7 @@ from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import _drop_leaks
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.recipe.status import prompts
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.views.report import pictures
 
@@ -184,8 +184,8 @@ def test_own_tasks_go_round_and_no_prompt_counts_twice(alone: RunDir, tmp_path: 
     rows = [row["task_id"] for name, part in sampled(run).items() if name.startswith("rl_") for row in part]
     own = {task.id for task in load_tasks(run.path / "data" / "rl.jsonl")}
     assert len(own) == 6 and len(rows) == 4 * 2 * 4 and set(rows) == own
-    prompts = read_status(run.path).prompts
-    assert prompts is not None and prompts.trained == tuple(range(8)) and not prompts.twice and not prompts.skipped
+    seen = prompts(run.path)
+    assert seen is not None and seen.trained == tuple(range(8)) and not seen.twice and not seen.skipped
     assert (out / "report.html").is_file() and from_dict(run.settings()).env.renderer == "compact"
     assert cli.main(words) == 0 and out.resolve() == run.path, "the same command goes on with its run"
 
