@@ -135,7 +135,7 @@ def engine_speed(tasks: list[Task]) -> dict[str, float]:
     renderer = CompactRenderer(train_tokenizer(corpus, settings.model.vocab_size))
     agent = Agent(renderer, limits=settings.limits)
     torch.manual_seed(0)
-    model = Model(settings.model)
+    model = Model(settings.model.architecture)
 
     def engine() -> Engine:
         return Engine(model, stop=frozenset(), slots=settings.engine.slots, max_length=settings.limits.tokens)
@@ -161,7 +161,7 @@ def training_speed(steps: int = 6) -> dict[str, float]:
     """Tokens a second of mid-training's step at its default size."""
     settings = Settings()
     torch.manual_seed(0)
-    model = Model(settings.model)
+    model = Model(settings.model.architecture)
     optimizer, random = FlatOptimizer(model), np.random.default_rng(0)
     rows = [
         Row(random.integers(8, settings.model.vocab_size, 128).astype(np.int32), np.ones(128, np.float32))
