@@ -12,13 +12,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointSpeaker
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
 from composer_nb.harness.environment import RENDERERS
-from composer_nb.harness.product.conversations import Form
 from composer_nb.harness.tasks.task import Task
 
 KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
@@ -111,7 +111,7 @@ class OpenEngine:
 
     shared: Shared
     tokenizer: Tokenizer
-    format: Form
+    format: type[ChatRenderer]
     tokens: int
     """Maximum tokens of one conversation."""
 

@@ -25,7 +25,7 @@ from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.tools.toolset import ToolSet
 
-RENDERERS: Mapping[str, type[CompactRenderer] | type[ChatRenderer]] = {
+RENDERERS: Mapping[str, type[ChatRenderer]] = {
     "compact": CompactRenderer,
     "qwen": QwenRenderer,
     "kimi": KimiRenderer,

@@ -74,7 +74,7 @@ class ChatRenderer(ABC):
     """Special tokens of the format."""
     allowed: frozenset[str]
     """Special tokens that a turn may have before its end."""
-    end: str
+    closing: str
     """Special token that ends a turn."""
     spelled: tuple[str, ...]
     """Beginnings of a call: if one is spelled out in a text, a call was meant and missed."""
@@ -82,6 +82,7 @@ class ChatRenderer(ABC):
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> None:
         self.tokenizer, self.tools = tokenizer, tuple(tools)
         self.ids = {token: token_id(tokenizer, token) for token in self.tokens}
+        self.end = self.ids[self.closing]
         self.names = {number: token for token, number in self.ids.items()}
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(self.names) | {number for number, token in added.items() if token.special}
@@ -93,17 +94,13 @@ class ChatRenderer(ABC):
         """Name of a tool -> JSON Schema of its arguments."""
 
     @property
-    def last(self) -> int:
-        """The token that ends a turn."""
-        return self.ids[self.end]
-
-    @property
     def stop(self) -> frozenset[int]:
         """Tokens that end a turn: its end token, and every special token that an agent must not write."""
         return frozenset(number for number in self.special if self.names.get(number) not in self.allowed)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of plain text, none of them special."""
+        """Return the token ids of plain text, none of them special. Raises ValueError for half of a surrogate pair."""
+        text.encode()
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Sequence[Message], system: str = "", *, spelled: bool = False) -> list[int]:
@@ -126,9 +123,9 @@ class ChatRenderer(ABC):
                 token_ids += self.encoded(self._after())
             said = isinstance(message, Said)
             if not isinstance(message, Said):
-                token_ids += self.user(message.text)
+                token_ids += self.ask(message.text)
             elif spelled and not message.calls and any(mark in message.text for mark in self.spelled):
-                token_ids += self._unread(message.text)
+                token_ids += self.spell(message.text)
             else:
                 token_ids += self.turn(message)
         return token_ids + (self.results(results) if results else [])
@@ -137,14 +134,14 @@ class ChatRenderer(ABC):
         """Render what a policy reads before its next turn: the start of a conversation, or the results of its calls."""
         users = [message.text for message in news if isinstance(message, User)]
         if users:
-            return [*self.open(system), *self.user(*users)]
+            return [*self.open(system), *self.ask(*users)]
         return self.results([message for message in news if isinstance(message, Result)])
 
     def open(self, system: str = "") -> list[int]:
         """Render the start of a conversation: system text and tools."""
         return self.encoded(self._system(system))
 
-    def user(self, text: str) -> list[int]:
+    def ask(self, text: str) -> list[int]:
         """Render a user's text and the cue for a turn."""
         return self.encoded([*self._user(text), *self._cue()])
 
@@ -160,19 +157,20 @@ class ChatRenderer(ABC):
         """Render a turn, its last token included. Raises ValueError for one that the format cannot express."""
         if bad := [written.id for written in said.calls if isinstance(written.call, ToolError)]:
             raise ValueError(f"the call {bad[0]} is invalid: keep a turn with it as the tokens it was written in")
-        token_ids = self.encoded([*self._said(said), self.ids[self.end]])
+        token_ids = self.encoded([*self._said(said), self.end])
         if _plainly(read := self.parse(token_ids)) != _plainly(said):
             raise ValueError(f"the format cannot express this turn: {said!r} would be parsed as {read!r}"[:1000])
         return token_ids
 
-    def _unread(self, text: str) -> list[int]:
+    def spell(self, text: str) -> list[int]:
+        """Render a turn from its text, in which tokens that a turn may have are spelled."""
         parts = re.split(f"({'|'.join(map(re.escape, sorted(self.allowed)))})", text)
-        return self.encoded([*(self.ids[part] if part in self.allowed else part for part in parts), self.ids[self.end]])
+        return self.encoded([*(self.ids[part] if part in self.allowed else part for part in parts), self.end])
 
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn as it was sampled, with its last token unless it was cut."""
         *body, last = token_ids or [-1]
-        ended = last == self.ids[self.end]
+        ended = last == self.end
         pieces = self._pieces(body if last in self.stop or last < 0 else [*body, last])
         said = self._read(pieces)
         calls = list(said.calls)
@@ -243,7 +241,7 @@ class ChatRenderer(ABC):
 def _plainly(said: Said) -> list[Any]:
     """Return a form in which two turns are compared; 1, 1.0 and True are three values."""
     calls = [written.call for written in said.calls]
-    return [said.text, *((c.name, write_json(dict(c.arguments))) if isinstance(c, ToolCall) else None for c in calls)]
+    return [said.text, *(isinstance(c, ToolCall) and (c.name, write_json(sorted(c.arguments.items()))) for c in calls)]
 
 
 def invalid(message: str) -> ToolError:

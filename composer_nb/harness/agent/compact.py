@@ -2,234 +2,199 @@
 
     <|bos|><|user|>fix f.py: sum of items<|end|><|call|>read f.py<|end|><|out|>1def f(xs):\\n…<|end|><|call|>…
 
-A turn of the agent is the tokens between `<|call|>` and `<|end|>`: a word for the tool; its required numbers and paths, each
-after a space; every other required argument after `<|to|>`, texts as they are and the rest as JSON; and what may be left out, if
-any of it is given, as one JSON object after a last `<|to|>`. Where no tool ends the rollout, the word `done` with a text does.
+A turn of the agent is the tokens between `<|call|>` and `<|end|>`, and holds one call. A call is a word, then each short required
+argument after a space, then each other required argument after the token `<|to|>`; the optional arguments that are given are one
+JSON object after a last `<|to|>`. Short are numbers, booleans, and strings without white space whose name ends in path, file or
+directory; a `line` has at most six digits. Strings stand as they are, everything else as JSON. The word is the tool's name, or a
+short one of the tools of tiny models:
 
-Rendering and parsing are inverse to one another on every call whose paths have no white space and whose numbers have at most six
-digits; whatever else the model writes parses to a ToolError of kind InvalidArguments. Text is kept exactly; where it spells a
-special token, that spelling is text and not the token.
+    edit f.py 3<|to|>return x        search_replace f.py<|to|>old<|to|>new<|to|>{"replace_all": true}
+
+Without a tool `finish`, a turn of text ends a conversation: `done`, or `done<|to|>I fixed it.` Tools and system texts are not
+shown: a model knows its tools from training.
+
+Rendering and parsing are inverse to one another; a turn that cannot be expressed is a ValueError. Whatever else the model writes
+parses to a ToolError of kind InvalidArguments. Text is kept exactly; where it spells a special token, that spelling is text and
+not the token.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import (
-    Message,
-    Result,
-    Said,
-    Schema,
-    User,
-    Written,
-    invalid,
-    read_json,
-    token_id,
-    write_json,
-)
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, User, Written, read_json, write_json
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|user|>", "<|call|>", "<|out|>", "<|end|>", "<|to|>")
-DONE = "done"
-_WORDS = {"read_file": "read", "edit_line": "edit", "run_tests": "test", "finish": DONE}
-_SHORT = {"integer": r"[0-9]{1,6}", "boolean": "true|false", "string": r"\S+"}
+TO, DONE = "<|to|>", "done"
+_WORDS = {"read_file path": "read", "edit_line path line text": "edit", "run_tests": "test", "finish": DONE}
+"""Name and required arguments of a tool -> its word."""
+_ZEROS = re.compile("^0+(?=[0-9])")
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How the calls of one tool are written: the names and types of its arguments."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How calls of one tool are written."""
 
-    name: str
-    short: tuple[tuple[str, str], ...]
-    long: tuple[tuple[str, str], ...]
-    optional: frozenset[str]
+    tool: str
+    word: str
+    short: tuple[str, ...]
+    long: tuple[str, ...]
+    head: re.Pattern[str]
+    types: Mapping[str, Any]
+    """Of all arguments, also optional ones."""
 
     @classmethod
-    def of(cls, tool: Schema) -> Shape:
-        function = tool["function"]
-        given, needed = function["parameters"]["properties"], function["parameters"].get("required", ())
-        typed = [(name, given[name].get("type", "object")) for name in needed]
-        short = [
-            each for each in typed if each[1] in ("integer", "boolean") or re.search(r"(path|file|directory)$", each[0])
-        ]
-        rest = [each for each in typed if each not in short]
-        return cls(function["name"], tuple(short), tuple(rest), frozenset(given) - frozenset(needed))
+    def of(cls, function: Mapping[str, Any]) -> _Form:
+        """Raises ValueError for a tool whose calls cannot be written."""
+        tool, parameters, short, long = function["name"], function.get("parameters") or {}, list[str](), list[str]()
+        try:
+            types = {name: schema.get("type") for name, schema in (parameters.get("properties") or {}).items()}
+            required = list(dict.fromkeys(parameters.get("required") or ()))
+            for name in required:
+                path = types.get(name) == "string" and name.endswith(("path", "file", "directory"))
+                (short if path or types.get(name) in ("integer", "number", "boolean") else long).append(name)
+            word = _WORDS.get(" ".join([tool, *required]), tool)
+            head = re.escape(word) + "".join(" ([0-9]{1,6})" if name == "line" else r" (\S+)" for name in short)
+        except (AttributeError, TypeError):
+            raise ValueError(f"tools: {tool}: its parameters are no JSON schema") from None
+        if not re.fullmatch(r"\S+", tool):
+            raise ValueError(f"tools: {tool!r}: the format of this model needs a name without white space")
+        return cls(tool=tool, word=word, short=tuple(short), long=tuple(long), head=re.compile(head), types=types)
+
+    def write(self, arguments: Mapping[str, Any], to: int) -> list[Piece]:
+        """Raises ValueError for arguments that are no values of JSON, or lack a required one."""
+        names = (*self.short, *self.long)
+        if lacking := [name for name in names if name not in arguments]:
+            raise ValueError(f"{self.tool}: the format cannot express a call without {lacking[0]}")
+        texts = [v if isinstance(v := arguments[n], str) and self._plain(n) else write_json(v) for n in names]
+        more = {name: value for name, value in arguments.items() if name not in names}
+        texts += [write_json(more)] if more else []
+        pieces: list[Piece] = [" ".join([self.word, *texts[: len(self.short)]])]
+        for text in texts[len(self.short) :]:
+            pieces += [to, text]
+        return pieces
+
+    def read(self, head: str, texts: Sequence[str]) -> ToolCall:
+        """Raises ToolError for anything but a call."""
+        names, extra, match = (*self.short, *self.long), len(texts) - len(self.long), self.head.fullmatch(head)
+        if not match or extra not in (0, int(not self.types.keys() <= {*names})):
+            raise _bad()
+        given = zip(names, (*match.groups(), *texts), strict=False)
+        arguments = {name: text if self._plain(name) else read_json(_ZEROS.sub("", text)) for name, text in given}
+        more = read_json(texts[-1]) if extra else {}
+        if not isinstance(more, dict) or arguments.keys() & more:
+            raise _bad()
+        return ToolCall(name=self.tool, arguments=arguments | more)
+
+    def _plain(self, name: str) -> bool:
+        return bool(self.types.get(name) == "string")
 
 
-class CompactRenderer:
-    """Renders instructions, calls and observations as token ids, and parses calls from them.
-
-    Raises ValueError for a tokenizer that lacks a token of the format, or that always finds one in plain text.
-    """
+class CompactRenderer(ChatRenderer):
+    """The compact format; see the module and `ChatRenderer`. Without `tools`, those of tiny models."""
 
     tokens = SPECIALS
+    allowed = frozenset((TO,))
+    closing = "<|end|>"
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Schema] | None = None) -> None:
-        """`tools`: in OpenAI's form; by default those of tiny models."""
-        self.tokenizer = tokenizer
-        self.tools = tuple(ToolSet.tiny().schemas if tools is None else tools)
-        shapes = [Shape.of(tool) for tool in self.tools]
-        self.shapes = {_WORDS.get(shape.name, shape.name): shape for shape in shapes}
-        self.pad, self.bos, self.user, self.call, self.out, self.end, self.to = (
-            token_id(tokenizer, token) for token in SPECIALS
-        )
-        self.stop = frozenset((self.pad, self.bos, self.user, self.call, self.out, self.end))
-        """Tokens that end the agent's turn: `<|end|>`, and every token that the agent must not write."""
-        self._plain = Tokenizer.from_str(tokenizer.to_str())  # a copy: the caller's keeps finding special tokens
-        self._plain.encode_special_tokens = True
-        if found := {token for token in SPECIALS if tokenizer.token_to_id(token) in self.encode(token)}:
-            raise ValueError(
-                f"the tokenizer finds {', '.join(sorted(found))} in plain text: these tokens must be special"
-            )
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of plain text, none of them special: a spelled special token is encoded as characters."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Raises ValueError also for tools whose calls would look alike or cannot be written."""
+        super().__init__(tokenizer, ToolSet.tiny().schemas if tools is None else tools)
+        self.pad, self.bos, self.user, self.call, self.out, self.end, self.to = (self.ids[token] for token in SPECIALS)
+        added = tokenizer.get_added_tokens_decoder()
+        if loose := [token for token in SPECIALS if not (held := added.get(self.ids[token])) or not held.special]:
+            raise ValueError(f"the tokenizer finds {', '.join(loose)} in plain text: these tokens must be special")
+        forms = [_Form.of(tool["function"]) for tool in self.tools]
+        self._ends = any(form.word == DONE != form.tool for form in forms)
+        self._tools, self._words = {form.tool: form for form in forms}, {form.word: form for form in forms}
+        if len(self._words.keys() | {DONE}) < len(forms) + (not self._ends):
+            raise ValueError(f"tools: two turns would begin with the same word: {', '.join([DONE, *self._words])}")
+        self.spelled = ("",) if self._ends else (TO,)  # where a tool ends conversations, a text alone is no turn
 
     def read(self, news: Sequence[User | Result], system: str = "") -> list[int]:
-        """Render what a policy reads before its next turn. The format has one call a turn, and no system text."""
-        [message] = news
-        return self.prompt(message.text) if isinstance(message, User) else self.observation(message.text)
-
-    def parse(self, token_ids: Sequence[int]) -> Said:
-        """Read a turn: one call, or why it cannot be read; or a text without a call, which ends the rollout."""
-        written = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        call: ToolCall | ToolError | str
-        try:
-            call = self._parsed(token_ids)
-        except ToolError as error:
-            call = error
-        return (
-            Said(text=call) if isinstance(call, str) else Said(calls=(Written(id="call_0", call=call, text=written),))
-        )
-
-    def turn(self, said: Said) -> list[int]:
-        """Render a turn, its last token included. Raises ValueError for one that the format cannot express."""
-        match said.calls:
-            case []:
-                body = [*self.encode(DONE), *([self.to, *self.encode(said.text)] if said.text else []), self.end]
-            case [Written(call=ToolCall() as call)] if not said.text:
-                body = self.render_call(call)
-            case _:
-                raise ValueError(f"the compact format has one call a turn, without a text: {said!r}"[:1000])
-        read = self.parse(body)
-        if _plainly(read) != _plainly(said):
-            raise ValueError(f"the compact format cannot express this turn: {said!r} would be read as {read!r}"[:1000])
-        return body
-
-    def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
-        """Return the kind of each token of a turn."""
-        return [Kind.TOOL_CALL] * len(token_ids)
-
-    @property
-    def last(self) -> int:
-        """The token that ends a turn."""
-        return self.end
-
-    def render(self, messages: Sequence[Message], system: str = "", *, spelled: bool = False) -> list[int]:
-        """Render a whole conversation; there is no system text. `spelled`: keep a turn without a call as it is written: it may be
-        a call that could not be read. Raises ValueError for a turn that the format cannot express."""
-        token_ids = [self.bos]
-        for message in messages:
-            match message:
-                case User():
-                    token_ids += self.following(message.text)
-                case Result():
-                    token_ids += self.observation(message.text)
-                case Said() if spelled and not message.calls:
-                    token_ids += [*self.encode(message.text), self.end]
-                case Said():
-                    token_ids += self.turn(message)
-        return token_ids
-
-    def results(self, results: Sequence[Result]) -> list[int]:
-        """Render the result of a turn's call. Raises ValueError for several."""
-        if len(results) != 1:
-            raise ValueError("the compact format has one call a turn")
-        return self.observation(results[0].text)
-
-    def following(self, text: str) -> list[int]:
-        """Render a user's text, and the cue for a turn."""
-        return [self.user, *self.encode(text), self.end, self.call]
+        """Render what a policy reads before its next turn, without the system text."""
+        return super().read(news)
 
     def prompt(self, instruction: str) -> list[int]:
-        return [self.bos, *self.following(instruction)]
+        return self.read([User(text=instruction)])
 
     def observation(self, text: str) -> list[int]:
         """Render what follows the agent's `<|end|>`: the answer of the tool, and the cue for the next call."""
-        return [self.out, *self.encode(text), self.end, self.call]
+        return self.results([Result(id="", text=text)])
 
     def render_call(self, call: ToolCall) -> list[int]:
-        """Render a call, `<|end|>` included. Raises ValueError for a tool or argument that is not there."""
-        word = _WORDS.get(call.name, call.name)
-        if (shape := self.shapes.get(word)) is None:
-            raise ValueError(f"the compact format has no tool {call.name!r} here")
-        rest = dict(call.arguments)
-        if missing := [name for name, _ in (*shape.short, *shape.long) if name not in rest]:
-            raise ValueError(f"{call.name}: {missing[0]} is missing")
-        head = " ".join([word, *(_written(rest.pop(name), kind) for name, kind in shape.short)])
-        parts = [_written(rest.pop(name), kind) for name, kind in shape.long]
-        parts += [write_json(rest)] if rest else []
-        return [*self.encode(head), *(token for part in parts for token in (self.to, *self.encode(part))), self.end]
+        """Render a turn of one call. Raises ValueError for a call that the format cannot express."""
+        return self.turn(Said(calls=(Written(id="call_0", call=call),)))
 
     def parse_call(self, token_ids: Sequence[int]) -> ToolCall:
-        """Parse a call, its final token included. Raises ToolError (InvalidArguments) for anything else."""
-        if isinstance(read := self._parsed(token_ids), str):
-            raise invalid("bad call")
-        return read
+        """Parse a turn of one call. Raises ToolError (InvalidArguments) for anything else."""
+        for written in self.parse(token_ids).calls:
+            if isinstance(written.call, ToolCall):
+                return written.call
+        raise _bad()
 
-    def _parsed(self, token_ids: Sequence[int]) -> ToolCall | str:
+    def parse(self, token_ids: Sequence[int]) -> Said:
+        """Parse a turn: a call, or why there is none; without a tool that ends conversations, also a text."""
         *body, last = token_ids or [self.pad]
-        if last != self.end:
-            raise invalid("bad call")
-        pieces: list[list[int]] = [[]]
-        for token in body:
-            if token == self.to:
-                pieces.append([])
+        try:
+            return self._read(self._pieces(body if last == self.end else [self.pad]))
+        except ToolError as error:
+            written = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+            return Said(calls=(Written(id="call_0", call=error, text=written),))
+
+    def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
+        """Return the kind of each token of a turn."""
+        return [Kind.TOOL_CALL if self._ends or self.parse(token_ids).calls else Kind.FINAL_MESSAGE] * len(token_ids)
+
+    def _system(self, system: str) -> list[Piece]:
+        if system:
+            raise ValueError("messages: the format of this model has no system text; say it in a user's message")
+        return [self.bos]
+
+    def _user(self, text: str) -> list[Piece]:
+        return [self.user, text, self.end]
+
+    def _cue(self) -> list[Piece]:
+        return [self.call]
+
+    def _after(self) -> list[Piece]:
+        return []
+
+    def _results(self, results: Sequence[Result]) -> list[Piece]:
+        return [piece for result in results for piece in (self.out, result.text, self.end)]
+
+    def _said(self, said: Said) -> list[Piece]:
+        if not said.calls:
+            return [DONE, self.to, said.text] if said.text else [DONE]
+        call = said.calls[0].call
+        if len(said.calls) > 1 or not isinstance(call, ToolCall) or call.name not in self._tools:
+            raise ValueError(f"messages: the format has one call a turn, of one of {', '.join(self._tools)}")
+        return self._tools[call.name].write(call.arguments, self.to)
+
+    def _read(self, pieces: Sequence[Piece]) -> Said:
+        parts = [""]
+        for piece in pieces:
+            if isinstance(piece, str):
+                parts[-1] += piece
+            elif piece == self.to:
+                parts.append("")
             else:
-                pieces[-1].append(token)
-        head, *parts = [self._text(piece) for piece in pieces]
-        word, *short = head.split(" ")
-        if word == DONE and not short and DONE not in self.shapes and len(parts) < 2:
-            return "".join(parts)
-        shape = self.shapes.get(word)
-        if (
-            shape is None
-            or len(short) != len(shape.short)
-            or len(parts) - len(shape.long) not in (0, bool(shape.optional))
-        ):
-            raise invalid("bad call")
-        if not all(re.fullmatch(_SHORT[kind], text) for (_, kind), text in zip(shape.short, short, strict=True)):
-            raise invalid("bad call")
-        named = zip((*shape.short, *shape.long), (*short, *parts), strict=False)
-        arguments = {name: _read(text, kind) for (name, kind), text in named}
-        more = read_json(parts[-1]) if len(parts) > len(shape.long) else {}
-        if not isinstance(more, dict) or not more.keys() <= shape.optional:
-            raise invalid("bad call")
-        return ToolCall(name=shape.name, arguments=arguments | more)
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        if any(token in self.stop for token in token_ids):
-            raise invalid("bad call")
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+                raise _bad()
+        head, *texts = parts
+        if head == DONE and not self._ends and len(texts) < 2:
+            return Said(text="".join(texts).strip())
+        if (word := head.partition(" ")[0]) not in self._words:
+            raise _bad()
+        return Said(calls=(Written(id="call_0", call=self._words[word].read(head, texts)),))
 
 
-def _plainly(said: Said) -> list[str]:
-    return [said.text, *(each.call.json if isinstance(each.call, ToolCall) else "" for each in said.calls)]
-
-
-def _written(value: Any, kind: str) -> str:
-    """Return an argument as it is written."""
-    return value if kind == "string" and isinstance(value, str) else write_json(value)
-
-
-def _read(text: str, kind: str) -> Any:
-    """Return an argument from its text. Raises ToolError."""
-    return text if kind == "string" else read_json(text) if kind != "integer" else int(text)
+def _bad() -> ToolError:
+    return ToolError("InvalidArguments", "bad call")

@@ -34,7 +34,7 @@ class KimiRenderer(ChatRenderer):
         *(SECTION, SECTION_END, CALL, ARGUMENT, CALL_END),
     )
     allowed = frozenset((SECTION, SECTION_END, CALL, ARGUMENT, CALL_END))
-    end = "<|im_end|>"
+    closing = "<|im_end|>"
     spelled = (SECTION, CALL)
 
     def _message(self, role: str, name: str, text: str) -> list[Piece]:

@@ -54,7 +54,7 @@ class QwenRenderer(ChatRenderer):
 
     tokens = (START, END, CALL, CALL_END, RESPONSE, RESPONSE_END)
     allowed = frozenset((CALL, CALL_END))
-    end = END
+    closing = END
     spelled = (CALL, CALL_END, "<function=")
 
     def _message(self, role: str, *pieces: Piece) -> list[Piece]:

@@ -19,14 +19,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
-from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import ATTEMPT_STRIDE, ProviderFailure, Request
 from composer_nb.harness.product.serve import Answered, Asked, Refused, messages_of, wire_of
 from composer_nb.harness.tools.tool_call import ToolError
 
-Renderer = ChatRenderer | CompactRenderer
-Form = type[ChatRenderer] | type[CompactRenderer]
 Wire = Sequence[Mapping[str, Any]]
 SYSTEM = ("system", "developer")
 """Roles of system texts."""
@@ -37,7 +34,7 @@ class _Talk:
     """A conversation that the policy holds."""
 
     rollout: int
-    renderer: Renderer
+    renderer: ChatRenderer
     head: str
     """Its system text, tools and seed, as JSON."""
     wire: list[str] = field(default_factory=list)
@@ -51,7 +48,7 @@ class _Talk:
 class Conversations:
     """Answers requests (`serve.Answerer`). Thread-safe."""
 
-    def __init__(self, policy: Shared, tokenizer: Tokenizer, form: Form, tokens: int) -> None:
+    def __init__(self, policy: Shared, tokenizer: Tokenizer, form: type[ChatRenderer], tokens: int) -> None:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens = policy, tokenizer, form, tokens
         self._talks: list[_Talk] = []
@@ -91,7 +88,7 @@ class Conversations:
         written, ended = done.token_ids[:kept], done.token_ids[-1:]
         talk.wire = [*wire_now, json.dumps(_plain(message), sort_keys=True)]
         talk.tokens = before + len(done.token_ids)
-        talk.open = ended != [talk.renderer.last]
+        talk.open = ended != [talk.renderer.end]
         talk.busy = False
         logprobs = [
             _logprob(self.tokenizer, token, logprob)
@@ -139,7 +136,7 @@ class Conversations:
             raise ValueError("messages: the last one is a user's or a tool's")
         if not known:
             return talk.renderer.render(news, system, spelled=True)
-        end = [talk.renderer.last] if talk.open else []
+        end = [talk.renderer.end] if talk.open else []
         results = [each for each in news if isinstance(each, Result)]
         if len(results) == len(news):
             return end + talk.renderer.results(results)
@@ -177,7 +174,7 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     return found
 
 
-def _message(renderer: Renderer, token_ids: Sequence[int], asked: Asked) -> tuple[dict[str, Any], int | None]:
+def _message(renderer: ChatRenderer, token_ids: Sequence[int], asked: Asked) -> tuple[dict[str, Any], int | None]:
     """Return a turn as an endpoint's message. If it holds a stop text, the message ends before it, and the number of tokens up to
     the stop text is returned too."""
 
@@ -192,7 +189,7 @@ def _message(renderer: Renderer, token_ids: Sequence[int], asked: Asked) -> tupl
         before, kept = (
             bisect_left(range(len(token_ids)), end, key=lambda count: len(text(count))) for end in (at + 1, at + length)
         )
-        whole, token_ids = whole[:at], [*token_ids[: before - 1], renderer.last]
+        whole, token_ids = whole[:at], [*token_ids[: before - 1], renderer.end]
     said = renderer.parse(token_ids)
     if any(isinstance(written.call, ToolError) for written in said.calls) or (
         said.calls and asked.tool_choice == "none"

@@ -162,7 +162,7 @@ def test_what_qwens_format_can_not_say() -> None:
 def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: ChatRenderer, text: str) -> None:
     assert not special(renderer, renderer.encode(text))
     assert TOKENIZER.decode(renderer.encode(text), skip_special_tokens=False) == text
-    assert special(renderer, renderer.user(text)) == special(renderer, renderer.user("x"))
+    assert special(renderer, renderer.ask(text)) == special(renderer, renderer.ask("x"))
     assert special(renderer, renderer.open(text + "x")) == special(renderer, renderer.open("x"))
     one = [Result(id="functions.do:0", text=text)]
     assert special(renderer, renderer.results(one)) == special(renderer, renderer.results([Result(id="a", text="x")]))
@@ -250,9 +250,7 @@ def by_template(renderer: ChatRenderer, messages: list[Message], system: str) ->
             held.append({"role": "tool", "content": message.text, "id": message.id})
         else:
             held.append({"role": "user", "content": message.text})
-    source = (
-        QWEN_TEMPLATE if renderer.end in QwenRenderer.tokens and isinstance(renderer, QwenRenderer) else KIMI_TEMPLATE
-    )
+    source = QWEN_TEMPLATE if isinstance(renderer, QwenRenderer) else KIMI_TEMPLATE
     environment = jinja2.Environment(keep_trailing_newline=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     tools = json.dumps(list(renderer.tools), ensure_ascii=False, separators=(",", ":")) if renderer.tools else ""
@@ -275,7 +273,7 @@ def test_the_layout_is_the_templates(renderer: ChatRenderer, count: int, text: s
     results: list[Message] = [Result(id=name, text=f"1|x\n2|{name}") for name in names] or [User(text="and?")]
     messages = [User(text="fix f.py"), turn, *results]
     if isinstance(renderer, QwenRenderer) and calls:  # what it can not know without schemas is given as strings
-        read = renderer.encoded([*renderer._said(turn), renderer.ids[renderer.end]])
+        read = renderer.encoded([*renderer._said(turn), renderer.end])
         rendered = (
             renderer.render(messages[:1], "You fix.")
             + read

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from composer_nb.harness.agent.chat import Result, Said, User, Written
 from composer_nb.harness.agent.compact import SPECIALS, CompactRenderer
+from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 
@@ -149,3 +152,161 @@ def test_a_tokenizer_that_finds_the_formats_tokens_in_any_text_is_refused(render
     loose = Tokenizer.from_str(renderer.tokenizer.to_str().replace('"special":true', '"special":false'))
     with pytest.raises(ValueError, match=r"<\|pad\|>.* must be special"):
         CompactRenderer(loose)
+
+
+# -- any tools -----------------------------------------------------------------------------------------------
+
+CURSOR = ToolSet.cursor(search=lambda session: None).schemas  # type: ignore[arg-type, return-value]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=4,
+)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "string": TEXT,
+    "boolean": st.booleans(),
+    "integer": st.integers(-(10**8), 10**8),
+    "array": st.lists(JSON, max_size=3),
+}
+
+
+@pytest.fixture(scope="module")
+def cursor(renderer: CompactRenderer) -> CompactRenderer:
+    return CompactRenderer(renderer.tokenizer, CURSOR)
+
+
+def turn_of(*calls: ToolCall, text: str = "") -> Said:
+    return Said(text=text, calls=tuple(Written(id=f"call_{n}", call=call) for n, call in enumerate(calls)))
+
+
+@settings(max_examples=400)
+@given(data=st.data())
+def test_any_tool_can_be_called(cursor: CompactRenderer, data: st.DataObject) -> None:
+    function = data.draw(st.sampled_from(CURSOR))["function"]
+    schemas, required = function["parameters"]["properties"], function["parameters"].get("required", [])
+    names = [
+        *required,
+        *data.draw(
+            st.lists(st.sampled_from(sorted({*schemas} - {*required})), unique=True)
+            if {*schemas} - {*required}
+            else st.just([])
+        ),
+    ]
+    arguments = {name: data.draw(VALUES[schemas[name]["type"]]) for name in data.draw(st.permutations(names))}
+    said = turn_of(ToolCall(name=function["name"], arguments=arguments))
+    paths = [arguments[name] for name in required if name.endswith(("path", "file", "directory"))]
+    if not all(re.fullmatch(r"\S+", path) for path in paths):
+        with pytest.raises(ValueError, match="cannot express"):
+            cursor.turn(said)
+        return
+    token_ids = cursor.turn(said)
+    assert cursor.parse(token_ids) == said and {*cursor.kinds(token_ids)} == {Kind.TOOL_CALL}
+    assert token_ids[-1] == cursor.end and not {*token_ids[:-1]} & cursor.stop
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (("read_file", {"target_file": "a.py"}), "read_file a.py"),
+        (("read_file", {"offset": 3, "target_file": "a.py"}), 'read_file a.py<|to|>{"offset": 3}'),
+        (
+            ("search_replace", {"file_path": "a.py", "old_string": "x = 1\n", "new_string": ""}),
+            "search_replace a.py<|to|>x = 1\n<|to|>",
+        ),
+        (("run_terminal_cmd", {"command": "ls", "is_background": False}), "run_terminal_cmd false<|to|>ls"),
+        (("read_lints", {}), "read_lints"),
+        (("codebase_search", {"query": "why?", "target_directories": []}), "codebase_search<|to|>why?<|to|>[]"),
+    ],
+)
+def test_how_calls_look(cursor: CompactRenderer, call: tuple[str, dict[str, Any]], text: str) -> None:
+    token_ids = cursor.turn(turn_of(ToolCall(name=call[0], arguments=call[1])))
+    assert cursor.tokenizer.decode(token_ids, skip_special_tokens=False) == f"{text}<|end|>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "read_file",
+            "read_file a b",
+            "read_file a<|to|>3",
+            'read_file a<|to|>{"target_file": "b"}',
+            "read a.py",
+            "ls",
+        ),
+        *(
+            "read_file a<|to|>{}<|to|>{}",
+            "search_replace a<|to|>x",
+            "run_terminal_cmd maybe<|to|>ls",
+            "write a<|to|>b<|to|>[",
+        ),
+        *("todo_write true<|to|>x", "done ", "done now", "done<|to|>a<|to|>b", "", "<|to|>", "read_file\ta"),
+    ],
+)
+def test_what_is_no_call(cursor: CompactRenderer, text: str) -> None:
+    said = cursor.parse(cursor.spell(text))
+    [written] = said.calls
+    assert isinstance(written.call, ToolError) and written.call.kind == "InvalidArguments"
+    assert written.text == f"{text}<|end|>" and said.text == ""
+
+
+def test_a_text_ends_a_conversation_only_where_no_tool_does(cursor: CompactRenderer, renderer: CompactRenderer) -> None:
+    for text, body in (("", "done"), ("I fixed it.", "done<|to|>I fixed it.")):
+        token_ids = cursor.turn(Said(text=text))
+        assert token_ids == cursor.spell(body) and cursor.parse(token_ids) == Said(text=text)
+        assert {*cursor.kinds(token_ids)} == {Kind.FINAL_MESSAGE}
+        with pytest.raises(ValueError, match="cannot express"):
+            renderer.turn(Said(text=text))
+    assert CompactRenderer(renderer.tokenizer, []).parse(cursor.turn(Said())) == Said()
+
+
+def test_what_a_turn_can_not_say(cursor: CompactRenderer) -> None:
+    read = ToolCall(name="read_file", arguments={"target_file": "a"})
+    for said in (
+        turn_of(read, read),
+        turn_of(read, text="I look."),
+        turn_of(ToolCall(name="rm", arguments={})),
+        turn_of(ToolCall(name="read_file", arguments={})),
+        turn_of(ToolCall(name="read_lints", arguments={"paths": {1, 2}})),
+        turn_of(ToolCall(name="read_file", arguments={"target_file": 3})),
+        turn_of(ToolCall(name="write", arguments={"file_path": "a", "contents": "\ud800"})),
+    ):
+        with pytest.raises(ValueError):
+            cursor.turn(said)
+
+
+def test_a_conversation_at_once_has_the_tokens_of_its_turns(cursor: CompactRenderer) -> None:
+    call, end = turn_of(ToolCall(name="read_lints", arguments={})), Said(text="Well?")
+    talk = [User(text="fix"), call, Result(id="call_0", text="none"), end, User(text="go on")]
+    turns = [*cursor.read([User(text="fix")]), *cursor.turn(call), *cursor.read([Result(id="call_0", text="none")])]
+    assert cursor.render(talk) == [*turns, *cursor.turn(end), *cursor.following("go on")]
+    assert cursor.read([User(text="fix")], "You fix.") == cursor.prompt("fix")
+    with pytest.raises(ValueError, match="no system text"):
+        cursor.render(talk, "You fix.")
+
+
+def made(name: str, *required: str, **kinds: str) -> dict[str, Any]:
+    parameters = {"properties": {name: {"type": kind} for name, kind in kinds.items()}, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        *([made("a b")], [made("")], [made("a"), made("a")], [made("done")], [made("done"), made("finish")]),
+        [made("read"), made("read_file", "path", path="string")],
+        [{"type": "function", "function": {"name": "a", "parameters": {"required": 3}}}],
+        [{"type": "function", "function": {"name": "a", "parameters": {"properties": [1]}}}],
+    ],
+)
+def test_tools_that_can_not_be_told_apart_are_refused(renderer: CompactRenderer, tools: list[dict[str, Any]]) -> None:
+    with pytest.raises(ValueError, match="tools: "):
+        CompactRenderer(renderer.tokenizer, tools)
+
+
+def test_another_tool_has_any_whole_number(renderer: CompactRenderer) -> None:
+    tools = [made("wait", "seconds", "what", seconds="integer", what="string"), made("finish")]
+    for seconds in (-1, 12_345_678):
+        call = ToolCall(name="wait", arguments={"seconds": seconds, "what": "x"})
+        made_for = CompactRenderer(renderer.tokenizer, tools)
+        assert made_for.parse_call(made_for.render_call(call)) == call

@@ -111,7 +111,7 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
     renderer = QwenRenderer(tokenizer, place.tools.schemas)
     turns = [
         renderer.turn(Said(text="I look.", calls=(Written(id="call_0", call=READ), Written(id="call_1", call=READ)))),
-        [*renderer.encode("<function=read_file> spelled out"), renderer.ids[renderer.end]],
+        [*renderer.encode("<function=read_file> spelled out"), renderer.end],
         renderer.turn(Said(text="It is well.")),
     ]
     policy = Typed(turns)

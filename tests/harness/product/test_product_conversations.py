@@ -26,7 +26,7 @@ from tests.harness.product.conftest import TOOL, Turns
 def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, [TOOL])
     call = Said(text="I look.", calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
-    done, broken = renderer.turn(Said(text="Done.")), [*renderer.encode("<tool_call>{"), renderer.ids[renderer.end]]
+    done, broken = renderer.turn(Said(text="Done.")), [*renderer.encode("<tool_call>{"), renderer.end]
     policy = Turns(renderer.turn(call), done, done, broken, done, done)
     start: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
@@ -131,7 +131,7 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
 def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, [TOOL])
     call = renderer.turn(Said(calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),)))
-    broken = [*call[:-2], renderer.ids[renderer.end]]  # without the token that ends a call
+    broken = [*call[:-2], renderer.end]  # without the token that ends a call
     done = renderer.turn(Said(text="Done."))
     start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     policy = Turns(broken, done)
