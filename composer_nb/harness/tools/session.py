@@ -12,7 +12,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
-from composer_nb.harness.tools.arguments import CONTROLS, Todo
+from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
+from composer_nb.harness.tools.tiny import Observation, tested, wanted
 from composer_nb.harness.tools.tool_call import ToolError
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ EDIT_BYTES = 2 << 20
 """Maximum size of a file that is changed by replacing or patching."""
 QUICK_S = 30.0
 """Time limit of a tool's own program."""
+TESTS_S = 120.0
+"""Time limit of a run of all visible tests."""
+PYTEST = ("python", "-m", "pytest", "--tb=short", "--no-header", "--color=no", "-p", "no:cacheprovider")
+_COUNTS = re.compile(r"^=* ?((?:\d{1,6} \w+,? )+)in [\d.]+s", re.M)
+_ERROR = re.compile(r"^E   (\S.*)$", re.M)
 DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
 """File system errors that the call itself causes; all others, such as a missing file, depend on the workspace."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
@@ -71,7 +77,9 @@ class Session:
         self.stop.set()
 
     def path(self, text: str) -> str:
-        """Return a path relative to the workspace. Raises ToolError (InvalidArguments) for one that leads out of it."""
+        """Return a path relative to the workspace. Raises ToolError (InvalidArguments) for none, and one that leads out of it."""
+        if "\0" in text:
+            raise ToolError("InvalidArguments", "a path has no NUL")
         whole = posixpath.normpath(posixpath.join(self.root, text))
         if whole != self.root and not whole.startswith(self.root + "/"):
             raise ToolError("InvalidArguments", f"{text[:200]}: leads out of the workspace {self.root}")
@@ -96,7 +104,7 @@ class Session:
 
     def text(self, path: str) -> str:
         """Read a file to change it; bytes that are not UTF-8 become lone surrogates. Raises ToolError for a large file."""
-        data = self.sandbox.read(path, max_bytes=EDIT_BYTES + 1)
+        data = self.sandbox.read(self.path(path), max_bytes=EDIT_BYTES + 1)
         if len(data) > EDIT_BYTES:
             text = f"{path}: larger than {EDIT_BYTES} bytes; change it with a program"
             raise ToolError("UnexpectedEnvironment", text)
@@ -104,6 +112,7 @@ class Session:
 
     def store(self, path: str, text: str) -> None:
         """Write the changed text of a file."""
+        path = self.path(path)
         self.sandbox.write(path, text.encode("utf-8", "surrogateescape"))
         self.seen.add(path)
         self.touched.add(path)
@@ -135,6 +144,25 @@ class Session:
             raise ToolError("Timeout", f"this took more than {QUICK_S:g} s: look in fewer files")
         return done
 
+    def run_visible_tests(self) -> Observation:
+        """Run the tests that pytest finds in the workspace. What they say is what the workspace's own code wants it to say.
+
+        Raises ToolError for a workspace without tests, one in which pytest does not run, and after TESTS_S.
+        """
+        self.restless = True  # tests may write files
+        done = self.run(PYTEST, timeout_s=TESTS_S, env={**self.environment, "PYTHONDONTWRITEBYTECODE": "1"})
+        if done.timed_out:
+            raise ToolError("Timeout", f"the tests took more than {TESTS_S:g} s")
+        output = clean(done.stdout)
+        if not (found := _COUNTS.findall(output)):
+            if done.exit_code == 5:
+                raise ToolError("UnexpectedEnvironment", "no tests here")
+            reason = (clean(done.stderr).strip() or output.strip()).rpartition("\n")[2]
+            raise ToolError("UnexpectedEnvironment", printable(f"pytest: {reason}")[:110])
+        counts = {what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) (\w+)", found[-1])}
+        passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
+        return tested(passed, passed + failed, _first_failure(output))
+
     def fit(self, text: str, name: str) -> str:
         """Return an observation of about SHOWN characters or less. A longer one goes to a file, and its head and tail remain."""
         if len(text) <= SHOWN:
@@ -154,6 +182,17 @@ class Session:
         """Write a file in FOLDER. Raises OSError."""
         self.sandbox.write(f"{FOLDER}/.gitignore", b"*\n")
         self.sandbox.write(path, text.encode())
+
+
+def _first_failure(output: str) -> str:
+    """Return one line about the first failure that pytest describes: `f(1) = 2 want 3` if it was a plain comparison."""
+    error = _ERROR.search(output)
+    if error is None:
+        return "no reason given"
+    before = [line for line in output[: error.start()].splitlines() if line.strip(" ^~")]
+    told = re.fullmatch(r"(?:AssertionError: )?assert (.*?) == (.*)", error[1])
+    call = re.search(r"\bassert (.*) == ", before[-1]) if before else None
+    return printable(wanted(call[1], told[1], told[2]) if call and told else error[1])
 
 
 def below(path: str) -> str:

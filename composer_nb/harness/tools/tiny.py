@@ -1,6 +1,6 @@
 """The four tools of tiny models: read, edit a line, run the visible tests, finish.
 
-They work in the sandbox of a session, or on files as data, whose code is executed on copies in sandboxes that all rollouts share.
+They work in any `Place`. In a workspace of plain files, code is executed on copies, in sandboxes that all rollouts share.
 """
 
 from __future__ import annotations
@@ -8,15 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
-from composer_nb.harness.tools.arguments import tool
-from composer_nb.harness.tools.session import Session, clean
+from composer_nb.harness.tools.arguments import CONTROLS, tool
 from composer_nb.harness.tools.tool_call import ToolError
-
-TESTS_S = 60.0
-"""Time limit of the tests of a workspace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +24,22 @@ class Observation:
     tests_passed: int | None = None
     """Visible tests passed, if the tool ran them."""
     tests_run: int | None = None
+
+
+class Place(Protocol):
+    """Where these tools work: a `Workspace`, or a `session.Session`. Raises OSError for a file that cannot be read or written."""
+
+    def text(self, path: str) -> str: ...
+
+    def store(self, path: str, text: str) -> None: ...
+
+    def fit(self, text: str, name: str) -> str:
+        """Return an observation of this tool, shortened where the place has a limit."""
+        ...
+
+    def run_visible_tests(self) -> Observation:
+        """Raises ToolError where there are no tests."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,74 +53,61 @@ class Workspace:
 
     def text(self, path: str) -> str:
         if path not in self.files:
-            raise ToolError("InvalidArguments", f"no file {path}")
+            raise FileNotFoundError(path)
         return self.files[path]
 
     def store(self, path: str, text: str) -> None:
         self.files[path] = text
 
-    def test(self) -> Observation:
-        """Run the visible tests. Raises SandboxFailure."""
+    def fit(self, text: str, name: str) -> str:
+        return text
+
+    def run_visible_tests(self) -> Observation:
         if not self.visible_tests:
             raise ToolError("UnexpectedEnvironment", "no tests here")
         tests = parse_test_files(self.visible_tests)
         [outcomes] = self.sandboxes.run([request_tests(self.files, tests)])
         passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
-        if all(passed):
-            return tested(len(tests), len(tests))
-        place = passed.index(False)
-        return tested(sum(passed), len(tests), describe(tests[place], outcomes[place]))
+        first = "" if all(passed) else describe(tests[place := passed.index(False)], outcomes[place])
+        return tested(sum(passed), len(tests), first)
 
 
-def tested(passed: int, count: int, first: str = "") -> Observation:
-    """Return what a run of tests is answered with. `first`: the first failure."""
-    text = f"pass {count}" if passed == count else f"fail {count - passed}/{count}: {first}"[:110]
-    return Observation(text=text, tests_passed=passed, tests_run=count)
-
-
-def run_pytest(session: Session) -> Observation:
-    """Run the tests of a workspace in its sandbox. Raises ToolError."""
-    words = ["python3", "-m", "pytest", "-q", "--tb=no", "-rfE", "--no-header", "-p", "no:cacheprovider", "--color=no"]
-    done = session.run(words, timeout_s=TESTS_S, env=session.environment)
-    output = clean(done.stdout)
-    if done.timed_out:
-        raise ToolError("Timeout", f"the tests took more than {TESTS_S:g} s")
-    last = output.strip().rpartition("\n")[2]
-    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|error)", last)}
-    if not (run := sum(counts.values())):
-        raise ToolError("UnexpectedEnvironment", last[:110] or "no tests here")
-    first = re.search(r"^(?:FAILED|ERROR) (.*)", output, re.M)
-    return tested(counts.get("passed", 0), run, first[1] if first else "")
+def _text(place: Place, path: str) -> str:
+    try:
+        return place.text(path)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ToolError("InvalidArguments", f"no file {path}") from None
 
 
 @tool()
-def read_file(workspace: Workspace | Session, path: str) -> Observation:
+def read_file(place: Place, path: str) -> Observation:
     """Read a file.
 
     path: relative path
     """
-    lines = _lines(workspace.text(path))
-    return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(lines, 1)))
+    text = _text(place, path).encode("utf-8", "replace").decode().translate(CONTROLS)
+    numbered = "\n".join(f"{number}{line}" for number, line in enumerate(_lines(text), 1))
+    return Observation(text=place.fit(numbered, "read_file"))
 
 
 @tool(mutates=True)
-def edit_line(workspace: Workspace | Session, path: str, line: int, text: str) -> Observation:
+def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
     """Replace one line of a file by another; its indentation is kept.
 
     path: relative path
     """
-    before = workspace.text(path)
+    before = _text(place, path)
     lines, text = _lines(before), text.strip()
-    place = line - 1
-    if not 0 <= place < len(lines):
+    if not 1 <= line <= len(lines):
         raise ToolError("InvalidArguments", "no line")
     if "\n" in text or "\r" in text:
         raise ToolError("InvalidArguments", "one line")
-    indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
-    if lines[place] == indent + text:
+    old = lines[line - 1].removesuffix("\r")
+    new = old[: len(old) - len(old.lstrip())] + text
+    if old == new:
         return Observation(text="same")  # tells the agent at once that this edit changed nothing
-    lines[place] = indent + text
-    workspace.store(path, "\n".join(lines) + "\n" * before.endswith("\n"))
+    lines[line - 1] = new + "\r" * lines[line - 1].endswith("\r")
+    place.store(path, "\n".join(lines) + "\n" * before.endswith("\n"))
     return Observation(text="ok")
 
 
@@ -117,22 +117,31 @@ def _lines(text: str) -> list[str]:
 
 
 @tool()
-def run_tests(workspace: Workspace | Session) -> Observation:
+def run_tests(place: Place) -> Observation:
     """Run the visible tests."""
-    return workspace.test() if isinstance(workspace, Workspace) else run_pytest(workspace)
+    return place.run_visible_tests()
 
 
 @tool(ends=True)
-def finish(workspace: Workspace | Session) -> Observation:
+def finish(place: Place) -> Observation:
     """Finish; the files are graded."""
     return Observation(text="")
 
 
+def tested(passed: int, run: int, first: str) -> Observation:
+    """Return what the agent sees of its tests. `first`: one line about the first that failed."""
+    text = f"pass {run}" if passed == run else f"fail {run - passed}/{run}: {first}"[:110]
+    return Observation(text=text, tests_passed=passed, tests_run=run)
+
+
 def describe(test: FunctionTest, outcome: CallOutcome) -> str:
     """Return one line for the agent: the call, its outcome, the expected value."""
-    call = f"{test.function}({_compact(test.arguments[1:-1].removesuffix(','))})"
-    got = _compact(outcome.text)[:24] if outcome.status in ("returned", "raised") else outcome.status
-    return f"{call} = {got} want {_compact(test.expected)[:24]}"
+    got = outcome.text if outcome.status in ("returned", "raised") else outcome.status
+    return wanted(f"{test.function}({test.arguments[1:-1].removesuffix(',')})", got, test.expected)
+
+
+def wanted(call: str, got: str, want: str) -> str:
+    return f"{_compact(call)} = {_compact(got)[:24]} want {_compact(want)[:24]}"
 
 
 _STRING_OR_SPACE = re.compile(r"""'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?| """)

@@ -53,7 +53,7 @@ class ToolSet:
 
     @classmethod
     def tiny(cls) -> ToolSet:
-        """Read, line edit, run tests, finish: for tiny models, without a sandbox of their own."""
+        """Read, line edit, run tests, finish: for tiny models, in a sandbox or without one of their own."""
         return cls(tools={tool.name: tool for tool in TINY}, terse=True)
 
     @classmethod
@@ -111,13 +111,14 @@ class ToolSet:
 
         A call that could not be read is answered with the reason. Raises SandboxFailure.
         """
+        valid = [call for call in calls if isinstance(call, ToolCall)]
         if isinstance(place, Session):
-            valid = iter(self.run(place, [call for call in calls if isinstance(call, ToolCall)]))
-            found = (next(valid, None) if isinstance(call, ToolCall) else _refused(call) for call in calls)
-            return [reply for reply in found if reply is not None]
+            done = iter(self.run(place, valid))
+        else:
+            done = (self._step(place, call) for call in valid)
         replies: list[Reply] = []
         for call in calls:
-            replies.append(_refused(call) if isinstance(call, ToolError) else self._step(place, call))
+            replies.append(next(done) if isinstance(call, ToolCall) else _refused(call))
             if replies[-1].ends:
                 break
         return replies
@@ -125,10 +126,9 @@ class ToolSet:
     def _step(self, workspace: Workspace, call: ToolCall) -> Reply:
         try:
             tool, arguments = self.find(call)
-            seen: Observation = tool(workspace, arguments)
+            return _told(call, tool, tool(workspace, arguments))
         except ToolError as error:
             return Reply(call=call, text=str(error), error=error.kind)
-        return _observed(call, tool, seen)
 
     def open(self, sandbox: Sandbox) -> Session:
         """Open a session in a sandbox. Raises SandboxUnavailable if it lacks a program that a tool needs."""
@@ -152,7 +152,7 @@ class ToolSet:
         return session
 
     def run(self, session: Session, calls: Sequence[ToolCall]) -> list[Reply]:
-        """Carry out the calls of one turn, and return a reply to each, in their order.
+        """Carry out the calls of one turn, and return a reply to each, in their order, up to one that ends the rollout.
 
         Calls that only read run together, FAN_OUT at a time. A call that may change something begins when all before it have
         ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
@@ -177,23 +177,23 @@ class ToolSet:
         return call.name in self.tools and (self.tools[call.name].mutates or self.tools[call.name].ends)
 
     def _answer(self, session: Session, call: ToolCall) -> Reply:
-        began, error = time.monotonic(), None
+        began = time.monotonic()
         try:
             tool, arguments = self.find(call)
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
-            seen: Observation | str = tool(session, arguments)
-            if isinstance(seen, Observation):
-                return replace(_observed(call, tool, seen), seconds=time.monotonic() - began)
-            text = seen
+            reply = _told(call, tool, tool(session, arguments))
         except SandboxFailure:
             raise
         except Exception as failed:  # the boundary between tools and an agent: the other calls go on
             error, text = _failure(failed)
-        return Reply(call=call, text=text, error=error, seconds=time.monotonic() - began)
+            reply = Reply(call=call, text=text, error=error)
+        return replace(reply, seconds=time.monotonic() - began)
 
 
-def _observed(call: ToolCall, tool: Tool, seen: Observation) -> Reply:
+def _told(call: ToolCall, tool: Tool, seen: Observation | str) -> Reply:
+    if isinstance(seen, str):
+        seen = Observation(text=seen)
     return Reply(call=call, text=seen.text, tests_passed=seen.tests_passed, tests_run=seen.tests_run, ends=tool.ends)
 
 

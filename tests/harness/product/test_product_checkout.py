@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob, carry_back
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.accept import Changes, Conflict
 from composer_nb.harness.product.accept import accept as accept_changes
-from composer_nb.harness.product.checkout import Checkout, carry_back, changed, read_checkout
-from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, patch
+from composer_nb.harness.product.checkout import Checkout, changed, read_checkout
+from composer_nb.harness.product.diff import patch
 from composer_nb.harness.sandbox.contract import Backend
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.product.diff import EXECUTABLE, LINK, PLAIN, Blob, patch
+from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob
+from composer_nb.harness.product.diff import patch
 from composer_nb.harness.sandbox.contract import Backend
 
 Tree = dict[str, Blob]

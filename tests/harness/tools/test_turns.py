@@ -11,8 +11,9 @@ import pytest
 from composer_nb.harness.sandbox import open_backend, toolchain
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tools import session as session_module
 from composer_nb.harness.tools.session import Session
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import Reply, ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 
 
@@ -128,3 +129,91 @@ def test_programs_of_a_private_folder_are_not_open_to_all(tmp_path: Path) -> Non
     program.chmod(0o755)
     assert toolchain.is_elf(str(program)) and not toolchain.open_to_all(str(program))
     assert toolchain.open_to_all("/usr/bin/env")
+
+
+# -- the tools of tiny models in a sandbox --------------------------------------------------------------------
+
+TESTS = """\
+from f import f
+
+def test_some():
+    assert f([1, 5, 3], 2) == [5, 3]
+
+def test_none():
+    assert f([], 1) == []
+"""
+WRONG = "def f(xs, k):\n    return [x for x in xs if x < k]\n"
+
+
+@pytest.fixture
+def place(box: Sandbox) -> Session:
+    for path, text in (("f.py", WRONG), ("test_f.py", TESTS), ("latin.txt", "a\xe9\r\n  b\r\n")):
+        box.write(path, text.encode("latin-1"))
+    return ToolSet.tiny().open(box)
+
+
+def tiny(place: Session, name: str, **arguments: object) -> Reply:
+    [reply] = ToolSet.tiny().answer(place, [ToolCall(name=name, arguments=arguments)])
+    return reply
+
+
+def test_a_tiny_model_mends_a_file_in_a_sandbox(place: Session, box: Sandbox) -> None:
+    assert tiny(place, "read_file", path="f.py").text == "1def f(xs, k):\n2    return [x for x in xs if x < k]"
+    seen = tiny(place, "run_tests")
+    assert seen.text == "fail 1/2: f([1,5,3],2) = [1] want [5,3]" and (seen.tests_passed, seen.tests_run) == (1, 2)
+    assert tiny(place, "edit_line", path="./f.py", line=2, text="return [x for x in xs if x > k]").text == "ok"
+    assert box.read("f.py").decode() == WRONG.replace("<", ">") and place.touched == {"f.py"}
+    seen = tiny(place, "run_tests")
+    assert (seen.text, seen.tests_passed, seen.tests_run, seen.error) == ("pass 2", 2, 2, None)
+
+
+def test_what_is_no_text_of_utf_8_stays_as_it_is(place: Session, box: Sandbox) -> None:
+    assert tiny(place, "read_file", path="latin.txt").text == "1a?\\x0d\n2  b\\x0d"
+    assert tiny(place, "edit_line", path="latin.txt", line=2, text="c").text == "ok"
+    assert box.read("latin.txt") == b"a\xe9\r\n  c\r\n"
+
+
+@pytest.mark.parametrize("path", ["g.py", ".", "f.py/g", "", "../f.py", "/etc/passwd", "f.py\0", "f\udc80", "f" * 5000])
+def test_only_files_of_the_workspace_are_there(place: Session, path: str) -> None:
+    for name, more in (("read_file", {}), ("edit_line", {"line": 1, "text": "x"})):
+        assert tiny(place, name, path=path, **more).error == "InvalidArguments"
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "text"),
+    [
+        ("def f(x:\n", TESTS, "fail 1/1: SyntaxError: "),
+        ("", TESTS, "fail 1/1: ImportError: cannot import name 'f'"),
+        ("def f(*x): return x", TESTS, "fail 2/2: f([1,5,3],2) = ([1,5,3],2) want [5,3]"),
+        ("def f(*x): raise KeyError('a\\nb')", TESTS, "fail 2/2: KeyError: 'a\\nb'"),
+        ("", "import pytest\n@pytest.mark.skip\ndef test_a():\n    pass\n", "pass 0"),
+        ("", "x = 1\n", None),
+        ("", "import os\nos._exit(3)\n", None),
+        ("print('E   spoofed')\ndef f(*x): return 1", TESTS, "fail 2/2: "),
+    ],
+)
+def test_what_the_tests_say(place: Session, box: Sandbox, code: str, tests: str, text: str | None) -> None:
+    box.write("f.py", code.encode())
+    box.write("test_f.py", tests.encode())
+    seen = tiny(place, "run_tests")
+    assert seen.error == (None if text else "UnexpectedEnvironment")
+    assert seen.text.startswith(text or "") and len(seen.text) <= 110 and "\n" not in seen.text
+
+
+def test_tests_that_take_too_long_are_ended(place: Session, box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "TESTS_S", 1.0)
+    box.write("test_f.py", b"import time\ntime.sleep(6000)\n")
+    assert tiny(place, "run_tests").error == "Timeout"
+
+
+def test_nothing_is_carried_out_after_the_end(place: Session, box: Sandbox) -> None:
+    edit = ToolCall(name="edit_line", arguments={"path": "f.py", "line": 1, "text": "x"})
+    end, read = ToolCall(name="finish", arguments={}), ToolCall(name="read_file", arguments={"path": "f.py"})
+    bad = ToolError("InvalidArguments", "bad call")
+    replies = ToolSet.tiny().answer(place, [bad, read, end, read, bad, edit])
+    assert [(reply.error, reply.ends) for reply in replies] == [
+        ("InvalidArguments", False),
+        (None, False),
+        (None, True),
+    ]
+    assert box.read("f.py").decode() == WRONG
