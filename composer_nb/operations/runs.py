@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,6 @@ def _reported(run: Any, newest: Path, *kept: str) -> int:
     arg("--tasks PATH", "tasks, as for composer-nb eval", type=Path, required=True),
     arg("--out RUN", "the run", Path("runs/rl")),
     SET,
-    arg("--plain", "as in tour; RL alone has no notebook, so it changes nothing"),
     lines=True,
 )
 def rl(given: argparse.Namespace) -> int:
@@ -75,6 +74,7 @@ def rl(given: argparse.Namespace) -> int:
 
     A fifth of the tasks is held out for the scores before and after. rl.max_seconds limits the time.
     """
+    from composer_nb.harness.agent.loop import LIMITS
     from composer_nb.harness.sandbox.calls import SandboxExecutor
     from composer_nb.jobs.notebook import terminate_as_interrupt
     from composer_nb.settings import Settings, override
@@ -89,6 +89,9 @@ def rl(given: argparse.Namespace) -> int:
         values["env.renderer"] = format_of(given.model)
     values = {"env.tools": "tiny" if values.get("env.renderer", "compact") == "compact" else "cursor"} | values
     chosen = override(Settings(), values)
+    if chosen.env.tools == "cursor" and not any(name.startswith("limits.") for name in values):  # as in the product
+        most = min(LIMITS.tokens, chosen.agent_model.max_position_embeddings)
+        chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
     try:
         with terminate_as_interrupt():
             run = start_or_resume(None, chosen, runs=given.out.parent, name=given.out.name, resume=True, say=log.info)

@@ -21,13 +21,14 @@ from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked, protected, single
 from composer_nb.jobs import directory
 from composer_nb.trainer.models.shards import read_shards
-from composer_nb.trainer.parallel.checkpoint import Reader, whole
+from composer_nb.trainer.parallel.checkpoint import Reader
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.versions.manifest import DamagedVersion, Manifest
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.relay import Relay
 from composer_nb.trainer.versions.store import Report, Store, StoreError
 from composer_nb.trainer.weights import apply_delta, verify
+from tests.trainer.parallel.whole_state import whole
 
 OUTSIDE = [
     "", ".", "..", "/", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a//b", "a/", "a\0b", "a\\b", "..\\x",

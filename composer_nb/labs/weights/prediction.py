@@ -48,11 +48,6 @@ class Profile:
         """Number of weights."""
         return float(self.counts_EB.sum())
 
-    @property
-    def mean_u(self) -> float:
-        """Mean |u|."""
-        return float((self.counts_EB.sum(0) * _SIZES).sum() / max(self.weights, 1.0))
-
 
 def profile(weights: Tensor, directions: Tensor) -> Profile:
     """Return the profile of a tensor and the optimiser's directions u, both of any float dtype. Raises ValueError when the shapes
@@ -100,11 +95,6 @@ class Prediction:
     weights: float
     changed_fraction: float
     bytes: float
-
-    @property
-    def of_full(self) -> float:
-        """Bytes, as a share of the bfloat16 weights."""
-        return self.bytes / max(2 * self.weights, 1.0)
 
 
 def predict(found: Profile, lr: float) -> Prediction:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -221,12 +220,6 @@ def families(streams: Sequence[Stream]) -> list[list[int]]:
         prompt = stream.token_ids[: int(stream.acted.argmax())]
         found.setdefault(prompt.tobytes(), []).append(number)
     return list(found.values())
-
-
-def tree_tokens(streams: Sequence[Stream]) -> int:
-    """Return the number of tokens of `streams` that are distinct as paths from the start: the cost of their forward pass."""
-    ordered = sorted((_signature(stream) for stream in streams), key=lambda signature: signature.tobytes())
-    return sum(len(s) for s in ordered) - sum(_shared(a, b) for a, b in pairwise(ordered))
 
 
 def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:

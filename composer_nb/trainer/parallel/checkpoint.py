@@ -13,17 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from composer_nb.harness.untrusted import checked
-from composer_nb.trainer.learning.logit_scale import LogScale
-from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.parallel.optimizer import KINDS, ShardedOptimizer
+from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 
 _FORMS = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
 _METADATA = {
@@ -66,27 +62,13 @@ def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) ->
 def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Takes up where a checkpoint was taken, on all ranks. Raises ValueError that names the folder when it cannot be read."""
     state = optimizer.state()
-    with _readable(folder):
+    with readable(folder):
         dcp.load(state, storage_reader=Reader(folder), process_group=group)
     optimizer.load(state)
 
 
-def whole(folder: Path, model: Model) -> dict[str, Tensor]:
-    """A checkpoint as the state of a `FlatOptimizer` of `model`, which is not cut. Raises like `restore`."""
-    reader = Reader(folder)
-    weights = dict(model.named_parameters())
-    state: dict[str, Any] = {f"{kind}.{name}": torch.empty_like(w) for name, w in weights.items() for kind in KINDS}
-    state["step"] = torch.zeros(())
-    with _readable(folder):
-        if "scale" in reader.read_metadata().state_dict_metadata:
-            state["scale"] = LogScale(0.0).moments
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    flat = {kind: torch.cat([state[f"{kind}.{name}"].detach().reshape(-1) for name in weights]) for kind in KINDS}
-    return flat | {name: state[name] for name in ("step", "scale") if name in state}
-
-
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (

@@ -163,11 +163,8 @@ class Coordinator:
     def _make_pair(self) -> None:
         self.made += 1
         name, version = f"engine-{self.made}", self._serve()
-        seed = self.settings.sampling_seed
-        engine = self.actors.make(
-            EngineService, self.run.path, self.settings, version, seed, name, name=name, threads=4
-        )
         s = self.settings
+        engine = self.actors.make(EngineService, self.run.path, s, version, s.sampling_seed, name, name=name, threads=4)
         worker = self.actors.make(
             EnvironmentService,
             *(self.run.path, s.env, s.limits, s.prompt_seed, s.rl.group),

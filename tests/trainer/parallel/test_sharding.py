@@ -22,13 +22,13 @@ from composer_nb.trainer.learning.replay_settings import ReplaySettings
 from composer_nb.trainer.models.checkpoint import published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.checkpoint import restore, save
-from composer_nb.trainer.parallel.checkpoint import whole as whole_state
 from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.owned import held
 from composer_nb.trainer.parallel.team import Team
 from tests.trainer.forked import on_ranks
+from tests.trainer.parallel.whole_state import whole as whole_state
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts=8)
 GQA = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=8, moe_intermediate_size=16, max_position_embeddings=64)
