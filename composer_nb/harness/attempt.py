@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.driver import Job, Seat
 from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse
-from composer_nb.harness.agent.turns import Format, Limits, Speaker, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, Speaker, TokenSpeaker
 from composer_nb.harness.carry import LINK, Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
@@ -59,7 +60,7 @@ class Environment:
 class Agent:
     """A policy's side of attempts: its chat format, with the tools and limits that it works under."""
 
-    renderer: Format
+    renderer: ChatRenderer
     tools: ToolSet = field(default_factory=ToolSet.tiny)
     limits: Limits = field(default_factory=Limits)
     clock: Callable[[], float] = time.monotonic

@@ -6,7 +6,7 @@ A turn of the agent is the tokens between `<|call|>` and `<|end|>`, and holds on
 argument after a space, then each other required argument after the token `<|to|>`; the optional arguments that are given are one
 JSON object after a last `<|to|>`. Short are numbers, booleans, and strings without white space whose name ends in path, file or
 directory; a `line` has at most six digits. Strings stand as they are, everything else as JSON. The word is the tool's name, or a
-short one of the tools of tiny models:
+shorter one for tools of tiny models:
 
     edit f.py 3<|to|>return x        search_replace f.py<|to|>old<|to|>new<|to|>{"replace_all": true}
 
@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -39,8 +38,7 @@ _WORDS = {"read_file path": "read", "edit_line path line text": "edit", "run_tes
 _ZEROS = re.compile("^0+(?=[0-9])")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
+class _Form(NamedTuple):
     """How calls of one tool are written."""
 
     tool: str
@@ -56,25 +54,25 @@ class _Form:
         """Raises ValueError for a tool whose calls cannot be written."""
         tool, parameters, short, long = function["name"], function.get("parameters") or {}, list[str](), list[str]()
         try:
+            [word] = tool.split()
             types = {name: schema.get("type") for name, schema in (parameters.get("properties") or {}).items()}
             required = list(dict.fromkeys(parameters.get("required") or ()))
             for name in required:
                 path = types.get(name) == "string" and name.endswith(("path", "file", "directory"))
                 (short if path or types.get(name) in ("integer", "number", "boolean") else long).append(name)
-            word = _WORDS.get(" ".join([tool, *required]), tool)
+            word = _WORDS.get(" ".join([word, *required]), word)
             head = re.escape(word) + "".join(" ([0-9]{1,6})" if name == "line" else r" (\S+)" for name in short)
-        except (AttributeError, TypeError):
-            raise ValueError(f"tools: {tool}: its parameters are no JSON schema") from None
-        if not re.fullmatch(r"\S+", tool):
-            raise ValueError(f"tools: {tool!r}: the format of this model needs a name without white space")
-        return cls(tool=tool, word=word, short=tuple(short), long=tuple(long), head=re.compile(head), types=types)
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f"tools: {tool!r}: a name without white space and a JSON schema are needed") from None
+        return cls(tool, word, tuple(short), tuple(long), re.compile(head), types)
 
     def write(self, arguments: Mapping[str, Any], to: int) -> list[Piece]:
-        """Raises ValueError for arguments that are no values of JSON, or lack a required one."""
+        """Raises ValueError for arguments that are no values of JSON."""
         names = (*self.short, *self.long)
-        if lacking := [name for name in names if name not in arguments]:
-            raise ValueError(f"{self.tool}: the format cannot express a call without {lacking[0]}")
-        texts = [v if isinstance(v := arguments[n], str) and self._plain(n) else write_json(v) for n in names]
+        # What is lacking is found by parsing the turn.
+        texts = [
+            str(arguments.get(n)) if self.types.get(n) == "string" else write_json(arguments.get(n)) for n in names
+        ]
         more = {name: value for name, value in arguments.items() if name not in names}
         texts += [write_json(more)] if more else []
         pieces: list[Piece] = [" ".join([self.word, *texts[: len(self.short)]])]
@@ -86,16 +84,13 @@ class _Form:
         """Raises ToolError for anything but a call."""
         names, extra, match = (*self.short, *self.long), len(texts) - len(self.long), self.head.fullmatch(head)
         if not match or extra not in (0, int(not self.types.keys() <= {*names})):
-            raise _bad()
+            raise ToolError("InvalidArguments", "bad call")
         given = zip(names, (*match.groups(), *texts), strict=False)
-        arguments = {name: text if self._plain(name) else read_json(_ZEROS.sub("", text)) for name, text in given}
+        arguments = {n: t if self.types.get(n) == "string" else read_json(_ZEROS.sub("", t)) for n, t in given}
         more = read_json(texts[-1]) if extra else {}
         if not isinstance(more, dict) or arguments.keys() & more:
-            raise _bad()
+            raise ToolError("InvalidArguments", "bad call")
         return ToolCall(name=self.tool, arguments=arguments | more)
-
-    def _plain(self, name: str) -> bool:
-        return bool(self.types.get(name) == "string")
 
 
 class CompactRenderer(ChatRenderer):
@@ -109,9 +104,8 @@ class CompactRenderer(ChatRenderer):
         """Raises ValueError also for tools whose calls would look alike or cannot be written."""
         super().__init__(tokenizer, ToolSet.tiny().schemas if tools is None else tools)
         self.pad, self.bos, self.user, self.call, self.out, self.end, self.to = (self.ids[token] for token in SPECIALS)
-        added = tokenizer.get_added_tokens_decoder()
-        if loose := [token for token in SPECIALS if not (held := added.get(self.ids[token])) or not held.special]:
-            raise ValueError(f"the tokenizer finds {', '.join(loose)} in plain text: these tokens must be special")
+        if not all(held.special for n, held in tokenizer.get_added_tokens_decoder().items() if n in self.names):
+            raise ValueError(f"the tokens {', '.join(SPECIALS)} must be special")
         forms = [_Form.of(tool["function"]) for tool in self.tools]
         self._ends = any(form.word == DONE != form.tool for form in forms)
         self._tools, self._words = {form.tool: form for form in forms}, {form.word: form for form in forms}
@@ -139,7 +133,7 @@ class CompactRenderer(ChatRenderer):
         for written in self.parse(token_ids).calls:
             if isinstance(written.call, ToolCall):
                 return written.call
-        raise _bad()
+        raise ToolError("InvalidArguments", "bad call")
 
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn: a call, or why there is none; without a tool that ends conversations, also a text."""
@@ -187,14 +181,10 @@ class CompactRenderer(ChatRenderer):
             elif piece == self.to:
                 parts.append("")
             else:
-                raise _bad()
+                raise ToolError("InvalidArguments", "bad call")
         head, *texts = parts
         if head == DONE and not self._ends and len(texts) < 2:
             return Said(text="".join(texts).strip())
         if (word := head.partition(" ")[0]) not in self._words:
-            raise _bad()
+            raise ToolError("InvalidArguments", "bad call")
         return Said(calls=(Written(id="call_0", call=self._words[word].read(head, texts)),))
-
-
-def _bad() -> ToolError:
-    return ToolError("InvalidArguments", "bad call")

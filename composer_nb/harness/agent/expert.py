@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from random import Random
 
-from composer_nb.harness.agent.chat import Message, Said
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
 from composer_nb.harness.agent.scripts import turn
-from composer_nb.harness.agent.turns import Format
 from composer_nb.harness.agent.turns import Script as ChatScript
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.tasks.repairs import bugs
@@ -123,7 +122,7 @@ class ScriptedPolicy:
     Raises ValueError when a script ends before its agent does.
     """
 
-    def __init__(self, renderer: Format, script: Callable[[int], Script], capacity: int = 256) -> None:
+    def __init__(self, renderer: ChatRenderer, script: Callable[[int], Script], capacity: int = 256) -> None:
         self.renderer, self.script, self.capacity = renderer, script, capacity
         self._scripts: dict[int, Script] = {}
         self._requests: list[Request] = []

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from tokenizers import Tokenizer
-
-from composer_nb.harness.agent.chat import Message, Result, Said, User
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.rollout import Kind, Segment, Transcript
 
@@ -84,29 +82,12 @@ class ScriptSpeaker(Silent):
         return Spoken(said=said)
 
 
-class Format(Protocol):
-    """A wire format of conversations (`chat.ChatRenderer`, `compact.CompactRenderer`)."""
-
-    tokenizer: Tokenizer
-
-    @property
-    def stop(self) -> frozenset[int]: ...
-
-    def turn(self, said: Said) -> list[int]: ...
-
-    def read(self, news: News, system: str = "") -> list[int]: ...
-
-    def parse(self, token_ids: Sequence[int]) -> Said: ...
-
-    def kinds(self, token_ids: Sequence[int]) -> Sequence[Kind]: ...
-
-
 class TokenSpeaker:
     """Asks a policy that continues tokens. Keeps every token as it was sampled."""
 
     def __init__(
         self,
-        renderer: Format,
+        renderer: ChatRenderer,
         rollout: int,
         limits: Limits,
         ask: Callable[[Request, float], Completion],

@@ -29,7 +29,6 @@ QUICK_S = 30.0
 """Time limit of a tool's own program."""
 TESTS_S = 120.0
 """Time limit of a run of all visible tests."""
-PYTEST = ("python", "-m", "pytest", "--tb=short", "--no-header", "--color=no", "-p", "no:cacheprovider")
 _COUNTS = re.compile(r"^=* ?((?:\d{1,6} \w+,? )+)in [\d.]+s", re.M)
 _ERROR = re.compile(r"^E   (\S.*)$", re.M)
 DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
@@ -77,9 +76,7 @@ class Session:
         self.stop.set()
 
     def path(self, text: str) -> str:
-        """Return a path relative to the workspace. Raises ToolError (InvalidArguments) for none, and one that leads out of it."""
-        if "\0" in text:
-            raise ToolError("InvalidArguments", "a path has no NUL")
+        """Return a path relative to the workspace. Raises ToolError (InvalidArguments) for one that leads out of it."""
         whole = posixpath.normpath(posixpath.join(self.root, text))
         if whole != self.root and not whole.startswith(self.root + "/"):
             raise ToolError("InvalidArguments", f"{text[:200]}: leads out of the workspace {self.root}")
@@ -150,15 +147,15 @@ class Session:
         Raises ToolError for a workspace without tests, one in which pytest does not run, and after TESTS_S.
         """
         self.restless = True  # tests may write files
-        done = self.run(PYTEST, timeout_s=TESTS_S, env={**self.environment, "PYTHONDONTWRITEBYTECODE": "1"})
+        command = ("python", "-Bm", "pytest", "--tb=short", "--no-header", "--color=no", "-p", "no:cacheprovider")
+        done = self.run(command, timeout_s=TESTS_S, env=self.environment)
         if done.timed_out:
             raise ToolError("Timeout", f"the tests took more than {TESTS_S:g} s")
         output = clean(done.stdout)
         if not (found := _COUNTS.findall(output)):
-            if done.exit_code == 5:
-                raise ToolError("UnexpectedEnvironment", "no tests here")
-            reason = (clean(done.stderr).strip() or output.strip()).rpartition("\n")[2]
-            raise ToolError("UnexpectedEnvironment", printable(f"pytest: {reason}")[:110])
+            reason = clean(done.stderr).strip() or output.strip() or f"exit code {done.exit_code}"
+            told = "no tests here" if done.exit_code == 5 else printable(reason.rpartition("\n")[2])[:110]
+            raise ToolError("UnexpectedEnvironment", told)
         counts = {what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) (\w+)", found[-1])}
         passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
         return tested(passed, passed + failed, _first_failure(output))
@@ -186,12 +183,9 @@ class Session:
 
 def _first_failure(output: str) -> str:
     """Return one line about the first failure that pytest describes: `f(1) = 2 want 3` if it was a plain comparison."""
-    error = _ERROR.search(output)
-    if error is None:
-        return "no reason given"
-    before = [line for line in output[: error.start()].splitlines() if line.strip(" ^~")]
+    error = next(_ERROR.finditer(f"{output}\nE   no reason given"))
     told = re.fullmatch(r"(?:AssertionError: )?assert (.*?) == (.*)", error[1])
-    call = re.search(r"\bassert (.*) == ", before[-1]) if before else None
+    call = re.search(r"\bassert (.*) == .*\n(?:[ ^~]*\n)?\Z", output[: error.start()][-1000:])
     return printable(wanted(call[1], told[1], told[2]) if call and told else error[1])
 
 

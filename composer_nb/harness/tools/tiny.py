@@ -27,19 +27,15 @@ class Observation:
 
 
 class Place(Protocol):
-    """Where these tools work: a `Workspace`, or a `session.Session`. Raises OSError for a file that cannot be read or written."""
+    """Where these tools work: a `Workspace` or a `session.Session`.
+
+    Raises OSError for a file that cannot be read or written, and ToolError where there are no tests to run."""
 
     def text(self, path: str) -> str: ...
 
     def store(self, path: str, text: str) -> None: ...
 
-    def fit(self, text: str, name: str) -> str:
-        """Return an observation of this tool, shortened where the place has a limit."""
-        ...
-
-    def run_visible_tests(self) -> Observation:
-        """Raises ToolError where there are no tests."""
-        ...
+    def run_visible_tests(self) -> Observation: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,9 +54,6 @@ class Workspace:
 
     def store(self, path: str, text: str) -> None:
         self.files[path] = text
-
-    def fit(self, text: str, name: str) -> str:
-        return text
 
     def run_visible_tests(self) -> Observation:
         if not self.visible_tests:
@@ -86,8 +79,7 @@ def read_file(place: Place, path: str) -> Observation:
     path: relative path
     """
     text = _text(place, path).encode("utf-8", "replace").decode().translate(CONTROLS)
-    numbered = "\n".join(f"{number}{line}" for number, line in enumerate(_lines(text), 1))
-    return Observation(text=place.fit(numbered, "read_file"))
+    return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(_lines(text), 1)))
 
 
 @tool(mutates=True)

@@ -112,10 +112,7 @@ class ToolSet:
         A call that could not be read is answered with the reason. Raises SandboxFailure.
         """
         valid = [call for call in calls if isinstance(call, ToolCall)]
-        if isinstance(place, Session):
-            done = iter(self.run(place, valid))
-        else:
-            done = (self._step(place, call) for call in valid)
+        done = iter(self.run(place, valid)) if isinstance(place, Session) else (self._step(place, c) for c in valid)
         replies: list[Reply] = []
         for call in calls:
             replies.append(next(done) if isinstance(call, ToolCall) else _refused(call))
@@ -182,7 +179,9 @@ class ToolSet:
             tool, arguments = self.find(call)
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
-            reply = _told(call, tool, tool(session, arguments))
+            got = tool(session, arguments)
+            got = Observation(text=got) if isinstance(got, str) else replace(got, text=session.fit(got.text, tool.name))
+            reply = _told(call, tool, got)
         except SandboxFailure:
             raise
         except Exception as failed:  # the boundary between tools and an agent: the other calls go on
@@ -191,9 +190,7 @@ class ToolSet:
         return replace(reply, seconds=time.monotonic() - began)
 
 
-def _told(call: ToolCall, tool: Tool, seen: Observation | str) -> Reply:
-    if isinstance(seen, str):
-        seen = Observation(text=seen)
+def _told(call: ToolCall, tool: Tool, seen: Observation) -> Reply:
     return Reply(call=call, text=seen.text, tests_passed=seen.tests_passed, tests_run=seen.tests_run, ends=tool.ends)
 
 
