@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
@@ -28,15 +29,21 @@ from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.product.accept import Conflict
 from composer_nb.harness.product.arms import ARMS, arms_of
 from composer_nb.harness.product.checkout import read_checkout
-from composer_nb.harness.product.serve import ScriptServer
+from composer_nb.harness.product.conversations import Conversations
+from composer_nb.harness.product.serve import ChatServer, ScriptServer
 from composer_nb.harness.product.show import bench_table, decide
 from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import SandboxDied
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.tools.tiny import Workspace
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.policies import open_engine
 from tests.harness.stubborn import said, stubborn
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
@@ -401,3 +408,60 @@ def test_a_verdict_is_given_once(repository: Path, script: Path, tmp_path: Path)
         with pytest.raises(ValueError, match="was accepted before"):
             again()
     assert json.loads((tmp_path / "out" / "verdict.json").read_text())["verdict"] == "accepted"
+
+
+# What was trained here, at work in the product
+
+TRAINED = Path(__file__).parents[1] / "data" / "example" / "weights" / "final"
+KEEP = "def f(xs, k):\n    out = []\n    for x in xs:\n        if x < k:\n            out.append(x)\n    return out\n"
+ASK = "fix f.py: list of items for items more than k"
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Path:
+    made = tmp_path / "keeper"
+    made.mkdir()
+    (made / "f.py").write_text(KEEP)
+    tests = "def test_some():\n    assert f([1, 5, 3], 2) == [5, 3]\n\ndef test_none():\n    assert f([], 1) == []\n"
+    (made / "test_f.py").write_text(f"from f import f\n\n{tests}")
+    return made
+
+
+def test_what_a_run_trained_mends_a_repository(keeper: Path, tmp_path: Path) -> None:
+    """The policy of the example run, greedy, reads the file, mends its line and runs the tests in the product's sandbox."""
+    out = tmp_path / "out"
+    asked = ["agent", str(keeper), ASK, "--policy", str(TRAINED), "--out", str(out), "--temperature", "0"]
+    assert main([*asked, "--verdict", "accept"]) == 0
+    assert (keeper / "f.py").read_text() == KEEP.replace("x < k", "x > k")
+    [row] = pq.read_table(out / "rollout.parquet").to_pylist()
+    turns = json.loads(row["turns"])
+    assert [json.loads(each["call"])["name"] for each in turns] == ["read_file", "edit_line", "run_tests", "finish"]
+    assert turns[2]["observation"] == "pass 2" and row["stop"] == "finished"
+
+
+def test_what_a_run_trained_is_served(keeper: Path) -> None:
+    """A client that carries out the calls itself gets the same work done through the chat API."""
+    tools = ToolSet.tiny()
+    files = {path.name: path.read_text() for path in keeper.iterdir()}
+    messages: list[Any] = [{"role": "user", "content": ASK}]
+    with open_engine(TRAINED, slots=2, tokens=500, temperature=0.0) as engine:
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        with (
+            ChatServer(answer) as server,
+            openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+            SandboxExecutor() as functions,
+        ):
+            place = Workspace(files=files, visible_tests={"test_f.py": files["test_f.py"]}, sandboxes=functions)
+            for _ in range(8):
+                given: Any = {"model": "model", "messages": messages, "tools": tools.schemas}
+                said = client.chat.completions.create(**given).choices[0].message
+                [call] = said.tool_calls or []
+                arguments = json.loads(call.function.arguments)
+                [reply] = tools.answer(place, [ToolCall(name=call.function.name, arguments=arguments)])
+                if reply.ends:
+                    break
+                messages += [
+                    said.model_dump(exclude_none=True),
+                    {"role": "tool", "tool_call_id": call.id, "content": reply.text},
+                ]
+    assert reply.ends and place.files["f.py"] == KEEP.replace("x < k", "x > k")

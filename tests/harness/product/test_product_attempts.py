@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from random import Random
+from typing import Literal
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import Message, Result, Said, Written
+from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.endpoint import Endpoint, EndpointSpeaker
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, step_by_step
+from composer_nb.harness.agent.expert import expert as line_expert
 from composer_nb.harness.agent.loop import LIMITS, converse
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import expert, lazy, play, turn
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, News, ScriptSpeaker, Spoken, TokenSpeaker
-from composer_nb.harness.attempt import Environment, attempt
+from composer_nb.harness.attempt import Attempt, Environment, attempt
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.arms import figures
 from composer_nb.harness.product.attempts import attempt_all
 from composer_nb.harness.product.serve import ScriptServer
-from composer_nb.harness.rewards import TERMS
+from composer_nb.harness.rewards import TERMS, RewardSettings, reward
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend, SandboxFailure
@@ -32,6 +38,8 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+from tests.harness.product.conftest import DATES
 from tests.harness.stubborn import WAYS, said, stubborn
 
 EDIT = {"name": "write", "file_path": "dates2.py", "contents": "x\n"}
@@ -352,3 +360,53 @@ def test_search_sees_edits_commands_and_forks_apart(place: Environment, backend:
 def test_the_empty_trace_of_a_script(task: Task) -> None:
     segment = ScriptSpeaker(lazy(task)).close()
     assert not len(segment.token_ids) and isinstance(segment.token_ids, np.ndarray)
+
+
+# What a run samples is what the product does
+
+
+@pytest.fixture(scope="module")
+def compact() -> Tokenizer:
+    return train_tokenizer([DATES, "read_file search_replace run_terminal_cmd dates.py"], 400)
+
+
+def trained_in(env: EnvSettings, compact: Tokenizer, task: Task, make: Callable[[Task], Script]) -> Attempt:
+    """An attempt as the stages and services of a run make it, by a policy that plays a script."""
+    with Sandboxes(env.backend) as sandboxes:
+        agent = make_agent(env, compact, Limits(turns=20, turn_tokens=400, tokens=6000), sandboxes)
+        policy = ScriptedPolicy(agent.renderer, lambda rollout: make(task))
+        [(_, done)] = drive([agent.attempt(task, 3)], policy, sandboxes)
+    return done
+
+
+@pytest.mark.parametrize("tools", ["cursor", "tiny"])
+def test_a_rollout_of_a_run_has_the_products_sandbox_and_grade(
+    place: Environment, task: Task, compact: Tokenizer, tools: Literal["tiny", "cursor"]
+) -> None:
+    env = EnvSettings(tasks="given", tools=tools)
+    plays: dict[str, Callable[[Task], Script]] = {
+        "cursor": lambda task: step_by_step(expert(task)),
+        "tiny": lambda task: line_expert(task, Random(0), 0.0),
+    }
+    done = trained_in(env, compact, task, plays[tools])
+    assert done.grade.passed and done.rollout.stop == "finished" and not done.rollout.invalid_calls
+    [segment] = done.rollout.segments
+    assert len(segment.token_ids) == done.rollout.tokens and segment.acted.sum() == done.rollout.sampled
+    if tools == "cursor":
+        here = attempt(task, place, ScriptSpeaker(expert(task)))
+        assert [turn.call for turn in done.rollout.turns] == [turn.call for turn in here.rollout.turns]
+        assert [turn.observation for turn in done.rollout.turns] == [turn.observation for turn in here.rollout.turns]
+        assert done.rollout.files["dates.py"] == here.rollout.files["dates.py"] == task.solution["dates.py"]
+
+
+def test_an_attempt_to_fool_the_tests_trains_as_a_failure(task: Task, compact: Tokenizer) -> None:
+    """It is not sampled again like a fault of the machine."""
+    equal = "    def __eq__(self, other):\n        return True\n\n    __hash__ = None\n"
+    text = f"class Any(tuple):\n{equal}\n\ndef parse(text):\n    return Any()\n"
+    write = ToolCall(name="write", arguments={"file_path": "dates.py", "contents": text})
+    read = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
+    turns = [turn([read]), turn([write]), Said(text="Done.")]
+    done = trained_in(EnvSettings(tasks="given", tools="cursor"), compact, task, lambda task: (one for one in turns))
+    assert done.grade.status == "tampered" and done.grade.known
+    scored = reward(done.rollout, done.grade, RewardSettings(weights={"solved": 1.0, "tampered": -0.5}))
+    assert scored.total == -0.5
