@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Protocol, Self, cast
 
 from pydantic import Field
 from tokenizers import Tokenizer
@@ -23,6 +24,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.fleet import Fleet
+from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 
 RENDERERS: Mapping[str, type[ChatRenderer]] = {
@@ -32,12 +34,31 @@ RENDERERS: Mapping[str, type[ChatRenderer]] = {
 }
 
 
+class Own(Protocol):
+    """An environment of your own: a class without parameters. It may also have `tools`, a ToolSet, and `reward(rollout, grade)`,
+    which returns a number in place of the weighted terms."""
+
+    def tasks(self) -> Iterable[Task]: ...
+
+
+@lru_cache(maxsize=8)
+def _own(name: str) -> Own:
+    module, _, kind = name.partition(":")
+    try:
+        return cast(Own, getattr(import_module(module), kind)())
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported ({error})"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSettings:
     """Where tasks come from, and what an agent works with."""
 
     tasks: str = "generated"
-    """`generated`, or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote."""
+    """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote; or
+    `MODULE:CLASS`, an environment of your own (`Own`)."""
     tools: Literal["tiny", "cursor"] = "tiny"
     """tiny: read a file, edit a line, run the tests, finish. cursor: the tools of the product."""
     renderer: Literal["compact", "qwen", "kimi"] = "compact"
@@ -53,7 +74,14 @@ class EnvSettings:
         return None if self.tasks == "generated" else Path(self.tasks).expanduser()
 
     @property
+    def own(self) -> Own | None:
+        """The environment that `tasks` names, if it names a class. Raises ValueError."""
+        return _own(self.tasks) if ":" in self.tasks and not Path(self.tasks).exists() else None
+
+    @property
     def toolset(self) -> ToolSet:
+        if tools := getattr(self.own, "tools", None):
+            return cast(ToolSet, tools)
         return ToolSet.tiny() if self.tools == "tiny" else ToolSet.cursor()
 
 

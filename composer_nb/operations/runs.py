@@ -64,7 +64,7 @@ def _reported(run: Any, newest: Path, *kept: str) -> int:
 @command(
     "rl",
     arg("--model DIR", "a checkpoint with its tokenizer", type=Path, required=True),
-    arg("--tasks PATH", "tasks, as for composer-nb eval", type=Path, required=True),
+    arg("--tasks PATH|MODULE:CLASS", "tasks, as for composer-nb eval, or your own environment", required=True),
     arg("--out RUN", "the run", Path("runs/rl")),
     SET,
     lines=True,
@@ -82,7 +82,7 @@ def rl(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.launch import start_or_resume
 
     SandboxExecutor().close()
-    values: dict[str, Any] = {"model.start": str(given.model.resolve()), "env.tasks": str(given.tasks.resolve())}
+    values: dict[str, Any] = {"model.start": str(given.model.resolve()), "env.tasks": given.tasks}
     values |= dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
     values |= overrides(given.set)
     if "env.renderer" not in values and given.model.is_dir():  # the recipe refuses any other

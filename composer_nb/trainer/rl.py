@@ -15,7 +15,7 @@ with nothing ahead, both make the same run bit for bit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
@@ -24,12 +24,15 @@ import numpy as np
 import torch
 
 from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rewards import Reward, RewardSettings, reward
+from composer_nb.harness.rollout import Rollout
 from composer_nb.trainer.learning.learner import share
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 
+OwnReward = Callable[[Rollout, Grade], float]
 FAILED = ("tampered", "agent_failed")
 """Ends of an attempt that no test decides: failures, which train like others (`rewards.py`)."""
 SAID_EVERY = 5
@@ -84,6 +87,8 @@ class Settings(Protocol):
     def reward(self) -> RewardSettings: ...
     @property
     def loss(self) -> LossSettings: ...
+    @property
+    def env(self) -> Any: ...
 
 
 class Services(Protocol):
@@ -125,7 +130,7 @@ def reinforce(services: Services) -> None:
         s: Settings = services.settings
         groups = batch.scored
         if groups is None:
-            groups = score_groups(batch.groups, s.reward, s.loss)
+            groups = score_groups(batch.groups, s.reward, s.loss, getattr(s.env.own, "reward", None))
             if s.rl.shuffle_rewards:
                 groups = shuffle_rewards(groups, s.loss, Random(f"shuffle {batch.step} {services.ranks.rank}"))
             services.keep(batch, groups)
@@ -156,10 +161,17 @@ def scores_line(step: int, scores: Mapping[str, float]) -> str:
 
 
 def score_groups(
-    groups: Sequence[Sequence[Attempt]], rewards: RewardSettings, loss: LossSettings
+    groups: Sequence[Sequence[Attempt]], rewards: RewardSettings, loss: LossSettings, own: OwnReward | None = None
 ) -> list[list[Scored]]:
-    """Return the groups with rewards and advantages."""
-    totals = [[reward(done.rollout, done.grade, rewards) for done in group] for group in groups]
+    """Return the groups with rewards and advantages. `own`: the reward of an environment, in place of the weighted terms."""
+
+    def scored(done: Attempt) -> Reward:
+        if own is None:
+            return reward(done.rollout, done.grade, rewards)
+        total = float(own(done.rollout, done.grade))
+        return Reward(total=total, terms={"own": total})
+
+    totals = [[scored(done) for done in group] for group in groups]
     return [_scored(group, given, loss) for group, given in zip(groups, totals, strict=True)]
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.expert import ScriptedPolicy
+from composer_nb.harness.agent.expert import ScriptedPolicy, one
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.rewards import Reward, RewardSettings
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
@@ -294,8 +294,8 @@ def policy(agent: Agent) -> ScriptedPolicy:
     """Every second attempt is right."""
 
     def script(rollout: int):
-        yield edit("return x + 1" if rollout % 2 else "return x - 1")
-        yield ToolCall(name="finish", arguments={})
+        yield one(edit("return x + 1" if rollout % 2 else "return x - 1"))
+        yield one(ToolCall(name="finish", arguments={}))
 
     return ScriptedPolicy(agent.renderer, script, capacity=3)
 

@@ -194,8 +194,8 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
 
 
 def own_tasks(env: EnvSettings) -> list[Task]:
-    """Return the tasks at the path `env.tasks`. Raises ValueError for those that cannot be trained on with `env.tools`."""
-    tasks = load_tasks(env.path or Path())
+    """Return the tasks of `env.tasks`. Raises ValueError for those that cannot be trained on with `env.tools`."""
+    tasks = list(env.own.tasks()) if env.own else load_tasks(env.path or Path())
     for task in tasks:
         if task.grader == "script":
             raise ValueError(f"env.tasks: task {task.id} has the grader `script`, which is for evaluation alone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from composer_nb.harness.environment import Sandboxes
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.expert import ScriptedPolicy
+from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.settings import DataSettings, Settings, override
 from composer_nb.trainer.learning.data import code_rows
+from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import FORMATS, format_of
@@ -24,6 +32,7 @@ from composer_nb.trainer.recipe.prepare import chunks, deal_tasks, make_data, ma
 from composer_nb.trainer.recipe.recipe import fine_tune, midtrain
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import create
+from composer_nb.trainer.rl import score_groups
 from composer_nb.trainer.services.environments import prompt_order
 
 ALONE: dict[str, Any] = dict.fromkeys(
@@ -237,3 +246,40 @@ def test_prompts_go_round_in_a_new_order_each_time(tmp_path: Path) -> None:
     assert len(order) == 9 and [task.id for task in order] == epochs[0]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(map(tuple, epochs))) == 4
     assert [prompt_order(tmp_path / "rl.jsonl", "0 0")[slot].id for slot in range(9, 18)] == epochs[1]
+
+
+# An environment of one's own
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
+    """The environment of the documents, as a module that can be imported."""
+    page = (Path(__file__).parents[3] / "docs" / "rl.md").read_text(encoding="utf-8")
+    [code] = [part for part in re.findall(r"```python\n(.*?)```", page, re.S) if "class Mine" in part]
+    (tmp_path / "mine_of_the_docs.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    return EnvSettings(tasks="mine_of_the_docs:Mine")
+
+
+def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(mine: EnvSettings, tokenizer: Tokenizer) -> None:
+    tasks = own_tasks(mine)
+    assert len(tasks) == 40 and all(deal_tasks(tasks, DataSettings()).values())
+    read, count, end = (
+        turn([ToolCall(name=name, arguments=given)])
+        for name, given in (("read_file", {"path": "f.py"}), ("count_lines", {"path": "f.py"}), ("finish", {}))
+    )
+    mend = turn([ToolCall(name="edit_line", arguments={"path": "f.py", "line": 2, "text": "return x + 7"})])
+    with Sandboxes() as sandboxes:
+        agent = make_agent(mine, tokenizer, Limits(turns=20, tokens=4000), sandboxes)
+        policy = ScriptedPolicy(agent.renderer, lambda rollout: (said for said in (read, count, mend, end)))
+        [(_, done)] = drive([agent.attempt(tasks[7], 0)], policy, sandboxes)
+    assert done.grade.passed and done.rollout.turns[1].observation == "2" and not done.rollout.invalid_calls
+    own: Any = mine.own
+    [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), own.reward)
+    assert scored.reward.total == pytest.approx(0.96) and scored.reward.terms == {"own": pytest.approx(0.96)}
+
+
+@pytest.mark.parametrize("name", ["nowhere_at_all:Mine", "mine_of_the_docs:Other", "mine_of_the_docs:", ":"])
+def test_an_environment_that_cannot_be_imported_is_named(mine: EnvSettings, name: str) -> None:
+    with pytest.raises(ValueError, match="neither a path nor MODULE:CLASS that can be imported"):
+        own_tasks(EnvSettings(tasks=name))
