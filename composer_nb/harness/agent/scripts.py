@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from composer_nb.harness.agent.chat import Message, Said, Written
@@ -33,7 +33,7 @@ def expert(task: Task) -> Script:
     if not task.solution or task.grader == "script":
         raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
     paths = sorted(task.solution)
-    edits = [_edit(path, task.files.get(path), task.solution[path]) for path in paths]
+    edits = [call for path in paths for call in _edits(path, task.files.get(path, ""), task.solution[path])]
     looks = [_look(path, task.files[path], task.solution[path]) for path in paths if path in task.files]
     searches, reads = [search for search, _ in looks if search], [read for _, read in looks]
     python = " ".join(f"'{path}'" for path in paths if path.endswith(".py"))
@@ -69,25 +69,20 @@ def _look(path: str, before: str, after: str) -> tuple[ToolCall | None, ToolCall
     return search, ToolCall(name="read_file", arguments=read)
 
 
-def _edit(path: str, before: str | None, after: str) -> ToolCall:
-    if before is None or not before:
-        return ToolCall(name="write", arguments={"file_path": path, "contents": after})
-    old, new = smallest_edit(before, after)
-    return ToolCall(name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": new})
-
-
-def smallest_edit(before: str, after: str) -> tuple[str, str]:
-    """Return the fewest whole lines around all differences that occur once in `before`, and their replacement."""
-    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    changed = [
-        block for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if block[0] != "equal"
-    ]
-    first, last = changed[0][1], changed[-1][2]
-    tail = len(old) - last
-    while before.count(text := "".join(old[first:last])) != 1 or not text:
-        first, last = max(0, first - 1), min(len(old), last + 1)
-        tail = len(old) - last
-    return text, "".join(new[first : len(new) - tail])
+def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
+    """Yield a call for each block of lines that differs, the last block first, so that those above keep their places."""
+    if not before:
+        yield ToolCall(name="write", arguments={"file_path": path, "contents": after})
+        return
+    lines, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    blocks = difflib.SequenceMatcher(None, lines, new, autojunk=False).get_opcodes()
+    for _, at, end, start, stop in [block for block in reversed(blocks) if block[0] != "equal"]:
+        first, last = at, end
+        while not (old := "".join(lines[first:last])) or (text := "".join(lines)).find(old) != text.rfind(old):
+            first, last = max(0, first - 1), min(len(lines), last + 1)
+        lines[first:last] = [*lines[first:at], *new[start:stop], *lines[end:last]]
+        changed = "".join(lines[first : last + stop - start - (end - at)])
+        yield ToolCall(name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": changed})
 
 
 def read_script(path: Path) -> Script:
