@@ -120,7 +120,7 @@ def demonstrate(
             return step_by_step(scripts.expert(task))
         return expert(task, Random(f"expert {seed} {task.id}"), mistake_rate)
 
-    policy = ScriptedPolicy(agent.renderer, script)
+    policy = ScriptedPolicy(agent.renderer, script, 256 if agent.backend is None else 16)  # sandboxes take memory
     runs = (agent.attempt(task, position) for position, task in enumerate(tasks))
     return (done for _, done in drive(runs, policy, sandboxes))
 
