@@ -1,5 +1,7 @@
 """Serve a policy that continues tokens to clients that send the whole conversation with every request.
 
+A request without tools gets those of its format: none, or in the compact format those of tiny models.
+
 A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. Any other
 request is read from its beginning. When room is needed, the conversation that has been idle longest is dropped; a conversation
 whose client went away is dropped at once. A message with a call that cannot be read is sent as text, without calls; if the client
@@ -12,7 +14,7 @@ import json
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -123,7 +125,7 @@ class Conversations:
                 self.policy.release(idle.rollout)
             number = next(self._numbers)
             drawn_by = (number if asked.seed is None else asked.seed) % ATTEMPT_STRIDE  # decides the random draws
-            renderer = self.form(self.tokenizer, asked.tools or [])
+            renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
             talk = _Talk(rollout=number * ATTEMPT_STRIDE + drawn_by, renderer=renderer, head=head)
             self._talks.append(talk)
             return talk, 0
@@ -195,7 +197,7 @@ def _message(renderer: ChatRenderer, token_ids: Sequence[int], asked: Asked) -> 
         said.calls and asked.tool_choice == "none"
     ):
         return {"role": "assistant", "content": whole}, kept
-    return wire_of(said if said.calls or kept is None else replace(said, text=whole.strip())), kept
+    return wire_of(said if said.calls or kept is None else renderer.parse(renderer.spell(whole))), kept
 
 
 def _logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

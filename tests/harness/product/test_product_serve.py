@@ -14,25 +14,34 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import Message, Said, Written
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Said, Written
+from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.product import serve
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import Answered, Asked, ChatServer, ScriptServer
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.trainer.models.tokenizer import train_tokenizer
 from tests.harness.product.conftest import TOOL, Turns
 
 ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
 PATIENCE_S = 60.0
 
 
+@pytest.fixture
+def tiny_tokenizer() -> Tokenizer:
+    return train_tokenizer(["read f.py look at f"], 300)
+
+
 @contextmanager
-def served(tokenizer: Tokenizer, *turns: list[int]) -> Iterator[tuple[openai.OpenAI, Turns]]:
+def served(
+    tokenizer: Tokenizer, *turns: list[int], form: type[ChatRenderer] = QwenRenderer
+) -> Iterator[tuple[openai.OpenAI, Turns]]:
     policy = Turns(*turns)
     with (
         Shared(policy) as shared,
-        ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000), slots=policy.capacity) as server,
+        ChatServer(Conversations(shared, tokenizer, form, 3000), slots=policy.capacity) as server,
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
         yield client, policy
@@ -137,6 +146,35 @@ def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
         assert silent.message.content.startswith(first.message.content) and first.message.tool_calls is None
         after = called(stop="\n<tool_call>")
         assert [each.id for each in after.message.tool_calls] == ["call_0"] and after.finish_reason == "tool_calls"
+
+
+def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
+    tiny, looks = CompactRenderer(tiny_tokenizer), CompactRenderer(tiny_tokenizer, [TOOL])
+    read = Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),))
+    look = Said(calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
+    said = looks.turn(Said(text="All is well."))
+    turns = [tiny.turn(read), looks.turn(look), said, tiny.encode("babble"), said]
+    with served(tiny_tokenizer, *turns, form=CompactRenderer) as (client, policy):
+        first = chat(client).choices[0].message  # without tools it has those of tiny models
+        assert [(each.function.name, each.function.arguments) for each in first.tool_calls] == [
+            ("read_file", '{"path": "f.py"}')
+        ]
+        second = chat(client, tools=[TOOL]).choices[0].message
+        told = [*ASKED, second, {"role": "tool", "tool_call_id": "call_0", "content": "1|x"}]
+        last = chat(client, tools=[TOOL], messages=told).choices[0]
+        assert (last.message.content, last.finish_reason, last.message.tool_calls) == ("All is well.", "stop", None)
+        assert list(policy.asked[2].token_ids) == looks.observation("1|x")
+        assert chat(client).choices[0].message.content == "babble"
+        assert chat(client, tools=[TOOL], stop="well").choices[0].message.content == "All is"
+        two = {"role": "assistant", "tool_calls": [{**first.tool_calls[0].model_dump(), "id": f"c{n}"} for n in "ab"]}
+        results = [{"role": "tool", "tool_call_id": f"c{n}", "content": "x"} for n in "ab"]
+        for wrong, why in (
+            ({"messages": [{"role": "system", "content": "You fix."}, *ASKED]}, "no system text"),
+            ({"messages": [*ASKED, two, *results]}, "one call a turn"),
+            ({"tools": [TOOL, TOOL]}, "begin with the same word"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=why):
+                chat(client, **wrong)
 
 
 @pytest.mark.parametrize(
