@@ -41,7 +41,9 @@ from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.policies import open_engine
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import save_pretrained
+from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from tests.tiny_models import SIZES
 
 POSITIONS = 12_288
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -207,6 +209,19 @@ def test_a_checkpoint_that_babbles(
     # Nothing was read twice: what is in the cache is the whole conversation as it was read and written.
     [engine] = watched.engines
     assert engine.forwarded == sum(map(len, watched.asked)) + sum(map(len, watched.answered)) - 1
+
+
+def test_a_tiny_model_that_babbles(repository: Path, tmp_path: Path) -> None:
+    """The compact format, with the tools of tiny models, up to the end of what the model reads."""
+    path, tokenizer = tmp_path / "tiny", train_tokenizer(["read f.py test done"], 300)
+    torch.manual_seed(0)
+    config = ModelConfig(**SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 400})
+    save_pretrained(Model(config), path, dtype=torch.bfloat16)
+    tokenizer.save(str(path / "tokenizer.json"))
+    limits = Limits(turns=100, turn_tokens=20, tokens=131_072, seconds=600)
+    done = run_agent(repository, "fix double", str(path), tmp_path / "out", limits=limits).conversation
+    assert done.stop == "tokens" and {turn.error for turn in done.turns} == {"InvalidArguments"}
+    assert {turn.observation for turn in done.turns} == {"error: bad call"}
 
 
 class Typed:
