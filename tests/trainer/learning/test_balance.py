@@ -11,9 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composer_nb.trainer.learning.balance import Cost, Packing, deal_out, first_fit, pack
-from composer_nb.trainer.learning.packing import Stream, families, tree_tokens
+from composer_nb.trainer.learning.packing import Stream, families
 from composer_nb.trainer.models.footprint import plan_memory
 from composer_nb.trainer.models.transformer import ModelConfig
+from tests.trainer.learning.trees import tree_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 QUADRATIC = Cost(linear=1.0, quadratic=0.1)

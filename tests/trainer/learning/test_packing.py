@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.moe.routing import Replay
-from composer_nb.trainer.learning import packing
 from composer_nb.trainer.learning.packing import (
     FlatBatch,
     Stream,
@@ -27,6 +24,7 @@ from composer_nb.trainer.learning.packing import (
 )
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from tests.trainer.learning.trees import tree_tokens
 
 SIZES: dict[str, Any] = {
     "vocab_size": 7,
@@ -166,9 +164,3 @@ def test_a_batch_moves_with_everything_in_it():
     assert [x.shape for x in tensors(there)] == [x.shape for x in tensors(batch)] and len(tensors(batch)) > 10
     assert {x.device.type for x in tensors(there)} == {"meta"} and {x.device.type for x in tensors(batch)} == {"cpu"}
     assert (there.rows, there.counts) == (batch.rows, batch.counts)
-
-
-def tree_tokens(streams: Sequence[Stream]) -> int:
-    """Return the number of tokens of `streams` that are distinct as paths from the start: the cost of their forward pass."""
-    ordered = sorted((packing._signature(stream) for stream in streams), key=lambda signature: signature.tobytes())
-    return sum(len(s) for s in ordered) - sum(packing._shared(a, b) for a, b in pairwise(ordered))
