@@ -1,4 +1,4 @@
-"""What is carried into a sandbox for an agent, and out of it again."""
+"""Carry a repository into a sandbox for an agent, and its work out again."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _own(name: str) -> Own:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSettings:
-    """Where tasks come from, and what an agent works with."""
+    """The source of tasks, and what an agent works with."""
 
     tasks: str = "generated"
     """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote; or

@@ -39,7 +39,7 @@ _ZEROS = re.compile("^0+(?=[0-9])")
 
 
 class _Form(NamedTuple):
-    """How calls of one tool are written."""
+    """The written form of a tool's calls."""
 
     tool: str
     word: str
@@ -47,7 +47,7 @@ class _Form(NamedTuple):
     long: tuple[str, ...]
     head: re.Pattern[str]
     types: Mapping[str, Any]
-    """Of all arguments, also optional ones."""
+    """Types of all arguments, also optional ones."""
 
     @classmethod
     def of(cls, function: Mapping[str, Any]) -> _Form:

@@ -27,7 +27,7 @@ class Observation:
 
 
 class Place(Protocol):
-    """Where these tools work: a `Workspace` or a `session.Session`.
+    """The place where these tools work: a `Workspace` or a `session.Session`.
 
     Raises OSError for a file that cannot be read or written, and ToolError where there are no tests to run."""
 
