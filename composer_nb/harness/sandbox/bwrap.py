@@ -74,7 +74,9 @@ class _Machine(Machine):
                 self.lifeline.recv(1)
             self.lifeline.close()
         if self.process is not None:
-            self.process.kill()  # its death takes along the first process of its pid namespace, and so all others
+            # Its death takes along the first process of its pid namespace, and so all others; a child waits for it at the start.
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         try:
             if self.group is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -410,10 +411,31 @@ def test_patience_follows_the_load(
 def test_a_slow_start_is_called_slow_and_not_impossible(
     made: type[SandboxExecutor | BwrapBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing is left of it, either: the child of a bubblewrap that is ended while it starts would wait for it for ever."""
+    started: list[int] = []
+    popen = BwrapBackend._popen
+
+    def noted(backend: BwrapBackend, *given: Any) -> Any:
+        process = popen(backend, *given)
+        started.append(process.pid)
+        return process
+
     for module in (bwrap, contract):
         monkeypatch.setattr(module, "patience", lambda seconds: 0.0)
+    monkeypatch.setattr(BwrapBackend, "_popen", noted)
     with pytest.raises(SandboxSlow, match="the machine is busy"):
         made()
+    until = time.monotonic() + 20
+    while left := [pid for pid in psutil.pids() if _group_of(pid) in started]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return 0 if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE else os.getpgid(pid)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return 0
 
 
 @contextlib.contextmanager
