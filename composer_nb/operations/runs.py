@@ -75,13 +75,12 @@ def rl(given: argparse.Namespace) -> int:
     A fifth of the tasks is held out for the scores before and after. rl.max_seconds limits the time.
     """
     from composer_nb.harness.agent.loop import LIMITS
-    from composer_nb.harness.sandbox.calls import SandboxExecutor
+    from composer_nb.harness.environment import Sandboxes
     from composer_nb.jobs.notebook import terminate_as_interrupt
     from composer_nb.settings import Settings, override
     from composer_nb.trainer.models.tokenizer import format_of
     from composer_nb.trainer.recipe.launch import start_or_resume
 
-    SandboxExecutor().close()
     values: dict[str, Any] = {"model.start": str(given.model.resolve()), "env.tasks": given.tasks}
     values |= dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
     values |= overrides(given.set)
@@ -92,6 +91,8 @@ def rl(given: argparse.Namespace) -> int:
     if chosen.env.tools == "cursor" and not any(name.startswith("limits.") for name in values):  # as in the product
         most = min(LIMITS.tokens, chosen.agent_model.max_position_embeddings)
         chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
+    with Sandboxes(chosen.env.backend) as sandboxes:
+        _ = sandboxes.backend  # fails now, not after minutes, where no sandbox can be made
     try:
         with terminate_as_interrupt():
             run = start_or_resume(None, chosen, runs=given.out.parent, name=given.out.name, resume=True, say=log.info)

@@ -58,7 +58,7 @@ def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int,
     """Attempts of a model at tasks, the work dealt over the ranks; the same list on every rank, in order of task."""
     engine = s.engine(model, seed=s.settings.seed + 17, temperature=temperature)
     slots = range(len(tasks))[s.ranks.rank :: s.ranks.world]
-    mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.sandboxes.functions, samples, slots)
+    mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.sandboxes, samples, slots)
     parts = s.ranks.gather([_light(done) for done in mine])
     order = {task.id: place for place, task in enumerate(tasks)}
     return sorted((done for part in parts for done in part), key=lambda done: order[done.task.id])
@@ -89,5 +89,5 @@ def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, 
     pair, model = PAIRS[name], s.load(weights)
     engine = s.engine(variant(model, pair.engine), seed=s.settings.seed + 29)
     chosen = load_tasks(s.run.path / "data" / "tune.jsonl")[:tasks]
-    attempts = list(run_eval(engine, s.agent(), chosen, s.sandboxes.functions, samples))
+    attempts = list(run_eval(engine, s.agent(), chosen, s.sandboxes, samples))
     return measure_mismatch(variant(model, pair.trainer), attempts)

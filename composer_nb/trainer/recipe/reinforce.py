@@ -72,7 +72,7 @@ class InProcess:
         sampler = as_engine(self.learner.model, self.settings.engine.numerics, self.settings.engine.batch_invariant)
         engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
         tasks = {slot: self.tasks[slot] for slot in slots}
-        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes.functions)
+        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes)
         return Batch(step=self.step, groups=groups, lost=lost)
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:

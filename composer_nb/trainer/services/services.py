@@ -436,7 +436,7 @@ class EvaluationService:
                 engine = make_engine(
                     model, s, agent.renderer.stop, temperature=temperature, seed=s.seed + 17, version=version
                 )
-                done = list(run_eval(engine, agent, tasks, sandboxes.functions, 1))
+                done = list(run_eval(engine, agent, tasks, sandboxes, 1))
                 scores[name] = float(np.mean([one.grade.passed for one in done]))
         return scores
 

@@ -376,6 +376,7 @@ def trained_in(env: EnvSettings, compact: Tokenizer, task: Task, make: Callable[
         agent = make_agent(env, compact, Limits(turns=20, turn_tokens=400, tokens=6000), sandboxes)
         policy = ScriptedPolicy(agent.renderer, lambda rollout: make(task))
         [(_, done)] = drive([agent.attempt(task, 3)], policy, sandboxes)
+        assert "functions" not in vars(sandboxes), "these need bubblewrap, which a host with Docker alone may lack"
     return done
 
 
