@@ -11,7 +11,7 @@ Dimensions: T tokens of a rollout, N forwarded tokens of several, L layers, K ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.policy import Trace, route_checks, route_dtype
 from composer_nb.harness.rollout import Segment
-from composer_nb.kernels.moe.routing import Replay
+from composer_nb.trainer.learning.data import within
 from composer_nb.trainer.models.transformer import Model, PackedRows
 
 BUDGET = 4096
@@ -42,14 +42,14 @@ class Recomputed:
 
 
 @torch.no_grad()
-def recompute(model: Model, segments: Sequence[Segment], *, replay: bool = False) -> list[Recomputed]:
-    """Forward each segment as a row of its own, with `replay` on its recorded routes.
+def recompute(model: Model, segments: Sequence[Segment]) -> list[Recomputed]:
+    """Forward each segment as a row of its own.
 
     Attention runs in float32, and logits become float32 before the softmax, as in the engine. In batch-invariant mode the results
-    are the engine's to the bit. Raises ValueError for rows that are too long and for routes that do not fit the model.
+    are the engine's to the bit. Raises ValueError for rows that are too long.
     """
     found: list[Recomputed] = []
-    for part in _parts(segments):
+    for part in within(BUDGET, segments):
         lengths = [len(segment.token_ids) - 1 for segment in part]
         packed = PackedRows.of_lengths(lengths, model.config)
 
@@ -61,9 +61,7 @@ def recompute(model: Model, segments: Sequence[Segment], *, replay: bool = False
             torch.from_numpy(np.concatenate([segment.token_ids[cut] for segment in part])).long()
             for cut in (slice(None, -1), slice(1, None))
         )
-        routes = np.concatenate([segment.trace.routes[:-1] for segment in part]) if replay else None
-        given = None if routes is None else Replay(experts=torch.from_numpy(routes.astype(np.int64)))
-        hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend, given)
+        hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend)
         logprob_NV = model.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
         streams_N = (
             logprob_NV.gather(1, next_N[:, None])[:, 0],
@@ -125,14 +123,3 @@ def _only(done: Attempt) -> Segment:
 
 def _with(done: Attempt, segment: Segment) -> Attempt:
     return replace(done, rollout=replace(done.rollout, segments=(segment,)))
-
-
-def _parts(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    part: list[Segment] = []
-    for segment in segments:
-        if part and sum(len(s.token_ids) for s in part) + len(segment.token_ids) > BUDGET:
-            yield part
-            part = []
-        part.append(segment)
-    if part:
-        yield part

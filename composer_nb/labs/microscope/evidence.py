@@ -167,14 +167,6 @@ def check_routes(batch: Batch, engine: Forwarded, sparse: Sequence[int]) -> Rout
     return RouteChecks(pairs=margin.size, hits=hits, gates=gates[off].ravel())
 
 
-def first_flip(trainer: Forwarded, engine: Forwarded, batch: Batch, sparse: Sequence[int]) -> Where | None:
-    """Return the lowest layer, in it the first token, at which the engine used other experts than the trainer would."""
-    used = engine.experts_NLK.numpy()
-    unlike_NL = (np.sort(trainer.own_NLK.numpy(), -1) != np.sort(used, -1)).any(-1)
-    layers = np.flatnonzero(unlike_NL.any(0)).tolist()
-    return _where(batch.lengths, int(unlike_NL[:, layers[0]].argmax()), layers[0], used, sparse) if layers else None
-
-
 def _place_of(used_NLK: NDArray[np.int64], wanted_NLK: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the place of each wanted expert among those used; 0 where it is not among them."""
     return (used_NLK[:, :, None, :] == wanted_NLK[:, :, :, None]).argmax(-1)

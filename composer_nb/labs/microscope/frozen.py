@@ -19,6 +19,7 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rollout import Segment
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.trainer.learning.data import within
 
 
 class Rendering(NamedTuple):
@@ -90,14 +91,10 @@ class Batch:
 
     def parts(self, budget: int) -> Iterator[Batch]:
         """Yield the batch in pieces of about `budget` tokens."""
-        ends = np.cumsum([len(row.token_ids) for row in self.rows])
         start = 0
-        while start < len(self.rows):
-            before = ends[start - 1] if start else 0
-            end = max(start + 1, int(np.searchsorted(ends, before + budget, "right")))
-            part = slice(start, end)
-            yield Batch(rows=self.rows[part], rendered=self.rendered[part])
-            start = end
+        for rows in within(budget, self.rows):
+            yield Batch(rows=tuple(rows), rendered=self.rendered[start : start + len(rows)])
+            start += len(rows)
 
 
 def runs(acted: NDArray[np.bool_]) -> list[tuple[bool, slice]]:

@@ -43,7 +43,6 @@ from composer_nb.labs.microscope.evidence import (
     Where,
     check_routes,
     first_apart,
-    first_flip,
     other_weights,
     streams_apart,
     token_findings,
@@ -108,8 +107,6 @@ class Report:
     """First difference of the residual streams: the lowest layer, in it the first token."""
     first_in: str
     """Half of the layer that `first` is in; empty without `first`."""
-    flip: Where | None
-    """First token and layer at which the engine used other experts than the trainer would."""
     versions: Mapping[int, Figures]
     """Figures with all causes put in, by recorded policy version."""
     streams: Streams
@@ -248,7 +245,6 @@ def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> R
         findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
         first=first,
         first_in=first_in,
-        flip=first_flip(below.forwarded, top.forwarded, batch, sparse),
         versions={int(v): figures(gap_S[version_S == v], kl_S[version_S == v]) for v in np.unique(version_S)},
         streams=streams,
         tokens=len(gap_S),

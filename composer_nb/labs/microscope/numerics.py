@@ -13,20 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_nb.harness.policy import Trace
-from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.moe.routing import Replay, Routing, Rule
 from composer_nb.labs.microscope.frozen import Batch, Row, row_of
 from composer_nb.labs.retrace import trace_of
 from composer_nb.trainer.learning.replay_settings import ReplayLevel
-from composer_nb.trainer.models.transformer import Attend, Model, PackedRows
+from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.models.variants import Numerics, variant
 
 BUDGET = 4096
@@ -79,16 +77,6 @@ class Forwarded:
     margin_NL: Tensor
     streams: dict[Place, Tensor] = field(default_factory=dict)
     """The residual stream [N, D] at each place; empty unless asked for."""
-
-
-class Rows(NamedTuple):
-    """All tokens of each row but its last."""
-
-    lengths: list[int]
-    ids_N: Tensor
-    row_N: Tensor
-    position_N: Tensor
-    """Place in the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,19 +165,6 @@ def _prepared(program: Program, made: dict[Any, Model]) -> Model:
 # Forward passes
 
 
-def _forwarded(program: Program, model: Model, batch: Batch, rows: Sequence[Row], streams: bool) -> Forwarded:
-    longest = max(len(row.token_ids) - 1 for row in rows)
-    if longest > model.config.max_position_embeddings:
-        raise ValueError(
-            f"a row of {longest} positions: the model has {model.config.max_position_embeddings} "
-            "(model.max_position_embeddings)"
-        )
-    if program.replay != "none" and not batch.routed:
-        raise ValueError(f"replay of {program.replay!r} needs routes and gates on record, and the batch has none")
-    traces = [None if program.replay == "none" else row.trace for row in batch.rows]
-    return _trunk(program, model, rows, traces, streams)
-
-
 def joined(parts: Sequence[Forwarded]) -> Forwarded:
     """Concatenate rows."""
     names = [each.name for each in fields(Forwarded) if each.name != "streams"]
@@ -197,21 +172,10 @@ def joined(parts: Sequence[Forwarded]) -> Forwarded:
     return Forwarded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, streams=streams)
 
 
-def _rows(rows: Sequence[Row]) -> Rows:
-    lengths = [len(row.token_ids) - 1 for row in rows]
-    return Rows(
-        lengths=lengths,
-        ids_N=torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long(),
-        row_N=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        position_N=torch.cat([torch.arange(length) for length in lengths]),
-    )
-
-
-def _trunk(
-    program: Program, model: Model, rows: Sequence[Row], traces: Sequence[Trace | None], streams: bool
-) -> Forwarded:
-    flat = _rows(rows)
-    inner = PackedRows.of_lengths(flat.lengths, model.config).attend if program.layout == "rows" else _cache(flat)
+def _forwarded(program: Program, model: Model, batch: Batch, rows: Sequence[Row], streams: bool) -> Forwarded:
+    ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long()
+    packed = PackedRows.of_lengths([len(row.token_ids) - 1 for row in rows], model.config)
+    inner = packed.attend if program.layout == "rows" else packed.attend_one_by_one
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         dtype = program.attention
@@ -221,7 +185,7 @@ def _trunk(
     if streams:
         model.watch = lambda layer, part, x: seen.update({(layer, part): x})
     try:
-        hidden, routings = model.trunk(flat.ids_N, flat.position_N, attend, _replay(program, traces))
+        hidden, routings = model.trunk(ids_N, packed.position_N, attend, _replay(program, batch))
     finally:
         model.watch = None
 
@@ -246,25 +210,14 @@ def _live(routing: Routing, rule: Rule) -> Tensor:
     return shares_NK * rule.scale
 
 
-def _replay(program: Program, traces: Sequence[Trace | None]) -> Replay | None:
+def _replay(program: Program, batch: Batch) -> Replay | None:
     """Return the recorded routes to replay."""
     if program.replay == "none":
         return None
+    if not batch.routed:
+        raise ValueError(f"replay of {program.replay!r} needs routes and gates on record, and the batch has none")
     routes, gates, valid = (
-        torch.from_numpy(np.concatenate([getattr(trace, name)[:-1] for trace in traces]).astype(dtype))
+        torch.from_numpy(np.concatenate([getattr(row.trace, name)[:-1] for row in batch.rows]).astype(dtype))
         for name, dtype in (("routes", np.int64), ("gates", np.float32), ("route_valid", np.bool_))
     )
     return Replay(experts=routes, level=program.replay, gates=gates, valid_N=valid)
-
-
-def _cache(flat: Rows) -> Attend:
-    """Return the engine's attention, on keys and values in a cache."""
-
-    def filled(x: Tensor) -> Tensor:
-        cache = x.new_zeros(len(flat.lengths), max(flat.lengths), *x.shape[1:])
-        return cache.index_put_((flat.row_N, flat.position_N), x).transpose(1, 2).contiguous()
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return cached_attention(q, filled(k), filled(v), flat.row_N, flat.position_N, scale)
-
-    return attend

@@ -149,14 +149,10 @@ def shuffled(batch: StoredBatch, seed: int) -> Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Inner products of the policy gradients of a batch's rollouts, with figures of each rollout."""
+    """Inner products of the policy gradients of a batch's rollouts."""
 
     gram: NDArray[np.float64]
     """[2R, 2R]: g_i(+1) of all rollouts, then g_i(−1)."""
-    k3_R: NDArray[np.float64]
-    """Sum over a rollout's tokens of r − 1 − log r, with r the trainer's probability over the sampler's: 0 if the weights are
-    the ones that sampled it."""
-    tokens_R: NDArray[np.float64]
 
     def _along(self, advantage_R: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [2R] the weight of each gradient in the batch's."""
@@ -190,7 +186,7 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
         2 * len(everyone), sum(weight.numel() for weight in weights)
     )  # rows that stay unused take no memory
     along = np.zeros((2 * len(everyone), 2 * len(everyone)))
-    k3_R, tokens_R, used = np.zeros(len(everyone)), np.zeros(len(everyone)), 0
+    used = 0
     for number, scored in enumerate(everyone):
         losses, metrics = _losses(model, scored, batch.settings)
         one, other = number, number + len(everyone)
@@ -201,9 +197,8 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
             used += 1
             gradients_VD[used] = flat_gradient(losses[1], weights)
         used += 1
-        k3_R[number], tokens_R[number] = metrics[0]["k3"], metrics[0]["tokens"]
     gram = along[:, :used] @ inner_products(gradients_VD[:used]) @ along[:, :used].T
-    return Gradients(gram=gram, k3_R=k3_R, tokens_R=tokens_R)
+    return Gradients(gram=gram)
 
 
 def _losses(model: Model, scored: Scored, settings: Settings) -> tuple[list[Tensor], list[dict[str, float]]]:

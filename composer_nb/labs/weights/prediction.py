@@ -75,7 +75,6 @@ def adamw_direction(
     steps: int,
     *,
     betas: tuple[float, float],
-    eps: float = 1e-8,
     decay: Tensor | float = 0.0,
 ) -> Tensor:
     """Return u of AdamW's update w ← w − lr · u, from its moments after `steps` steps (arXiv 1711.05101, bias corrected);
@@ -83,7 +82,7 @@ def adamw_direction(
     if steps < 1:
         raise ValueError("AdamW has no direction before its first step")
     first, second = (moment.double() / (1 - beta**steps) for moment, beta in zip((mean, square), betas, strict=True))
-    return first / (second.sqrt() + eps) + decay
+    return first / (second.sqrt() + 1e-8) + decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Protocol, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
@@ -208,6 +209,28 @@ class Batch:
             targets_N=torch.from_numpy(join([row.token_ids[1:] for row in rows])).long(),
             weight_N=torch.from_numpy(join([row.weight[1:] for row in rows])),
         )
+
+
+class Tokens(Protocol):
+    """Whatever has tokens."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]: ...
+
+
+T = TypeVar("T", bound=Tokens)
+
+
+def within(budget: int, rows: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the rows in order, as many at a time as have at most `budget` tokens together; one that has more, alone."""
+    part: list[T] = []
+    for row in rows:
+        if part and sum(len(each.token_ids) for each in part) + len(row.token_ids) > budget:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part
 
 
 def save_rows(rows: Sequence[Row], path: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -74,6 +75,23 @@ class Ranks:
     def close(self) -> None:
         if self.world > 1:
             dist.destroy_process_group()
+
+
+K = TypeVar("K", int, str)
+
+
+def deal(sizes: Mapping[K, int], ranks: int) -> list[list[K]]:
+    """Assign things to `ranks` evenly: the largest first, each to the rank with the least. `sizes` are by name or number; their
+    order does not matter. Raises ValueError for less than one rank."""
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    shares: list[list[K]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += sizes[name]
+    return shares
 
 
 def set_up_process(seed: int) -> None:

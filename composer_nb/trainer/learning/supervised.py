@@ -15,9 +15,9 @@ from torch import Tensor
 
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe.routing import Routing
-from composer_nb.trainer.learning.data import Batch, Row
+from composer_nb.trainer.learning.data import Batch, Row, within
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, PackedRows, balance_loss
 
 LOOKS = 10
@@ -60,7 +60,7 @@ def supervise(
             break
         if step < begin:
             continue
-        mine = share(rows, range(len(rows)), ranks)
+        mine = share(rows, ranks)
         recent.append(train_step(model, mine, optimizer, ranks, lr=plan.lr(step), balance=plan.balance, clip=plan.clip))
         if (step + 1) % every == 0 or step + 1 == plan.steps:
             point = _means(recent)
@@ -125,13 +125,10 @@ def _losses(model: Model, batch: Batch) -> tuple[Tensor, list[Routing]]:
     return -logprob_N, routings
 
 
-def share(rows: Sequence[Row], numbers: Sequence[int], ranks: Ranks) -> list[Row]:
+def share(rows: Sequence[Row], ranks: Ranks) -> list[Row]:
     """This rank's part of a batch: rows dealt out longest first, so that the ranks' parts cost about the same."""
-    ordered = sorted(numbers, key=lambda number: (-len(rows[number].token_ids), number))
-    parts: list[list[int]] = [[] for _ in range(ranks.world)]
-    for number in ordered:
-        min(parts, key=lambda part: sum(len(rows[n].token_ids) for n in part)).append(number)
-    return [rows[number] for number in parts[ranks.rank]]
+    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, ranks.world)[ranks.rank]
+    return [rows[number] for number in mine]
 
 
 @torch.no_grad()
@@ -139,7 +136,7 @@ def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int =
     """Mean cross-entropy in nats a token over the tokens that weigh 1."""
     mine = rows[ranks.rank :: ranks.world]
     total = {"loss": 0.0, "tokens": 0.0}
-    for part in _chunks(mine, budget):
+    for part in within(budget, mine):
         batch = Batch.of(part)
         loss_N, _ = _losses(model, batch)
         counted_N = batch.weight_N == 1.0
@@ -147,14 +144,3 @@ def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int =
         total["tokens"] += float(counted_N.sum())
     total = ranks.sums(total)
     return total["loss"] / total["tokens"]
-
-
-def _chunks(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
-    part: list[Row] = []
-    for row in rows:
-        if part and sum(len(r.token_ids) for r in part) + len(row.token_ids) > budget:
-            yield part
-            part = []
-        part.append(row)
-    if part:
-        yield part

@@ -29,11 +29,10 @@ from composer_nb.trainer.models.shards import (
     WHOLE,
     Entry,
     Form,
-    Reader,
-    Shard,
     bytes_of,
     header_of,
     index_of,
+    mapped,
     read_shards,
     size_of,
     split,
@@ -198,12 +197,12 @@ class Stored:
     format: Format | None = None
     """Format of a weight that several tensors encode; None if it is one plain tensor."""
 
-    def read(self, reader: Reader) -> Tensor:
+    def read(self) -> Tensor:
         """Return the weight, in float32 if it is quantised. Raises ValueError that names the file and the tensor."""
         if self.format is None:
-            return reader(self.parts[0])
+            return mapped(self.parts[0])
         try:
-            return self.format.decode(self.shape, *(reader(part) for part in self.parts))
+            return self.format.decode(self.shape, *map(mapped, self.parts))
         except ValueError as error:
             raise ValueError(f"{self.parts[0].file}: {self.parts[0].name}: {error}") from None
 
@@ -214,7 +213,6 @@ class Source:
 
     path: Path
     config: ModelConfig
-    shards: tuple[Shard, ...]
     weights: Mapping[str, Stored]
     """By the names of `hugging_face_views`, in file order, so that each file is read once."""
     repeats: Mapping[Entry, str]
@@ -245,7 +243,6 @@ class Source:
         return cls(
             path=path,
             config=config,
-            shards=tuple(shards),
             weights=dict(sorted(weights.items(), key=lambda one: (one[1].parts[0].file, one[1].parts[0].start))),
             repeats={entries[again]: name for again, name in repeats.items()},
         )
@@ -292,13 +289,13 @@ def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, wanted: Shape)
 def load_pretrained(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Model:
     """Load a checkpoint of either family with weights in `dtype`; quantised weights are dequantised. Raises FileNotFoundError or
     ValueError that names the file, the key or the tensor, and the fault."""
-    source, reader = Source.open(Path(path)), Reader()
+    source = Source.open(Path(path))
     model = empty_model(source.config, dtype)
     views = hugging_face_views(model)
     for name, stored in source.weights.items():
-        _fill(views[name], stored.read(reader), f"{stored.parts[0].file}: {stored.parts[0].name}")
+        _fill(views[name], stored.read(), f"{stored.parts[0].file}: {stored.parts[0].name}")
     for entry, name in source.repeats.items():
-        if not torch.equal(reader(entry).to(views[name].dtype), views[name]):
+        if not torch.equal(mapped(entry).to(views[name].dtype), views[name]):
             raise ValueError(f"{entry.file}: {entry.name} must repeat {name}, but differs from it")
     return model
 

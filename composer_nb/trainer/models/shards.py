@@ -104,13 +104,15 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def read_shard(file: Path) -> Shard:
     """Read the header of a file. Raises FileNotFoundError or ValueError that names it."""
-    _opened(file)  # checks that the tensors lie within the file, one after another
-    with file.open("rb") as stream:
-        length = stream.read(8)
-        header = stream.read(*struct.unpack("<Q", length))
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: this shard of the checkpoint is missing")
     try:
+        safe_open(file, "pt")  # checks that the tensors lie within the file, one after another
+        with file.open("rb") as stream:
+            length = stream.read(8)
+            header = stream.read(*struct.unpack("<Q", length))
         table = json.loads(header, object_pairs_hook=_no_key_twice)
-    except ValueError as error:
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: this shard is damaged ({error}); fetch or write it again") from None
     table.pop("__metadata__", None)
     begin = len(length) + len(header)
@@ -137,35 +139,21 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _opened(file: Path) -> Any:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: this shard of the checkpoint is missing")
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file}: this shard is damaged ({error}); fetch or write it again") from None
-
-
-class Reader:
-    """`reader(entry)` is a tensor on the file's memory map: its pages are the system's, to be dropped and read again.
-
-    Two files are kept open, so that a weight and its scale may lie in neighbours."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-
-    def __call__(self, entry: Entry) -> Tensor:
-        if entry.file not in self._open:
-            for oldest in list(self._open)[:-1]:
-                del self._open[oldest]
-            self._open[entry.file] = _opened(entry.file)
-        tensor: Tensor = self._open[entry.file].get_tensor(entry.name)
-        return tensor
+def mapped(entry: Entry) -> Tensor:
+    """Return a tensor of a file, whose pages are the system's, to be dropped and read again. What is written into it reaches no
+    file."""
+    dtype = FORMATS[entry.dtype]
+    if entry.size == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    pages: np.ndarray = np.memmap(entry.file, np.uint8, "c", entry.start, (entry.size,))
+    if entry.start % dtype.itemsize:
+        pages = pages.copy()
+    return torch.from_numpy(pages).view(dtype).reshape(entry.shape)
 
 
 class Mapped(Mapping[str, Tensor]):
     """The tensors of shards by name, each mapped when it is asked for and let go of with the last who holds it, so that a walk
-    over all of them has one in memory at a time. What is written into one reaches no file."""
+    over all of them has one in memory at a time."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         """Raises ValueError that names a tensor of a dtype which is not known."""
@@ -175,14 +163,7 @@ class Mapped(Mapping[str, Tensor]):
                 raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; known are {', '.join(FORMATS)}")
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        dtype = FORMATS[entry.dtype]
-        if entry.size == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        pages: np.ndarray = np.memmap(entry.file, np.uint8, "c", entry.start, (entry.size,))
-        if entry.start % dtype.itemsize:
-            pages = pages.copy()
-        return torch.from_numpy(pages).view(dtype).reshape(entry.shape)
+        return mapped(self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

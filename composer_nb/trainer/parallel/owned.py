@@ -6,13 +6,12 @@ weight is gathered and published by one rank, about as many bytes per rank; in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_nb.trainer.learning.ranks import deal
 from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, swiglu_views
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.experts import DealtExperts
@@ -20,7 +19,7 @@ from composer_nb.trainer.parallel.team import Team
 
 
 @torch.no_grad()
-def held(model: Model, team: Team, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def held(model: Model, team: Team) -> dict[str, Tensor]:
     """Return this rank's share of `checkpoint.published`, as copies on the CPU. Each tensor belongs to one rank. Collective."""
     assert isinstance(model, FSDPModule)
     model.reshard()
@@ -39,7 +38,9 @@ def held(model: Model, team: Team, dtype: torch.dtype = torch.bfloat16) -> dict[
         if isinstance(layer.experts, DealtExperts) and team.place["expert_replicate"] == 0:
             views |= _own_experts(layer.experts, team, f"model.layers.{index}.mlp.experts.")
     return {
-        name: view.detach().to("cpu", torch.float32 if name.endswith(ROUTER_BIAS) else dtype, copy=True).contiguous()
+        name: view.detach()
+        .to("cpu", torch.float32 if name.endswith(ROUTER_BIAS) else torch.bfloat16, copy=True)
+        .contiguous()
         for name, view in views.items()
     }
 
@@ -57,17 +58,3 @@ def _own_experts(experts: DealtExperts, team: Team, prefix: str) -> dict[str, Te
     for number in range(len(w_in)):
         views |= swiglu_views(w_in[number], w_out[number], f"{prefix}{first + number}.")
     return views
-
-
-def deal(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Assign tensors to `ranks` writers evenly: the largest first, each to the writer with the least. `sizes` are bytes by name;
-    their order does not matter. Raises ValueError for less than one rank."""
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be at least 1")
-    shares: list[list[str]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = loads.index(min(loads))
-        shares[least].append(name)
-        loads[least] += sizes[name]
-    return shares

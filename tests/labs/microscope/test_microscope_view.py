@@ -33,7 +33,6 @@ def report() -> Report:
         findings=(Finding(cause="GEMM", text="numerics <b>", where=Where(row=1, token=2, layer=0, experts=(3,))),),
         first=Where(row=1, token=2, layer=0, experts=(3,)),
         first_in="experts",
-        flip=None,
         versions={3: figures(0.0, 0.0)},
         streams=Streams(places=places, apart_PN=random.random((3, 9)).astype(np.float32), lengths=(4, 5)),
         tokens=20,

@@ -131,7 +131,7 @@ def _train(ranks: Ranks) -> dict[str, object]:
     optimizer = FlatOptimizer(net, weight_decay=0.1)
     slopes, metrics = [], []
     for numbers, balance in zip(BATCHES, BALANCE, strict=True):
-        mine = share(data, numbers, ranks)
+        mine = share([data[number] for number in numbers], ranks)
         metrics.append(train_step(net, mine, optimizer, ranks, lr=1e-3, balance=balance, clip=1e9))
         slopes.append(optimizer.gradients.clone())
     return {
@@ -169,7 +169,7 @@ def test_two_ranks_train_like_one_on_the_union(tmp_path: Path):
     for numbers in BATCHES[:2]:
         train_step(net, [data[n] for n in numbers], optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
     total, weight = by_hand(net, [data[n] for n in BATCHES[2]])
-    parts = [_balance(net, share(data, BATCHES[2], as_rank(rank, 2))) for rank in range(2)]
+    parts = [_balance(net, share([data[number] for number in BATCHES[2]], as_rank(rank, 2))) for rank in range(2)]
     slopes = torch.autograd.grad(total / weight + 0.3 * (parts[0] + parts[1]) / 2, list(net.parameters()))
     torch.testing.assert_close(a["slopes"][2], torch.cat([g.flatten() for g in slopes]), atol=2e-5, rtol=2e-3)
 
@@ -243,7 +243,7 @@ def test_nothing_can_be_dealt_from_nothing():
 def test_ranks_share_a_batch_without_gap_or_overlap_and_about_evenly(sizes: list[int], world: int, data: st.DataObject):
     everyone = of_lengths(sizes)
     numbers = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))
-    parts = [share(everyone, numbers, as_rank(rank, world)) for rank in range(world)]
+    parts = [share([everyone[number] for number in numbers], as_rank(rank, world)) for rank in range(world)]
     assert sorted(map(id, sum(parts, []))) == sorted(id(everyone[n]) for n in numbers)
     loads = [sum(len(row.token_ids) for row in part) for part in parts]
     assert max(loads) - min(loads) <= max((sizes[n] for n in numbers), default=0)
@@ -299,7 +299,7 @@ def test_the_loop_is_its_steps_and_its_looks_change_nothing():
     optimizer, each = FlatOptimizer(by_step, weight_decay=m.weight_decay), []
     for step, batch in enumerate(batches):
         lr = m.lr * trapezoid(step, m.steps, m.warmup, m.constant)
-        mine = share(batch, range(len(batch)), Ranks())
+        mine = share(batch, Ranks())
         each.append(train_step(by_step, mine, optimizer, Ranks(), lr=lr, balance=m.balance, clip=m.clip))
     for looks, wanted in ((10, [1, 2, 3, 4, 5, 6, 7]), (3, [2, 4, 6, 7]), (1, [7])):
         net = model()

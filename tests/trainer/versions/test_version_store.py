@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from composer_nb.trainer.learning.ranks import deal
 from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained
-from composer_nb.trainer.parallel.owned import deal
 from composer_nb.trainer.versions.full import side_files
 from composer_nb.trainer.versions.manifest import (
     DamagedVersion,
