@@ -1,4 +1,4 @@
-"""Run one notebook through papermill's API and record what happened.
+"""Run one notebook with parameters and record what happened.
 
 papermill alone marks cells that never ran as completed, leaves empty files after a kill, ignores misspelt parameters and dies of
 SIGTERM. Here parameters are checked against the notebook's annotations before a kernel starts; files are renamed into place;
@@ -27,7 +27,6 @@ from typing import Any
 import psutil
 
 from composer_nb import __version__
-from composer_nb.harness.files import write_atomic
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs import processes
 from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest, outputs_cell
@@ -125,48 +124,46 @@ def _execute(
     record: dict[str, Any],
 ) -> BaseException | None:
     """Run the cells; add state, error and cells to `record`. Return what ended them early."""
-    import papermill
-    from papermill.iorw import papermill_io
+    from nbformat.v4 import new_code_cell
+    from papermill.iorw import load_notebook_node
+    from papermill.parameterize import parameterize_notebook
     from traitlets.config import Config
 
-    from composer_nb.jobs.cells import CANCELLED, ENGINE, Progress
+    from composer_nb.jobs.cells import CANCELLED, Execution, first_line
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the record says it
-    papermill_io.register(f"{output.parent}/", _AtomicHandler())
-    timeout_s, cell_timeout_s = limits
-    progress = Progress(timeout_s=timeout_s)
+    book = load_notebook_node(str(source))
+    book = parameterize_notebook(book, dict(values)) if values else book
+    if outputs:
+        book.cells.append(new_code_cell(outputs_cell(outputs), metadata={"tags": ["outputs"]}))
+    run = Execution(
+        *(book, output, say, limits[0]),
+        timeout=limits[1],
+        startup_timeout=int(patience(START_S)),
+        resources={"metadata": {"path": str(folder)}},
+        config=Config({"KernelManager": {"transport": "ipc", "ip": os.environ["JUPYTER_RUNTIME_DIR"] + "/k"}}),
+    )
     failure: BaseException | None = None
-    with progress.heeding_signals():
+    with run.heeding_signals():
         try:
-            papermill.execute_notebook(
-                source,
-                output,
-                dict(values),
-                engine_name=ENGINE,
-                progress=progress,
-                last_cell=outputs_cell(outputs),
-                progress_bar=False,
-                stdout_file=_Lines(say),
-                start_timeout=int(patience(START_S)),
-                execution_timeout=cell_timeout_s,
-                cwd=folder,
-                config=Config({"KernelManager": {"transport": "ipc", "ip": os.environ["JUPYTER_RUNTIME_DIR"] + "/k"}}),
-            )
-            record["state"] = progress.fault or "completed"
+            run.run()
+            record["state"] = "completed"
         except KeyboardInterrupt as interrupt:
-            record["state"], failure = progress.stopped or "interrupted", interrupt
-            progress.error = progress.error or CANCELLED
-            if progress.stopped == "timed_out":
-                progress.error = f"the notebook took longer than {timeout_s} s (timeout_s)"
-                failure = TimeoutError(progress.error)
-        except Exception as error:  # whatever papermill, the kernel or a cell raises is this run's outcome
+            record["state"], failure = run.stopped or "interrupted", interrupt
+            run.error = run.error or CANCELLED
+            if run.stopped == "timed_out":
+                run.error = f"the notebook took longer than {limits[0]} s (timeout_s)"
+                failure = TimeoutError(run.error)
+        except Exception as error:  # whatever nbclient, the kernel or a cell raises is this run's outcome
             # Kernels that do not start, or die between cells, are RuntimeErrors; what a cell raises is a `fault`.
-            record["state"] = progress.fault or ("lost" if isinstance(error, RuntimeError) else "failed")
-            progress.error = progress.error or _one_line(error)
+            record["state"] = run.fault or ("lost" if isinstance(error, RuntimeError) else "failed")
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            hint = "; free some space, then run again with --resume" if full else ""
+            run.error = run.error or f"{type(error).__name__}: {first_line(error)}{hint}"
             failure = error
-    if progress.error:
-        record["error"] = progress.error
-    record |= progress.counts()
+    if run.error:
+        record["error"] = run.error
+    record |= run.counts()
     return failure
 
 
@@ -231,36 +228,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-class _AtomicHandler:
-    """Reads and writes notebooks for papermill; files appear whole or not at all."""
-
-    def read(self, path: str) -> str:
-        return Path(path).read_text(encoding="utf-8")
-
-    def write(self, text: str, path: str) -> None:
-        write_atomic(Path(path), text)  # often; the record's digest tells whether the last one is whole
-
-    def pretty_path(self, path: str) -> str:
-        return path
-
-
-class _Lines:
-    """A stream that passes on whole lines."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.rest = say, ""
-
-    def write(self, text: str) -> None:
-        *lines, self.rest = (self.rest + text).split("\n")
-        for line in lines:
-            self.say(line)
-
-    def flush(self) -> None: ...
-
-
-def _one_line(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return text + "; free some space, then run again with --resume" if full else text

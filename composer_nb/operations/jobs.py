@@ -64,8 +64,8 @@ def _show(given: argparse.Namespace, told: Mapping[str, Any]) -> int:
     rows = []
     for name, node in told["nodes"].items():
         seconds = f"{node['seconds']:.1f} s" if node.get("seconds") else ""
-        notes = ["kept"] * bool(node.get("kept")) + [node["error"]] * bool(node.get("error"))
-        rows.append((name, node["state"], str(node["attempt"] or ""), seconds, "; ".join(notes)))
+        notes = "; ".join(filter(None, ("kept" if node.get("kept") else "", node.get("error"))))
+        rows.append((name, node["state"], str(node["attempt"] or ""), seconds, notes))
     headline = Text(visible_lines(f"{told['id']}  {told['state']}"))
     return emit(given, told, lambda: Group(headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
 

@@ -76,8 +76,7 @@ def times(turns: Sequence[Turn]) -> Picture:
         ax.barh(place, turn.seconds * 1e3, color=colour, height=0.7)
         ax.text(turn.seconds * 1e3, place, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=INK)
     ax.invert_yaxis()
-    ax.set_yticks([])
-    ax.set_xlim(0, 1e3 * max([0.001, *(turn.seconds for turn in calls)]) * 2.2)
+    ax.set(yticks=[], xlim=(0, 1e3 * max([0.001, *(turn.seconds for turn in calls)]) * 2.2))
     title(ax, "what each call took, in the order of calls (one shade a turn)", "milliseconds")
     return picture
 

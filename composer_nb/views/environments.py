@@ -46,8 +46,7 @@ def timeline(agent: Watched) -> Picture:
         begin += ms
         if following is None or not following.beside:
             style.note(calls, begin, message, f"  {spent:.0f} ms")
-    calls.set_xlim(0, begin * 1.12)
-    calls.set_yticks(range(1, len(agent.stats) + 1))
+    calls.set(xlim=(0, begin * 1.12), yticks=range(1, len(agent.stats) + 1))
     calls.invert_yaxis()
     title(calls, "calls, one after another", "ms in the sandbox", "turn")
     key(calls, loc="upper right")
@@ -94,8 +93,7 @@ def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
         hue = (style.GREEN, style.PURPLE, style.ORANGE, style.SKY)[which % 4]
         ax.plot(fork + 4.5, y, "os^v"[which % 4], color=hue, markersize=10, zorder=3)
         ax.text(fork + 4.65, y, future.digest[:8], va="center", fontsize=9, family="monospace", color=style.INK)
-    ax.set_xlim(-0.4, fork + 5.4)
-    ax.set_ylim(len(futures) - 0.5, -1.1)
+    ax.set(xlim=(-0.4, fork + 5.4), ylim=(len(futures) - 0.5, -1.1))
     return picture
 
 
@@ -175,8 +173,7 @@ def matrix(verdicts: Mapping[str, Mapping[str, Verdict]], honest: str) -> Pictur
     ax.set_xticks([x + 0.5 for x in range(len(graders))], [textwrap.fill(name, 13) for name in graders], fontsize=9)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
-    ax.set_xlim(0, len(graders))
-    ax.set_ylim(len(verdicts) - 0.5, -0.5)
+    ax.set(xlim=(0, len(graders)), ylim=(len(verdicts) - 0.5, -0.5))
     ax.spines[["left", "bottom"]].set_visible(False)
     ax.grid(visible=False)
     return picture

@@ -170,7 +170,8 @@ def test_records_are_json_whatever_a_notebook_gives(tmp_path: Path):
 
 
 def test_a_save_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from composer_nb.jobs import notebook, records
+    from composer_nb.jobs import records
+    from composer_nb.jobs.cells import Execution
 
     path = tmp_path / "o.ipynb"
     path.write_text("before")
@@ -180,5 +181,5 @@ def test_a_save_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(records.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        notebook._AtomicHandler().write("after", str(path))
+        Execution(new_notebook(), path, print, None).run()
     assert path.read_text() == "before"

@@ -73,9 +73,7 @@ def gaps(found: Mapping[str, Comparison]) -> Picture:
             if len(gap_S):
                 size = np.sort(np.maximum(np.abs(gap_S), LEAST))
                 ax.plot(size, 1 - np.arange(len(size)) / len(size), dash, color=hue, linewidth=1.7, label=label)
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        ax.set_xlim(LEAST, MOST)
+        ax.set(xscale="log", yscale="log", xlim=(LEAST, MOST))
         title(ax, name, "|Δ log p|, nats", "share of tokens beyond it" if place == 0 else "")
     key(panels[0], loc="lower left")
     return picture
@@ -119,8 +117,7 @@ def route(routes_TLK: NDArray[np.uint8], texts: Sequence[str], experts: int) -> 
     for layer, ax in enumerate(picture.panels(layers, 1, sharex=True)):
         for place in range(routes_TLK.shape[2]):
             ax.plot(range(tokens), routes_TLK[:, layer, place], "os"[place % 2], color=_HUES[place % 5], markersize=4.5)
-        ax.set_ylim(experts - 0.5, -0.5)
-        ax.set_yticks(range(0, experts, 2))
+        ax.set(ylim=(experts - 0.5, -0.5), yticks=range(0, experts, 2))
         ax.set_ylabel(f"layer {layer + 1}", fontsize=8.5, color=style.INK)
     shown = [text.replace("\n", "⏎").replace("$", r"\$") for text in texts]
     picture.axes[-1].set_xticks(range(tokens), shown, rotation=70, ha="right", fontsize=8)

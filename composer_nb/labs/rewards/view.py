@@ -82,8 +82,7 @@ def _advantages(ax: Axes, lab: Lab, found: Verdict) -> None:
     for solved, (label, color, marker) in SOLVED.items():
         chosen_R = lab.stored.solved_R == solved
         ax.plot(old_R[chosen_R], new_R[chosen_R], marker, color=color, markersize=4.5, alpha=0.6, label=label)
-    ax.set_xlim(-edge, edge)
-    ax.set_ylim(-edge, edge)
+    ax.set(xlim=(-edge, edge), ylim=(-edge, edge))
     title(ax, "advantage of each rollout", "as trained", "under this reward")
     key(ax, loc="upper left")
 
@@ -109,8 +108,7 @@ def _groups(ax: Axes, lab: Lab, found: Verdict) -> None:
 def _turn(ax: Axes, found: Verdict) -> None:
     """Draw the two gradients as directions, the trained one to the right."""
     ax.set_aspect("equal", anchor="N")
-    ax.set_xlim(-1.25, 1.25)
-    ax.set_ylim(-0.75, 1.25)
+    ax.set(xlim=(-1.25, 1.25), ylim=(-0.75, 1.25))
     ax.axis("off")
     around = np.linspace(0, np.pi, 90)
     ax.plot(np.cos(around), np.sin(around), color=style.PALE, linewidth=1)
