@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_nb.kernels.formats.microscaling import e8m0_to_float
+from composer_nb.kernels.formats.microscaling import e8m0_to_float, mx_quantize
 from composer_nb.kernels.moe.plain import Plan
-from composer_nb.kernels.quantize import mx_quantize
 from scripts.gpu_bench_tools import Form
 
 

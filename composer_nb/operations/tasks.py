@@ -52,10 +52,7 @@ def make(given: argparse.Namespace) -> int:
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
         options = pick(given, "limit", "seed", "require")
         made = make(given.path, given.out, backend, running=running, told=told, **options)
-    if given.json:
-        print(made.to_json())
-        return int(not made.tasks)
-    return emit(given, None, lambda: table(made), int(not made.tasks))
+    return emit(given, made, lambda: table(made), int(not made["tasks"]))
 
 
 @command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)

@@ -13,10 +13,11 @@ from torch import Tensor
 from composer_nb.kernels.formats.microscaling import (
     MXTensor,
     NVFP4Tensor,
+    mx_quantize,
     mx_quantize_reference,
+    nvfp4_quantize,
     nvfp4_quantize_reference,
 )
-from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
 from composer_nb.kernels.triton_runtime import triton_version
 
 # Infinity times zero is part of what is tested.

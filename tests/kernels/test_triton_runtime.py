@@ -230,7 +230,7 @@ def test_nothing_imports_triton_before_a_kernel_runs():
 
     program = """
 import sys, torch
-from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
+from composer_nb.kernels.formats.microscaling import mx_quantize, nvfp4_quantize
 x = torch.randn(2, 32)
 assert mx_quantize(x).made_by == nvfp4_quantize(x).made_by == "torch"
 assert "triton" not in sys.modules

@@ -190,19 +190,8 @@ def trailing_zeros(typing, bits):  # type: ignore[no-untyped-def]
 if has_avx2():
 
     @intrinsic
-    def total(typing, array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-        """Σ of 32 elements' entries, from the i-th on: an element's class is (bits >> shift) & mask. `planes`, `first`: as in
-        `planes_of`. `table`: by bits >> shift, the sign too, for those who look up one by one."""
-
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            v = _Vectors(context, builder, array, *arguments[:2])
-            return v.sum(v.look_up(v.beyond(*arguments[4:]), planes, arguments[3]))
-
-        return types.uint64(array, types.uint64, table, planes, *[types.uint64] * 3), generate
-
-    @intrinsic
     def part(typing, array, i, count, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-        """Return the same of the first `count`; 32 must be there."""
+        """Return the same as `total` of the first `count`; 32 must be there."""
 
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             v = _Vectors(context, builder, array, *arguments[:2])
@@ -226,10 +215,6 @@ if has_avx2():
 else:
 
     @inlined
-    def total(array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-        return one_by_one(array, i, GROUP, table, shift)
-
-    @inlined
     def part(array, i, count, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
         return one_by_one(array, i, count, table, shift)
 
@@ -247,3 +232,11 @@ def one_by_one(array, i, count, table, shift):  # type: ignore[no-untyped-def]
     for j in range(count):
         sum_ += U(table[U(array[i + U(j)]) >> shift])
     return sum_
+
+
+@inlined
+def total(array, i, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """Σ of 32 elements' entries, from the i-th on: an element's class is (bits >> shift) & mask. `planes`, `first`: as in
+    `planes_of`. `table`: by bits >> shift, the sign too, for those who look up one by one."""
+    a, b, c, d = eights(array, i, table, planes, shift, mask, first)
+    return a + b + c + d

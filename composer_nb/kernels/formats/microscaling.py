@@ -5,7 +5,7 @@ exponent in a byte (E8M0: 2^(byte − 127), 255 is NaN). NVFP4 (Composer 2 techn
 e2m1, two a byte, an e4m3 scale for 16 neighbours, and a float32 scale for each token, or for the whole tensor as NVIDIA has it.
 
 Blocks lie along the last dimension, the one that a product sums over. To quantise along another one, pass a transposed view.
-The `_reference` functions are the definition. They run on any device, and the kernels of `quantize.py` equal them to the byte.
+The `_reference` functions are the definition. They run on any device, and the kernels of `quantize_triton.py` equal them to the byte.
 
 Dimensions: R rows, K columns, B blocks of K; any number of dimensions before these.
 """
@@ -19,6 +19,8 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from composer_nb.kernels.triton_runtime import choose
 
 Rule = Literal["rceil", "floor"]
 """Choice of the scale by the largest magnitude a of a block: 2^⌈log2(a / 448)⌉, so that nothing saturates (arXiv 2506.08027;
@@ -161,6 +163,28 @@ def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tenso
     scale_B = scale_B.view(torch.uint8).masked_fill(bad, E4M3_NAN).view(torch.float8_e4m3fn)
     qdata = pack_e2m1(code)
     return NVFP4Tensor(qdata=qdata, scale=scale_B, global_scale=global_scale, share=share)
+
+
+def mx_quantize(
+    x: Tensor, *, block: int = 32, rows: int = 1, rule: Rule = "rceil", backend: str | None = None
+) -> MXTensor:
+    """MXFP8 of x [..., R, K] by whatever back end is there; see `mx_quantize_reference`. `backend` as `choose` takes it."""
+    check_mx(x, block, rows, rule)
+    if choose(x.device, backend)[0] == "torch":
+        return mx_quantize_reference(x, block=block, rows=rows, rule=rule)
+    from composer_nb.kernels import quantize_triton
+
+    return quantize_triton.mx_quantize(x, block, rows, rule)
+
+
+def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = None) -> NVFP4Tensor:
+    """NVFP4 of x [..., K] by whatever back end is there; see `nvfp4_quantize_reference`. `backend` as `choose` takes it."""
+    check_nvfp4(x, share)
+    if choose(x.device, backend)[0] == "torch":
+        return nvfp4_quantize_reference(x, share=share)
+    from composer_nb.kernels import quantize_triton
+
+    return quantize_triton.nvfp4_quantize(x, share)
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:

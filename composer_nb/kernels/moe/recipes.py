@@ -22,8 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor
-from composer_nb.kernels.quantize import mx_quantize, nvfp4_quantize
+from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor, mx_quantize, nvfp4_quantize
 
 Format = Literal["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"]
 """Number format of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does: kept to show what

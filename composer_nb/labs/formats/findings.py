@@ -90,31 +90,21 @@ def dividing(how: Division) -> Iterator[None]:
         formats.divide = kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differing:
-    """Changes that another division makes, as shares of what is stored."""
-
-    global_scales: float
-    scales: float
-    codes: float
-    tokens: float
-    """Tokens with any bit changed."""
-
-
-def differing(x_TK: Tensor, how: Division) -> Differing:
-    """NVFP4 of x with a division against NVFP4 with IEEE's."""
+def differing(x_TK: Tensor, how: Division) -> dict[str, float]:
+    """NVFP4 of x with a division against NVFP4 with IEEE's: shares of what is stored that change; of tokens, those with any bit
+    changed."""
     exact = nvfp4_quantize_reference(x_TK)
     with dividing(how):
         other = nvfp4_quantize_reference(x_TK)
     g_T = (exact.global_scale != other.global_scale).squeeze(-1)
     s_TB = exact.scale.view(torch.uint8) != other.scale.view(torch.uint8)
     q_TK = unpack_e2m1(exact.qdata) != unpack_e2m1(other.qdata)
-    return Differing(
-        global_scales=float(g_T.float().mean()),
-        scales=float(s_TB.float().mean()),
-        codes=float(q_TK.float().mean()),
-        tokens=float((g_T | s_TB.any(1) | q_TK.any(1)).float().mean()),
-    )
+    return {
+        "float32 scales": float(g_T.float().mean()),
+        "e4m3 scales": float(s_TB.float().mean()),
+        "codes": float(q_TK.float().mean()),
+        "tokens with any": float((g_T | s_TB.any(1) | q_TK.any(1)).float().mean()),
+    }
 
 
 # -- how fast it could be ------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from composer_nb.kernels.formats.microscaling import E2M1_VALUES, MXTensor, NVFP
 from composer_nb.labs.formats.findings import (
     FORMATS,
     Chip,
-    Differing,
     attainable,
     product_intensity,
     quantize_intensity,
@@ -105,16 +104,14 @@ def by_token(found: Mapping[str, Tensor], heading: str, y: str) -> Picture:
     return picture
 
 
-def divisions(found: Mapping[str, Differing]) -> Picture:
+def divisions(found: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw the shares of stored numbers that another division changes, on a logarithmic axis."""
-    parts = {"global_scales": "float32 scales", "scales": "e4m3 scales", "codes": "codes", "tokens": "tokens with any"}
     picture, ax = style.one_panel(9.5, 2.4)
     sides = [
-        style.Side(name, color, [getattr(one, part) for part in parts])
-        for (name, one), color in zip(found.items(), LINES, strict=False)
+        style.Side(name, color, list(one.values())) for (name, one), color in zip(found.items(), LINES, strict=False)
     ]
     ax.set(yscale="log", ylim=(1e-6, 5))
-    style.grouped(ax, list(parts.values()), sides, ".2g", 1e-6)
+    style.grouped(ax, list(next(iter(found.values()))), sides, ".2g", 1e-6)
     key(ax)
     title(ax, "NVFP4 divided otherwise than IEEE 754 says: share that differs", "", "share")
     return picture

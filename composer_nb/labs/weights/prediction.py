@@ -90,8 +90,6 @@ class Prediction:
     """Prediction for one step. `bytes` is what an ideal code conditioned on the base's exponent needs for places, signs and
     sizes; codecs and containers come on top."""
 
-    lr: float
-    weights: float
     changed_fraction: float
     bytes: float
 
@@ -104,8 +102,7 @@ def predict(found: Profile, lr: float) -> Prediction:
     steps_EB = lr * _SIZES[None] / _SPACING[:, None]
     changed = float(expected_changes(found, lr).sum())
     bits = sum(_bits(counts, steps) for counts, steps in zip(found.counts_EB, steps_EB, strict=True) if counts.any())
-    total = found.weights
-    return Prediction(lr=lr, weights=total, changed_fraction=changed / max(total, 1.0), bytes=bits / 8)
+    return Prediction(changed_fraction=changed / max(found.weights, 1.0), bytes=bits / 8)
 
 
 def expected_changes(found: Profile, lr: float) -> Floats:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_nb.kernels.formats.blockwise import dequantize_blocks
-from composer_nb.kernels.formats.groupwise import dequantize, unpack
+from composer_nb.kernels.formats.groupwise import dequantize, dequantize_blocks, unpack
 from composer_nb.trainer.models.config import DEEPSEEK, QWEN, Family, ModelConfig, Yarn
 
 Shape = tuple[int, ...]

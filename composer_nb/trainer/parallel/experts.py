@@ -21,9 +21,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from composer_nb.kernels.formats.microscaling import MXTensor
+from composer_nb.kernels.formats.microscaling import MXTensor, mx_quantize
 from composer_nb.kernels.moe.routing import Routing
-from composer_nb.kernels.quantize import mx_quantize
 from composer_nb.trainer.models.transformer import Experts, Layer
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.kernels.formats.blockwise import dequantize_blocks
+from composer_nb.kernels.formats.groupwise import dequantize_blocks
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 16), st.integers(1, 16), st.integers(0, 99))

@@ -7,7 +7,7 @@ import torch
 
 from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
 from composer_nb.labs.formats import view as formats
-from composer_nb.labs.formats.findings import FORMATS, H200, Differing, changed_past
+from composer_nb.labs.formats.findings import FORMATS, H200, changed_past
 from composer_nb.labs.formats.trial import Curve
 
 
@@ -39,7 +39,7 @@ def test_a_bar_for_each_token():
 
 
 def test_divisions_show_their_shares():
-    one = Differing(global_scales=0.5, scales=0.01, codes=0.0, tokens=1.0)
+    one = {"float32 scales": 0.5, "e4m3 scales": 0.01, "codes": 0.0, "tokens with any": 1.0}
     [ax] = formats.divisions({"inverse": one}).axes
     assert [text.get_text() for text in ax.texts] == ["0.5", "0.01", "0", "1"]
 

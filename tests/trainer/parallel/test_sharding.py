@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.kernels.quantize import mx_quantize
+from composer_nb.kernels.formats.microscaling import mx_quantize
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.muon import OptimizerSettings

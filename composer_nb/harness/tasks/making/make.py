@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.recorded import Guarding, guard_of, meets
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
@@ -50,41 +51,6 @@ class State:
     tried: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """The outcomes of the candidates of one kind."""
-
-    kind: str
-    tried: int
-    kept: int
-    verdicts: dict[str, int]
-    seconds: float
-    """Seconds spent on candidates that passed the first look, summed over sandboxes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """A summary of what was made."""
-
-    repository: str
-    tasks: int
-    tests: int
-    """Tests of the suite that count."""
-    left_out: dict[str, int]
-    """Tests that do not count, by reason."""
-    coverage: float
-    """Share of the tests that count with a twin."""
-    suite_s: float
-    kinds: list[Kind]
-    guards: dict[str, dict[str, Any]]
-    """Task id -> its guard (`recorded.Guard`)."""
-    wall_s: float
-    """Seconds of this call. Outcomes of an earlier one take no time."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
-
-
 def make(
     path: Path,
     out: Path,
@@ -96,8 +62,8 @@ def make(
     running: Running | None = None,
     require: Guarding = "none",
     told: Callable[[State], None] = lambda state: None,
-) -> Made:
-    """Make up to `limit` tasks of the repository at `path` and write them into `out`.
+) -> dict[str, Any]:
+    """Make up to `limit` tasks of the repository at `path` and write them into `out`. Return what was made, as in `SUMMARY`.
 
     `require` leaves out tasks with a lesser guard. Tasks that were kept are written even if an exception ends the call.
 
@@ -133,7 +99,7 @@ def make(
             if tasks:
                 save_tasks(tasks, out / TASKS)
             made = _summary(maker.subject, store, tasks, time.monotonic() - began)
-            (out / SUMMARY).write_text(made.to_json() + "\n", encoding="utf-8")
+            write_json(out / SUMMARY, made)
     return made
 
 
@@ -229,29 +195,32 @@ class Maker:
         self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried))
 
 
-def _summary(subject: Subject, store: Store, tasks: Sequence[Task], wall_s: float) -> Made:
+def _summary(subject: Subject, store: Store, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
+    """Return counts and times. `left_out` are tests that do not count, by reason, `coverage` is the share of the others with a
+    twin; seconds of a kind are those of candidates that passed the first look, summed over sandboxes, and `wall_s` those of this
+    call, in which outcomes of an earlier one take no time."""
     baseline = subject.baseline
     by_kind: dict[str, list[Outcome]] = {}
     for outcome in store.outcomes.values():
         by_kind.setdefault(outcome.kind, []).append(outcome)
     kinds = [
-        Kind(
-            kind=kind,
-            tried=len(found),
-            kept=sum(each.verdict == "kept" for each in found),
-            verdicts=dict(Counter(str(each.verdict) for each in found)),
-            seconds=round(sum(each.seconds for each in found), 1),
-        )
+        {
+            "kind": kind,
+            "tried": len(found),
+            "kept": sum(each.verdict == "kept" for each in found),
+            "verdicts": Counter(str(each.verdict) for each in found),
+            "seconds": round(sum(each.seconds for each in found), 1),
+        }
         for kind, found in sorted(by_kind.items())
     ]
-    return Made(
-        repository=subject.repository.name,
-        tasks=len(tasks),
-        tests=len(baseline.plan.tests),
-        left_out=dict(Counter(baseline.left_out.values())),
-        coverage=round(baseline.plan.coverage, 3),
-        suite_s=round(baseline.suite_s, 2),
-        kinds=kinds,
-        guards={task.id: asdict(guard_of(task)) for task in tasks},
-        wall_s=round(wall_s, 1),
-    )
+    return {
+        "repository": subject.repository.name,
+        "tasks": len(tasks),
+        "tests": len(baseline.plan.tests),
+        "left_out": Counter(baseline.left_out.values()),
+        "coverage": round(baseline.plan.coverage, 3),
+        "suite_s": round(baseline.suite_s, 2),
+        "kinds": kinds,
+        "guards": {task.id: asdict(guard_of(task)) for task in tasks},
+        "wall_s": round(wall_s, 1),
+    }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from composer_nb.harness.grading.recorded import guards_line
-from composer_nb.harness.tasks.making.make import Made, State
+from composer_nb.harness.tasks.making.make import State
 
 LINE_S = 30.0
 """Seconds between lines where there is no terminal."""
@@ -36,22 +37,22 @@ def progress(console: Console) -> Iterator[Callable[[State], None]]:
         yield show
 
 
-def table(made: Made) -> Table:
+def table(made: Mapping[str, Any]) -> Table:
     """Return a table with a row for each kind of change, those with most tasks first."""
-    left_out = ", ".join(f"{count} {why}" for why, count in sorted(made.left_out.items())) or "none"
-    guards = guards_line(Counter(each["by"] for each in made.guards.values()))
+    left_out = ", ".join(f"{count} {why}" for why, count in sorted(made["left_out"].items())) or "none"
+    guards = guards_line(Counter(each["by"] for each in made["guards"].values()))
     found = Table(
-        title=f"{escape(made.repository)}: {made.tasks} tasks in {made.wall_s:.0f} s. {made.tests} tests count "
-        f"({made.coverage:.0%} with a twin), {made.suite_s:.1f} s a run; left out: {left_out}\n{guards}",
+        title=f"{escape(made['repository'])}: {made['tasks']} tasks in {made['wall_s']:.0f} s. {made['tests']} tests count "
+        f"({made['coverage']:.0%} with a twin), {made['suite_s']:.1f} s a run; left out: {left_out}\n{guards}",
         box=None,
         pad_edge=False,
         title_justify="left",
     )
     for head in ("kind", "tried", "kept", "yield", "s a task", "why not"):
         found.add_column(head, justify="left" if head in ("kind", "why not") else "right")
-    for kind in sorted(made.kinds, key=lambda kind: -kind.kept):
-        others = [f"{count} {why}" for why, count in sorted(kind.verdicts.items()) if why != "kept"]
-        cost = f"{kind.seconds / kind.kept:.1f}" if kind.kept else "-"
-        share = f"{kind.kept / kind.tried:.0%}"
-        found.add_row(kind.kind, str(kind.tried), str(kind.kept), share, cost, ", ".join(others))
+    for kind in sorted(made["kinds"], key=lambda kind: -kind["kept"]):
+        others = [f"{count} {why}" for why, count in sorted(kind["verdicts"].items()) if why != "kept"]
+        tried, kept = kind["tried"], kind["kept"]
+        cost = f"{kind['seconds'] / kept:.1f}" if kept else "-"
+        found.add_row(kind["kind"], str(tried), str(kept), f"{kept / tried:.0%}", cost, ", ".join(others))
     return found

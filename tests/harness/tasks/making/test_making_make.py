@@ -49,7 +49,7 @@ class Box:
 def made(checkout: Path, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
     found = make(checkout, out, backend, limit=LIMIT)
-    assert found.tasks >= 6 and sum(kind.kept for kind in found.kinds) >= found.tasks
+    assert found["tasks"] >= 6 and sum(kind["kept"] for kind in found["kinds"]) >= found["tasks"]
     return out
 
 
