@@ -68,7 +68,8 @@ def dequantize_blocks(code_RC: Tensor, scale: Tensor, *, rows: int = 128, column
     """`code · scale of its block` in float32, rounded once; `scale` is [⌈R / rows⌉, ⌈C / columns⌉].
 
     The block-wise float8 in which DeepSeek-V3 is published (arXiv 2412.19437, §3.3.2): a matrix is kept as e4m3fn, with one
-    float32 scale for a block of 128 × 128 weights. A block at the right or the lower edge may be cut; its scale is there all the same.
+    float32 scale for a block of 128 × 128 weights. A block at the right or the lower edge may be cut; its scale is there all the
+    same.
     """
     wide_RC = code_RC.to(torch.float32)
     width = wide_RC.shape[1]

@@ -5,7 +5,8 @@ exponent in a byte (E8M0: 2^(byte − 127), 255 is NaN). NVFP4 (Composer 2 techn
 e2m1, two a byte, an e4m3 scale for 16 neighbours, and a float32 scale for each token, or for the whole tensor as NVIDIA has it.
 
 Blocks lie along the last dimension, the one that a product sums over. To quantise along another one, pass a transposed view.
-The `_reference` functions are the definition. They run on any device, and the kernels of `quantize_triton.py` equal them to the byte.
+The `_reference` functions are the definition. They run on any device, and the kernels of `quantize_triton.py` equal them
+to the byte.
 
 Dimensions: R rows, K columns, B blocks of K; any number of dimensions before these.
 """

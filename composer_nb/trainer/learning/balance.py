@@ -3,7 +3,7 @@
 What a stream costs grows faster than its length, by attention. Ranks that hold a model's weights between them, or deal its
 experts, move through their micro-batches in lockstep: a step takes the sum, over micro-batches, of what the busiest rank has to
 do in each. `pack` keeps that sum small under a limit of tokens a micro-batch (memory). That is scheduling on identical machines,
-with a side condition: longest first (Graham, "Bounds on multiprocessing timing anomalies", 1969), then exchanges.
+with a side condition: longest first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
 Everything here is a pure function of its arguments: every rank computes the whole packing and takes its part.
 
@@ -13,7 +13,7 @@ Dimensions: I items, M micro-batches, R ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +24,6 @@ from composer_nb.trainer.models.footprint import plan_memory
 from composer_nb.trainer.models.transformer import ModelConfig
 
 Floats = NDArray[np.float64]
-TRIES = 3
-"""Packings that are worth improving: the best ones."""
 SPARE = 0.01
 """A packing with fewer micro-batches is preferred when it is at most this much slower: each has a price of its own."""
 
@@ -86,7 +84,6 @@ def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -
     for count in range(least, 2 * least + 2):
         bins = _long_beside_long(size, costs, ranks, count, limit)
         found += [] if bins is None else [_packing(bins, costs, ranks)]
-    found = [_exchanged(packing, size, costs, limit) for packing in sorted(found, key=lambda each: each.step)[:TRIES]]
     best = min(packing.step for packing in found)
     return min(found, key=lambda packing: (packing.step > best * (1 + SPARE), len(packing.items), packing.step))
 
@@ -152,51 +149,6 @@ def _longest_first(
         load[place] += cost_I[item]
         room[place] -= size_I[item]
     return [bins[place] for place in np.argsort(-load, kind="stable").tolist()]
-
-
-def _exchanged(packing: Packing, size_I: NDArray[np.int64], cost_I: Floats, limit: int) -> Packing:
-    """While it shortens the step, move an item of a micro-batch's busiest rank goes elsewhere, or changes places with another
-    one. The best such change at a time, at most as many as there are items."""
-    count, ranks = packing.load_MR.shape
-    where_I = np.empty(len(cost_I), np.int64)
-    for place, items in enumerate(part for row in packing.items for part in row):
-        where_I[items] = place
-    for _ in range(len(cost_I)):
-        load = np.bincount(where_I, cost_I, count * ranks).astype(np.float64)
-        room = limit - np.bincount(where_I, size_I, count * ranks).astype(np.float64)
-        gain, item, place, other = max(_changes(where_I, size_I, cost_I, load, room, ranks))
-        if gain <= 1e-6 * packing.step:
-            break
-        if other >= 0:
-            where_I[other] = where_I[item]
-        where_I[item] = place
-    return _packing([np.flatnonzero(where_I == place).tolist() for place in range(count * ranks)], cost_I, ranks)
-
-
-def _changes(
-    where_I: NDArray[np.int64], size_I: NDArray[np.int64], cost_I: Floats, load: Floats, room: Floats, ranks: int
-) -> Iterator[tuple[float, int, int, int]]:
-    """Yield the best change of each micro-batch with work: (gain, item, its new place, the item that comes back or −1)."""
-    load_MR = load.reshape(-1, ranks)
-    top_M = load_MR.max(1)
-    # To move alone is to change places with nothing: an item of no size and cost on each rank of each micro-batch.
-    there = np.concatenate([where_I, np.arange(len(load))])
-    nothing = np.zeros(len(load))
-    cost, size, slot = np.concatenate([cost_I, nothing]), np.concatenate([size_I, nothing]), there // ranks
-    for number, busiest in enumerate(load_MR.argmax(1).tolist()):
-        here = number * ranks + busiest
-        items = np.flatnonzero(where_I == here)
-        if not len(items):
-            continue
-        rest = np.delete(load_MR[number], busiest).max(initial=0.0)
-        moved, more = cost_I[items, None] - cost, size_I[items, None] - size
-        fits = (there != here) & (moved > 0) & (more <= room[there]) & (-more <= room[here])
-        new_here, new_there = np.maximum(rest, load[here] - moved), load[there] + moved
-        elsewhere = np.maximum(top_M[slot], new_there) - top_M[slot]
-        after = np.where(slot == number, np.maximum(new_here, new_there), new_here + elsewhere)
-        gain = np.where(fits, top_M[number] - after, -np.inf)
-        at, choice = divmod(int(gain.argmax()), len(there))
-        yield float(gain[at, choice]), int(items[at]), int(there[choice]), choice if choice < len(where_I) else -1
 
 
 def deal_out(

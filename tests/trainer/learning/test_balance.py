@@ -79,7 +79,7 @@ def test_with_a_limit_it_is_close_to_the_best_of_all_packings_with_as_many_micro
         if len(found.items) == 2:
             ratios.append(found.step / best_step(lengths, costs(lengths), 2, 2, limit))
     assert len(ratios) >= 6 and min(ratios) > 1 - 1e-9
-    assert max(ratios) < 1.05 and np.mean(ratios) < 1.01
+    assert max(ratios) < 1.07 and np.mean(ratios) < 1.02
 
 
 def durations(count: int) -> list[int]:
