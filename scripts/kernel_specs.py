@@ -7,8 +7,9 @@ from typing import Any
 
 import triton
 
-from composer_nb.kernels import logprob_triton, quantize_triton
+from composer_nb.kernels import logprob_triton
 from composer_nb.kernels.attention import cached_triton
+from composer_nb.kernels.formats import quantize_triton
 from composer_nb.kernels.formats.microscaling import NVFP4_BLOCK
 from composer_nb.kernels.moe import grouped_gemm_triton, routing_triton, rows_triton, scaled_gemm_triton
 from composer_nb.kernels.moe.explanation import INSTRUCTIONS

@@ -173,7 +173,7 @@ def mx_quantize(
     check_mx(x, block, rows, rule)
     if choose(x.device, backend)[0] == "torch":
         return mx_quantize_reference(x, block=block, rows=rows, rule=rule)
-    from composer_nb.kernels import quantize_triton
+    from composer_nb.kernels.formats import quantize_triton
 
     return quantize_triton.mx_quantize(x, block, rows, rule)
 
@@ -183,7 +183,7 @@ def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = N
     check_nvfp4(x, share)
     if choose(x.device, backend)[0] == "torch":
         return nvfp4_quantize_reference(x, share=share)
-    from composer_nb.kernels import quantize_triton
+    from composer_nb.kernels.formats import quantize_triton
 
     return quantize_triton.nvfp4_quantize(x, share)
 

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_nb.kernels.formats.microscaling import MXTensor, mx_scale_shape
+from composer_nb.kernels.formats.quantize_triton import mx_codes, store_mx
 from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.moe.recipes import Format, Operand, quantise_rows
-from composer_nb.kernels.quantize_triton import mx_codes, store_mx
 from composer_nb.kernels.triton_runtime import interpreting, ran
 
 
