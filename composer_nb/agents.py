@@ -45,10 +45,20 @@ Attempts = Callable[[int, float], list[Attempt]]
 
 
 def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Score a checkpoint directory, `scripted:expert` or `openai:URL[#MODEL]` on tasks of the grader `functions`.
+    """Score a policy on tasks of the grader `functions`: the figures of `summarise`, with its name and the seed. See
+    `policy_attempts`."""
+    seed, sampled, greedy = policy_attempts(policy, tasks, samples, settings)
+    return {"policy": policy, "seed": seed, **summarise(sampled, greedy, seed)}
 
-    `settings` are dotted names: `limits.*`, `engine.slots` and `seed` matter here. Returns the figures of `summarise` with the
-    policy's name and seed. Raises ValueError for other kinds of policy, FileNotFoundError for a missing checkpoint or file.
+
+def policy_attempts(
+    policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]
+) -> tuple[int, list[Attempt], list[Attempt]]:
+    """Return the seed, `samples` attempts a task at temperature 1, and a greedy one, at tasks of the grader `functions`. Policies
+    are a checkpoint directory, `scripted:expert` and `openai:URL[#MODEL]`.
+
+    `settings` are dotted names: `limits.*`, `engine.slots` and `seed` matter here. Raises ValueError for other kinds of policy,
+    FileNotFoundError for a missing checkpoint or file.
     """
     from composer_nb.settings import Settings, override
     from composer_nb.trainer.learning.ranks import set_up_process
@@ -65,8 +75,7 @@ def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[st
             attempts = _scripted_attempts(name, loaded, chosen.seed, executor)
         else:
             attempts = _checkpoint_attempts(Path(name), loaded, chosen, executor)
-        sampled, greedy = attempts(samples, 1.0), attempts(1, 0.0)
-    return {"policy": policy, "seed": chosen.seed, **summarise(sampled, greedy, chosen.seed)}
+        return chosen.seed, attempts(samples, 1.0), attempts(1, 0.0)
 
 
 def _endpoint_attempts(name: str, tasks: Sequence[Task], executor: Executor) -> Attempts:

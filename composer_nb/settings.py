@@ -47,10 +47,16 @@ class DataSettings:
 
     code: str = "stdlib"
     """Python source to train on: `stdlib`, or a folder."""
+    level: Literal["functions", "repositories"] = "functions"
+    """Generated tasks. functions: one function in one file, and a sentence that says what it should do. repositories: some
+    modules with tests, and in most tasks no such sentence (`miniatures.py`)."""
+    told: Share = 0.25
+    """Share of repositories whose instruction says what the function should do."""
     demonstrations: Count = 1024
     """Clean demonstrations for mid-training, one per task."""
     mistaken_demonstrations: Count = 1024
-    """Demonstrations with mistakes for the policy that RL starts from."""
+    """Demonstrations with mistakes, or in repositories by an expert who searches the answer (`expert.py`), for the policy that RL
+    starts from."""
     rl_tasks: Some = 2048
     heldout_tasks: Some = 440
     tune_tasks: Some = 96
@@ -144,6 +150,8 @@ class SftSettings:
     tokens: Some = 2048
     lr: NotNegative = 4e-4
     clip: NotNegative = 1.0
+    sharpness: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Factors of all logits to choose from on the tuning tasks, after fine-tuning; none: they stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +180,8 @@ class RlSettings:
     """Recompute layers in the backward pass: less memory, about a third more time."""
     tokens_per_rollout: Some = 64
     """Constant of the loss denominator, prompts × group × this, so that the length of a batch does not enter its gradient."""
+    gate: bool = True
+    """Refuse RL where the start's attempts at each held-out task earn the same reward (`composer-nb headroom`)."""
     shuffle_rewards: bool = False
     """Control: permute rewards at random within the batch, so that nothing can be learned."""
     max_seconds: NotNegative = 310.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,29 +74,112 @@ def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str
     return found
 
 
-def behaviour(attempts: Sequence[Attempt]) -> dict[str, float | None]:
-    """Describe how a policy works, as means over attempts. `retries_after_failed_test` is the share of the attempts with an
-    edit that failed the tests which edited again. A rate whose denominator is empty is None."""
+EDITS = frozenset({"edit_line", "search_replace", "write", "apply_patch"})
+LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})
+WITHIN = (4, 8, 12, 20)
+"""Calls of `pass_within`."""
+FILTERED = (1, 2, 4, 8)
+"""Attempts of `filtered_best_of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The course of an attempt in four yes or no."""
+
+    edited: bool
+    failed: bool
+    """A test failed after an edit."""
+    retried: bool
+    """Another edit followed."""
+    tested: bool
+    """A test followed the first edit."""
+    accepted: bool
+    """The last test passed, and no edit followed it."""
+    looks: int
+    """Reads and searches before the first edit."""
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> Course:
+        names = [_tool(turn) for turn in turns]
+        edits = [n for n, turn in enumerate(turns) if names[n] in EDITS and turn.error is None]
+        tests = [n for n, turn in enumerate(turns) if turn.tests_run]
+        first = edits[0] if edits else len(turns)
+        failures = [n for n in tests if n > first and (turns[n].tests_passed or 0) < (turns[n].tests_run or 0)]
+        last = tests[-1] if tests else len(turns)
+        return cls(
+            edited=bool(edits),
+            failed=bool(failures),
+            retried=any(edit > failures[0] for edit in edits) if failures else False,
+            tested=any(n > first for n in tests),
+            accepted=bool(tests)
+            and turns[last].tests_passed == turns[last].tests_run
+            and last > max(edits, default=-1),
+            looks=sum(name in LOOKS for name in names[:first]),
+        )
+
+
+def _tool(turn: Turn) -> str:
+    """Return the tool of a call; empty for one that could not be read."""
+    try:
+        return str(json.loads(turn.call)["name"])
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    """Describe how a policy works, as means over attempts. A rate whose denominator is empty is None.
+
+    `retries_after_failed_test`  share of attempts with an edit that failed the tests which edited again
+    `recovery`                   share of these that solved the task; `recovery_n` counts them
+    `tests_after_wrong_edit`     share of attempts whose first edit was wrong which tested it
+    `pass_within`                share of attempts that solved the task in so many calls
+    `reads_before_edit`          reads and searches, of attempts that edit
+    `filtered_best_of`           share of tasks solved by the first of so many attempts that passes the visible tests
+    """
     rollouts = [done.rollout for done in attempts]
+    courses = [Course.of(rollout.turns) for rollout in rollouts]
+    passed = [done.grade.passed for done in attempts]
+    pairs = list(zip(courses, passed, strict=True))
     calls = sum(rollout.calls for rollout in rollouts)
-    retried = [again for rollout in rollouts if (again := _retried(rollout.turns)) is not None]
+    recovered = [float(solved) for course, solved in pairs if course.retried]
     return {
         "tokens_per_task": float(np.mean([rollout.tokens for rollout in rollouts])),
         "sampled_per_task": float(np.mean([rollout.sampled for rollout in rollouts])),
         "tool_calls_per_task": calls / len(rollouts),
+        "calls_per_turn": calls / max(1, sum(rollout.messages for rollout in rollouts)),
         "invalid_call_rate": sum(rollout.invalid_calls for rollout in rollouts) / calls if calls else None,
         "runs_tests": float(np.mean([any(turn.tests_run for turn in rollout.turns) for rollout in rollouts])),
-        "retries_after_failed_test": float(np.mean(retried)) if retried else None,
+        "tests_after_wrong_edit": _share([c.tested for c, solved in pairs if c.failed or (c.edited and not solved)]),
+        "retries_after_failed_test": _share([course.retried for course in courses if course.failed]),
+        "recovery": _share(recovered),
+        "recovery_n": len(recovered),
+        "reads_before_edit": _share([course.looks for course in courses if course.edited]),
         "finishes": float(np.mean([rollout.stop == "finished" for rollout in rollouts])),
+        "pass_within": {
+            str(most): float(np.mean([done.grade.passed and done.rollout.calls <= most for done in attempts]))
+            for most in WITHIN
+        },
+        "filtered_best_of": {str(k): filtered_best_of(attempts, k) for k in FILTERED},
     }
 
 
-def _retried(turns: Sequence[Turn]) -> bool | None:
-    """Return whether an edit followed a failed test of an earlier edit; None if no edit failed its test."""
-    edits = [place for place, turn in enumerate(turns) if '"edit_line"' in turn.call and turn.error is None]
-    failures = [place for place, turn in enumerate(turns) if (turn.tests_passed or 0) < (turn.tests_run or 0)]
-    failures = [place for place in failures if edits and place > edits[0]]
-    return any(edit > failures[0] for edit in edits) if failures else None
+def filtered_best_of(attempts: Sequence[Attempt], k: int) -> float | None:
+    """Return the share of tasks solved by the first of k attempts that passes the visible tests, averaged over which attempt
+    comes first; None with fewer attempts a task."""
+    by_task: dict[str, list[tuple[bool, bool]]] = {}
+    for done in attempts:
+        by_task.setdefault(done.task.id, []).append((Course.of(done.rollout.turns).accepted, done.grade.passed))
+    if min(map(len, by_task.values())) < k:
+        return None
+    found = []
+    for tries in by_task.values():
+        turned = [[*tries[n:], *tries[:n]][:k] for n in range(len(tries))]
+        found.append(np.mean([next((solved for accepted, solved in some if accepted), False) for some in turned]))
+    return float(np.mean(found))
+
+
+def _share(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:

@@ -142,6 +142,33 @@ def report(given: argparse.Namespace) -> int:
     return emit(given, found, lambda: table(found))
 
 
+@command(
+    "headroom",
+    arg("path RUN|TASKS", "a run directory, or tasks (with --policy)", type=Path),
+    arg("--policy NAME", "a policy of the run (start), or one that eval takes"),
+    arg("--samples K", "rollouts per task at temperature 1, for tasks", 8),
+    SET,
+    JSON,
+)
+def headroom(given: argparse.Namespace) -> int:
+    """Say what RL could find, before it starts."""
+    from composer_nb.agents import policy_attempts
+    from composer_nb.settings import Settings, override
+    from composer_nb.trainer.recipe import headroom as room
+    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.views.page import text_table
+
+    if (given.path / "run.db").is_file():
+        found = room.run_headroom(open_run(given.path), given.policy or "start")
+    elif not given.policy:
+        raise ValueError(f"{given.path}: no run; for tasks give --policy too")
+    else:
+        chosen = overrides(given.set)
+        _, sampled, greedy = policy_attempts(given.policy, given.path, given.samples, chosen)
+        found = room.headroom(sampled, greedy, override(Settings(), chosen).reward)
+    return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
+
+
 @command("watch", RUN, HTML, JSON)
 def watch(given: argparse.Namespace) -> int:
     """Show the state of a run, live or finished."""

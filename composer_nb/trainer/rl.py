@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.trainer.learning.learner import share
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.phases import failures_before, phase_advantages, token_phases
 from composer_nb.trainer.learning.ranks import Ranks
 
 OwnReward = Callable[[Rollout, Grade], float]
@@ -46,6 +47,8 @@ class Scored:
     attempt: Attempt
     reward: Reward
     advantage: float
+    phases: tuple[float, ...] = ()
+    """Advantage of each phase (`phases.py`); they sum to `advantage`. Empty: the whole rollout has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +175,7 @@ def score_groups(
         return Reward(total=total, terms={"own": total})
 
     totals = [[scored(done) for done in group] for group in groups]
-    return [_scored(group, given, loss) for group, given in zip(groups, totals, strict=True)]
+    return _with_phases([_scored(g, given, loss) for g, given in zip(groups, totals, strict=True)], loss)
 
 
 def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random) -> list[list[Scored]]:
@@ -180,7 +183,19 @@ def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random)
     totals = [scored.reward for group in groups for scored in group]
     rng.shuffle(totals)
     rest = iter(totals)
-    return [_scored([scored.attempt for scored in group], [next(rest) for _ in group], loss) for group in groups]
+    shuffled = [_scored([s.attempt for s in group], [next(rest) for _ in group], loss) for group in groups]
+    return _with_phases(shuffled, loss)
+
+
+def _with_phases(groups: list[list[Scored]], loss: LossSettings) -> list[list[Scored]]:
+    if loss.baseline == "group":
+        return groups
+    last = [[failures_before(s.attempt.rollout)[-1:] or [0] for s in group] for group in groups]
+    rewards = [[float(s.reward.total or 0.0) for s in group] for group in groups]
+    found = phase_advantages(rewards, [[n for [n] in group] for group in last])
+    return [
+        [replace(s, phases=tuple(p)) for s, p in zip(*pair, strict=True)] for pair in zip(groups, found, strict=True)
+    ]
 
 
 def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSettings) -> list[Scored]:
@@ -192,11 +207,14 @@ def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSetti
 def to_stream(scored: Scored) -> Stream:
     """Return the trainer's view of a scored attempt."""
     [segment] = scored.attempt.rollout.segments
+    advantage: Any = scored.advantage
+    if scored.phases:
+        advantage = np.array(scored.phases)[token_phases(scored.attempt.rollout)]
     return Stream(
         token_ids=segment.token_ids,
         acted=segment.acted,
         logprob=segment.logprob,
-        advantage=np.where(segment.acted, scored.advantage, 0.0).astype(np.float32),
+        advantage=np.where(segment.acted, advantage, 0.0).astype(np.float32),
         routes=segment.trace.routes,
         gates=segment.trace.gates,
         route_valid=segment.trace.route_valid,
@@ -206,7 +224,7 @@ def to_stream(scored: Scored) -> Stream:
 
 def trains(scored: Scored, loss: LossSettings) -> bool:
     """Return whether a rollout adds anything to the gradient: an advantage, or the KL weight, which needs none."""
-    return abs(scored.advantage) > 1e-6 or loss.beta > 0
+    return any(abs(part) > 1e-6 for part in scored.phases or (scored.advantage,)) or loss.beta > 0
 
 
 def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> list[Stream]:

@@ -2,7 +2,8 @@
 
     <|bos|><|user|>fix f.py: sum of items<|end|><|call|>read f.py<|end|><|out|>1def f(xs):\\n…<|end|><|call|>…
 
-A turn of the agent is the tokens between `<|call|>` and `<|end|>`, and holds one call. A call is a word, then each short required
+A turn of the agent is the tokens between `<|call|>` and `<|end|>`. It holds a call, or several with `<|call|>` between them. A
+call is a word, then each short required
 argument after a space, then each other required argument after the token `<|to|>`; the optional arguments that are given are one
 JSON object after a last `<|to|>`. Short are numbers, booleans, and strings without white space whose name ends in path, file or
 directory; a `line` has at most six digits. Strings stand as they are, everything else as JSON. The word is the tool's name, or a
@@ -97,7 +98,7 @@ class CompactRenderer(ChatRenderer):
     """The compact format; see the module and `ChatRenderer`. Without `tools`, those of tiny models."""
 
     tokens = SPECIALS
-    allowed = frozenset((TO,))
+    allowed = frozenset((TO, "<|call|>"))
     closing = "<|end|>"
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -136,13 +137,16 @@ class CompactRenderer(ChatRenderer):
         raise ToolError("InvalidArguments", "bad call")
 
     def parse(self, token_ids: Sequence[int]) -> Said:
-        """Parse a turn: a call, or why there is none; without a tool that ends conversations, also a text."""
-        *body, last = token_ids or [self.pad]
-        try:
-            return self._read(self._pieces(body if last == self.end else [self.pad]))
-        except ToolError as error:
-            written = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-            return Said(calls=(Written(id="call_0", call=error, text=written),))
+        """Parse a turn: its calls, each or why it cannot be read; without a tool that ends conversations, also a text."""
+        cuts = [place for place, token in enumerate(token_ids) if token == self.call]
+        parts = [list(token_ids[a + 1 : b]) for a, b in zip([-1, *cuts], [*cuts, len(token_ids)], strict=True)]
+        ended = parts[-1][-1:] == [self.end]
+        read = [self._part(part, part if n < len(cuts) else part[:-1], ended) for n, part in enumerate(parts)]
+        if len(read) == 1 and not read[0].calls:
+            return read[0]
+        calls = [each.calls[0].call if each.calls else ToolError("InvalidArguments", "bad call") for each in read]
+        texts = [each.calls[0].text if each.calls else DONE for each in read]
+        return Said(calls=tuple(Written(id=f"call_{n}", call=c, text=texts[n]) for n, c in enumerate(calls)))
 
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
         """Return the kind of each token of a turn."""
@@ -168,10 +172,20 @@ class CompactRenderer(ChatRenderer):
     def _said(self, said: Said) -> list[Piece]:
         if not said.calls:
             return [DONE, self.to, said.text] if said.text else [DONE]
-        call = said.calls[0].call
-        if len(said.calls) > 1 or not isinstance(call, ToolCall) or call.name not in self._tools:
-            raise ValueError(f"messages: the format has one call a turn, of one of {', '.join(self._tools)}")
-        return self._tools[call.name].write(call.arguments, self.to)
+        pieces: list[Piece] = []
+        for call in (written.call for written in said.calls):
+            if not isinstance(call, ToolCall) or call.name not in self._tools:
+                raise ValueError(f"messages: the format has calls of {', '.join(self._tools)} alone")
+            pieces += [self.call, *self._tools[call.name].write(call.arguments, self.to)]
+        return pieces[1:]
+
+    def _part(self, part: Sequence[int], body: Sequence[int], ended: bool) -> Said:
+        """Return one call of a turn that was written as `part`, or why there is none."""
+        try:
+            return self._read(self._pieces(body if ended else [self.pad]))
+        except ToolError as error:
+            text = self.tokenizer.decode(list(part), skip_special_tokens=False)
+            return Said(calls=(Written(id="call_0", call=error, text=text),))
 
     def _read(self, pieces: Sequence[Piece]) -> Said:
         parts = [""]

@@ -13,12 +13,13 @@ from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Script as ChatScript
 from composer_nb.harness.policy import Completion, Request, Trace
-from composer_nb.harness.tasks.repairs import bugs
+from composer_nb.harness.tasks.miniatures import ENUMERABLE
+from composer_nb.harness.tasks.repairs import bugs, neighbours
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 
 Script = Generator[Said, str, None]
-"""Yields turns of at most one call, and is sent the text of each observation."""
+"""Yields turns, and is sent the text of the last observation of each."""
 
 
 def one(call: ToolCall) -> Said:
@@ -26,7 +27,8 @@ def one(call: ToolCall) -> Said:
     return turn([call])
 
 
-_TEST = one(ToolCall(name="run_tests", arguments={}))
+_TEST_CALL, _UNDO = ToolCall(name="run_tests", arguments={}), ToolCall(name="undo", arguments={})
+_TEST = one(_TEST_CALL)
 
 
 def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
@@ -59,6 +61,50 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
         if tried or rng.random() < 0.7:
             yield _TEST
     yield one(ToolCall(name="finish", arguments={}))
+
+
+TRIES = 6
+"""Edits that a searcher tries, at most."""
+
+
+def searcher(task: Task, rng: Random) -> Script:
+    """Test, search the function that failed, read its module; then try single changes of it, each with a test in the same turn,
+    undone if the test fails, until one passes.
+
+    The right change comes at a random place between the first and the last try, as if it were not known and the changes were
+    drawn without repeats. Every try is one to learn from. Where the instruction says what the function should do, the first is
+    right.
+
+    Raises ValueError for a task whose solution is no single change."""
+    [(path, right)] = task.solution.items()
+    name = task.metadata["function"]
+    failed = yield one(_TEST_CALL)
+    if f": {name}(" not in failed:
+        raise ValueError(f"task {task.id}: the first failed test is not of {name}: {failed}")
+    yield one(ToolCall(name="grep", arguments={"pattern": f"def {name}"}))
+    yield one(ToolCall(name="read_file", arguments={"path": path}))
+    now = task.files[path].rstrip("\n")
+    start, code, end = _function(now, name)
+    changes = [start + text + end for _, text in neighbours(code, ENUMERABLE)]
+    wanted = right.rstrip("\n")
+    if wanted not in changes:
+        raise ValueError(f"task {task.id}: its solution is no single change")
+    count = 0 if ":" in task.instruction else rng.randrange(TRIES)
+    tries = [text for text in rng.sample(changes, len(changes)) if text != wanted][:count]
+    for number, text in enumerate([*tries, wanted]):
+        place = _first_difference(now, text)
+        edit = _edit(path, now, place, text.split("\n")[place])[0]
+        if (yield turn([*[_UNDO] * (number > 0), edit, _TEST_CALL])).startswith("pass"):
+            break
+    yield one(ToolCall(name="finish", arguments={}))
+
+
+def _function(source: str, name: str) -> tuple[str, str, str]:
+    """Return what stands before a function, the function, and what follows it."""
+    start = source.index(f"def {name}(")
+    end = source.find("\n\ndef ", start)
+    end = len(source) if end < 0 else end
+    return source[:start], source[start:end], source[end:]
 
 
 def step_by_step(script: ChatScript) -> Script:
@@ -158,5 +204,6 @@ class ScriptedPolicy:
         )
 
     def _observed(self, request: Request) -> str:
-        _, *text, _, _ = request.token_ids  # <|out|> text <|end|> <|call|>
+        last = max(place for place, token in enumerate(request.token_ids) if token == self.renderer.ids["<|out|>"])
+        text = request.token_ids[last + 1 : -2]  # <|out|> text <|end|> <|call|>
         return str(self.renderer.tokenizer.decode(list(text), skip_special_tokens=False))

@@ -23,6 +23,13 @@ from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, value_te
 
 LONGEST_ARGUMENTS = 1 << 20
 """Characters of one call's arguments."""
+CALLER = "composer_nb_caller"
+_CALLER = """from importlib import import_module
+
+
+def call(module, function, arguments):
+    return getattr(import_module(module), function)(*arguments)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,22 +129,23 @@ def _parse_test(path: str, node: ast.FunctionDef, imported: Mapping[str, tuple[s
 
 
 def parse_test_files(files: Mapping[str, str]) -> tuple[FunctionTest, ...]:
-    """Return all tests of several files, in order of path. Raises ValueError if there is none, or if they call more than one
-    function, because one sandbox answers them all."""
+    """Return all tests of several files, in order of path. Raises ValueError if there is none."""
     tests = tuple(test for path in sorted(files) for test in parse_tests(path, files[path]))
     if not tests:
         raise ValueError("no test function found: a task without tests cannot be graded")
-    if len(targets := {(test.module, test.function) for test in tests}) > 1:
-        raise ValueError(f"the tests of one task must call one function, these call {sorted(targets)}")
     return tests
 
 
 def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
-    """Return the request that makes the calls of `tests` (of one `parse_test_files`): the code under test and the arguments, but
-    no expected values."""
-    [(module, function)] = {(test.module, test.function) for test in tests}
+    """Return the request that makes the calls of `tests`: the code under test and the arguments, but no expected values. Tests of
+    several functions are called through a module of our own, in one process."""
     sources = {path: text for path, text in files.items() if not is_test(path)}
-    return CallRequest(files=sources, module=module, function=function, arguments=tuple(t.arguments for t in tests))
+    targets = {(test.module, test.function) for test in tests}
+    if len(targets) == 1:
+        [(module, function)] = targets
+        return CallRequest(files=sources, module=module, function=function, arguments=tuple(t.arguments for t in tests))
+    arguments = tuple(f"({test.module!r}, {test.function!r}, {test.arguments})" for test in tests)
+    return CallRequest(files=sources | {f"{CALLER}.py": _CALLER}, module=CALLER, function="call", arguments=arguments)
 
 
 def passes(test: FunctionTest, outcome: CallOutcome) -> bool:

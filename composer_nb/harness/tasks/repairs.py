@@ -11,7 +11,7 @@ import ast
 import builtins
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -29,23 +29,46 @@ BATCH = 64
 _COMPARE = [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq]
 _BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]
 _AUGMENTED = [ast.Add, ast.Sub, ast.Mult]
+_CHOICES: dict[str, list[Any]] = {"compare": _COMPARE, "operator": _BINARY, "augmented": _AUGMENTED}
 _AGGREGATES = ["sum", "max", "min", "len", "sorted"]
 
 
-def bugs(source: str, rng: Random) -> tuple[str, str] | None:
-    """Plant one bug. Return (kind, changed source), or None if the drawn change does not change exactly one line."""
+def bugs(source: str, rng: Random, kinds: Collection[str] = ()) -> tuple[str, str] | None:
+    """Plant one bug, of one of `kinds` if any is given. Return (kind, changed source), or None if the drawn change does not
+    change exactly one line."""
     tree = syntax.parse(source)
-    sites = _sites(tree)
+    sites = [site for site in _sites(tree) if not kinds or site[0] in kinds]
     if not sites:
         return None
     kind, index = rng.choice(sites)
     changed = syntax.parse(source)
     _change(kind, list(ast.walk(changed))[index], rng, _locals(tree))
     text = ast.unparse(ast.fix_missing_locations(changed))
+    return (kind, text) if _one_line(source, text) else None
+
+
+def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
+    """Return (kind, changed source) of every single change of these kinds that changes exactly one line, without repeats."""
+    tree = syntax.parse(source)
+    found: dict[str, str] = {}
+    for kind, index in dict.fromkeys(_sites(tree)):
+        for choice in range(len(_CHOICES[kind])) if kind in kinds else ():
+            changed = syntax.parse(source)
+            node: Any = list(ast.walk(changed))[index]
+            new = _CHOICES[kind][choice]()
+            if kind == "compare":
+                node.ops = [new]
+            else:
+                node.op = new
+            text = ast.unparse(changed)
+            if text != source and _one_line(source, text):
+                found.setdefault(text, kind)
+    return [(kind, text) for text, kind in found.items()]
+
+
+def _one_line(source: str, text: str) -> bool:
     before, after = source.split("\n"), text.split("\n")
-    if len(before) != len(after) or sum(a != b for a, b in zip(before, after, strict=True)) != 1:
-        return None
-    return kind, text
+    return len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
 
 
 def _locals(tree: ast.AST) -> list[str]:
@@ -111,21 +134,33 @@ class Candidate:
         return tuple(CallOutcome(status="returned", text=repr(value)) for value in self.wanted)
 
 
-def draw_candidate(rng: Random, heldout: bool) -> Candidate | None:
-    """Draw one candidate; None if the draw is unfit. The reference program is trusted, so it runs right here."""
+def draw_candidate(
+    rng: Random,
+    heldout: bool,
+    count: int = VISIBLE + HIDDEN,
+    kinds: Collection[str] = (),
+    families: Collection[str] = (),
+) -> Candidate | None:
+    """Draw one candidate with `count` inputs; None if the draw is unfit. `kinds` of bugs and `families` of programs: only
+    these, if any is given. The reference program is trusted, so it runs right here."""
     program = draw_program(rng)
-    if program.heldout != heldout:
+    if program.heldout != heldout or (families and program.family not in families):
         return None
-    planted = bugs(program.source, rng)
-    inputs = tuple(draw_arguments(rng, program) for _ in range(VISIBLE + HIDDEN))
+    planted = bugs(program.source, rng, kinds)
     if planted is None:
         return None
-    scope: dict[str, Any] = {}
-    exec(compile(program.source, "f.py", "exec"), scope)
-    wanted = tuple(scope["f"](*copy.deepcopy(arguments)) for arguments in inputs)
+    inputs, wanted = evaluate(program, count, rng)
     if len({repr(value) for value in wanted}) < 3 or len({repr(given) for given in inputs}) < len(inputs):
         return None
     return Candidate(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=wanted)
+
+
+def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[object, ...], ...], tuple[object, ...]]:
+    """Return inputs of a trusted program, and what it returns for them."""
+    inputs = tuple(draw_arguments(rng, program) for _ in range(count))
+    scope: dict[str, Any] = {}
+    exec(compile(program.source, "f.py", "exec"), scope)
+    return inputs, tuple(scope["f"](*copy.deepcopy(arguments)) for arguments in inputs)
 
 
 def run_programs(
@@ -238,16 +273,21 @@ def _remember(
         executor.remember(request, [known[arguments] for arguments in request.arguments])
 
 
+def buggy(task: Task) -> str:
+    """Return the file of a task that its solution changes."""
+    return task.files[min(task.solution)]
+
+
 def fingerprints(tasks: Iterable[Task]) -> set[str]:
     """Return digests of what training and held-out tasks must not share: the structure, the right source, and the buggy source
-    together with the instruction."""
+    together with the instruction. Tasks of trained structures share no source alone."""
     prints: set[str] = set()
     for task in tasks:
-        texts = (task.metadata["structure"], task.solution["f.py"], task.instruction + task.files["f.py"])
+        texts = (task.metadata["structure"], *task.solution.values(), task.instruction + buggy(task))
         prints |= {hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts}
     return prints
 
 
 def buggy_prints(tasks: Iterable[Task]) -> set[str]:
     """Return digests of the buggy sources: training must not show a held-out right source as a bug either."""
-    return {hashlib.sha256(task.files["f.py"].encode()).hexdigest()[:20] for task in tasks}
+    return {hashlib.sha256(buggy(task).encode()).hexdigest()[:20] for task in tasks}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
-from composer_nb.harness.tools.tiny import Observation, tested, wanted
+from composer_nb.harness.tools.tiny import Edits, Observation, tested, wanted
 from composer_nb.harness.tools.tool_call import ToolError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Session:
     """Exported variables of the terminal."""
     touched: set[str] = field(default_factory=set)
     """Files that tools have changed since the last search, which clears it (`workspace.py`)."""
+    edits: Edits = field(default_factory=Edits)
     restless: bool = False
     """Other files may have changed since then, as by a command."""
     background: bool = False
@@ -140,6 +141,17 @@ class Session:
         if done.timed_out:
             raise ToolError("Timeout", f"this took more than {QUICK_S:g} s: look in fewer files")
         return done
+
+    def find(self, text: str) -> list[tuple[str, int, str]]:
+        """Return path, number and text of each line that holds `text` in the Python files that are no tests."""
+        command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.*", "-e", text, ".")
+        found = []
+        for line in self.run(command, timeout_s=TESTS_S).stdout.split(b"\n"):
+            path, _, rest = line.partition(b"\0")
+            number, _, code = rest.partition(b":")
+            if number.isdigit():
+                found.append((clean(path).removeprefix("./"), int(number), clean(code)))
+        return sorted(found)
 
     def run_visible_tests(self) -> Observation:
         """Run the tests that pytest finds in the workspace. What they say is what the workspace's own code wants it to say.

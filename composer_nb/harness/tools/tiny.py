@@ -1,4 +1,4 @@
-"""The four tools of tiny models: read, edit a line, run the visible tests, finish.
+"""The tools of tiny models: search, read, edit a line, undo, run the visible tests, finish.
 
 They work in any `Place`. In a workspace of plain files, code is executed on copies, in sandboxes that all rollouts share.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.arguments import CONTROLS, tool
 from composer_nb.harness.tools.tool_call import ToolError
+
+FOUND = 8
+"""Lines that a search shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +29,33 @@ class Observation:
     tests_run: int | None = None
 
 
+@dataclass(slots=True)
+class Edits:
+    """The line edits of an agent: what `undo` restores, and what the tests have refused."""
+
+    before: dict[str, str] = field(default_factory=dict)
+    """Texts of the edited files at the start."""
+    now: dict[str, str] = field(default_factory=dict)
+    refused: set[frozenset[tuple[str, str]]] = field(default_factory=set)
+    """Edited texts that failed the visible tests."""
+
+
 class Place(Protocol):
     """The place where these tools work: a `Workspace` or a `session.Session`.
 
     Raises OSError for a file that cannot be read or written, and ToolError where there are no tests to run."""
+
+    edits: Edits
 
     def text(self, path: str) -> str: ...
 
     def store(self, path: str, text: str) -> None: ...
 
     def run_visible_tests(self) -> Observation: ...
+
+    def find(self, text: str) -> list[tuple[str, int, str]]:
+        """Return path, number and text of each line that holds `text`."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +66,7 @@ class Workspace:
     visible_tests: Mapping[str, str]
     """The tests at the start: edits of them do not change what `run_tests` runs."""
     sandboxes: Executor
+    edits: Edits = field(default_factory=Edits)
 
     def text(self, path: str) -> str:
         if path not in self.files:
@@ -54,6 +75,10 @@ class Workspace:
 
     def store(self, path: str, text: str) -> None:
         self.files[path] = text
+
+    def find(self, text: str) -> list[tuple[str, int, str]]:
+        lines = ((path, n, line) for path in sorted(self.files) for n, line in enumerate(_lines(self.files[path]), 1))
+        return [found for found in lines if text in found[2] and found[0] not in self.visible_tests]
 
     def run_visible_tests(self) -> Observation:
         if not self.visible_tests:
@@ -99,8 +124,35 @@ def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
     if old == new:
         return Observation(text="same")  # tells the agent at once that this edit changed nothing
     lines[line - 1] = new + "\r" * lines[line - 1].endswith("\r")
-    place.store(path, "\n".join(lines) + "\n" * before.endswith("\n"))
+    after = "\n".join(lines) + "\n" * before.endswith("\n")
+    edits = place.edits
+    if frozenset((edits.now | {path: after}).items()) in edits.refused:
+        return Observation(text="tried")
+    place.store(path, after)
+    edits.before.setdefault(path, before)
+    edits.now[path] = after
     return Observation(text="ok")
+
+
+@tool(mutates=True)
+def undo(place: Place) -> Observation:
+    """Undo all edits."""
+    edits = place.edits
+    for path, text in edits.before.items():
+        place.store(path, text)
+    answer = "ok" if edits.now else "same"
+    edits.now.clear()
+    return Observation(text=answer)
+
+
+@tool()
+def grep(place: Place, pattern: str) -> Observation:
+    """Find the lines that hold a text, tests left out.
+
+    pattern: plain text
+    """
+    found = place.find(pattern)[:FOUND] if pattern else []
+    return Observation(text="\n".join(f"{path}:{number}{line}" for path, number, line in found) or "none")
 
 
 def _lines(text: str) -> list[str]:
@@ -111,7 +163,10 @@ def _lines(text: str) -> list[str]:
 @tool()
 def run_tests(place: Place) -> Observation:
     """Run the visible tests."""
-    return place.run_visible_tests()
+    seen = place.run_visible_tests()
+    if place.edits.now and seen.tests_passed != seen.tests_run:
+        place.edits.refused.add(frozenset(place.edits.now.items()))
+    return seen
 
 
 @tool(ends=True)
@@ -144,4 +199,4 @@ def _compact(text: str) -> str:
     return _STRING_OR_SPACE.sub(lambda part: "" if part[0] == " " else part[0], text)
 
 
-TINY = (read_file, edit_line, run_tests, finish)
+TINY = (grep, read_file, edit_line, undo, run_tests, finish)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from composer_nb.harness.agent import scripts
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert, step_by_step
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert, searcher, step_by_step
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.files import replacing
 from composer_nb.harness.rollout import Rollout
@@ -119,7 +119,8 @@ def demonstrate(
         task = tasks[position]
         if "finish" not in agent.tools.tools:
             return step_by_step(scripts.expert(task))
-        return expert(task, Random(f"expert {seed} {task.id}"), mistake_rate)
+        rng = Random(f"expert {seed} {task.id}")
+        return searcher(task, rng) if "function" in task.metadata else expert(task, rng, mistake_rate)
 
     policy = ScriptedPolicy(agent.renderer, script, 256 if agent.backend is None else 16)  # sandboxes take memory
     runs = (agent.attempt(task, position) for position, task in enumerate(tasks))

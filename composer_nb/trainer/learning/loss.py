@@ -23,6 +23,7 @@ from torch import Tensor
 
 Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"]
 Kl = Literal["k1", "k2", "k3"]
+Baseline = Literal["group", "phase"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class LossSettings:
     """IcePop drops tokens whose ratio leaves icepop_low .. icepop. Its authors have 0.5 .. 5."""
     dppo: float = 0.2
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
+    baseline: Baseline = "group"
+    """group: the mean reward of the group. phase: apart for each phase, which failed tests end (`phases.py`)."""
     std_norm: bool = False
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False
@@ -59,7 +62,11 @@ class LossSettings:
             raise ValueError("loss.icepop_low must lie between 0 and 1")
         if not (self.tis_cap > 0 and self.icepop > 1 and self.dppo > 0):
             raise ValueError("loss.tis_cap and loss.dppo must be above 0, loss.icepop above 1")
-        for name, choices in (("ratio", get_args(Ratio)), ("kl", get_args(Kl))):
+        if self.std_norm and self.baseline != "group":
+            raise ValueError(
+                "loss.std_norm needs loss.baseline=group: the phases of a rollout have no common deviation"
+            )
+        for name, choices in (("ratio", get_args(Ratio)), ("kl", get_args(Kl)), ("baseline", get_args(Baseline))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"loss.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 

@@ -14,6 +14,7 @@ from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import PAIRS, TOUR, variant
+from composer_nb.trainer.recipe.headroom import headroom
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.weights import delta_sizes
@@ -40,7 +41,8 @@ def evaluate(s: Stages, name: str) -> None:
         greedy = evaluate_model(s, s.policy(name), tasks, 1, 0.0)
         if s.ranks.first:
             save_attempts(s.run.path / "rollouts" / f"eval_{name}.parquet", [*sampled, *greedy])
-            info |= summarise(sampled, greedy)
+            own = getattr(s.settings.env.own, "reward", None)
+            info |= summarise(sampled, greedy) | {"headroom": headroom(sampled, greedy, s.settings.reward, own)}
             s.say(
                 f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
                 f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"

@@ -21,8 +21,9 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN
+from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.programs import draw_program
-from composer_nb.harness.tasks.repairs import buggy_prints, fingerprints, make_tasks
+from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.settings import DataSettings, Settings
 from composer_nb.trainer.learning.data import demonstrate, demonstration_row, read_corpus, save_rows
@@ -30,7 +31,9 @@ from composer_nb.trainer.models.checkpoint import Source
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 
-CHUNK = 512
+DEMONSTRATED = frozenset({"loop", "comp", "fn2", "slice"})
+"""Families of the demonstrations after the first chunk, in which every family has a few."""
+CHUNK = 256
 """Tasks that are made in one piece: the unit of work and of resumption while data are made."""
 
 
@@ -137,13 +140,12 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     seed = f"{s.settings.seed} {chunk.name}"
     if chunk.heldout:
         seed = chunk.name  # the same questions for every seed, so that scores compare
-    tasks = list(chunk.own) or list(
-        make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=s.sandboxes.functions)
-    )
+    tasks = list(chunk.own) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
         shown = [task for task in tasks if s.settings.env.tools == "cursor" or changes_lines(task)]
         done = demonstrate(shown, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
-        solved = [d.rollout for d in done if not chunk.own or d.grade.passed]
+        searched = s.settings.data.level == "repositories"
+        solved = [d.rollout for d in done if d.grade.passed or not (chunk.own or searched)]
         if not solved:
             raise ValueError(
                 f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "
@@ -156,6 +158,16 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
     prints = set[str]() if chunk.own else fingerprints(tasks) | buggy_prints(tasks)
     write_json(folder / f"{chunk.name}.prints.json", sorted(prints))
+
+
+def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
+    data, functions = s.settings.data, s.sandboxes.functions
+    if data.level == "functions" or chunk.kind == "clean":
+        return make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=functions)
+    families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
+    return make_miniatures(
+        seed, chunk.count, heldout=chunk.heldout, executor=functions, told=data.told, families=families
+    )
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
@@ -172,7 +184,7 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
         kept[kind] = []
         for path in sorted(folder.glob(f"{kind}-*.jsonl")):
             for task in load_tasks(path):
-                key = (task.instruction, task.files["f.py"])
+                key = (task.instruction, buggy(task))
                 leaked = kind != "rl" and bool(fingerprints([task]) & training)
                 dropped[kind] += leaked or key in seen
                 if not leaked and key not in seen:

@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import MidtrainSettings
 from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
 from composer_nb.trainer.learning.optimizer import make_optimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate
+from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate, evaluate_model
+from composer_nb.trainer.recipe.headroom import require_headroom, run_headroom
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.reinforce import reinforcement
 from composer_nb.trainer.recipe.stages import Stages
@@ -44,6 +46,8 @@ def run_recipe(s: Stages) -> None:
         control(s)
         evaluate(s, "control")
         return
+    if s.settings.rl.gate and s.run.finished("rl") is None and not s.run.checkpoint("rl"):
+        require_headroom(s.ranks.gather(run_headroom(s.run) if s.ranks.first else {})[0])
     if s.settings.services.on and s.run.finished("rl") is None:
         return  # the services take over, and the ranks come back for the rest
     reinforcement(s)
@@ -121,9 +125,12 @@ def _mixture(
     wanted = mixture_code(steps, tokens, code_first, code_share, length)
     code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=wanted, length=length)
     Random(f"code rows {seed}").shuffle(code)  # neighbours are of one file; a long table would fill many batches
-    return mixture(
-        code, s.rows("clean"), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed
-    )
+    return mixture(code, _shown(s), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed)
+
+
+def _shown(s: Stages) -> list[Row]:
+    """The demonstrations of mid-training. To search an answer is learnt here too: fine-tuning alone is too short for it."""
+    return s.rows("clean") + (s.rows("mistaken") if s.settings.data.level == "repositories" else [])
 
 
 def extend(s: Stages) -> None:
@@ -165,7 +172,9 @@ def fine_tune(s: Stages) -> None:
             s.publish_again(_taught(s), "start")
             return
         _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info)
-        s.publish(info.pop("model"), "start")
+        model = info.pop("model")
+        calibrate(s, model, info)
+        s.publish(model, "start")
 
 
 def control(s: Stages) -> None:
@@ -174,7 +183,31 @@ def control(s: Stages) -> None:
         if info is not None:
             rows = [*s.rows("clean"), *s.rows("mistaken")]
             _supervise_agent(s, "control", rows, s.settings.control_steps, info)
-            s.publish(info.pop("model"), "control")
+            model = info.pop("model")
+            calibrate(s, model, info)
+            s.publish(model, "control")
+
+
+def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
+    """Multiply the logits of a policy by the factor of `sft.sharpness` at which it solves most tuning tasks, sampled.
+
+    Imitation of an expert who tries at random leaves a policy as unsure as the expert: RL, and what it is compared with, begin at
+    their best."""
+    if not s.settings.sft.sharpness:
+        return
+    tasks, gain = load_tasks(s.run.path / "data" / "tune.jsonl"), model.final_norm
+    solved: dict[float, float] = {}
+    before = gain.detach().clone()
+    for factor in s.settings.sft.sharpness:
+        with torch.no_grad():
+            gain.copy_(before * factor)
+        solved[factor] = float(np.mean([one.grade.passed for one in evaluate_model(s, model, tasks, 2, 1.0)]))
+    best = max(solved, key=lambda factor: (solved[factor], -factor))
+    with torch.no_grad():
+        gain.copy_(before * best)
+    info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
+    if s.ranks.first:
+        s.say(f"sharpness {best:g}: " + ", ".join(f"{factor:g} solves {share:.3f}" for factor, share in solved.items()))
 
 
 def _taught(s: Stages) -> str:

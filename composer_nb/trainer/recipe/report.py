@@ -36,6 +36,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     stored report of its full run, with `excerpt` for what the excerpt holds.
 
     `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
+    `headroom`         what RL could find from its start (`headroom.headroom`)
     `gain`             final − midtrained, with a paired bootstrap over tasks; and final − the better of that and the start
     `midtrain`, `sft`  first and last point of the loss curves
     `extend`           the same of the long-context phase, with the losses on long rows before it
@@ -80,6 +81,9 @@ def _built(run: RunDir) -> dict[str, Any]:
     scores = {name[5:]: _without_seconds(found) for name, found in stages.items() if name.startswith("eval_")}
     if scores:
         report["eval"] = {name: scores[name] for name in sorted(scores, key=_policy_order)}
+    rooms = {name: room for name, score in scores.items() if (room := score.pop("headroom", None))}
+    if "start" in rooms:
+        report["headroom"] = rooms["start"]
     if gain := gained(run, scores):
         report["gain"] = gain
     if run.steps("rl"):

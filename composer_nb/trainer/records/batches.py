@@ -32,6 +32,7 @@ def save_batch(
             "reward": [scored.reward.total for scored in everyone],
             "terms": [json.dumps(scored.reward.terms) for scored in everyone],
             "advantage": [scored.advantage for scored in everyone],
+            "phases": [json.dumps(scored.phases) for scored in everyone],
             **(columns or {}),
         },
     )
@@ -41,8 +42,9 @@ def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
     """Read a file of `save_batch`; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
     attempts = load_attempts(file, tasks)
     groups: dict[int, list[Scored]] = {}
-    columns = pq.read_table(file, columns=["group", "reward", "terms", "advantage"]).to_pylist()
+    columns = pq.read_table(file, columns=["group", "reward", "terms", "advantage", "phases"]).to_pylist()
     for done, c in zip(attempts, columns, strict=True):
         reward = Reward(total=c["reward"], terms=json.loads(c["terms"]))
-        groups.setdefault(c["group"], []).append(Scored(attempt=done, reward=reward, advantage=c["advantage"]))
+        scored = Scored(attempt=done, reward=reward, advantage=c["advantage"], phases=tuple(json.loads(c["phases"])))
+        groups.setdefault(c["group"], []).append(scored)
     return list(groups.values())

@@ -1,0 +1,69 @@
+"""Headroom: what RL could find in an environment, from attempts of the policy that it would start with.
+
+RL moves probability to what the policy already does now and then. Where all attempts at a task end alike there is no gradient;
+where a second try after a failed test is worth nothing, a test is worth nothing, and the policy will drop both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.bench import summarise
+from composer_nb.harness.rewards import RewardSettings
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import OwnReward, score_groups
+
+RECOVERY = 0.15
+"""Recovery below which testing is not worth learning."""
+FIGURES = ("pass_at_1", "pass_greedy", "best_of_k", "k", "n_tasks", "recovery", "recovery_n", "filtered_best_of")
+
+
+def headroom(
+    sampled: Sequence[Attempt], greedy: Sequence[Attempt], rewards: RewardSettings, own: OwnReward | None = None
+) -> dict[str, Any]:
+    """Return figures of a start: those of `summarise`, `live` (share of tasks whose attempts earn different rewards), `gain`
+    (the rise of pass@1 if every attempt became the best of its task), and `verdict`, a sentence."""
+    scores = summarise(sampled, greedy)
+    groups: dict[str, list[Attempt]] = {}
+    for done in sampled:
+        if done.grade.known:
+            groups.setdefault(done.task.id, []).append(done)
+    scored = score_groups([*groups.values()], rewards, LossSettings(), own)
+    live = float(np.mean([any(abs(s.advantage) > 1e-6 for s in group) for group in scored]))
+    found = {name: scores[name] for name in FIGURES} | {"live": live}
+    found["gain"] = found["best_of_k"] - found["pass_at_1"]
+    found["verdict"] = _verdict(found)
+    return found
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    if not found["live"]:
+        return f"nothing to find: the {found['k']} attempts at each task earn the same reward, so no gradient is left"
+    best = f"up to +{found['gain']:.2f} of pass@1 (best of {found['k']}), {found['live']:.0%} of tasks live"
+    if found["recovery"] is None:
+        return f"{best}; no attempt edits again after a failed test, so testing cannot pay"
+    if found["recovery"] < RECOVERY:
+        return f"{best}; recovery {found['recovery']:.2f} is below {RECOVERY}: RL will probably unlearn testing"
+    return f"{best}; recovery {found['recovery']:.2f}: tests and further tries can pay"
+
+
+def require_headroom(found: Mapping[str, Any]) -> None:
+    """Raise ValueError where RL has nothing to find."""
+    if not found["live"]:
+        raise ValueError(
+            f"RL has {found['verdict']}; change env.*, data.*, reward.* or the start, or set rl.gate=false"
+        )
+
+
+def run_headroom(run: RunDir, policy: str = "start") -> dict[str, Any]:
+    """Return the headroom of a run's policy on its held-out tasks. Raises ValueError where it was not evaluated."""
+    found = run.finished(f"eval_{policy}") or {}
+    if "headroom" not in found:
+        raise ValueError(f"{run.path.name}: {policy} has not been evaluated, or not by this version")
+    headroom: dict[str, Any] = found["headroom"]
+    return headroom
