@@ -74,7 +74,7 @@ def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str
     return found
 
 
-EDITS = frozenset({"edit_line", "search_replace", "write", "apply_patch"})
+EDITS = frozenset({"edit_line", "substitute", "search_replace", "write", "apply_patch"})
 LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})
 WITHIN = (4, 8, 12, 20)
 """Calls of `pass_within`."""

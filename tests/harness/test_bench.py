@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Agent, Attempt
-from composer_nb.harness.bench import behaviour, run_eval, summarise
+from composer_nb.harness.bench import behaviour, filtered_best_of, run_eval, summarise
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
@@ -174,3 +174,37 @@ def test_attempts_come_in_order_of_task_whatever_ended_first(
     assert [each.task.id for each in done] == ["t0", "t0", "t1", "t1", "t2", "t2"]
     assert [len(each.rollout.turns) for each in done] == [6, 5, 4, 3, 2, 1]
     assert list(run_eval(policy, agent, [], boxes("1"), 2)) == []
+
+
+UNDO = Turn(call=ToolCall(name="undo", arguments={}).json, observation="ok")
+READ = Turn(call=ToolCall(name="read_file", arguments={"path": "f.py"}).json, observation="1x")
+RETRY = (READ, EDIT, FAIL, UNDO, EDIT, PASS, FINISH)
+
+
+def test_recovery_counts_who_tried_again_after_a_failed_test() -> None:
+    given = [
+        made("a", True, RETRY),
+        made("a", False, RETRY),
+        made("b", False, (EDIT, FAIL, FINISH)),
+        made("b", True, (READ, READ, EDIT, PASS, FINISH)),
+        made("c", False, (FAIL, EDIT, FINISH)),
+    ]
+    found = behaviour(given)
+    assert (found["recovery"], found["recovery_n"]) == (0.5, 2)
+    assert found["tests_after_wrong_edit"] == 3 / 4  # a, a, b tested; c did not
+    assert found["reads_before_edit"] == (1 + 1 + 0 + 2 + 0) / 5
+    assert found["pass_within"] == {"4": 0.0, "8": 2 / 5, "12": 2 / 5, "20": 2 / 5}
+    assert found["calls_per_turn"] == 1.0
+    nothing = behaviour([made("a", False)])
+    assert nothing["recovery"] is None and nothing["recovery_n"] == 0 and nothing["tests_after_wrong_edit"] is None
+
+
+def test_filtered_best_of_takes_the_first_attempt_that_passes_what_the_agent_sees() -> None:
+    accepted_wrong, accepted_right = made("a", False, (EDIT, PASS)), made("a", True, (EDIT, PASS))
+    refused = made("a", False, (EDIT, FAIL))
+    edited_after = made("a", True, (EDIT, PASS, EDIT))
+    tries = [refused, accepted_right, accepted_wrong, edited_after]
+    assert filtered_best_of(tries, 1) == 1 / 4  # an attempt that is not accepted is never taken
+    assert filtered_best_of(tries, 2) == np.mean([True, True, False, False])
+    assert filtered_best_of(tries, 4) == np.mean([True, True, False, True])
+    assert filtered_best_of(tries, 8) is None

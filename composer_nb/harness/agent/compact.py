@@ -34,7 +34,13 @@ from composer_nb.harness.tools.toolset import ToolSet
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|user|>", "<|call|>", "<|out|>", "<|end|>", "<|to|>")
 TO, DONE = "<|to|>", "done"
-_WORDS = {"read_file path": "read", "edit_line path line text": "edit", "run_tests": "test", "finish": DONE}
+_WORDS = {
+    "read_file path": "read",
+    "edit_line path line text": "edit",
+    "substitute path line old new": "sub",
+    "run_tests": "test",
+    "finish": DONE,
+}
 """Name and required arguments of a tool -> its word."""
 _ZEROS = re.compile("^0+(?=[0-9])")
 

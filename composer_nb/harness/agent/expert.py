@@ -6,6 +6,7 @@ token for token like the rollout of a model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from random import Random
 
@@ -92,11 +93,27 @@ def searcher(task: Task, rng: Random) -> Script:
     count = 0 if ":" in task.instruction else rng.randrange(TRIES)
     tries = [text for text in rng.sample(changes, len(changes)) if text != wanted][:count]
     for number, text in enumerate([*tries, wanted]):
-        place = _first_difference(now, text)
-        edit = _edit(path, now, place, text.split("\n")[place])[0]
+        edit = _substitute(path, now, text)
         if (yield turn([*[_UNDO] * (number > 0), edit, _TEST_CALL])).startswith("pass"):
             break
     yield one(ToolCall(name="finish", arguments={}))
+
+
+_PARTS = re.compile(r"\w+|[^\w\s]+|\s+")
+
+
+def _substitute(path: str, now: str, wanted: str) -> ToolCall:
+    """Return the call that makes `wanted` of `now`, which differ in one line: the operator that changes, and as many of the words
+    around it as make it unique in the line."""
+    place = _first_difference(now, wanted)
+    old, new = (_PARTS.findall(text.split("\n")[place]) for text in (now, wanted))
+    first = next(n for n, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
+    last = first + 1
+    line = "".join(old)
+    while line.count("".join(old[first:last])) > 1 or old[first].isspace():
+        first, last = (first - 1, last) if first else (first, last + 1)
+    arguments = {"path": path, "line": place + 1, "old": "".join(old[first:last]), "new": "".join(new[first:last])}
+    return ToolCall(name="substitute", arguments=arguments)
 
 
 def _function(source: str, name: str) -> tuple[str, str, str]:

@@ -29,7 +29,7 @@ BATCH = 64
 _COMPARE = [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq]
 _BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]
 _AUGMENTED = [ast.Add, ast.Sub, ast.Mult]
-_CHOICES: dict[str, list[Any]] = {"compare": _COMPARE, "operator": _BINARY, "augmented": _AUGMENTED}
+_CHOICES: dict[str, list[Any]] = {"compare": _COMPARE, "operator": _BINARY, "augmented": [*_AUGMENTED, ast.FloorDiv]}
 _AGGREGATES = ["sum", "max", "min", "len", "sorted"]
 
 

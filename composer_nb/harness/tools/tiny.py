@@ -6,7 +6,7 @@ They work in any `Place`. In a workspace of plain files, code is executed on cop
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -113,14 +113,36 @@ def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
 
     path: relative path
     """
-    before = _text(place, path)
-    lines, text = _lines(before), text.strip()
-    if not 1 <= line <= len(lines):
-        raise ToolError("InvalidArguments", "no line")
+    text = text.strip()
     if "\n" in text or "\r" in text:
         raise ToolError("InvalidArguments", "one line")
+    return _change(place, path, line, lambda old: old[: len(old) - len(old.lstrip())] + text)
+
+
+@tool(mutates=True)
+def substitute(place: Place, path: str, line: int, old: str, new: str) -> Observation:
+    """Replace a part of a line, which must occur once in it.
+
+    path: relative path
+    """
+    if "\n" in new or "\r" in new:
+        raise ToolError("InvalidArguments", "one line")
+
+    def change(text: str) -> str:
+        if not old or (count := text.count(old)) != 1:
+            raise ToolError("InvalidArguments", f"{count if old else 0} matches")
+        return text.replace(old, new)
+
+    return _change(place, path, line, change)
+
+
+def _change(place: Place, path: str, line: int, change: Callable[[str], str]) -> Observation:
+    before = _text(place, path)
+    lines = _lines(before)
+    if not 1 <= line <= len(lines):
+        raise ToolError("InvalidArguments", "no line")
     old = lines[line - 1].removesuffix("\r")
-    new = old[: len(old) - len(old.lstrip())] + text
+    new = change(old)
     if old == new:
         return Observation(text="same")  # tells the agent at once that this edit changed nothing
     lines[line - 1] = new + "\r" * lines[line - 1].endswith("\r")
@@ -199,4 +221,4 @@ def _compact(text: str) -> str:
     return _STRING_OR_SPACE.sub(lambda part: "" if part[0] == " " else part[0], text)
 
 
-TINY = (grep, read_file, edit_line, undo, run_tests, finish)
+TINY = (grep, read_file, edit_line, substitute, undo, run_tests, finish)

@@ -128,6 +128,27 @@ def test_a_head_that_is_almost_an_edit_is_invalid(renderer: CompactRenderer, hea
     assert caught.value.kind == "InvalidArguments"
 
 
+@QUICK
+@given(calls=st.lists(CALLS, min_size=1, max_size=4))
+def test_a_turn_of_several_calls_survives_the_way_there_and_back(
+    renderer: CompactRenderer, calls: list[ToolCall]
+) -> None:
+    said = turn_of(*calls)
+    token_ids = renderer.turn(said)
+    assert token_ids.count(renderer.call) == len(calls) - 1
+    assert [written.call for written in renderer.parse(token_ids).calls] == calls
+
+
+def test_of_several_calls_a_bad_one_leaves_the_others_alone(renderer: CompactRenderer) -> None:
+    r = renderer
+    test, bad = r.encode("test"), r.encode("tset")
+    said = r.parse([*test, r.call, *bad, r.call, *test, r.end])
+    assert [isinstance(written.call, ToolError) for written in said.calls] == [False, True, False]
+    assert said.calls[1].text == "tset"
+    cut = r.parse([*test, r.call, *test])
+    assert all(isinstance(written.call, ToolError) for written in cut.calls)
+
+
 def test_an_edit_names_its_text_once(renderer: CompactRenderer) -> None:
     body = [*renderer.encode("edit f.py 1"), renderer.to, *renderer.encode("x"), renderer.to, *renderer.encode("y")]
     with pytest.raises(ToolError):
@@ -135,7 +156,7 @@ def test_an_edit_names_its_text_once(renderer: CompactRenderer) -> None:
 
 
 def test_a_turn_ends_where_the_agent_has_no_business_to_go_on(renderer: CompactRenderer) -> None:
-    assert renderer.stop == specials(renderer) - {renderer.to}
+    assert renderer.stop == specials(renderer) - {renderer.to, renderer.call}
     for token in renderer.stop - {renderer.end}:
         with pytest.raises(ToolError):
             renderer.parse_call([*renderer.encode("test"), token])
@@ -263,7 +284,6 @@ def test_a_text_ends_a_conversation_only_where_no_tool_does(cursor: CompactRende
 def test_what_a_turn_can_not_say(cursor: CompactRenderer) -> None:
     read = ToolCall(name="read_file", arguments={"target_file": "a"})
     for said in (
-        turn_of(read, read),
         turn_of(read, text="I look."),
         turn_of(ToolCall(name="rm", arguments={})),
         turn_of(ToolCall(name="read_file", arguments={})),

@@ -236,7 +236,8 @@ def test_a_hostile_result_stays_short_and_is_plain_text(
     assert len(seen.text) <= 110 and "\n" not in seen.text
     assert seen.text.startswith("fail 2/2: ") and seen.tests_passed == 0
     token_ids = renderer.observation(seen.text)
-    assert [token for token in token_ids if token in renderer.stop] == [renderer.out, renderer.end, renderer.call]
+    assert [token for token in token_ids if token in renderer.stop] == [renderer.out, renderer.end]
+    assert token_ids[-1] == renderer.call
 
 
 def test_a_long_call_leaves_the_observation_short(task: Task, boxes: Callable[..., Any]) -> None:
@@ -248,7 +249,7 @@ def test_a_long_call_leaves_the_observation_short(task: Task, boxes: Callable[..
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("write", {}, "no tool write; there are read_file, edit_line, run_tests, finish"),
+        ("write", {}, "no tool write; there are grep, read_file, edit_line, undo, run_tests, finish"),
         ("", {}, "no tool ; there are"),
         ("finish", {"path": "f.py"}, "path: no such argument"),
         ("read_file", {}, "path: Field required"),
@@ -270,13 +271,46 @@ def test_arguments_are_checked(name: str, arguments: dict[str, Any], message: st
 
 def test_the_schemas_are_openais() -> None:
     schemas = {schema["function"]["name"]: schema for schema in TINY.schemas}
-    assert list(schemas) == ["read_file", "edit_line", "run_tests", "finish"]
+    assert list(schemas) == ["grep", "read_file", "edit_line", "undo", "run_tests", "finish"]
     for schema in schemas.values():
         parameters = schema["function"]["parameters"]
         assert parameters.get("required", []) == list(parameters["properties"])
         assert schema["type"] == "function" and not parameters["additionalProperties"]
-    assert [name for name, tool in TINY.tools.items() if tool.mutates] == ["edit_line"]
+    assert [name for name, tool in TINY.tools.items() if tool.mutates] == ["edit_line", "undo"]
     assert [name for name, tool in TINY.tools.items() if tool.ends] == ["finish"]
+
+
+def step(work: Workspace, name: str, **arguments: object) -> str:
+    [reply] = TINY.answer(work, [ToolCall(name=name, arguments=arguments)])
+    return TINY.observation(reply)
+
+
+def test_an_edit_that_failed_is_undone_and_not_tried_again(task: Task, boxes: Callable[..., Any]) -> None:
+    work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=boxes("7"))
+    edit = {"path": "f.py", "line": 4, "text": "if x == k:"}
+    assert step(work, "undo") == "same"
+    assert step(work, "edit_line", **edit) == "ok"
+    assert step(work, "run_tests").startswith("fail 2/2")
+    assert step(work, "undo") == "ok" and work.files == task.files
+    assert step(work, "edit_line", **edit) == "tried" and work.files == task.files
+    assert step(work, "edit_line", **{**edit, "text": "if x != k:"}) == "ok"
+    assert step(work, "edit_line", **edit) == "tried" and "x != k" in work.files["f.py"]
+    assert step(work, "undo") == "ok" and work.files == task.files
+
+
+def test_the_bug_itself_is_never_tried(task: Task, boxes: Callable[..., Any]) -> None:
+    work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=boxes("7"))
+    line = task.files["f.py"].split("\n")[3].strip()
+    step(work, "run_tests")
+    step(work, "edit_line", path="f.py", line=4, text="if x == k:")
+    assert step(work, "edit_line", path="f.py", line=4, text=line) == "ok"
+
+
+def test_a_search_finds_lines_of_code_and_none_of_tests(task: Task, boxes: Callable[..., Any]) -> None:
+    files = {**task.files, "g.py": "def g(x):\n    return x\n"}
+    work = Workspace(files=files, visible_tests=task.visible_tests, sandboxes=boxes("7"))
+    assert step(work, "grep", pattern="def ") == "f.py:1def f(xs, k):\ng.py:1def g(x):"
+    assert step(work, "grep", pattern="assert") == step(work, "grep", pattern="") == "none"
 
 
 def test_a_request_calls_one_function_with_every_argument(task: Task) -> None:

@@ -1,0 +1,80 @@
+"""What RL could find: the verdicts, and the gate before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.policy import Trace
+from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.rollout import Rollout, Transcript, Turn
+from composer_nb.harness.tasks.task import Task
+from composer_nb.trainer.recipe.headroom import headroom, require_headroom, run_headroom
+from composer_nb.trainer.recipe.reader import open_run
+from composer_nb.trainer.recipe.report import build_report
+
+EDIT, TEST = '{"name": "edit_line"}', '{"name": "run_tests"}'
+
+
+@pytest.fixture
+def task() -> Task:
+    tests = {"t.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 1\n"}
+    return Task(id="a", instruction="x", files={}, tests=tests, source_scope=("f.py",))
+
+
+def attempt(task: Task, *tests: int, solved: bool) -> Attempt:
+    """An attempt with an edit before each test; each test passes so many of two."""
+    turns = [
+        turn
+        for passed in tests
+        for turn in (
+            Turn(call=EDIT, observation="ok"),
+            Turn(call=TEST, observation="", tests_passed=passed, tests_run=2),
+        )
+    ]
+    rollout = Rollout(
+        task_id=task.id, segments=(Transcript().segment(Trace()),), turns=tuple(turns), files={}, stop="finished"
+    )
+    return Attempt(task=task, rollout=rollout, grade=Grade(status="graded", tests={"a": solved}))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "live", "verdict"),
+    [
+        ([((2,), False), ((2,), False)], 0.0, "nothing to find: the 2 attempts at each task earn the same reward"),
+        ([((2,), True), ((2,), False)], 1.0, "no attempt edits again after a failed test"),
+        ([((0, 2), True), ((2,), False)], 1.0, "recovery 1.00: tests and further tries can pay"),
+        ([((0, 0), False), ((2,), True)], 1.0, "recovery 0.00 is below 0.15: RL will probably unlearn testing"),
+    ],
+)
+def test_the_verdict(task: Task, attempts: list[tuple[tuple[int, ...], bool]], live: float, verdict: str) -> None:
+    sampled = [attempt(task, *tests, solved=solved) for tests, solved in attempts]
+    found = headroom(sampled, sampled[:1], RewardSettings())
+    assert found["live"] == live and verdict in found["verdict"]
+    assert found["gain"] == found["best_of_k"] - found["pass_at_1"]
+    if live:
+        require_headroom(found)
+    else:
+        with pytest.raises(ValueError, match=r"RL has nothing to find.*rl\.gate=false"):
+            require_headroom(found)
+
+
+def test_an_own_reward_counts(task: Task) -> None:
+    sampled = [attempt(task, 2, solved=False), attempt(task, 0, solved=False)]
+    assert headroom(sampled, sampled[:1], RewardSettings())["live"] == 0
+    own = headroom(
+        sampled, sampled[:1], RewardSettings(), lambda rollout, grade: float(rollout.turns[1].tests_passed or 0)
+    )
+    assert own["live"] == 1
+
+
+def test_a_run_tells_its_headroom(tiny_run: Any) -> None:
+    report = build_report(tiny_run)
+    assert report["headroom"] == run_headroom(open_run(tiny_run.path))
+    assert "headroom" not in report["eval"]["start"]
+    assert {"recovery", "filtered_best_of", "live", "verdict"} <= set(report["headroom"])
+    with pytest.raises(ValueError, match="nobody has not been evaluated"):
+        run_headroom(tiny_run, "nobody")
