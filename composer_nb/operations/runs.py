@@ -154,7 +154,7 @@ def headroom(given: argparse.Namespace) -> int:
     """Say what RL could find, before it starts."""
     from composer_nb.agents import policy_attempts
     from composer_nb.settings import Settings, override
-    from composer_nb.trainer.recipe import headroom as room
+    from composer_nb.trainer import headroom as room
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.views.page import text_table
 

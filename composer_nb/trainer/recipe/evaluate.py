@@ -12,9 +12,9 @@ from composer_nb.harness.bench import run_eval, summarise
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.trainer.headroom import headroom
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import PAIRS, TOUR, variant
-from composer_nb.trainer.recipe.headroom import headroom
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.weights import delta_sizes

@@ -20,13 +20,13 @@ import torch
 
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import MidtrainSettings
+from composer_nb.trainer.headroom import require_headroom, run_headroom
 from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
 from composer_nb.trainer.learning.optimizer import make_optimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate, evaluate_model
-from composer_nb.trainer.recipe.headroom import require_headroom, run_headroom
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.reinforce import reinforcement
 from composer_nb.trainer.recipe.stages import Stages

@@ -42,9 +42,14 @@ def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
     """Read a file of `save_batch`; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
     attempts = load_attempts(file, tasks)
     groups: dict[int, list[Scored]] = {}
-    columns = pq.read_table(file, columns=["group", "reward", "terms", "advantage", "phases"]).to_pylist()
-    for done, c in zip(attempts, columns, strict=True):
-        reward = Reward(total=c["reward"], terms=json.loads(c["terms"]))
-        scored = Scored(attempt=done, reward=reward, advantage=c["advantage"], phases=tuple(json.loads(c["phases"])))
+    names = ["group", "reward", "terms", "advantage", "phases"]
+    there = [name for name in names if name in pq.read_schema(file).names]  # batches of before there were phases
+    for done, c in zip(attempts, pq.read_table(file, columns=there).to_pylist(), strict=True):
+        scored = Scored(
+            attempt=done,
+            reward=Reward(total=c["reward"], terms=json.loads(c["terms"])),
+            advantage=c["advantage"],
+            phases=tuple(json.loads(c.get("phases", "[]"))),
+        )
         groups.setdefault(c["group"], []).append(scored)
     return list(groups.values())

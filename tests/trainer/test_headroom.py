@@ -12,7 +12,7 @@ from composer_nb.harness.policy import Trace
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout, Transcript, Turn
 from composer_nb.harness.tasks.task import Task
-from composer_nb.trainer.recipe.headroom import headroom, require_headroom, run_headroom
+from composer_nb.trainer.headroom import headroom, require_headroom, run_headroom
 from composer_nb.trainer.recipe.reader import open_run
 from composer_nb.trainer.recipe.report import build_report
 
