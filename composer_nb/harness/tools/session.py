@@ -144,7 +144,7 @@ class Session:
 
     def find(self, text: str) -> list[tuple[str, int, str]]:
         """Return path, number and text of each line that holds `text` in the Python files that are no tests."""
-        command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.*", "-e", text, ".")
+        command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.?*", "-e", text, ".")
         found = []
         for line in self.run(command, timeout_s=TESTS_S).stdout.split(b"\n"):
             path, _, rest = line.partition(b"\0")

@@ -173,7 +173,9 @@ def grep(place: Place, pattern: str) -> Observation:
 
     pattern: plain text
     """
-    found = place.find(pattern)[:FOUND] if pattern else []
+    if not pattern or any(character in pattern for character in "\0\n\r"):
+        raise ToolError("InvalidArguments", "one line")
+    found = place.find(pattern)[:FOUND]
     return Observation(text="\n".join(f"{path}:{number}{line}" for path, number, line in found) or "none")
 
 

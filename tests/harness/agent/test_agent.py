@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.agent.chat import Result
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert
@@ -112,16 +113,17 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
     [done] = run(Agent(renderer, limits=limits), task, policy, boxes("[5, 3]"))
     rollout = done.rollout
     check_streams(rollout, policy, 0)
-    assert rollout.tokens <= limits.tokens and 1 <= len(rollout.turns) <= limits.turns
+    assert rollout.tokens <= limits.tokens and 1 <= rollout.messages <= limits.turns
     assert all(1 <= request.max_tokens <= limits.turn_tokens for request in policy.asked)
-    assert len(policy.asked) == len(rollout.turns) and policy.released == [0]
+    assert len(policy.asked) == rollout.messages and policy.released == [0]
     assert rollout.invalid_calls == sum(turn.error is not None for turn in rollout.turns)
     if rollout.stop == "finished":
         assert rollout.turns[-1].call == FINISH.json
     elif rollout.stop == "turns":
-        assert len(rollout.turns) == limits.turns
+        assert rollout.messages == limits.turns
     else:
-        last = renderer.observation(rollout.turns[-1].observation)
+        first = max(place for place, turn in enumerate(rollout.turns) if not turn.beside)
+        last = renderer.results([Result(id="", text=turn.observation) for turn in rollout.turns[first:]])
         assert rollout.stop == "tokens" and rollout.tokens + len(last) >= limits.tokens
 
 

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox.calls import CallRequest, value_text
-from composer_nb.harness.tasks.functions import literal, parse_test_files, parse_tests, render_tests
+from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor, value_text
+from composer_nb.harness.tasks.functions import (
+    literal,
+    parse_test_files,
+    parse_tests,
+    passes,
+    render_tests,
+    request_tests,
+)
 
 SCALARS = (
     st.none()
@@ -141,6 +148,19 @@ def test_no_tests_are_an_error(files: dict[str, str]) -> None:
         parse_test_files(files)
 
 
-def test_tests_of_two_functions_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"must call one function, these call .*'f'.*'g'"):
-        parse_test_files({"test_f.py": GOOD, "test_g.py": GOOD.replace("import f", "import g as f")})
+def test_tests_of_several_functions_are_called_in_one_request(sandboxes: SandboxExecutor) -> None:
+    tests = parse_test_files(
+        {
+            "test_f.py": "from f import f\n\n\ndef test_0():\n    assert f(2) == 4\n",
+            "test_g.py": "from a.g import g\n\n\ndef test_0():\n    assert g(1, 'x') == ['x']\n",
+            "test_h.py": "from h import h\n\n\ndef test_0():\n    assert h() == 1\n",
+        }
+    )
+    files = {
+        "f.py": "def f(x):\n    return 2 * x\n",
+        "a/g.py": "def g(n, s):\n    return [s] * n\n",
+        "h.py": "def h(:\n",
+    }
+    [outcomes] = sandboxes.run([request_tests(files, tests)])
+    assert [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)] == [True, True, False]
+    assert outcomes[2].text == "SyntaxError"  # a module that cannot be imported leaves the others alone

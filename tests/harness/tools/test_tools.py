@@ -249,7 +249,7 @@ def test_a_long_call_leaves_the_observation_short(task: Task, boxes: Callable[..
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("write", {}, "no tool write; there are grep, read_file, edit_line, undo, run_tests, finish"),
+        ("write", {}, "no tool write; there are grep, read_file, edit_line, substitute, undo, run_tests, finish"),
         ("", {}, "no tool ; there are"),
         ("finish", {"path": "f.py"}, "path: no such argument"),
         ("read_file", {}, "path: Field required"),
@@ -271,12 +271,12 @@ def test_arguments_are_checked(name: str, arguments: dict[str, Any], message: st
 
 def test_the_schemas_are_openais() -> None:
     schemas = {schema["function"]["name"]: schema for schema in TINY.schemas}
-    assert list(schemas) == ["grep", "read_file", "edit_line", "undo", "run_tests", "finish"]
+    assert list(schemas) == ["grep", "read_file", "edit_line", "substitute", "undo", "run_tests", "finish"]
     for schema in schemas.values():
         parameters = schema["function"]["parameters"]
         assert parameters.get("required", []) == list(parameters["properties"])
         assert schema["type"] == "function" and not parameters["additionalProperties"]
-    assert [name for name, tool in TINY.tools.items() if tool.mutates] == ["edit_line", "undo"]
+    assert [name for name, tool in TINY.tools.items() if tool.mutates] == ["edit_line", "substitute", "undo"]
     assert [name for name, tool in TINY.tools.items() if tool.ends] == ["finish"]
 
 
@@ -306,11 +306,27 @@ def test_the_bug_itself_is_never_tried(task: Task, boxes: Callable[..., Any]) ->
     assert step(work, "edit_line", path="f.py", line=4, text=line) == "ok"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "answer"),
+    [("x <", "x >", "ok"), ("x", "y", "error: 2 matches"), ("z", "y", "error: 0 matches"), ("", "y", "error: 0 matches"),
+     ("x <", "x <", "same"), ("x <", "x\n<", "error: one line")],
+)  # fmt: skip
+def test_a_part_of_a_line_is_replaced(task: Task, boxes: Callable[..., Any], old: str, new: str, answer: str) -> None:
+    files = {**task.files, "f.py": task.files["f.py"].replace("if x < k", "if x < k + x")}
+    work = Workspace(files=dict(files), visible_tests=task.visible_tests, sandboxes=boxes("7"))
+    assert step(work, "substitute", path="f.py", line=4, old=old, new=new) == answer
+    assert (work.files != files) == (answer == "ok")
+    if answer == "ok":
+        assert "        if x > k + x:\n" in work.files["f.py"]
+
+
 def test_a_search_finds_lines_of_code_and_none_of_tests(task: Task, boxes: Callable[..., Any]) -> None:
     files = {**task.files, "g.py": "def g(x):\n    return x\n"}
     work = Workspace(files=files, visible_tests=task.visible_tests, sandboxes=boxes("7"))
     assert step(work, "grep", pattern="def ") == "f.py:1def f(xs, k):\ng.py:1def g(x):"
-    assert step(work, "grep", pattern="assert") == step(work, "grep", pattern="") == "none"
+    assert step(work, "grep", pattern="assert") == "none"
+    for strange in ("", "a\nb", "a\0"):
+        assert step(work, "grep", pattern=strange) == "error: one line"
 
 
 def test_a_request_calls_one_function_with_every_argument(task: Task) -> None:

@@ -167,6 +167,16 @@ def test_a_tiny_model_mends_a_file_in_a_sandbox(place: Session, box: Sandbox) ->
     assert (seen.text, seen.tests_passed, seen.tests_run, seen.error) == ("pass 2", 2, 2, None)
 
 
+def test_a_search_and_undo_work_in_a_sandbox_too(place: Session, box: Sandbox) -> None:
+    box.write("a/g.py", b"def g(x):\n    return f\n")
+    assert tiny(place, "grep", pattern="def ").text == "a/g.py:1def g(x):\nf.py:1def f(xs, k):"
+    assert tiny(place, "grep", pattern="assert").text == "none"
+    assert tiny(place, "substitute", path="f.py", line=2, old="<", new="==").text == "ok"
+    assert tiny(place, "run_tests").tests_passed == 1
+    assert tiny(place, "undo").text == "ok" and box.read("f.py").decode() == WRONG
+    assert tiny(place, "substitute", path="f.py", line=2, old="<", new="==").text == "tried"
+
+
 def test_what_is_no_text_of_utf_8_stays_as_it_is(place: Session, box: Sandbox) -> None:
     assert tiny(place, "read_file", path="latin.txt").text == "1a?\\x0d\n2  b\\x0d"
     assert tiny(place, "edit_line", path="latin.txt", line=2, text="c").text == "ok"
