@@ -31,6 +31,7 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.policy import Request
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
+from composer_nb.harness.sandbox.contract import SandboxUnavailable
 from composer_nb.harness.tasks.functions import parse_test_files, request_tests
 from composer_nb.harness.tasks.repairs import make_tasks
 from composer_nb.harness.tasks.task import Task
@@ -44,7 +45,7 @@ from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model
-from scripts import sandbox_bench
+from scripts import episode_bench, sandbox_bench
 
 TASKS, EXECUTIONS, GRADES, PYTEST_GRADES = 48, 200, 100, 20
 
@@ -69,6 +70,11 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
         for name, figures in found["workspaces"].items():
             if not isinstance(figures, str):
                 figures |= pytest_grades(name)
+        say("episodes …")
+        try:
+            found["episode"] = episode_bench.measure()
+        except (RuntimeError, SandboxUnavailable) as error:
+            found["episode"] = str(error)
         return found | {"machine": platform.machine(), "torch": torch.__version__}
     finally:
         torch.set_num_threads(threads)
@@ -205,7 +211,9 @@ def markdown(found: dict[str, Any]) -> str:
             rows.append((f"{backend}", f"not measured: {figures}"))
         else:
             rows += [(f"{backend}: {name}", f"{value:,.1f}") for name, value in figures.items()]
-    return "\n".join(["| what | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows), "", note])
+    episode = found["episode"]
+    told = f"episode: not measured: {episode}" if isinstance(episode, str) else episode_bench.markdown(episode)
+    return "\n".join(["| what | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows), "", note, "", told])
 
 
 def main() -> None:
