@@ -70,7 +70,7 @@ def _holder(backend: Any, box: Sandbox) -> int:
     """The first process of a sandbox, or the one that all of a backend's sandboxes end with."""
     if backend.name == "docker":
         return int(backend._client.api.inspect_container(box.id)["State"]["Pid"])
-    return int(backend._zygote.pid)
+    return int(backend._zygotes[box.spec.warm].pid)
 
 
 def work(arguments: argparse.Namespace, folder: Path) -> None:

@@ -4,10 +4,10 @@ A *job* is one run of the hidden tests (`guest/runner.py`). Each job has a fresh
 The host believes only lines that carry the run's nonce, each test at most once, and only tests that were asked for. Every other
 line is flagged as `forged_events`.
 
-A box receives pytest's own modules and our three guest programs, compiled by the box's own interpreter, over its stdin. They are
-imported from memory: nothing of them is on a disk in the box, and nothing else of the host's environment comes along. The modules
-are compiled once per kind of box in a process. Projects that are pytest, pluggy, iniconfig or packaging themselves cannot be
-graded this way, because the tests would import the box's copies.
+A box receives pytest's own modules and our three guest programs, compiled by the box's own interpreter, over its stdin. They
+are imported from memory, and nothing else of the host's environment comes along. The modules are compiled once per kind of box
+in a process. A warm box (`SandboxSpec.warm`) has pytest imported already and receives our programs alone. Projects that are
+pytest, pluggy, iniconfig or packaging themselves cannot be graded this way, because the tests would import the box's copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ module.main(table)
 """
 )
 
-_kits: dict[tuple[str, str], bytes] = {}
+_kits: dict[tuple[str, str, bool], bytes] = {}
 _lock = threading.Lock()
 
 
@@ -224,20 +224,23 @@ class Boxes:
             SandboxFailure: the infrastructure failed.
             SandboxDied, RunnerEnded: the code under test ended its sandbox or its runner.
         """
-        kit = framed(compiled_kit(self.backend, self.spec))
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(lambda job: self._run(kit, job), jobs))
+            return list(pool.map(self._run, jobs))
 
-    def _run(self, kit: bytes, job: Job) -> Ran:
+    def _run(self, job: Job) -> Ran:
         nonce = secrets.token_hex(16)
-        box = self.backend.create(self.spec)
+        spec = self.spec or SandboxSpec()
+        box = self.backend.create(replace(spec, warm=not job.calls))
         try:
+            whole = not (job.calls or (box.warm and job.hash_seed == 0))
+            kit = framed(compiled_kit(self.backend, self.spec, whole))
             done = box.exec(
                 command(self.timeout_s),
                 timeout_s=self.timeout_s + GRACE_S,
                 env={"PYTHONHASHSEED": str(job.hash_seed)} | ({"TZ": job.zone} if job.zone else {}),
                 stdin=kit + _frame(job, nonce, site=bool(self.spec and self.spec.image)),
                 output_bytes=OUTPUT_BYTES,
+                warm=True,
             )
         finally:
             box.destroy()
@@ -265,22 +268,24 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-def compiled_kit(backend: Backend, spec: SandboxSpec | None = None) -> bytes:
+def compiled_kit(backend: Backend, spec: SandboxSpec | None = None, whole: bool = True) -> bytes:
     """Return the modules that every run needs, compiled for the boxes that `backend` makes of `spec`.
+
+    `whole`: with pytest's, which neither a warm box nor a run without tests needs.
 
     Raises SandboxUnavailable if pytest is not installed here or does not fit the box's Python, and SandboxFailure.
     """
-    kind = (backend.name, spec.image if spec else "")
+    kind = (backend.name, spec.image if spec else "", whole)
     with _lock:
         if kind not in _kits:
-            _kits[kind] = _compiled(backend, spec)
+            _kits[kind] = _compiled(backend, spec, whole)
         return _kits[kind]
 
 
-def _compiled(backend: Backend, spec: SandboxSpec | None) -> bytes:
+def _compiled(backend: Backend, spec: SandboxSpec | None, whole: bool) -> bytes:
     box = backend.create(spec)
     try:
-        stdin = framed(marshal.dumps(sources(), 4))
+        stdin = framed(marshal.dumps(sources(whole), 4))
         done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
         if done.exit_code == 0 and not done.truncated:
             tried = box.exec(command(1.0), stdin=framed(done.stdout))
@@ -295,9 +300,9 @@ def _compiled(backend: Backend, spec: SandboxSpec | None) -> bytes:
     raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {done.exit_code}, {last}")
 
 
-def sources() -> dict[str, tuple[str, bool, str]]:
+def sources(whole: bool = True) -> dict[str, tuple[str, bool, str]]:
     """Return module name -> (path to show, whether it is a package, text). Raises SandboxUnavailable without pytest."""
-    found = pytest_modules()
+    found = pytest_modules() if whole else {}
     for name, file in ((RUNNER, "runner.py"), (CALLS, "calls.py"), (PLUGIN, "plugin.py")):
         text = (Path(__file__).parent / "guest" / file).read_text(encoding="utf-8")
         found[name] = (f"/kit/{name}.py", False, text)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import cast
 
 from composer_nb.harness.grading.grade import Grade, grade_functions
-from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.repeats import grade_once
 from composer_nb.harness.grading.script_grader import grade_script
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
@@ -16,7 +16,7 @@ from composer_nb.harness.tasks.task import Task
 
 
 def grade(task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Backend | None = None) -> Grade:
-    """Grade `files`, a whole workspace, by the task's own grader.
+    """Grade `files`, a whole workspace, by the task's own grader, or look up the clean grade by `pytest` of the same tree.
 
     Args:
         sandbox: what runs the tests: an `Executor` for the grader `functions`, a `Backend` for `pytest` and `script`. By default
@@ -35,4 +35,4 @@ def grade(task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Back
             return grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
         held = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
-        return (grade_script if task.grader == "script" else grade_pytest)(task, held, backend)
+        return (grade_script if task.grader == "script" else grade_once)(task, held, backend)

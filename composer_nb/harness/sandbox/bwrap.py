@@ -1,9 +1,9 @@
 """Sandboxes by bubblewrap, embedded in this process: no daemon, no root, a few milliseconds each.
 
 One bubblewrap process holds a zygote (`guest/program.py`), which makes new namespaces for each sandbox: user, pid, mount,
-network, ipc, uts, cgroup. Where a machine forbids nested namespaces, every sandbox gets its own bubblewrap (mode "single"): the
-same program, slower. Nothing ever runs with less isolation: what is missing is an error, and `capabilities` names each limit that
-cannot be enforced here.
+network, ipc, uts, cgroup. A second one, with pytest imported, makes those of `SandboxSpec(warm=True)`. Where a machine forbids
+nested namespaces, every sandbox gets its own bubblewrap (mode "single"): the same program, slower. Nothing ever runs with less
+isolation: what is missing is an error, and `capabilities` names each limit that cannot be enforced here.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
 but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. Its workspace
@@ -119,7 +119,8 @@ class BwrapBackend(ResidentBackend):
         filters = [system_call_filter(machine(), calls=calls) for calls in (False, True)]
         self._filters = [base64.b64encode(each).decode() for each in filters]
         self._cgroups = Cgroups.find()
-        self._zygote: _Zygote | None = None
+        self._zygotes: dict[bool, _Zygote] = {}
+        """By whether pytest is imported in it: copies of a large process cost more."""
         super().__init__(run_id, journal)
         self._mode: Mode = self._probe()
 
@@ -141,7 +142,7 @@ class BwrapBackend(ResidentBackend):
             made = self._start(spec)
             sandbox = Sandbox(self, spec, made)
         except SandboxFailure:
-            if not self._zygote_died():
+            if not self._zygote_died(spec.warm):
                 raise
             made = self._start(spec)
             sandbox = Sandbox(self, spec, made)
@@ -154,7 +155,7 @@ class BwrapBackend(ResidentBackend):
 
     def close(self) -> None:
         super().close()
-        self._stop_zygote()
+        self._stop_zygotes()
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         limits, forked = dict(LIMITS_INSIDE), self._mode == "forked"
@@ -169,6 +170,8 @@ class BwrapBackend(ResidentBackend):
             limits=limits,
             nice=0 if isinstance(self._cgroups, str) else NICE,
             nested=forked,
+            copies=forked,
+            warm=self._layout.warm() if spec.warm and forked and spec.calls is None else [],
         )
         channel, there = socket_pair()
         made = _Machine(id=uuid.uuid4().hex, channel=channel, backend=self)
@@ -176,7 +179,7 @@ class BwrapBackend(ResidentBackend):
             with there, self._lock:
                 self._check_open()
                 if forked:
-                    made.lifeline = self._request(settings, there)
+                    made.lifeline = self._request(settings, there, spec.warm)
                 else:
                     made.process = self._popen("single", there, spec)
                     made.noted.append(self._note("process", made.process.pid))
@@ -186,19 +189,19 @@ class BwrapBackend(ResidentBackend):
             raise
         return made
 
-    def _request(self, settings: str, there: socket.socket) -> socket.socket:
+    def _request(self, settings: str, there: socket.socket, warm: bool) -> socket.socket:
         """Ask the zygote for a sandbox and return its lifeline. Start a zygote if there is none, or if it is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             for left in (1, 0):
-                self._zygote = self._zygote or self._start_zygote()
+                zygote = self._zygotes[warm] = self._zygotes.get(warm) or self._start_zygote()
                 try:
-                    socket.send_fds(self._zygote.control, [settings.encode()], [there.fileno(), theirs.fileno()])
+                    socket.send_fds(zygote.control, [settings.encode()], [there.fileno(), theirs.fileno()])
                     return ours
                 except OSError as error:
                     gone = isinstance(error, ConnectionError)  # otherwise it lives, and so do its sandboxes
                     if gone:
-                        self._stop_zygote()
+                        self._stop_zygote(warm)
                     if not gone or not left:
                         ours.close()
                         raise SandboxFailure(f"the process that makes sandboxes cannot be asked: {error}") from error
@@ -228,23 +231,26 @@ class BwrapBackend(ResidentBackend):
             raise SandboxFailure(f"bubblewrap: {complaint or error}") from error
         return made
 
-    def _zygote_died(self) -> bool:
+    def _zygote_died(self, warm: bool) -> bool:
         """Return whether the death of the zygote is why a sandbox did not start; then the next request starts another one."""
         with self._lock:
-            if self._zygote is None:
+            if warm not in self._zygotes:
                 return False
             try:
-                self._zygote.process.wait(timeout=0.2)  # bubblewrap ends a moment after it
+                self._zygotes[warm].process.wait(timeout=0.2)  # bubblewrap ends a moment after it
             except subprocess.TimeoutExpired:
                 return False
-            self._stop_zygote()
+            self._stop_zygote(warm)
             return True
 
-    def _stop_zygote(self) -> None:
+    def _stop_zygote(self, warm: bool) -> None:
         with self._lock:
-            if self._zygote is not None:
-                made, self._zygote = self._zygote, None
+            if made := self._zygotes.pop(warm, None):
                 self._end_zygote(made)
+
+    def _stop_zygotes(self) -> None:
+        for warm in list(self._zygotes):
+            self._stop_zygote(warm)
 
     def _end_zygote(self, made: _Zygote) -> None:
         with contextlib.suppress(OSError):
@@ -344,10 +350,10 @@ class BwrapBackend(ResidentBackend):
                 complaints.append(f"{mode}: `true` ended with {done.exit_code}: {done.stderr!r}")
             except SandboxFailure as error:
                 if isinstance(error, SandboxSlow):
-                    self._stop_zygote()
+                    self._stop_zygotes()
                     raise
                 complaints.append(f"{mode}: {error}")
-            self._stop_zygote()  # of a mode that does not work here
+            self._stop_zygotes()  # of a mode that does not work here
         user = "this user" if self._uid is None else f"user {self._uid}"
         raise SandboxUnavailable(
             "bubblewrap cannot make a sandbox here (are unprivileged user namespaces allowed, and can "

@@ -118,6 +118,8 @@ class SandboxSpec:
     """Name of an image, for the backend `docker`; empty: the one that is made of this machine's own files."""
     trusted: bool = False
     """Declares that what runs is harmless: the backend `process` takes nothing else."""
+    warm: bool = False
+    """Have pytest imported, where the backend can (`bwrap`), so that runs of it begin at once (`Sandbox.exec`)."""
     calls: CallLimits | None = None
     """Limits of each request of function calls, for a sandbox that serves these and nothing else (backend `bwrap`)."""
 
@@ -290,6 +292,8 @@ class Sandbox:
             if isinstance(error, TimeoutError):
                 raise SandboxSlow(f"sandbox {self.id} was not ready in time: the machine is busy") from error
             raise SandboxFailure(f"sandbox {self.id} did not start: {error}") from error
+        self.warm = facts.get("warm") is True
+        """pytest is imported in it."""
         if not facts.get("ready"):
             self.destroy()
             raise SandboxFailure(f"sandbox {self.id} did not start: {visible(str(facts.get('failed'))[:300])}")
@@ -310,8 +314,11 @@ class Sandbox:
         stdin: bytes = b"",
         output_bytes: int = 1 << 20,
         stop: threading.Event | None = None,
+        warm: bool = False,
     ) -> ExecResult:
         """Run a command to its end or its time limit; at the limit, end everything that it started.
+
+        `warm`: for a command of Python's that uses pytest: run it where pytest is imported already, if that makes no difference.
 
         `stop`: set by another thread, it ends the command and everything that it started, as the time limit would.
 
@@ -322,7 +329,7 @@ class Sandbox:
             raise ValueError(f"timeout_s={timeout_s!r}: must be above 0 and at most {LONGEST_S:g}")
         if type(output_bytes) is not int or output_bytes < 2:
             raise ValueError(f"output_bytes={output_bytes!r}: must be a whole number, at least 2, a head and a tail")
-        asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes}
+        asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes, "warm": warm}
         kills = self._kills()
         ran, output = self._ask("exec", _RAN, asked, stdin, timeout_s, 2 * output_bytes, stop)
         facts = ran._asdict()

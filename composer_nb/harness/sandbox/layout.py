@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.guest.warm import TRIAL
 from composer_nb.harness.sandbox.journal import mounts
 from composer_nb.harness.sandbox.toolchain import (
     PLACE,
+    TESTING,
     Interpreter,
     host_programs,
     install_hint,
@@ -35,6 +37,22 @@ STREAMS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/s
 KIT = "/kit"
 """Folder of the zygote with the parts of roots. No sandbox sees it."""
 ROOT = f"{KIT}/root"
+TRIAL_TEXT = b"""
+import pytest, unittest
+@pytest.fixture
+def one():
+    yield 1
+@pytest.mark.parametrize("value", [1, 2, 3, 4])
+def test_values(one, value):
+    assert value == pytest.approx(one)
+def test_raises():
+    with pytest.raises(ValueError, match="x"):
+        int("x")
+class Test(unittest.TestCase):
+    def test_equal(self):
+        self.assertEqual([1], [2])
+"""
+"""Tests that do what tests commonly do; three of them fail."""
 NOTHING = "/mnt"
 """An empty folder, shown in place of what is hidden."""
 PACKAGES = ("site-packages", "dist-packages", "_vendor", "_bundled", "python*wheels")
@@ -164,7 +182,12 @@ class Layout:
         mounted = (*DEVICES, *(place for place in self._shown() if not place.startswith("/tmp/")))
         copies |= dict.fromkeys(mounted, (b"", "0444"))
         known[f"{counted}/empty"] = b"", "0444"
+        known[f"{KIT}/{TRIAL}.py"] = TRIAL_TEXT, "0444"
         return {f"{ROOT}{place}": entry for place, entry in copies.items()} | known
+
+    def warm(self) -> list[str]:
+        """Return what the zygote imports pytest from, and its trial (`guest.warm.load`); nothing without pytest."""
+        return [f"{PLACE}/{TESTING}", f"{KIT}/{TRIAL}.py"] if TESTING in made_programs() else []
 
     def zygote(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return the arguments for a bubblewrap whose program builds the roots."""
@@ -173,6 +196,7 @@ class Layout:
             command += ["--ro-bind", path, path]
         for place in ("root", "new", "scratch", "empty", "counters"):
             command += ["--dir", f"{KIT}/{place}"]
+        command += ["--symlink", f"{ROOT}{PLACE}/{TESTING}", f"{PLACE}/{TESTING}"]  # where sandboxes have it
         folders = [*self.trees(), WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", "/etc", PLACE, NOTHING]
         for folder in sorted(folders, key=len):
             if not folder.startswith("/tmp/"):

@@ -144,6 +144,7 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
         disk_bytes=min(disk, (memory - 64 * MIB) // 2),
         cpus=max(asked.cpus or usual.cpus, 0.01),
         image=_image(task) if task.image else named,
+        warm=task.grader == "pytest",
     )
 
 

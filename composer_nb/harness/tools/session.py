@@ -128,9 +128,12 @@ class Session:
         timeout_s: float = QUICK_S,
         output_bytes: int = 1 << 20,
         env: Mapping[str, str] | None = None,
+        warm: bool = False,
     ) -> ExecResult:
         """Run a command in the workspace. Raises ToolError (UserAborted) if it was stopped; a timeout is part of the result."""
-        done = self.sandbox.exec(command, timeout_s=timeout_s, output_bytes=output_bytes, env=env, stop=self.stop)
+        done = self.sandbox.exec(
+            command, timeout_s=timeout_s, output_bytes=output_bytes, env=env, stop=self.stop, warm=warm
+        )
         if done.stopped:
             raise ToolError("UserAborted", f"stopped\n{self.fit(clean(done.stdout), 'stopped')}".rstrip())
         return done
@@ -160,7 +163,7 @@ class Session:
         """
         self.restless = True  # tests may write files
         command = ("python", "-Bm", "pytest", "--tb=short", "--no-header", "--color=no", "-p", "no:cacheprovider")
-        done = self.run(command, timeout_s=TESTS_S, env=self.environment)
+        done = self.run(command, timeout_s=TESTS_S, env=self.environment, warm=True)
         if done.timed_out:
             raise ToolError("Timeout", f"the tests took more than {TESTS_S:g} s")
         output = clean(done.stdout)

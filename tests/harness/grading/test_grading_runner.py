@@ -340,7 +340,7 @@ def test_a_pytest_that_does_not_fit_is_told(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], message: str
 ) -> None:
     found = box.sources() | {"pytest": ("/kit/pytest/__init__.py", True, text)}
-    monkeypatch.setattr(box, "sources", lambda: found)
+    monkeypatch.setattr(box, "sources", lambda whole: found)
     monkeypatch.setattr(box, "_kits", {})
     with pytest.raises(error, match=message):
         box.compiled_kit(backend)

@@ -67,6 +67,8 @@ def test_a_task_without_a_fitting_plan_is_invalid(ledger: Task, backend: Backend
 class Faulty:
     """A backend whose sandboxes fail, or end, when told to run."""
 
+    warm = False
+
     def __init__(self, inner: Backend, fault: Exception | ExecResult | None, at_create: bool = False) -> None:
         self.inner, self.fault, self.at_create, self.name, self.destroyed = inner, fault, at_create, inner.name, 0
         self.made = 0

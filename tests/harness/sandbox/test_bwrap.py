@@ -116,7 +116,7 @@ def test_untrusted_code_is_not_run_without_walls() -> None:
 def test_the_death_of_the_zygote_is_a_fault_of_the_machinery_and_mended() -> None:
     with BwrapBackend() as backend:
         box = backend.create(SMALL)
-        assert backend._zygote is not None
+        assert backend._zygotes
         os.kill(_zygote_pid(box._machine.channel.peer), signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(SandboxFailure, match="ended unexpectedly"):
             box.exec(["sleep", "1"])

@@ -78,7 +78,7 @@ def tree(executor: SandboxExecutor) -> list[int]:
             fields = (entry / "stat").read_text().rpartition(") ")[2].split() if entry.name.isdigit() else ["Z", "0"]
             if fields[0] != "Z":
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
-    root = executor.backend._zygote
+    root = executor.backend._zygotes.get(False)
     if executor.backend.capabilities().mode == "single":
         root = None if executor._sandbox is None else executor._sandbox._machine  # type: ignore[assignment]
     found = [] if root is None else [root.process.pid]

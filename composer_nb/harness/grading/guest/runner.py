@@ -3,9 +3,9 @@
 `box.py` hands it, compiled, to a bare interpreter inside the sandbox, with pytest's own modules, which live in memory and
 nowhere on disk. It uses the standard library and pytest and never imports the project. Two kinds of process:
 
-* the *parent* imports pytest, and never a line of what the agent or the task wrote. It starts the child, keeps its time, takes
-  what it says, and prints one report at the end. It cannot be traced, and its descriptors not be opened, by what runs beside it
-  as the same user (PR_SET_DUMPABLE).
+* the *parent* imports pytest, or is a copy of a process that has (`sandbox/guest/warm.py`), and never a line of what the agent or
+  the task wrote. It starts the child, keeps its time, takes what it says, and prints one report at the end. It cannot be traced,
+  and its descriptors not be opened, by what runs beside it as the same user (PR_SET_DUMPABLE).
 * the *child* is a copy of it that reads the run's frame (files, tests, a nonce) from the parent's stdin, so that the parent never
   holds it, and runs pytest in a folder of its own.
 
@@ -94,17 +94,21 @@ class Memory:
 
 
 def main(kit: Kit) -> None:
-    """Run what the frame on stdin asks for. argv: seconds that the run may take."""
+    """Run what the frame on stdin asks for. argv: seconds that the run may take.
+
+    A kit without pytest is for a process that has it imported, and for calls, which need none.
+    """
     limit_s = float(sys.argv[1])
     prctl(PR_SET_DUMPABLE, 0)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.meta_path.insert(0, Memory(kit))
-    from _pytest.config import default_plugins
+    if "pytest" in kit or "pytest" in sys.modules:
+        from _pytest.config import default_plugins
 
-    for name in default_plugins:
-        if name not in UNUSED:
-            importlib.import_module("_pytest." + name)
-    importlib.import_module(PLUGIN)
+        for name in default_plugins:
+            if name not in UNUSED:
+                importlib.import_module("_pytest." + name)
+        importlib.import_module(PLUGIN)
     for name in [name for name in kit if name.partition(".")[0] == "pygments"]:  # a stand-in, of use to nobody else
         del kit[name]
         sys.modules.pop(name, None)
@@ -115,6 +119,7 @@ def main(kit: Kit) -> None:
     signal.set_wakeup_fd(note)
     write(1, b"ready\n")  # from here on no fault is the machine's
     write(1, json.dumps(run(wake, limit_s)).encode() + b"\n")
+    os._exit(0)  # without a look at every object
 
 
 def write(fd: int, data: bytes) -> None:

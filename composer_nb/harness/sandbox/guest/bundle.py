@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxSpec
-from composer_nb.harness.sandbox.guest import calls, commands, files, program
+from composer_nb.harness.sandbox.guest import calls, commands, files, program, warm
 from composer_nb.harness.sandbox.system import linux
 
 _START = """\
@@ -40,10 +40,20 @@ exec(b[4:].decode())
 
 LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
 """Limits of every process in a sandbox that isolates."""
-USUAL = {"role": "resident", "workspace": WORKSPACE, "drop": True, "nested": False, "programs": "", "environment": {}}
+USUAL = {
+    "role": "resident",
+    "workspace": WORKSPACE,
+    "drop": True,
+    "nested": False,
+    "programs": "",
+    "environment": {},
+    "copies": False,
+    "warm": [],
+}
 """Settings of a resident program: whether it drops capabilities, whether its workers get namespaces of their own, a folder of
-more programs for commands to find, variables that an image sets. Besides these, `filter` and `nice`: by how much commands stand
-back behind the resident program; 0 where they have no CPU group of their own, in which it counts."""
+more programs for commands to find, variables that an image sets, whether commands may run in copies of it (`warm.py`), and what
+`warm.load` is called with, if it is. Besides these, `filter` and `nice`: by how much commands stand back behind the resident
+program; 0 where they have no CPU group of their own, in which it counts."""
 
 
 def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **own: Any) -> str:
@@ -58,7 +68,7 @@ def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = N
 
 def resident_program(settings: str) -> bytes:
     """Return what BOOT reads to become a resident program, or a zygote. Nothing may follow before that has answered."""
-    modules = (linux, files, commands, calls, program)
+    modules = (linux, files, warm, commands, calls, program)
     sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
     data = _START.format(sources=sources, settings=settings).encode()
     return len(data).to_bytes(4, "big") + data

@@ -14,6 +14,7 @@ import time
 import typing
 
 from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
+from composer_nb.harness.sandbox.guest.warm import Become, suits
 from composer_nb.harness.sandbox.system.linux import ended_children, processes, read_exactly
 
 DRAIN_S = 0.1  # how long output is awaited from processes that a command left behind
@@ -55,11 +56,11 @@ class Kept:
 class Commands:
     """Everything that runs in the sandbox besides this program."""
 
-    def __init__(
-        self, files: Files, wake: int, nice: int, programs: str, environment: typing.Mapping[str, str]
-    ) -> None:
-        """`programs`: a folder of more programs, or nothing. `environment`: what an image sets, which holds but for the home."""
-        self.files, self.wake, self.nice = files, wake, nice
+    def __init__(self, files: Files, wake: int, settings: Header) -> None:
+        """`settings`, of which: `programs`, a folder of more programs, or nothing; `environment`, what an image sets, which holds
+        but for the home."""
+        self.files, self.wake, self.nice, self.copies = files, wake, settings["nice"], settings["copies"]
+        programs, environment = settings["programs"], settings["environment"]
         usual = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
         self.environment = {**usual, **environment, "HOME": files.root}
         self.environment["PATH"] += ":" + programs if programs else ""
@@ -76,7 +77,9 @@ class Commands:
 
     def start(self, asked: Header, streams: typing.Sequence[int]) -> int:
         """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none."""
-        command = asked["command"]
+        command, environment = asked["command"], {**self.environment, **asked["env"]}
+        copied = self.copies and asked.get("warm") and asked["cwd"] == "."
+        copied = copied and suits(command, asked["env"], self.environment)
         folder = open_beneath(self.files.fd, self.files.inner(asked["cwd"]), os.O_RDONLY | os.O_DIRECTORY)
 
         def prepare() -> None:
@@ -87,15 +90,23 @@ class Commands:
         try:
             for left in (1, 0):
                 try:
+                    if copied:
+                        pid = os.fork()
+                        if pid == 0:
+                            prepare()
+                            raise Become(command, environment, [os.dup(fd) for fd in streams])
+                        break
                     process = subprocess.Popen(
                         command,
                         stdin=streams[0],
                         stdout=streams[1],
                         stderr=streams[2],
-                        env={**self.environment, **asked["env"]},
+                        env=environment,
                         preexec_fn=prepare,
                         start_new_session=True,
                     )
+                    process.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
+                    pid = process.pid
                     break
                 except BlockingIOError:  # no process is left: orphans of earlier commands have to go
                     if not left or not self.end(0, 0):
@@ -106,9 +117,8 @@ class Commands:
                     raise Unstartable(code, command[0][:200] + ": " + os.strerror(code)) from error
         finally:
             os.close(folder)
-        process.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
-        self.running.add(process.pid)
-        return process.pid
+        self.running.add(pid)
+        return pid
 
     def run(self, asked: Header, stdin: memoryview) -> tuple[Header, bytes]:
         """Run a command to its end or its limit."""

@@ -1,6 +1,6 @@
 """The resident program of a sandbox: carries out what is asked over a pipe, as the first process of the sandbox.
 
-`bundle.py` hands the text of this file, of `files.py`, `commands.py`, `calls.py` and `linux.py` to a bare interpreter
+`bundle.py` hands the text of this file, of `files.py`, `commands.py`, `calls.py`, `warm.py` and `linux.py` to a bare interpreter
 inside the sandbox; they use the standard library alone and never import the rest of the project. Two ways to run it:
 
 * *resident*: serves one sandbox until its input ends. Everything in the sandbox is its descendant, and as the first process of
@@ -26,6 +26,7 @@ import ctypes
 import errno
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -39,6 +40,7 @@ import typing
 from composer_nb.harness.sandbox.guest.calls import Caller
 from composer_nb.harness.sandbox.guest.commands import Commands
 from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
+from composer_nb.harness.sandbox.guest.warm import COMMON, Become, load, run
 from composer_nb.harness.sandbox.system.linux import (
     NAMESPACES,
     check,
@@ -67,7 +69,8 @@ class Resident:
     def __init__(self, settings: Header) -> None:
         self.wake = child_alarm()
         files = self.files = Files(settings["workspace"], settings["disk_bytes"])
-        commands = Commands(files, self.wake, settings["nice"], settings["programs"], settings["environment"])
+        commands = Commands(files, self.wake, settings)
+        self.warm = bool(settings["warm"])
         self.commands = commands
         # What can be asked, and what answers: the facts of an answer, or a pair of facts and data.
         self.requests: dict[str, typing.Callable[[Header, memoryview], typing.Any]] = {
@@ -84,7 +87,7 @@ class Resident:
         }
 
     def serve(self) -> None:
-        send_frame(1, {"ready": True})
+        send_frame(1, {"ready": True, "warm": self.warm})
         poller = select.poll()
         poller.register(0, select.POLLIN)
         poller.register(self.wake, select.POLLIN)
@@ -236,6 +239,8 @@ def zygote(layouts: Header) -> None:
     poller.register(wake, select.POLLIN)
     lifelines: dict[int, int] = {}  # descriptor -> pid
     table, maps = machine(), map_ids()
+    for name in COMMON:
+        importlib.import_module(name)
     control.send(b"ready")
     gc.collect()
     gc.disable()
@@ -258,13 +263,15 @@ def zygote(layouts: Header) -> None:
                 return
             try:
                 channel, lifeline = fds
+                settings = json.loads(message)
+                settings["warm"] = bool(settings["warm"]) and load(*settings["warm"])
                 pid = clone(sum(NAMESPACES.values()), table)
             except (OSError, ValueError):  # no process or descriptor is left: this one does not start, the others live
                 for fd in fds:
                     os.close(fd)
                 continue
             if pid == 0:
-                _hatch(json.loads(message), layouts, channel, maps, max([channel, lifeline, *lifelines, 4096]))
+                _hatch(settings, layouts, channel, maps, max([channel, lifeline, *lifelines, 4096]))
             os.close(channel)
             lifelines[lifeline] = pid
             poller.register(lifeline, select.POLLIN)
@@ -279,6 +286,8 @@ def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, mo
         os.closerange(3, most + 1)
         write_ids(maps)
         resident(settings, layouts["calls" if settings["calls"] else "commands"])
+    except Become:
+        raise
     except BaseException as error:  # process boundary: the host gets the reason
         send_frame(1, {"failed": type(error).__name__ + ": " + str(error)})
         os._exit(1)
@@ -289,7 +298,12 @@ def main(text: str) -> None:
     """Run with settings as JSON (`bundle.resident_settings`, or {"role": "zygote", "layouts": …})."""
     settings = json.loads(text)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if settings["role"] == "zygote":
-        zygote(settings["layouts"])
-    else:
-        resident(settings)
+    try:
+        if settings["role"] == "zygote":
+            zygote(settings["layouts"])
+        else:
+            resident(settings)
+        return
+    except Become as copy:
+        asked = copy.args
+    run(*asked)
