@@ -23,10 +23,10 @@ from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.arms import ARMS, arms_of, difference, figures
+from composer_nb.harness.product.arms import arms_of, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
-from composer_nb.harness.product.work import Work, keep
+from composer_nb.harness.product.work import Work, keep, open_session, tools_for
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
@@ -236,12 +236,9 @@ def run_agent(
     source = checkout.read_checkout(root)
     if out.exists():
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
-    tools = ToolSet.tiny() if _is_tiny(policy) else ARMS["all"].tools()
-    with open_backend(backend) as made, source.start(made, image) as box:
-        session = tools.open(box)
-        with open_policy(
-            policy, system_text(session.root), tools.schemas, limits=limits, temperature=temperature, slots=1
-        ) as cast:
+    tools = tools_for(_is_tiny(policy))
+    with open_backend(backend) as made, open_session(source, tools, made, image) as (session, system):
+        with open_policy(policy, system, tools.schemas, limits=limits, temperature=temperature, slots=1) as cast:
             speaker = cast(None, 0)
             try:
                 done = converse(instruction, speaker, tools, session, limits, told)
@@ -249,7 +246,7 @@ def run_agent(
                 segment = speaker.close()
         changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""
         try:
-            changes, others = checkout.changed(source, *carry_back(box))
+            changes, others = checkout.changed(source, *carry_back(session.sandbox))
         except (SandboxDied, SandboxFailure, OSError) as error:  # the conversation is kept all the same
             lost = str(error)
     work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)

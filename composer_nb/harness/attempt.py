@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +68,11 @@ class Agent:
     backend: Backend | None = None
     system: str = ""
 
+    def place(self, functions: Executor | None = None) -> Environment:
+        """Return the tools, limits and sandboxes of its attempts."""
+        own = {name: getattr(self, name) for name in ("tools", "limits", "backend", "clock")}
+        return Environment(functions=functions, **own)
+
     def attempt(self, task: Task, rollout: int) -> Job[Attempt]:
         """Return the job of an attempt by a policy that continues tokens. `rollout` names it to the policy and decides its random
         draws. The job raises ValueError for a task that cannot run here, and for a prompt that leaves no room to answer."""
@@ -75,15 +81,8 @@ class Agent:
             speaker = TokenSpeaker(self.renderer, rollout, self.limits, seat.ask, seat.release, self.system)
             if (size := speaker.prompt_size(task.instruction)) >= (most := self.limits.tokens):
                 raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
-            place = Environment(
-                tools=self.tools,
-                limits=self.limits,
-                functions=seat,
-                backend=self.backend,
-                clock=self.clock,
-                opened=lambda session: seat.at_drop.append(session.abort),
-            )
-            return attempt(task, place, speaker)
+            opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))
+            return attempt(task, opened, speaker)
 
         return job
 
@@ -109,22 +108,28 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     return Attempt(task=task, rollout=rollout, grade=grade_)
 
 
-def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: Told) -> Attempt:
+@contextmanager
+def open_session(task: Task, place: Environment) -> Iterator[Session]:
+    """Open an agent's session in a new sandbox with a task's workspace. Raises ValueError for a task that cannot run here."""
     if place.backend is None:
         raise ValueError(f"task {task.id}: its grader {task.grader!r} needs a backend of sandboxes")
+    with start(task, place.backend) as box:
+        if not task.image:  # images of tasks come with theirs
+            add_history(box)
+        yield place.tools.open(box)
+
+
+def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: Told) -> Attempt:
     done = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
     found = Grade(status="infra_error")
     try:
-        with start(task, place.backend) as box:
-            if not task.image:  # images of tasks come with theirs
-                add_history(box)
-            session = place.tools.open(box)
+        with open_session(task, place) as session:
             place.opened(session)
             try:
                 done = converse(task.instruction, speaker, place.tools, session, place.limits, told)
                 if done.stop not in ("infrastructure", "interrupted"):
-                    left = _left(task, carry_back(box)[0])
+                    left = _left(task, carry_back(session.sandbox)[0])
             except (SandboxDied, OSError):
                 found = Grade(status="agent_failed")
     except (SandboxDied, SandboxFailure):
@@ -132,6 +137,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: 
     finally:
         segment = speaker.close()
     if left is not None:
+        assert place.backend is not None
         found = grade(task, left, place.backend)
     rollout = done.rollout(task.id, segment, task.files if left is None else _texts(left, task.files))
     return Attempt(task=task, rollout=rollout, grade=found)

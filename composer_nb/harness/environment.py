@@ -26,6 +26,7 @@ from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Indexes
 
 RENDERERS: Mapping[str, type[ChatRenderer]] = {
     "compact": CompactRenderer,
@@ -82,7 +83,7 @@ class EnvSettings:
     def toolset(self) -> ToolSet:
         if tools := getattr(self.own, "tools", None):
             return cast(ToolSet, tools)
-        return ToolSet.tiny() if self.tools == "tiny" else ToolSet.cursor()
+        return ToolSet.tiny() if self.tools == "tiny" else ToolSet.cursor(search=Indexes())
 
 
 class Sandboxes:

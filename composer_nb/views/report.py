@@ -149,10 +149,21 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if replay := report.get("replay"):
         off, on = (shown(replay[name]["logprob_gap_p99"], ".4f") for name in ("off", "on"))
         yield f"mismatch ({replay.get('pair', 'bf16')}), p99 of |Δ log p|", f"{off}, {on} with routes replayed"
+    if compared := report.get("fidelity"):
+        yield "training and the product", fidelity_line(compared)
     if weights := report.get("weights"):
         yield "one weight update", last_update(weights)
     yield "seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in report["wall_s"].items())
     yield "seed", str(report["seed"])
+
+
+def fidelity_line(compared: Mapping[str, Any]) -> str:
+    """Return a sentence about the differences between the place of training and the product's."""
+    if "error" in compared:
+        return f"could not be compared: {compared['error']}"
+    names = dict.fromkeys(each["what"] for each in compared["differences"])
+    found = f"{len(compared['differences'])} differences ({', '.join(names)})" if names else "no difference"
+    return f"{found} in {compared['calls']} calls, byte by byte"
 
 
 def last_update(weights: Mapping[str, Any]) -> str:

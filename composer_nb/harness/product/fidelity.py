@@ -1,9 +1,10 @@
 """Test that an agent sees the same in training as in the product.
 
-Two comparisons, for tasks whose workspace is also given to the product as if it were a user's repository:
+Two comparisons, for tasks whose workspace is also given to the product as if it were a user's repository. Both places are opened
+by the functions that open them for agents: in training that of the attempts of RL, in the product that of `composer-nb agent`.
 
-* *byte by byte*: every tool is called in the same ways in both sandboxes, also with mistakes, and a terminal is asked about its
-  surroundings; the replies are compared;
+* *byte by byte*: the system texts and the descriptions of the tools are compared; every tool is called in the same ways in both
+  sandboxes, also with mistakes, a terminal is asked about its surroundings, and the replies are compared;
 * *two samples*: a script holds conversations in both, and a classifier is trained to tell the two kinds apart by the answers of
   the tools. It is scored on held-out conversations; chance is an area under the curve of 0.5.
 
@@ -13,22 +14,26 @@ A model learns whatever distinguishes the place where it is graded from the plac
 
 from __future__ import annotations
 
+import json
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.loop import converse
 from composer_nb.harness.agent.turns import Script, ScriptSpeaker
-from composer_nb.harness.carry import add_history
+from composer_nb.harness.attempt import Agent, open_session
+from composer_nb.harness.product import work
 from composer_nb.harness.product.checkout import read_checkout
-from composer_nb.harness.sandbox.contract import Backend, Sandbox
-from composer_nb.harness.tasks.runtime import start
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.untrusted import beneath
@@ -43,13 +48,37 @@ same time depends on where the clock ticks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A call that was answered differently."""
+class Side:
+    """One of the places: a session, and what an agent is told."""
 
-    tool: str
-    call: ToolCall
+    session: Session
+    tools: ToolSet
+    system: str
+    schemas: Sequence[Mapping[str, Any]]
+
+    def described(self) -> dict[str, str]:
+        """Return the system text, and the description of every tool by its name."""
+        named = {f"description of {each['function']['name']}": json.dumps(each) for each in self.schemas}
+        return {"system text": self.system, **named}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A call that was answered differently, or a text that an agent is told (`call` is None)."""
+
+    what: str
+    """Name of the tool or text."""
+    call: ToolCall | None
     training: str
     product: str
+
+    def excerpt(self, most: int = 400) -> dict[str, Any]:
+        """Return it as JSON, with `most` characters of each text around their first difference."""
+        both = enumerate(zip(self.training, self.product, strict=False))
+        first = next((n for n, (one, other) in both if one != other), min(len(self.training), len(self.product)))
+        at = max(0, first - most // 8)
+        parts = {place: getattr(self, place)[at : at + most] for place in PLACES}
+        return {"what": self.what, "call": self.call and self.call.json, **parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +92,25 @@ class TwoSamples:
     observations: int
 
 
-def open_in(place: str, task: Task, backend: Backend) -> Sandbox:
-    """Return the sandbox that an agent of `training` or of the `product` gets for a task's workspace."""
+@contextmanager
+def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
+    """Open the workspace of a task as in `training`, for an agent of it, or as in the `product` for an agent of its chat format.
+    Raises ValueError for a task that cannot be opened, and SandboxFailure."""
     if place == "training":
-        box = start(task, backend)
-        add_history(box)
-        return box
+        with open_session(task, agent.place()) as session:
+            yield Side(session=session, tools=agent.tools, system=agent.system, schemas=agent.renderer.tools)
+        return
+    if agent.backend is None or task.image:
+        raise ValueError(f"task {task.id}: a user's repository has a sandbox of its own, and no image of its task")
+    tools = work.tools_for(isinstance(agent.renderer, CompactRenderer))
     with tempfile.TemporaryDirectory() as folder:
         for path, text in task.files.items():
             target = beneath(Path(folder), path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text.encode())
-        return read_checkout(Path(folder)).start(backend)
+        source = read_checkout(Path(folder))
+    with work.open_session(source, tools, agent.backend, task.metadata.get("image", "")) as (session, system):
+        yield Side(session=session, tools=tools, system=system, schemas=tools.schemas)
 
 
 def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
@@ -118,27 +154,55 @@ def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
     yield call("unknown_tool")
 
 
-def differences(task: Task, backend: Backend, tools: ToolSet) -> tuple[int, list[Difference]]:
-    """Return the number of calls made in each place, and those with different replies."""
-    calls = [call for call in probes(task.files) if call.name in tools.tools or call.name == "unknown_tool"]
-    replies: dict[str, list[str]] = {}
+def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
+    """Yield valid and invalid calls of the tools of tiny models, in the order to make them."""
+
+    def call(name: str, **arguments: object) -> ToolCall:
+        return ToolCall(name=name, arguments=arguments)
+
+    paths = sorted(files)[:5]
+    yield call("run_tests")
+    for path in (*paths, "no/such/file", "../outside"):
+        yield call("read_file", path=path)
+    for path, line in ((paths[0], 1), (paths[0], 10**5), (paths[0], 0), ("no/such/file", 1)):
+        yield call("edit_line", path=path, line=line, text="(probe")
+    yield call("read_file", path=paths[0])
+    yield call("read_file", file=1)
+    yield call("run_tests")
+    yield call("unknown_tool")
+    yield call("finish")
+
+
+def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
+    """Return the number of calls made in each place, and what differs. Raises what `open_in` does."""
+    tiny = "edit_line" in agent.tools.tools
+    calls = [
+        call
+        for call in (tiny_probes if tiny else probes)(task.files)
+        if call.name in agent.tools.tools or call.name == "unknown_tool"
+    ]
+    told: list[dict[str, str]] = []
+    replies: list[list[str]] = []
     for place in PLACES:
-        with open_in(place, task, backend) as box:
-            box.exec(_ONE_TIME)
-            session = tools.open(box)
-            replies[place] = [tools.observation(tools.run(session, [call])[0]) for call in calls]
-    both = zip(calls, replies["training"], replies["product"], strict=True)
+        with open_in(place, task, agent) as side:
+            side.session.sandbox.exec(_ONE_TIME)
+            told.append(side.described())
+            replies.append([side.tools.observation(side.tools.answer(side.session, [call])[0]) for call in calls])
+    rows: Iterable[tuple[str, ToolCall | None, str, str]] = [
+        *((name, None, told[0].get(name, ""), told[1].get(name, "")) for name in {**told[0], **told[1]}),
+        *((call.name, call, *both) for call, *both in zip(calls, *replies, strict=True)),
+    ]
     return len(calls), [
-        Difference(tool=call.name, call=call, training=first, product=second)
-        for call, first, second in both
+        Difference(what=what, call=call, training=first, product=second)
+        for what, call, first, second in rows
         if first != second
     ]
 
 
-def observations(place: str, task: Task, backend: Backend, tools: ToolSet, script: Script) -> list[str]:
+def observations(place: str, task: Task, agent: Agent, script: Script) -> list[str]:
     """Return the answers of the tools in a conversation of a script."""
-    with open_in(place, task, backend) as box:
-        done = converse(task.instruction, ScriptSpeaker(script), tools, tools.open(box))
+    with open_in(place, task, agent) as side:
+        done = converse(task.instruction, ScriptSpeaker(script), side.tools, side.session)
     return [turn.observation for turn in done.turns if turn.call]
 
 

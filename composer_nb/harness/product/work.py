@@ -5,24 +5,29 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from composer_nb.harness.agent.loop import Conversation
+from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.product.accept import Conflict, accept
+from composer_nb.harness.product.arms import ARMS
 from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import Changes, patch
 from composer_nb.harness.rollout import Segment
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.session import shown
+from composer_nb.harness.tools.session import Session, shown
+from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.untrusted import HISTORY, json_of, visible
 
 Verdict = Literal["accepted", "rejected", "open"]
@@ -64,6 +69,19 @@ class Work:
     def reject(self) -> None:
         """Note that the changes are rejected. Raises ValueError if a verdict was given before."""
         give_verdict(self.path, "rejected")
+
+
+def tools_for(compact: bool) -> ToolSet:
+    """Return the tools of an agent on a user's repository: those of tiny models where its chat format is the compact one."""
+    return ToolSet.tiny() if compact else ARMS["all"].tools()
+
+
+@contextmanager
+def open_session(source: Checkout, tools: ToolSet, backend: Backend, image: str = "") -> Iterator[tuple[Session, str]]:
+    """Open an agent's session in a new sandbox with a copy of a user's repository; with the system text that it is told."""
+    with source.start(backend, image) as box:
+        session = tools.open(box)
+        yield session, system_text(session.root)
 
 
 def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[Path, int]:

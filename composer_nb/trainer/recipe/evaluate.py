@@ -10,6 +10,8 @@ from typing import Any
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import run_eval, summarise
 from composer_nb.harness.policy import Trace
+from composer_nb.harness.product.fidelity import differences
+from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.trainer.headroom import headroom
@@ -74,7 +76,7 @@ def _light(done: Attempt) -> Attempt:
 def compare_numerics(s: Stages) -> None:
     """Measures, on the final weights, what engines in other numerics than the trainer's do to log-probabilities and what
     replaying their routes mends (the pairs of `variants`, dealt over the ranks; the tour's own first in the report), and how
-    large a lossless delta between two published versions is."""
+    large a lossless delta between two published versions is. Compares the place that attempts are made in with the product's."""
     with s.stage("numerics") as info:
         if info is None:
             return
@@ -84,6 +86,22 @@ def compare_numerics(s: Stages) -> None:
             tour = found.pop(TOUR)
             info["replay"] = {**tour, "pair": TOUR, "others": found}
             info["weights"] = delta_sizes(s.run.path / "weights" / "before_final", s.run.path / "weights" / "final")
+            info["fidelity"] = compare_places(s)
+
+
+def compare_places(s: Stages) -> dict[str, Any] | None:
+    """Compare, byte by byte, what an agent is told and answered at the first held-out task that has a sandbox of its own, with
+    the same in the product; None where no task has one."""
+    agent, tasks = s.agent(), load_tasks(s.run.path / "data" / "heldout.jsonl")
+    task = next((task for task in tasks if task.grader != "functions" and not task.image), None)
+    if agent.backend is None or task is None:
+        return None
+    try:
+        calls, found = differences(task, agent)
+    except (SandboxFailure, SandboxDied, OSError, ValueError) as error:
+        return {"task": task.id, "error": str(error)}
+    s.say(f"training and product: {len(found)} differences in {calls} calls")
+    return {"task": task.id, "calls": calls, "differences": [each.excerpt() for each in found]}
 
 
 def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, samples: int = 2) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors and flagged rollouts
     `replay`           mismatch of an engine and the trainer (`pair`), with the trainer's routes (off) and the engine's (on)
+    `fidelity`         calls made in training's sandbox and in the product's, and what `differences` there are; null where no
+                       task has a sandbox of its own; `error` where the two could not be compared
     `weights`          versions published in RL; bytes of the last one, in full and as a delta
     `ledger`           RL's sampled tokens by what became of them
     `wall_s`           seconds of stages. `total` sums all stages, also those not named here, without the start of processes
@@ -90,6 +92,7 @@ def _built(run: RunDir) -> dict[str, Any]:
         report |= {"train": training(run, stages), "rewards": rewards(run), "ledger": run.ledger()}
     if "numerics" in stages:
         report["replay"] = stages["numerics"]["replay"]
+        report["fidelity"] = stages["numerics"].get("fidelity")
         report["weights"] = {**_published(stages), **stages["numerics"]["weights"]}
     return report
 

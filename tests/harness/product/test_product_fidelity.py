@@ -2,59 +2,151 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+from composer_nb.harness import environment
+from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import expert
-from composer_nb.harness.product.fidelity import PLACES, differences, observations, probes, two_samples
-from composer_nb.harness.sandbox.contract import Backend, Sandbox
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.product import fidelity, work
+from composer_nb.harness.product.fidelity import (
+    PLACES,
+    Side,
+    differences,
+    observations,
+    probes,
+    tiny_probes,
+    two_samples,
+)
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools import files
+from composer_nb.harness.tools.tiny import TINY
+from composer_nb.harness.tools.tool_call import Reply
 from composer_nb.harness.tools.toolset import NAMES, ToolSet
-from composer_nb.harness.tools.workspace import Indexes
+from composer_nb.trainer.models.tokenizer import train_tokenizer
 
-TOOLS = ToolSet.cursor(search=Indexes())
+CURSOR = EnvSettings(tasks="tasks", tools="cursor", renderer="qwen")
 
 
-def test_every_tool_is_probed_and_answers_the_same(task: Task, backend: Backend) -> None:
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[Sandboxes]:
+    with Sandboxes() as made:
+        yield made
+
+
+@pytest.fixture
+def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
+    """As an environment worker makes it."""
+    return make_agent(CURSOR, tokenizer, LIMITS, sandboxes)
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`product(change)`: the product with another side."""
+
+    def changed(change: Any) -> None:
+        original = fidelity.open_in
+
+        @contextmanager
+        def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
+            with original(place, task, agent) as side:
+                yield (change(side) or side) if place == "product" else side
+
+        monkeypatch.setattr(fidelity, "open_in", open_in)
+
+    return changed
+
+
+def test_every_tool_is_probed_and_answers_the_same(task: Task, agent: Agent) -> None:
     assert {call.name for call in probes(task.files)} - {"unknown_tool"} == set(NAMES)
-    calls, found = differences(task, backend, TOOLS)
+    calls, found = differences(task, agent)
     assert calls > 25 and found == []
 
 
-def test_a_difference_is_seen(task: Task, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    from composer_nb.harness.product import fidelity
-
-    original = fidelity.open_in
-
-    def marked(place: str, task: Task, backend: Backend) -> Sandbox:
-        box = original(place, task, backend)
-        if place == "product":
-            box.write("README", b"dates \n")
-        return box
-
-    monkeypatch.setattr(fidelity, "open_in", marked)
-    assert {each.tool for each in differences(task, backend, TOOLS)[1]} >= {"read_file"}
+def test_the_tools_of_tiny_models_are_probed_and_answer_the_same(task: Task, sandboxes: Sandboxes) -> None:
+    assert {call.name for call in tiny_probes(task.files)} - {"unknown_tool"} == {tool.name for tool in TINY}
+    tokens = train_tokenizer(["def f(x):"], 400)
+    calls, found = differences(task, make_agent(EnvSettings(tasks="tasks"), tokens, LIMITS, sandboxes))
+    assert calls == 15 and found == []
 
 
-def test_the_time_of_writing_is_no_difference(task: Task, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+PLANTS = {
+    "reply": {"run_terminal_cmd"},
+    "system text": {"system text"},
+    "description": {"description of read_file"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("where", PLANTS)
+def test_a_word_more_in_either_place_is_found(
+    task: Task, tokenizer: Tokenizer, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, where: str, place: str
+) -> None:
+    """It is planted in what the RL worker, or the product, is made of."""
+
+    def more(tools: ToolSet) -> ToolSet:
+        if where == "description":
+            read = replace(files.read_file, description=f"{files.read_file.description} ok")
+            return replace(tools, tools={**tools.tools, "read_file": read})
+        if where == "reply":
+            return Wordy(**{name: getattr(tools, name) for name in ("tools", "strict", "search", "terse", "described")})
+        return tools
+
+    if place == "training":
+        toolset: Any = EnvSettings.toolset
+        monkeypatch.setattr(EnvSettings, "toolset", property(lambda env: more(toolset.fget(env))))
+        if where == "system text":
+            monkeypatch.setattr(environment, "system_text", lambda root: f"A coding agent at {root}")
+    else:
+        original = work.tools_for
+        monkeypatch.setattr(work, "tools_for", lambda compact: more(original(compact)))
+        if where == "system text":
+            monkeypatch.setattr(work, "system_text", lambda root: f"A coding agent at {root}")
+    _, found = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))
+    assert {each.what for each in found} == PLANTS[where]
+    for each in found:
+        shown = each.excerpt(40)
+        assert shown["training"] != shown["product"] and max(len(shown[side]) for side in PLACES) <= 40
+
+
+class Wordy(ToolSet):
+    """Tools whose terminal says a word more."""
+
+    def observation(self, reply: Reply) -> str:
+        return super().observation(reply) + " ok" * (reply.call.name == "run_terminal_cmd")
+
+
+def test_a_file_that_differs_is_seen(task: Task, agent: Agent, product: Any) -> None:
+    product(lambda side: side.session.sandbox.write("README", b"dates \n"))
+    assert {each.what for each in differences(task, agent)[1]} >= {"read_file"}
+
+
+def test_the_time_of_writing_is_no_difference(task: Task, agent: Agent, product: Any) -> None:
     """Files of one upload have different times when the clock ticks in between."""
-    from composer_nb.harness.product import fidelity
 
-    original = fidelity.open_in
+    def slow(side: Side) -> None:
+        for number, path in enumerate(sorted(task.files)):
+            assert side.session.sandbox.exec(["touch", "-d", f"@{number + 1}", path]).exit_code == 0
 
-    def slow(place: str, task: Task, backend: Backend) -> Sandbox:
-        box = original(place, task, backend)
-        if place == "product":
-            for number, path in enumerate(sorted(task.files)):
-                assert box.exec(["touch", "-d", f"@{number + 1}", path]).exit_code == 0
-        return box
-
-    monkeypatch.setattr(fidelity, "open_in", slow)
-    assert differences(task, backend, TOOLS)[1] == []
+    product(slow)
+    assert differences(task, agent)[1] == []
 
 
-def test_two_samples_of_one_kind_and_of_two(task: Task, backend: Backend) -> None:
-    first, second = ([observations(place, task, backend, TOOLS, expert(task)) for _ in range(8)] for place in PLACES)
+def test_what_cannot_be_compared_is_refused(task: Task, agent: Agent) -> None:
+    with pytest.raises(ValueError, match="needs a backend"):
+        differences(task, replace(agent, backend=None))
+
+
+def test_two_samples_of_one_kind_and_of_two(task: Task, agent: Agent) -> None:
+    first, second = ([observations(place, task, agent, expert(task)) for _ in range(8)] for place in PLACES)
     same = two_samples(first, second)
     assert same.auc == pytest.approx(0.5) and same.chance > 0.5 and same.observations == 48
     told = [[f"{text} (in {n} ms)" for n, text in enumerate(talk)] for talk in second]
