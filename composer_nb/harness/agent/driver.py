@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class Driver(Generic[Result]):
         self._names: dict[int, int] = {}  # rollout -> position of its agent
         self._waiting: dict[int, Request | CallRequest | Release] = {}
         self._results: list[tuple[int, Future[Result]]] = []
+        self._stepped = False
+        """The policy made the step of a round that is not over."""
 
     @property
     def room(self) -> int:
@@ -122,21 +125,27 @@ class Driver(Generic[Result]):
         self._working.add(position)
         threading.Thread(target=seat.work, args=(job,), name="agent", daemon=True).start()
 
-    def round(self) -> list[tuple[int, Result]]:
-        """Serve all agents once. Returns (position, result) of the agents that ended, in order of position."""
-        self._hear()
-        while any(not isinstance(asked, Request) for asked in self._waiting.values()):
-            self._execute(self._taken(CallRequest))
-            for position, given in self._taken(Release):
-                self._answer(position, self.policy.release(given.rollout))
-            self._hear()
-        for position, request in self._taken(Request):
-            self._names[request.rollout] = position
-            self.policy.submit(request)
-        for completion in self.policy.step() if self._names else ():
-            self._answer(self._names.pop(completion.rollout), completion)
-        if self.lockstep:
-            self._hear()
+    def round(self, seconds: float = math.inf) -> list[tuple[int, Result]]:
+        """Serve all agents once. Returns (position, result) of the agents that ended, in order of position. In lockstep, a round
+        in which agents work for longer than `seconds` is broken off without results, and the next call goes on with it."""
+        until = time.monotonic() + seconds
+        if not self._stepped:
+            if not self._hear(until):
+                return []
+            while any(not isinstance(asked, Request) for asked in self._waiting.values()):
+                self._execute(self._taken(CallRequest))
+                for position, given in self._taken(Release):
+                    self._answer(position, self.policy.release(given.rollout))
+                if not self._hear(until):
+                    return []
+            for position, request in self._taken(Request):
+                self._names[request.rollout] = position
+                self.policy.submit(request)
+            for completion in self.policy.step() if self._names else ():
+                self._answer(self._names.pop(completion.rollout), completion)
+        self._stepped = self.lockstep and not self._hear(until)
+        if self._stepped:
+            return []
         results, self._results = sorted(self._results, key=lambda ended: ended[0]), []
         return [(position, ended.result()) for position, ended in results]
 
@@ -167,15 +176,18 @@ class Driver(Generic[Result]):
         for position in self.alive:
             self.drop(position)
 
-    def _hear(self) -> None:
+    def _hear(self, until: float) -> bool:
         """Take what agents ask: in lockstep until none works, otherwise what is there, or a moment later if nothing else is to be
-        done."""
+        done. Returns whether the round may go on: in lockstep only if none works."""
         while self._working:
             idle = not self._waiting and not self._names
+            left = max(until - time.monotonic(), 0.0)
+            timeout = LOOK_S if not self.lockstep else left if math.isfinite(left) else None
             try:
-                self._take(*self._asked.get(block=self.lockstep or idle, timeout=None if self.lockstep else LOOK_S))
+                self._take(*self._asked.get(block=self.lockstep or idle, timeout=timeout))
             except Empty:
-                return
+                return not self.lockstep
+        return True
 
     def _take(self, position: int, asked: Asked) -> None:
         self._working.discard(position)

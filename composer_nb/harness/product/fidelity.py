@@ -42,9 +42,6 @@ PLACES = ("training", "product")
 _WIDTH = 4096
 _RIDGE = 1.0
 _FOLDS = 5
-_ONE_TIME = ["find", ".", "-path", "./.git", "-prune", "-o", "-type", "f", "-exec", "touch", "-d", "@0", "{}", "+"]
-"""Give all files one modification time. `glob_file_search` lists the newest first, and whether two files of an upload get the
-same time depends on where the clock ticks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +182,6 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
     replies: list[list[str]] = []
     for place in PLACES:
         with open_in(place, task, agent) as side:
-            side.session.sandbox.exec(_ONE_TIME)
             told.append(side.described())
             replies.append([side.tools.observation(side.tools.answer(side.session, [call])[0]) for call in calls])
     rows: Iterable[tuple[str, ToolCall | None, str, str]] = [

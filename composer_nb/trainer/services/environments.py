@@ -145,9 +145,10 @@ class EnvironmentWorker:
         functions: Executor,
         lockstep: bool = True,
     ) -> None:
-        """`lockstep`: see `Driver`."""
-        self._agent, self._tasks, self._group = agent, tasks, group
-        self._driver: Driver[Attempt] = Driver(policy, functions, lockstep)
+        """`lockstep`: `work` reports each ended rollout at once, so that one seed gives one result: how many have ended then
+        depends on no clock. `Driver` is in lockstep also where agents have no sandboxes of their own, which take long."""
+        self._agent, self._tasks, self._group, self._lockstep = agent, tasks, group, lockstep
+        self._driver: Driver[Attempt] = Driver(policy, functions, lockstep or agent.backend is None)
         self._doing: dict[int, tuple[int, int, int]] = {}
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
 
@@ -166,11 +167,13 @@ class EnvironmentWorker:
             self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
         outcomes = self._give_up(set(cancel))
         while (self._doing or self._waiting) and (clock() < until or not self._doing):
+            if self._lockstep and outcomes:
+                break
             while self._waiting and self._driver.room:
                 rollout, names = self._waiting.pop(0)
                 self._doing[rollout] = names
                 self._driver.add(rollout, self._agent.attempt(self._tasks[names[0]], rollout))
-            outcomes += [_outcome(self._doing.pop(rollout), done) for rollout, done in self._driver.round()]
+            outcomes += [_outcome(self._doing.pop(rollout), done) for rollout, done in self._driver.round(seconds)]
         return outcomes
 
     def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Outcome]:
@@ -202,9 +205,8 @@ class EnvironmentService:
         self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
         agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
         tasks = prompt_order(run / "data" / "rl.jsonl", prompt_seed)
-        waits = lockstep or agent.backend is None  # what is done in no sandbox of its own takes no time to wait for
         functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
-        self._worker = EnvironmentWorker(RemotePolicy(*policy), agent, tasks, group, functions, waits)
+        self._worker = EnvironmentWorker(RemotePolicy(*policy), agent, tasks, group, functions, lockstep)
 
     def work(self, start: Sequence[Assignment], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
         """See `EnvironmentWorker.work`."""

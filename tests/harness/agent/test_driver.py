@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,36 @@ def test_in_lockstep_agents_are_served_in_order_whoever_is_first() -> None:
     assert done == [(number, number) for number in range(4)]
     asked = [("asked", number) for number in range(4)]
     assert policy.noted == asked * 3 + [("released", number) for number in range(4)]
+
+
+def test_in_lockstep_a_round_that_is_broken_off_goes_on_as_if_it_had_not_been() -> None:
+    """It ends early where an agent works for long, so that whoever calls it can say that it lives."""
+
+    def run(seconds: float) -> tuple[list[Any], list[Any], int]:
+        policy = Echo()
+        driver: Driver[int] = Driver(policy, Nothing())
+
+        def job(number: int) -> Callable[[Seat[Any]], int]:
+            def work(seat: Seat[Any]) -> int:
+                for turn in range(1 + number % 4):
+                    threading.Event().wait(0.04 * ((number + turn) % 3))
+                    ask(seat, number)
+                if number % 2:
+                    seat.release(number)
+                return number
+
+            return work
+
+        done, waiting, rounds = list[Any](), list(range(8)), 0
+        while waiting or driver.alive:
+            while waiting and driver.room:
+                driver.add(number := waiting.pop(0), job(number))
+            done.append(driver.round(seconds))
+            rounds += 1
+        return policy.noted, [ended for ended in done if ended], rounds
+
+    whole, broken = run(math.inf), run(0.01)
+    assert whole[:2] == broken[:2] and whole[2] < broken[2]
 
 
 def test_without_lockstep_an_agent_at_work_holds_up_no_other() -> None:

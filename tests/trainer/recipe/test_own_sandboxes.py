@@ -1,0 +1,197 @@
+"""RL on tasks with sandboxes of their own: one seed gives one result, nobody's death costs a reward, and what a run reports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from composer_nb.cli import main
+from composer_nb.harness import attempt as attempts
+from composer_nb.harness.grading.plan import with_plan
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import Sandbox
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.reader import EXAMPLES
+from composer_nb.trainer.recipe.replay import replay
+from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.actors import Threads
+from composer_nb.trainer.services.coordinator import Coordinator
+from composer_nb.views.report import fact_rows
+
+pytestmark = pytest.mark.slow
+WEIGHTS = EXAMPLES[0] / "weights" / "final"
+SMALL: dict[str, Any] = {
+    "env.sandboxes": 3,
+    "ranks": 1,
+    "rl.steps": 2,
+    "rl.prompts": 2,
+    "rl.group": 3,
+    "rl.evaluate_every": 0,
+    "rl.checkpoint_every": 1,
+    "eval.samples": 1,
+    "limits.turns": 4,
+    "reward.effort.weight": 0.1,
+    "data.heldout_tasks": 1,
+    "data.tune_tasks": 1,
+    "services.on": False,
+}
+"""Fewer sandboxes than rollouts of a batch, so that some wait for others to end."""
+ALONE = dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
+IN_STEP = {
+    **{"services.on": True, "services.lockstep": True, "services.engines": 1},
+    **{"services.ahead": 0, "services.bound": 0},
+}
+
+
+def in_pytest(task: Task) -> Task:
+    """The same task with tests that run in sandboxes of their own."""
+    made = Task(
+        id=task.id,
+        instruction=task.instruction,
+        grader="pytest",
+        files=task.files,
+        tests={f"tests/{name}": text for name, text in task.tests.items()},
+        solution=task.solution,
+        source_scope=("f.py",),
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks, with the plans of their tests."""
+    held = []
+    with BwrapBackend() as backend:
+        for task in map(in_pytest, load_tasks(EXAMPLES[0] / "data" / "heldout.jsonl")):
+            found = validate_task(task, backend)
+            if found.valid and found.plan is not None:
+                held.append(with_plan(task, found.plan))
+            if len(held) == 4:
+                break
+    path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    save_tasks(held, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def loop(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of the plain loop."""
+    settings = override(Settings(), SMALL | ALONE | {"model.start": str(WEIGHTS), "env.tasks": str(tasks)})
+    return start_or_resume(None, settings, runs=tmp_path_factory.mktemp("loop"), say=lambda line: None)
+
+
+@pytest.fixture
+def rl(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings, list[str]]]:
+    """`rl(name, settings)`: RL of that run as services, once more; with what it said."""
+
+    def go(name: str, **changes: Any) -> tuple[RunDir, Settings, list[str]]:
+        known = override(Settings(), SMALL | ALONE | {"model.start": str(WEIGHTS)})
+        settings = override(known, {"env.tasks": loop.settings()["env"]["tasks"], **IN_STEP, **changes})
+        run, actors, said = fork(loop, settings, runs=tmp_path, name=name), Threads(), list[str]()
+        try:
+            Coordinator(run, settings, actors, said.append).go()
+        finally:
+            actors.close()
+        return run, settings, said
+
+    return go
+
+
+def made(run: RunDir) -> tuple[list[Any], bytes, list[Any]]:
+    """Versions, final weights and rollouts of a run."""
+    columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage", "dispatch"]
+    stored = [
+        pq.read_table(path, columns=columns).to_pylist() for path in sorted(run.path.glob("rollouts/rl_*.parquet"))
+    ]
+    versions = run.query("SELECT version, hash FROM version ORDER BY version")
+    return versions, (run.path / "weights" / "final" / "model.safetensors").read_bytes(), stored
+
+
+def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None:
+    report = build_report(loop)
+    found = report["fidelity"]
+    assert found["calls"] > 10 and found["differences"] == [] and report["complete"]
+    assert (
+        dict(fact_rows(report))["training and the product"] == f"no difference in {found['calls']} calls, byte by byte"
+    )
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+    """Let calls of tools take longer."""
+    answer, number = ToolSet.answer, count()
+
+    def slowly(tools: ToolSet, *given: Any) -> Any:
+        time.sleep(seconds(next(number)))
+        return answer(tools, *given)
+
+    monkeypatch.setattr(ToolSet, "answer", slowly)
+
+
+def test_in_lockstep_one_seed_gives_one_result_and_its_steps_replay(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the calls take, also beyond the time after which a silent worker counts as hung."""
+    first, settings, _ = rl("first")
+    with monkeypatch.context() as patch:
+        slow(patch, lambda number: (0.0, 0.1, 0.7)[number % 3] if number else 5.0)
+        second, _, said = rl("second", **{"services.hang_s": 4.0})
+    assert not said or not any("said nothing" in line for line in said)
+    assert made(first) == made(second) and len({hash for _, hash in made(first)[0]}) > 1
+    for step in (1, 2):
+        found = list(replay(second, settings, step))
+        assert len(found) == step and all(each.same for each in found)
+
+
+def killed(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Callable[..., Sandbox], which: set[int]
+) -> None:
+    """End the sandboxes of these calls of a function from outside, as a machine does that is short of memory."""
+    original, number = getattr(owner, name), count()
+
+    def shot(*given: Any, **more: Any) -> Any:
+        if next(number) in which:
+            os.kill(box_of(*given)._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]
+        return original(*given, **more)
+
+    monkeypatch.setattr(owner, name, shot)
+
+
+def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dispatched again, whether it is killed while the agent works or when its work is carried out."""
+    killed(monkeypatch, ToolSet, "answer", lambda tools, session, calls: session.sandbox, {1, 6})
+    killed(monkeypatch, attempts, "carry_back", lambda box: box, {2})
+    run, _, _ = rl("killed")
+    steps, (_, _, stored) = run.steps("rl"), made(run)
+    assert sum(step["infra_errors"] for step in steps) == 3 == build_report(run)["rewards"]["infra_errors"]
+    assert [len(rows) for rows in stored] == [6, 6] and max(row["dispatch"] for rows in stored for row in rows) > 1
+    (statuses,) = {
+        tuple(sorted(set(pq.read_table(path)["status"].to_pylist()))) for path in run.path.glob("rollouts/rl_*")
+    }
+    assert statuses == ("graded",)
+
+
+@pytest.mark.docker
+def test_rl_in_containers_of_docker(tasks: Path, tmp_path: Path, docker_client: Any) -> None:
+    words = ["rl", "--model", str(WEIGHTS), "--tasks", str(tasks), "--out", str(tmp_path / "rl")]
+    given = SMALL | {
+        "env.backend": "docker",
+        "services.on": True,
+        "services.engines": 1,
+        "reward.weights": '{"solved": 1.0}',
+    }
+    assert main([*words, *(part for name, value in given.items() for part in ("--set", f"{name}={value}"))]) == 0
+    report = build_report(RunDir((tmp_path / "rl").resolve()))
+    assert report["complete"] and report["train"]["steps"] == 2 and report["rewards"]["rollouts"] == 12
+    assert report["fidelity"]["differences"] == []
+    assert not docker_client.containers.list(all=True, filters={"label": f"composer_nb.run={report['run']}"})
