@@ -156,6 +156,7 @@ class Orchestrator:
         self._close(group, event.attempt, event.place)
         if isinstance(event, Faulted):
             self.books.receive(event.sampled, "faulted")
+            self.books.counts["faulted"] += 1
             self.books.count("faulted", event.sampled)
             self._fault(group, event.place, event.reason)
         else:
