@@ -159,13 +159,19 @@ def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
 
     paths = sorted(files)[:5]
     yield call("run_tests")
+    for pattern in ("def ", "no such text", ""):
+        yield call("grep", pattern=pattern)
     for path in (*paths, "no/such/file", "../outside"):
         yield call("read_file", path=path)
     for path, line in ((paths[0], 1), (paths[0], 10**5), (paths[0], 0), ("no/such/file", 1)):
         yield call("edit_line", path=path, line=line, text="(probe")
+    for old in ("(probe", "no such text"):
+        yield call("substitute", path=paths[0], line=1, old=old, new="probe)")
     yield call("read_file", path=paths[0])
     yield call("read_file", file=1)
     yield call("run_tests")
+    yield call("undo")
+    yield call("undo")
     yield call("unknown_tool")
     yield call("finish")
 

@@ -29,7 +29,7 @@ from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import Threads
 from composer_nb.trainer.services.coordinator import Coordinator
-from composer_nb.views.report import fact_rows
+from composer_nb.views.report import fact_rows, fidelity_line
 
 pytestmark = pytest.mark.slow
 WEIGHTS = EXAMPLES[0] / "weights" / "final"
@@ -127,6 +127,14 @@ def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None
     assert (
         dict(fact_rows(report))["training and the product"] == f"no difference in {found['calls']} calls, byte by byte"
     )
+
+
+def test_a_difference_is_named_in_one_line() -> None:
+    differences = [{"what": "grep"}, {"what": "grep"}, {"what": "system text"}]
+    assert fidelity_line({"calls": 30, "differences": differences}) == (
+        "3 differences (grep, system text) in 30 calls, byte by byte"
+    )
+    assert fidelity_line({"error": "no sandbox"}) == "could not be compared: no sandbox"
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:

@@ -47,6 +47,7 @@ def test_holds_everything_that_others_rely_on(report):
     for name in ("off", "on"):
         assert {"logprob_gap_p50", "logprob_gap_p99", "k3"} <= set(report["replay"][name])
     assert report["complete"] is True
+    assert report["fidelity"] is None, "its tasks have no sandboxes of their own"
     assert report["seed"] == 0 and "torch" in report["versions"]
     assert json.loads(json.dumps(report)) == report
 
