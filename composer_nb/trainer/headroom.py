@@ -34,7 +34,8 @@ def headroom(
         if done.grade.known:
             groups.setdefault(done.task.id, []).append(done)
     scored = score_groups([*groups.values()], rewards, LossSettings(), own)
-    live = float(np.mean([any(abs(s.advantage) > 1e-6 for s in group) for group in scored]))
+    several = [any(abs(s.advantage) > 1e-6 for s in group) for group in scored if len(group) > 1]
+    live = float(np.mean(several)) if several else None
     found = {name: scores[name] for name in FIGURES} | {"live": live}
     found["gain"] = found["best_of_k"] - found["pass_at_1"]
     found["verdict"] = _verdict(found)
@@ -42,6 +43,8 @@ def headroom(
 
 
 def _verdict(found: dict[str, Any]) -> str:
+    if found["live"] is None:
+        return "one attempt at a task cannot tell what RL could find"
     if not found["live"]:
         return f"nothing to find: the {found['k']} attempts at each task earn the same reward, so no gradient is left"
     best = f"up to +{found['gain']:.2f} of pass@1 (best of {found['k']}), {found['live']:.0%} of tasks live"
@@ -54,7 +57,7 @@ def _verdict(found: dict[str, Any]) -> str:
 
 def require_headroom(found: Mapping[str, Any]) -> None:
     """Raise ValueError where RL has nothing to find."""
-    if not found["live"]:
+    if found["live"] == 0:
         raise ValueError(
             f"RL has {found['verdict']}; change env.*, data.*, reward.* or the start, or set rl.gate=false"
         )

@@ -62,6 +62,12 @@ def test_the_verdict(task: Task, attempts: list[tuple[tuple[int, ...], bool]], l
             require_headroom(found)
 
 
+def test_one_attempt_a_task_tells_nothing_and_refuses_nothing(task: Task) -> None:
+    found = headroom([attempt(task, 2, solved=False)], [attempt(task, 2, solved=False)], RewardSettings())
+    assert found["live"] is None and "cannot tell" in found["verdict"]
+    require_headroom(found)
+
+
 def test_an_own_reward_counts(task: Task) -> None:
     sampled = [attempt(task, 2, solved=False), attempt(task, 0, solved=False)]
     assert headroom(sampled, sampled[:1], RewardSettings())["live"] == 0
