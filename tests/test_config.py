@@ -47,6 +47,7 @@ def test_every_setting_is_of_a_kind_that_these_tests_know():
     assert {name for name in NAMES if kind(name) not in SAYS and name not in CHOICE} == {
         "reward.weights",
         "model.mlp_only_layers",
+        "sft.sharpness",
     }
     assert len(NAMES) == len(set(NAMES)) > 50 and {"rl.steps", "seed", "reward.effort.k"} <= set(NAMES)
 

@@ -166,11 +166,8 @@ def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
         assert list(policy.asked[2].token_ids) == looks.observation("1|x")
         assert chat(client).choices[0].message.content == "babble"
         assert chat(client, tools=[TOOL], stop="well").choices[0].message.content == "All is"
-        two = {"role": "assistant", "tool_calls": [{**first.tool_calls[0].model_dump(), "id": f"c{n}"} for n in "ab"]}
-        results = [{"role": "tool", "tool_call_id": f"c{n}", "content": "x"} for n in "ab"]
         for wrong, why in (
             ({"messages": [{"role": "system", "content": "You fix."}, *ASKED]}, "no system text"),
-            ({"messages": [*ASKED, two, *results]}, "one call a turn"),
             ({"tools": [TOOL, TOOL]}, "begin with the same word"),
         ):
             with pytest.raises(openai.BadRequestError, match=why):
