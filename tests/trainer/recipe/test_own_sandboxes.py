@@ -36,6 +36,7 @@ WEIGHTS = EXAMPLES[0] / "weights" / "final"
 SMALL: dict[str, Any] = {
     "env.sandboxes": 3,
     "ranks": 1,
+    "rl.gate": False,
     "rl.steps": 2,
     "rl.prompts": 2,
     "rl.group": 3,
