@@ -14,12 +14,14 @@ from random import Random
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.programs import Program, draw_program
-from composer_nb.harness.tasks.repairs import BATCH, Candidate, draw_candidate, evaluate, run_programs
+from composer_nb.harness.tasks.repairs import Candidate, distinct, draw_candidate, evaluate
 from composer_nb.harness.tasks.task import Task
 
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
 """Tests of the function with the bug that the agent sees, those that grade, and those of each other function on either side."""
+MOST = 3
+"""Modules of a repository."""
 MODULES = ("core", "util", "stats", "tools", "data", "calc")
 NAMES = (
     *("total", "count", "pick", "scan", "join", "find", "rank", "part", "step", "mark", "load", "pack", "sort", "move"),
@@ -33,35 +35,24 @@ def make_miniatures(
     *,
     heldout: bool,
     executor: Executor,
-    files: int = 3,
     told: float = 0.25,
     families: frozenset[str] = frozenset(),
 ) -> Iterator[Task]:
-    """Yield `count` distinct tasks whose bug is in one of the held-out structures, or of the others. The same seed gives the same
-    tasks. `files`: modules of a repository, at most. `told`: share of tasks whose instruction says what the function should do.
-    `families`: only these, if any is given. Raises ValueError if a thousand draws hold nothing new."""
+    """Return `count` distinct tasks whose bug is in one of the held-out structures, or of the others. The same seed gives the
+    same tasks. `told`: share of tasks whose instruction says what the function should do. `families`: only these, if any is given.
+    Raises ValueError, while they are taken, if a thousand draws hold nothing new."""
     rng = Random(f"miniatures {seed} {heldout}")
-    seen: set[tuple[str, str]] = set()
-    while len(seen) < count:
-        before = len(seen)
-        drawn = (draw_candidate(rng, heldout, VISIBLE + HIDDEN, ENUMERABLE, families) for _ in range(16 * BATCH))
-        candidates = [candidate for candidate in drawn if candidate is not None]
-        found = run_programs([c.buggy for c in candidates], [c.inputs for c in candidates], executor)
-        for candidate, outcomes in zip(candidates, found, strict=True):
-            task = _task(candidate, outcomes, rng, files, rng.random() < told) if outcomes is not None else None
-            if task is None or (key := (task.instruction, candidate.buggy)) in seen:
-                continue
-            seen.add(key)
-            yield task
-            if len(seen) == count:
-                return
-        if len(seen) == before:
-            raise ValueError(
-                f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"
-            )
+
+    def draw() -> Candidate | None:
+        return draw_candidate(rng, heldout, VISIBLE + HIDDEN, ENUMERABLE, families)
+
+    def make(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
+        return _task(candidate, outcomes, rng, rng.random() < told)
+
+    return (task for task, _, _ in distinct(count, draw, make, executor))
 
 
-def _task(candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, files: int, told: bool) -> Task | None:
+def _task(candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool) -> Task | None:
     """Return the task of a candidate whose bug gave `outcomes`; None if the bug shows on fewer than three inputs."""
     bug = [outcome != right for outcome, right in zip(outcomes, candidate.right, strict=True)]
     failing = [i for i, failed in enumerate(bug) if failed]
@@ -71,14 +62,14 @@ def _task(candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, 
     order = [first, *(i for i in range(len(bug)) if i not in (first, rest[-1])), rest[-1]]
     visible, hidden = order[:VISIBLE], order[VISIBLE:]
     program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
-    name, *names = rng.sample(NAMES, 2 * files)
-    modules = rng.sample(MODULES, rng.randint(1, files)) if files > 1 else ["f"]
+    name, *names = rng.sample(NAMES, 2 * MOST)
+    modules = rng.sample(MODULES, rng.randint(1, MOST))
     home = rng.randrange(len(modules))
     texts: dict[str, list[str]] = {module: [] for module in modules}
     tests: dict[str, str] = {}
     hidden_tests: dict[str, str] = {}
     for place, module in enumerate(modules):
-        if files > 1 and (place != home or rng.random() < 0.3):
+        if place != home or rng.random() < 0.3:
             other, inputs, wanted = _sibling(rng, program.heldout)
             called = names.pop()
             texts[module].append(_named(other.source, called))
@@ -92,11 +83,10 @@ def _task(candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, 
     path = f"{modules[home]}.py"
     held = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in texts.items()}
     right = held[path].replace(_named(candidate.buggy, name), _named(program.source, name))
-    place_ = "f.py" if files == 1 else name
     digest = hashlib.sha256(repr((held, candidate.inputs)).encode()).hexdigest()[:12]
     return Task(
         id=f"{program.family}-{digest}",
-        instruction=f"fix {place_}: {program.spec}" if told else "fix the tests",
+        instruction=f"fix {name}: {program.spec}" if told else "fix the tests",
         files=held | tests,
         tests=hidden_tests,
         solution={path: right},

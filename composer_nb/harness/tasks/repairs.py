@@ -11,7 +11,7 @@ import ast
 import builtins
 import copy
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -236,21 +236,33 @@ def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor
     new. Raises ValueError if a thousand draws hold nothing new.
     """
     rng = Random(f"repairs {seed} {heldout}")
+    for task, candidate, outcomes in distinct(count, lambda: draw_candidate(rng, heldout), make_task, executor):
+        _remember(executor, task, candidate.inputs, task.files, outcomes)
+        _remember(executor, task, candidate.inputs, task.files | task.solution, candidate.right)
+        yield task
+
+
+def distinct(
+    count: int,
+    draw: Callable[[], Candidate | None],
+    make: Callable[[Candidate, tuple[CallOutcome, ...]], Task | None],
+    executor: Executor,
+) -> Iterator[tuple[Task, Candidate, tuple[CallOutcome, ...]]]:
+    """Yield `count` tasks with different bugs or instructions, the candidate that each was made of, and what its bug returned.
+
+    Raises ValueError if a thousand draws hold nothing new."""
     seen: set[tuple[str, str]] = set()
     while len(seen) < count:
         before = len(seen)
-        drawn = (draw_candidate(rng, heldout) for _ in range(16 * BATCH))
-        candidates = [candidate for candidate in drawn if candidate is not None]
+        candidates = [candidate for candidate in (draw() for _ in range(16 * BATCH)) if candidate is not None]
         inputs = [candidate.inputs for candidate in candidates]
         found = run_programs([candidate.buggy for candidate in candidates], inputs, executor)
         for candidate, outcomes in zip(candidates, found, strict=True):
-            task = make_task(candidate, outcomes) if outcomes is not None else None
+            task = make(candidate, outcomes) if outcomes is not None else None
             if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
                 continue
             seen.add(key)
-            _remember(executor, task, candidate.inputs, task.files, outcomes)
-            _remember(executor, task, candidate.inputs, task.files | task.solution, candidate.right)
-            yield task
+            yield task, candidate, outcomes
             if len(seen) == count:
                 return
         if len(seen) == before:
@@ -280,7 +292,7 @@ def buggy(task: Task) -> str:
 
 def fingerprints(tasks: Iterable[Task]) -> set[str]:
     """Return digests of what training and held-out tasks must not share: the structure, the right source, and the buggy source
-    together with the instruction. Tasks of trained structures share no source alone."""
+    together with the instruction."""
     prints: set[str] = set()
     for task in tasks:
         texts = (task.metadata["structure"], *task.solution.values(), task.instruction + buggy(task))
