@@ -146,10 +146,15 @@ class Session:
         return done
 
     def find(self, text: str) -> list[tuple[str, int, str]]:
-        """Return path, number and text of each line that holds `text` in the Python files that are no tests."""
+        """Return path, number and text of each line that holds `text` in the Python files that are no tests.
+
+        Raises ToolError where they cannot be searched."""
         command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.?*", "-e", text, ".")
         found = []
-        for line in self.run(command, timeout_s=TESTS_S).stdout.split(b"\n"):
+        done = self.run(command, timeout_s=TESTS_S)
+        if done.exit_code > 1 and not done.stdout:
+            raise ToolError("UnexpectedEnvironment", printable(clean(done.stderr).strip())[:110])
+        for line in done.stdout.split(b"\n"):
             path, _, rest = line.partition(b"\0")
             number, _, code = rest.partition(b":")
             if number.isdigit():
