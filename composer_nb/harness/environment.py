@@ -61,7 +61,7 @@ class EnvSettings:
     """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote; or
     `MODULE:CLASS`, an environment of your own (`Own`)."""
     tools: Literal["tiny", "cursor"] = "tiny"
-    """tiny: read a file, edit a line, run the tests, finish. cursor: the tools of the product."""
+    """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the tools of the product."""
     renderer: Literal["compact", "qwen", "kimi"] = "compact"
     """The chat format; the tokenizer must have its tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"

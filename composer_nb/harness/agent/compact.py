@@ -3,11 +3,10 @@
     <|bos|><|user|>fix f.py: sum of items<|end|><|call|>read f.py<|end|><|out|>1def f(xs):\\n…<|end|><|call|>…
 
 A turn of the agent is the tokens between `<|call|>` and `<|end|>`. It holds a call, or several with `<|call|>` between them. A
-call is a word, then each short required
-argument after a space, then each other required argument after the token `<|to|>`; the optional arguments that are given are one
-JSON object after a last `<|to|>`. Short are numbers, booleans, and strings without white space whose name ends in path, file or
-directory; a `line` has at most six digits. Strings stand as they are, everything else as JSON. The word is the tool's name, or a
-shorter one for tools of tiny models:
+call is a word, then each short required argument after a space, then each other required argument after the token `<|to|>`; the
+optional arguments that are given are one JSON object after a last `<|to|>`. Short are numbers, booleans, and strings without
+white space whose name ends in path, file or directory; a `line` has at most six digits. Strings stand as they are, everything
+else as JSON. The word is the tool's name, or a shorter one for tools of tiny models:
 
     edit f.py 3<|to|>return x        search_replace f.py<|to|>old<|to|>new<|to|>{"replace_all": true}
 

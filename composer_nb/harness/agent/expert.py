@@ -125,7 +125,7 @@ def _function(source: str, name: str) -> tuple[str, str, str]:
 
 
 def step_by_step(script: ChatScript) -> Script:
-    """Play a script of conversations with one call a turn, as the compact format has it."""
+    """Play a script of conversations with one call a turn."""
     talk: list[Message] = []
     while not talk or (isinstance(talk[-1], Said) and talk[-1].calls):
         said = script(talk)

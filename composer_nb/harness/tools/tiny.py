@@ -1,4 +1,4 @@
-"""The tools of tiny models: search, read, edit a line, undo, run the visible tests, finish.
+"""The tools of tiny models: search, read, edit a line or a part of it, undo, run the visible tests, finish.
 
 They work in any `Place`. In a workspace of plain files, code is executed on copies, in sandboxes that all rollouts share.
 """

@@ -53,7 +53,7 @@ class ToolSet:
 
     @classmethod
     def tiny(cls) -> ToolSet:
-        """Read, line edit, run tests, finish: for tiny models, in a sandbox or without one of their own."""
+        """Search, read, edit, undo, run tests, finish: for tiny models, in a sandbox or without one of their own."""
         return cls(tools={tool.name: tool for tool in TINY}, terse=True)
 
     @classmethod
