@@ -38,9 +38,10 @@ def make_miniatures(
     told: float = 0.25,
     families: frozenset[str] = frozenset(),
 ) -> Iterator[Task]:
-    """Return `count` distinct tasks whose bug is in one of the held-out structures, or of the others. The same seed gives the
-    same tasks. `told`: share of tasks whose instruction says what the function should do. `families`: only these, if any is given.
-    Raises ValueError, while they are taken, if a thousand draws hold nothing new."""
+    """Return `count` distinct tasks whose bug is in one of the held-out structures, or of the others, the same for one seed.
+
+    `told`: share of tasks whose instruction says what the function should do. `families`: only these, if any is given. Raises
+    ValueError, while they are taken, if a thousand draws hold nothing new."""
     rng = Random(f"miniatures {seed} {heldout}")
 
     def draw() -> Candidate | None:
