@@ -59,8 +59,11 @@ class DataSettings:
     starts from."""
     rl_tasks: Some = 2048
     heldout_tasks: Some = 440
+    """Tasks that score the policies: new instances of the program structures that training shows."""
+    structure_tasks: Count = 160
+    """Tasks that score the policies apart from those: program structures that training never shows."""
     tune_tasks: Some = 96
-    """Held-out tasks for evaluation during RL; disjoint from those scored at the end."""
+    """Tasks of new structures for calibration, and for evaluation during RL."""
     mistake_rate: Share = 0.5
     """Probability of a mistake before the right edit, and of another after each mistake, up to three."""
 

@@ -40,6 +40,7 @@ MICRO = {
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,
     "data.heldout_tasks": 8,
+    "data.structure_tasks": 4,
     "data.tune_tasks": 4,
     "midtrain.steps": 10,
     "midtrain.tokens": 256,

@@ -29,6 +29,7 @@ TINY: dict[str, Any] = {
     "data.mistaken_demonstrations": 48,
     "data.rl_tasks": 64,
     "data.heldout_tasks": 16,
+    "data.structure_tasks": 4,
     "data.tune_tasks": 8,
     "midtrain.steps": 30,
     "midtrain.tokens": 512,

@@ -15,7 +15,7 @@ from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Script as ChatScript
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.tasks.miniatures import ENUMERABLE
-from composer_nb.harness.tasks.repairs import bugs, neighbours
+from composer_nb.harness.tasks.repairs import bugs, neighbours, split_at
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 
@@ -85,7 +85,7 @@ def searcher(task: Task, rng: Random) -> Script:
     yield one(ToolCall(name="grep", arguments={"pattern": f"def {name}"}))
     yield one(ToolCall(name="read_file", arguments={"path": path}))
     now = task.files[path].rstrip("\n")
-    start, code, end = _function(now, name)
+    start, code, end = split_at(now, name)
     changes = [start + text + end for _, text in neighbours(code, ENUMERABLE)]
     wanted = right.rstrip("\n")
     if wanted not in changes:
@@ -114,14 +114,6 @@ def _substitute(path: str, now: str, wanted: str) -> ToolCall:
         first, last = (first - 1, last) if first else (first, last + 1)
     arguments = {"path": path, "line": place + 1, "old": "".join(old[first:last]), "new": "".join(new[first:last])}
     return ToolCall(name="substitute", arguments=arguments)
-
-
-def _function(source: str, name: str) -> tuple[str, str, str]:
-    """Return what stands before a function, the function, and what follows it."""
-    start = source.index(f"def {name}(")
-    end = source.find("\n\ndef ", start)
-    end = len(source) if end < 0 else end
-    return source[:start], source[start:end], source[end:]
 
 
 def step_by_step(script: ChatScript) -> Script:

@@ -286,20 +286,34 @@ def _remember(
 
 
 def buggy(task: Task) -> str:
-    """Return the file of a task that its solution changes."""
-    return task.files[min(task.solution)]
+    """Return the program with the bug: the file that the solution changes, or of a repository the function, as `f`."""
+    return _program(task, task.files)
+
+
+def _program(task: Task, files: Mapping[str, str]) -> str:
+    text, name = files[min(task.solution)], task.metadata.get("function")
+    return text if name is None else split_at(text, name)[1].replace(f"def {name}(", "def f(", 1)
+
+
+def split_at(source: str, name: str) -> tuple[str, str, str]:
+    """Return what stands before a function of a module, the function, and what follows it."""
+    start = source.index(f"def {name}(")
+    end = source.find("\n\ndef ", start)
+    end = len(source.rstrip("\n")) if end < 0 else end
+    return source[:start], source[start:end], source[end:]
 
 
 def fingerprints(tasks: Iterable[Task]) -> set[str]:
-    """Return digests of what training and held-out tasks must not share: the structure, the right source, and the buggy source
-    together with the instruction."""
+    """Return digests of what training and tasks of new structures must not share: the structure, the right program, and the
+    program with the bug together with the instruction."""
     prints: set[str] = set()
     for task in tasks:
-        texts = (task.metadata["structure"], *task.solution.values(), task.instruction + buggy(task))
+        texts = (task.metadata["structure"], _program(task, task.solution), task.instruction + buggy(task))
         prints |= {hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts}
     return prints
 
 
 def buggy_prints(tasks: Iterable[Task]) -> set[str]:
-    """Return digests of the buggy sources: training must not show a held-out right source as a bug either."""
+    """Return digests of the programs with bugs. Training must show none of a held-out task, and no right program of a new
+    structure as a bug."""
     return {hashlib.sha256(buggy(task).encode()).hexdigest()[:20] for task in tasks}

@@ -13,7 +13,7 @@ from composer_nb.harness.policy import Trace
 from composer_nb.harness.product.fidelity import differences
 from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure
 from composer_nb.harness.store import save_attempts
-from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.headroom import headroom
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import PAIRS, TOUR, variant
@@ -23,32 +23,43 @@ from composer_nb.trainer.weights import delta_sizes
 
 
 def evaluate(s: Stages, name: str) -> None:
-    """Scores published weights on the held-out tasks; an untrained base on a hundred of them, once. Of weights that were scored
-    before under another name, figures and rollouts are taken over (`same_as`)."""
+    """Scores published weights on the held-out tasks, and apart from them (`structures`) on those of new structures; an untrained
+    base on a hundred of each, once. Of weights that were scored before under another name, figures and rollouts are taken over
+    (`same_as`)."""
     with s.stage(f"eval_{name}") as info:
         if info is None:
             return
         if same := _scored(s, name):
             if s.ranks.first:
-                for file in (s.run.path / "rollouts").glob(f"eval_{same}.*"):
-                    shutil.copyfile(file, file.with_name(f"eval_{name}{file.suffix}"))
+                for file in (s.run.path / "rollouts").glob(f"eval_{same}*"):
+                    shutil.copyfile(file, file.with_name(file.name.replace(f"eval_{same}", f"eval_{name}")))
                 info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
                 del info["seconds"]
             return
-        tasks = load_tasks(s.run.path / "data" / "heldout.jsonl")
-        samples = s.settings.eval.samples
-        if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
-            tasks, samples = tasks[:100], 1
-        sampled = evaluate_model(s, s.policy(name), tasks, samples, 1.0)
-        greedy = evaluate_model(s, s.policy(name), tasks, 1, 0.0)
+        found = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
         if s.ranks.first:
-            save_attempts(s.run.path / "rollouts" / f"eval_{name}.parquet", [*sampled, *greedy])
+            sampled, greedy = found["heldout"]
             own = getattr(s.settings.env.own, "reward", None)
             info |= summarise(sampled, greedy) | {"headroom": headroom(sampled, greedy, s.settings.reward, own)}
+            if "structures" in found:
+                info["structures"] = summarise(*found["structures"])
             s.say(
                 f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
                 f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"
             )
+
+
+def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt]]:
+    """Return attempts of published weights at tasks of a kind, sampled and greedy, and keep them in the run."""
+    tasks, samples = s.tasks(kind), s.settings.eval.samples
+    if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
+        tasks, samples = tasks[:100], 1
+    model = s.policy(name)
+    sampled, greedy = evaluate_model(s, model, tasks, samples, 1.0), evaluate_model(s, model, tasks, 1, 0.0)
+    if s.ranks.first:
+        suffix = "" if kind == "heldout" else f"_{kind}"
+        save_attempts(s.run.path / "rollouts" / f"eval_{name}{suffix}.parquet", [*sampled, *greedy])
+    return sampled, greedy
 
 
 def _scored(s: Stages, name: str) -> str | None:
@@ -92,7 +103,7 @@ def compare_numerics(s: Stages) -> None:
 def compare_places(s: Stages) -> dict[str, Any] | None:
     """Compare, byte by byte, what an agent is told and answered at the first held-out task that has a sandbox of its own, with
     the same in the product; None where no task has one."""
-    agent, tasks = s.agent(), load_tasks(s.run.path / "data" / "heldout.jsonl")
+    agent, tasks = s.agent(), s.tasks("heldout")
     task = next((task for task in tasks if task.grader != "functions" and not task.image), None)
     if agent.backend is None or task is None:
         return None
@@ -108,6 +119,5 @@ def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, 
     """The mismatch of one pair on published weights, over `samples` rollouts of each of the first `tasks` tuning tasks."""
     pair, model = PAIRS[name], s.load(weights)
     engine = s.engine(variant(model, pair.engine), seed=s.settings.seed + 29)
-    chosen = load_tasks(s.run.path / "data" / "tune.jsonl")[:tasks]
-    attempts = list(run_eval(engine, s.agent(), chosen, s.sandboxes, samples))
+    attempts = list(run_eval(engine, s.agent(), s.tasks("tune")[:tasks], s.sandboxes, samples))
     return measure_mismatch(variant(model, pair.trainer), attempts)

@@ -172,9 +172,9 @@ BEFORE_RL = {
     "midtrain": ("weights/base", "weights/midtrained"),
     "extend": ("weights/extended",),
     "sft": ("weights/start",),
-    "eval_base": ("rollouts/eval_base.*",),
-    "eval_midtrained": ("rollouts/eval_midtrained.*",),
-    "eval_start": ("rollouts/eval_start.*",),
+    "eval_base": ("rollouts/eval_base*",),
+    "eval_midtrained": ("rollouts/eval_midtrained*",),
+    "eval_start": ("rollouts/eval_start*",),
 }
 """The stages before RL, `extend` only where it was asked for, and the files and folders that each makes."""
 

@@ -31,6 +31,8 @@ from composer_nb.trainer.models.checkpoint import Source
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 
+SCORED = ("heldout", "structures", "tune")
+"""Kinds of tasks that no policy trains on."""
 DEMONSTRATED = frozenset({"loop", "comp", "fn2", "slice"})
 """Families of the demonstrations after the first chunk, in which every family has a few."""
 CHUNK = 256
@@ -98,7 +100,8 @@ def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None
     """Every piece of data that a run needs; of `dealt` tasks of one's own only the demonstrations, at most one a task."""
     d = settings.data
     kinds: list[tuple[str, int, bool, float | None]] = [
-        ("heldout", d.heldout_tasks, True, None),
+        ("heldout", d.heldout_tasks, False, None),
+        ("structures", d.structure_tasks, True, None),
         ("tune", d.tune_tasks, True, 0.0 if d.demonstrations or d.mistaken_demonstrations else None),
         ("rl", d.rl_tasks, False, None),
         ("mistaken", d.mistaken_demonstrations, False, d.mistake_rate),
@@ -138,7 +141,7 @@ def make_data(s: Stages) -> None:
 
 def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     seed = f"{s.settings.seed} {chunk.name}"
-    if chunk.heldout:
+    if chunk.kind in SCORED:
         seed = chunk.name  # the same questions for every seed, so that scores compare
     tasks = list(chunk.own) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
@@ -154,7 +157,7 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
         save_rows(
             [demonstration_row(d, s.settings.midtrain.context_weight) for d in solved], folder / f"{chunk.name}.npz"
         )
-    if chunk.kind in ("heldout", "tune", "rl"):
+    if chunk.kind in (*SCORED, "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
     prints = set[str]() if chunk.own else fingerprints(tasks) | buggy_prints(tasks)
     write_json(folder / f"{chunk.name}.prints.json", sorted(prints))
@@ -171,27 +174,28 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
-    """Joins the chunks of tasks; drops held-out tasks whose structure or texts occur in training, and RL tasks that occur
-    twice. Raises ValueError when too few remain."""
+    """Joins the chunks of tasks; drops held-out tasks that occur in training, those of new structures whose structure does, and
+    RL tasks that occur twice. Raises ValueError when too few remain."""
     training: set[str] = set()
     for path in folder.glob("*.prints.json"):
-        if not path.name.startswith(("heldout", "tune")):
+        if not path.name.startswith(SCORED):
             training |= set(json.loads(path.read_text()))
     kept: dict[str, list[Task]] = {}
     seen: set[tuple[str, str]] = set()
     dropped: Counter[str] = Counter()
-    for kind in ("heldout", "tune", "rl"):
+    for kind in (*SCORED, "rl"):
         kept[kind] = []
         for path in sorted(folder.glob(f"{kind}-*.jsonl")):
             for task in load_tasks(path):
                 key = (task.instruction, buggy(task))
-                leaked = kind != "rl" and bool(fingerprints([task]) & training)
+                shown = buggy_prints if kind == "heldout" else fingerprints
+                leaked = kind != "rl" and bool(shown([task]) & training)
                 dropped[kind] += leaked or key in seen
                 if not leaked and key not in seen:
                     kept[kind].append(task)
                 seen.add(key)
-        if not kept[kind]:
-            raise ValueError(f"no {kind} task is left; raise data.{kind}_tasks")
+        if not kept[kind] and (kind != "structures" or s.settings.data.structure_tasks):
+            raise ValueError(f"no {kind} task is left; raise data.{kind.removesuffix('s')}_tasks")
         save_tasks(kept[kind], folder / f"{kind}.jsonl")
     needed = s.settings.rl.steps * s.settings.rl.prompts
     if len(kept["rl"]) < needed:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import MidtrainSettings
 from composer_nb.trainer.headroom import require_headroom, run_headroom
 from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
@@ -195,7 +194,7 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
     their best."""
     if not s.settings.sft.sharpness:
         return
-    tasks, gain = load_tasks(s.run.path / "data" / "tune.jsonl"), model.final_norm
+    tasks, gain = s.tasks("tune"), model.final_norm
     solved: dict[float, float] = {}
     before = gain.detach().clone()
     for factor in s.settings.sft.sharpness:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes, make_agent
+from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, load_rows
@@ -38,6 +39,11 @@ class Stages:
     def rows(self, kind: str) -> list[Row]:
         """All demonstrations of a kind, in order of chunk."""
         return [row for path in sorted((self.run.path / "data").glob(f"{kind}-*.npz")) for row in load_rows(path)]
+
+    def tasks(self, kind: str) -> list[Task]:
+        """The tasks of a kind; none where the run has none of it."""
+        path = self.run.path / "data" / f"{kind}.jsonl"
+        return load_tasks(path) if path.is_file() else []
 
     @property
     def tokenizer_file(self) -> Path:

@@ -46,6 +46,7 @@ SMALL: dict[str, Any] = {
     "limits.turns": 4,
     "reward.effort.weight": 0.1,
     "data.heldout_tasks": 1,
+    "data.structure_tasks": 4,
     "data.tune_tasks": 1,
     "services.on": False,
 }

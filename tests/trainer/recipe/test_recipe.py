@@ -37,6 +37,7 @@ MICRO: dict[str, Any] = {
     "data.mistaken_demonstrations": 16,
     "data.rl_tasks": 24,
     "data.heldout_tasks": 12,
+    "data.structure_tasks": 4,
     "data.tune_tasks": 8,
     "midtrain.steps": 10,
     "midtrain.tokens": 256,

@@ -46,6 +46,7 @@ MICRO: dict[str, Any] = {
     "data.mistaken_demonstrations": 16,
     "data.rl_tasks": 40,
     "data.heldout_tasks": 8,
+    "data.structure_tasks": 4,
     "data.tune_tasks": 4,
     "midtrain.steps": 10,
     "midtrain.tokens": 256,
