@@ -47,17 +47,17 @@ class DataSettings:
 
     code: str = "stdlib"
     """Python source to train on: `stdlib`, or a folder."""
-    level: Literal["functions", "repositories"] = "functions"
-    """Generated tasks. functions: one function in one file, and a sentence that says what it should do. repositories: some
-    modules with tests, and in most tasks no such sentence (`miniatures.py`)."""
+    level: Literal["functions", "repositories"] = "repositories"
+    """Generated tasks. repositories: some modules with tests, and in most tasks no word about what the function should do
+    (`miniatures.py`). functions, the easiest level: one function in one file, and a sentence that says it (`repairs.py`)."""
     told: Share = 0.25
     """Share of repositories whose instruction says what the function should do."""
     demonstrations: Count = 1024
     """Clean demonstrations for mid-training, one per task."""
-    mistaken_demonstrations: Count = 1024
+    mistaken_demonstrations: Count = 2048
     """Demonstrations with mistakes, or in repositories by an expert who searches the answer (`expert.py`), for the policy that RL
     starts from."""
-    rl_tasks: Some = 2048
+    rl_tasks: Some = 1000
     heldout_tasks: Some = 440
     """Tasks that score the policies: new instances of the program structures that training shows."""
     structure_tasks: Count = 160
@@ -106,7 +106,7 @@ class ModelSettings(ModelConfig):
 class MidtrainSettings:
     """Continued training on code, then on demonstrations with code mixed in."""
 
-    steps: Count = 2000
+    steps: Count = 2200
     """0 leaves this stage out."""
     tokens: Some = 768
     """Tokens per step, over all ranks."""
@@ -117,9 +117,9 @@ class MidtrainSettings:
     """The learning rate stays up to this share of the steps, then falls linearly to 3 %."""
     weight_decay: NotNegative = 0.05
     clip: NotNegative = 1.0
-    code_first: Share = 0.1
+    code_first: Share = 0.05
     """Share of the steps that train on code alone, at the start."""
-    code_share: Share = 0.2
+    code_share: Share = 0.1
     """Share of code tokens in the later steps."""
     context_weight: NotNegative = 0.2
     """Loss weight of the tokens that the agent reads; those that it writes weigh 1."""
@@ -148,12 +148,12 @@ class ExtendSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: Count = 200
+    steps: Count = 300
     """0 leaves this stage out."""
     tokens: Some = 2048
-    lr: NotNegative = 4e-4
+    lr: NotNegative = 1e-3
     clip: NotNegative = 1.0
-    sharpness: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    sharpness: tuple[Annotated[float, Field(gt=0)], ...] = (1.0, 1.4, 2.0)
     """Factors of all logits to choose from on the tuning tasks, after fine-tuning; none: they stay as they are."""
 
 
@@ -161,7 +161,7 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning with groups of fixed size and one epoch."""
 
-    steps: Some = 200
+    steps: Some = 120
     prompts: Some = 8
     """Tasks per step."""
     group: Annotated[int, Field(ge=2)] = 8
@@ -171,12 +171,12 @@ class RlSettings:
     lr: NotNegative = 5e-4
     """Peak learning rate. It rises over `warmup` steps and falls linearly to a twentieth at the last step, or over the second
     half of `max_seconds` if that gives less."""
-    scale_rate: Annotated[float, Field(ge=0, le=1000)] = 40.0
+    scale_rate: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Learning rate of the logit scale (`logit_scale.py`) as a multiple of `lr`; 0: the model has no logit scale."""
     warmup: Count = 6
     clip: NotNegative = 1.0
     checkpoint_every: Some = 20
-    evaluate_every: Count = 50
+    evaluate_every: Count = 0
     """Steps between evaluations on the tuning tasks; 0: none. The last step has none, because the held-out tasks follow."""
     microbatch_tokens: Some = 4096
     recompute: bool = False
@@ -187,7 +187,7 @@ class RlSettings:
     """Refuse RL where the start's attempts at each held-out task earn the same reward (`composer-nb headroom`)."""
     shuffle_rewards: bool = False
     """Control: permute rewards at random within the batch, so that nothing can be learned."""
-    max_seconds: NotNegative = 310.0
+    max_seconds: NotNegative = 330.0
     """Time limit of RL in seconds; 0: none. No step begins later, and the report says so. The learning rate then falls with time,
     because a policy that is cut off at a high rate scores lower; such a run is not reproducible."""
 
@@ -274,7 +274,7 @@ class Settings:
     extend: ExtendSettings = field(default_factory=ExtendSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     rl: RlSettings = field(default_factory=RlSettings)
-    loss: LossSettings = field(default_factory=LossSettings)
+    loss: LossSettings = field(default_factory=lambda: LossSettings(baseline="phase"))
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     kernels: Kernels = field(default_factory=Kernels)
     reward: RewardSettings = field(default_factory=RewardSettings)
@@ -341,6 +341,11 @@ class Settings:
         """Model configuration of the agent, after the long-context phase if there is one. Raises like `architecture`."""
         model = self.model.architecture
         return model.stretched(self.extend.factor) if self.extend.steps else model
+
+    @property
+    def searched(self) -> bool:
+        """The expert of the demonstrations searches its answer."""
+        return self.env.path is None and self.data.level == "repositories"
 
     @property
     def prompt_seed(self) -> str:

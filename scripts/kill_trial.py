@@ -37,6 +37,7 @@ from composer_nb.trainer.services.journal import Journal
 
 MICRO = {
     "ranks": 1,
+    "data.level": "functions",
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,
     "data.heldout_tasks": 8,

@@ -42,7 +42,7 @@ TINY: dict[str, Any] = {
     "rl.checkpoint_every": 2,
     "rl.evaluate_every": 2,
     "eval.samples": 2,
-    "limits.tokens": 192,
+    "limits.tokens": 384,
     # So small a model solves nothing. Other terms make its rewards differ, so that there is something to train on.
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
 }

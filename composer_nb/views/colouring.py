@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,17 +43,21 @@ class Colouring:
     key: tuple[tuple[Tint, str], ...]
 
 
-def colouring(segment: Segment, by: ColorBy, advantage: float | None, trainer: Recomputed | None) -> Colouring:
-    """Raise ValueError when `by` needs what is missing: an advantage, or the values of a trainer."""
+def colouring(
+    segment: Segment, by: ColorBy, advantage: NDArray[np.float64] | None, trainer: Recomputed | None
+) -> Colouring:
+    """Return the tint of each token of a segment, by its `advantage` or other values, float64 [T].
+
+    Raise ValueError when `by` needs what is missing: advantages, or the values of a trainer."""
     low, high = Tint(style.ORANGE), Tint(style.SKY)
     key: tuple[tuple[Tint, str], ...]
+    values: NDArray[Any]
     if by == "advantage":
         if advantage is None:
             raise ValueError(
                 "only rollouts that RL trained on have an advantage; color='advantage' needs one, 'logprob' does not"
             )
-        values = np.full(len(segment.acted), advantage)
-        key = ((_signed(advantage), "advantage of the rollout"),)
+        values, key = advantage, ((low, "worse than expected, made less likely"), (high, "better, made likelier"))
     elif by == "ratio":
         if trainer is None:
             raise ValueError(

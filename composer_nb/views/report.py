@@ -97,7 +97,19 @@ def score_table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of scores."""
-    yield ("policy", "pass@1", "95 %", "greedy", "best of k", "tasks", "calls", "tokens", "invalid", "tests", "retries")
+    yield (
+        "policy",
+        "pass@1",
+        "95 %",
+        "greedy",
+        "best of k",
+        "in 12 calls",
+        "tasks",
+        "calls",
+        "invalid",
+        "tests",
+        "recovery",
+    )
     for name, s in scores.items():
         yield (
             name,
@@ -105,12 +117,12 @@ def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, .
             "{:.3f}–{:.3f}".format(*s["ci95"]),
             shown(s.get("pass_greedy"), ".3f"),
             f"{s['best_of_k']:.3f} (k={s['k']})",
+            shown(s.get("pass_within", {}).get("12"), ".3f"),
             str(s["n_tasks"]),
             f"{s['tool_calls_per_task']:.1f}",
-            f"{s['tokens_per_task']:.0f}",
             shown(s["invalid_call_rate"], ".1%"),
             shown(s["runs_tests"], ".0%"),
-            shown(s["retries_after_failed_test"], ".0%"),
+            shown(s.get("recovery"), ".3f"),
         )
 
 
@@ -131,6 +143,11 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{gain['pass_at_1']:+.3f} pass@1 (95 %: {low:+.3f} to {high:+.3f}), {gain['pass_greedy']:+.3f} greedy, "
             f"{gain['best_of_k']:+.3f} best of k",
         )
+        for kind, within in gain.get("within_12", {}).items():
+            low, high = within["ci95"]
+            what = {"heldout": "new instances", "structures": "new structures"}[kind]
+            found = f"{within['gain']:+.3f} over {within['over']} (95 %: {low:+.3f} to {high:+.3f}), {within['n_tasks']} tasks"
+            yield f"solved in 12 calls, {what}", found
         above = gain["over_stronger"]
         yield (
             "gain over the better of it and the start",

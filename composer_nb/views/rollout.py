@@ -15,7 +15,6 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -26,9 +25,11 @@ from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import as_html, beneath
 from composer_nb.labs.retrace import Recomputed, recompute
+from composer_nb.trainer.learning.phases import token_phases
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.reader import telling_step
+from composer_nb.trainer.records.batches import load_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
 from composer_nb.views.colouring import ColorBy, Tint, colouring, log_ratio
@@ -49,6 +50,8 @@ class Stored:
     """Origin, for headings."""
     tokenizer: Tokenizer
     advantage: float | None = None
+    phases: tuple[float, ...] = ()
+    """Advantage of each phase (`learning.phases`); empty where the rollout has one."""
     trainer: Recomputed | None = None
     """Values of another model at its tokens (`with_trainer`)."""
 
@@ -56,6 +59,15 @@ class Stored:
     def segment(self) -> Segment:
         [segment] = self.attempt.rollout.segments
         return segment
+
+    @property
+    def token_advantages(self) -> NDArray[np.float64] | None:
+        """The advantage of each token, float64 [T]; None for a rollout that RL did not train on."""
+        if self.advantage is None:
+            return None
+        if not self.phases:
+            return np.full(len(self.segment.token_ids), self.advantage)
+        return np.array(self.phases)[token_phases(self.attempt.rollout)]
 
     @property
     def heading(self) -> str:
@@ -83,12 +95,14 @@ def sampled(run: RunDir, step: int = -1) -> list[Stored]:
     if not 0 <= number < steps:
         raise ValueError(f"step {step}: RL has {steps} steps that can be looked at")
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
-    tokenizer = load_tokenizer(run.path / "data")
+    tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number + 1}"
     found = []
     for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):
-        advantages = pq.read_table(path, columns=["advantage"])["advantage"].to_pylist()
-        for done, advantage in zip(load_attempts(path, tasks), advantages, strict=True):
-            found.append(Stored(attempt=done, name=f"RL step {number + 1}", tokenizer=tokenizer, advantage=advantage))
+        found += [
+            Stored(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage, phases=s.phases)
+            for group in load_batch(path, tasks)
+            for s in group
+        ]
     return found
 
 
@@ -115,7 +129,7 @@ def with_trainer(stored: Stored, model: Model) -> Stored:
 def read(stored: Stored, color: ColorBy = "logprob", unfold: bool = False) -> Html:
     """Return the rollout as HTML with one folding part for the prompt, each call and each observation. Calls are open; `unfold`
     opens all. Hovering over a token shows its kind, numbers, experts and gates."""
-    colours = colouring(stored.segment, color, stored.advantage, stored.trainer)
+    colours = colouring(stored.segment, color, stored.token_advantages, stored.trainer)
     texts, notes = _texts(stored), _notes(stored)
     spans = [_span(*each) for each in zip(texts, notes, colours.tints, strict=True)]
     parts = []

@@ -17,27 +17,32 @@ _NOT_YET = "no policy has been scored yet"
 
 
 def policies(report: Mapping[str, Any]) -> Picture:
-    """Draw pass@1 and greedy with 95 % intervals over tasks, and best of k, of every policy."""
+    """Draw pass@1 and greedy with 95 % intervals over tasks, best of k, and what is solved in 12 calls, of every policy."""
     scores: Mapping[str, Any] = report.get("eval", {})
     if not scores:
         return style.empty(_NOT_YET)
-    picture, ax = style.one_panel(9.5, 3.4)
+    picture, ax = style.one_panel(11.5, 3.4)
     kinds = {"pass_at_1": "ci95", "pass_greedy": "ci95_greedy", "best_of_k": None}
     sides = [
         style.Side(
             name,
             POLICY.get(name, style.PURPLE),
-            [score.get(kind) for kind in kinds],
-            [score.get(interval) for interval in kinds.values()],
+            [*(score.get(kind) for kind in kinds), _within_12(score), _within_12(score.get("structures", {}))],
+            [*(score.get(interval) for interval in kinds.values()), None, None],
         )
         for name, score in scores.items()
     ]
     k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
-    style.grouped(ax, ["pass@1", "greedy", f"best of {k}"], sides, ".2f")
+    groups = ["pass@1", "greedy", f"best of {k}", "in 12 calls", "new structures,\nin 12 calls"]
+    style.grouped(ax, groups, sides, ".2f")
     as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
     title(ax, f"solved, on {tasks} held-out tasks", "", "share of tasks")
     key(ax, ncols=len(scores), loc="upper left")
     return picture
+
+
+def _within_12(score: Mapping[str, Any]) -> float | None:
+    return score.get("pass_within", {}).get("12")
 
 
 def table(report: Mapping[str, Any], figures: Sequence[str]) -> pd.DataFrame:
@@ -73,11 +78,11 @@ def families(report: Mapping[str, Any]) -> Picture:
 
 _BEHAVIOUR = {
     "tool_calls_per_task": ("tool calls a task", "{:.1f}"),
-    "sampled_per_task": ("tokens written a task", "{:.0f}"),
+    "calls_per_turn": ("calls a turn", "{:.1f}"),
     "invalid_call_rate": ("invalid calls", "{:.1%}"),
-    "finishes": ("finishes by itself", "{:.0%}"),
-    "runs_tests": ("runs the tests", "{:.0%}"),
+    "tests_after_wrong_edit": ("tests a wrong first edit", "{:.0%}"),
     "retries_after_failed_test": ("edits again after a failed test", "{:.0%}"),
+    "recovery": ("solves the task then (recovery)", "{:.0%}"),
 }
 
 

@@ -77,7 +77,8 @@ def test_the_bars_are_the_scores(tiny_run: RunDir):
     heights = {container.get_label(): [bar.get_height() for bar in container] for container in ax.containers}
     assert list(heights) == ["base", "midtrained", "start", "final"]
     final = report["eval"]["final"]
-    assert heights["final"] == [0.5, final["pass_greedy"], final["best_of_k"]]
+    within = [score["pass_within"]["12"] for score in (final, final["structures"])]
+    assert heights["final"] == [0.5, final["pass_greedy"], final["best_of_k"], *within]
     lines = [sorted(line.get_ydata()) for line in ax.lines]
     assert [0.4, 0.6] in lines
 
@@ -139,12 +140,13 @@ def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
     sure = int(np.argmax(np.where(acted, stored.segment.logprob, -np.inf)))
     unsure = int(np.argmin(np.where(acted, stored.segment.logprob, np.inf)))
     assert tints[sure].strength < tints[unsure].strength, "the less likely, the stronger"
-    [shade] = {tint for tint in colours_of(stored, "advantage").tints if tint}
-    assert (shade.hue == style.SKY) == (stored.advantage > 0)
+    assert stored.token_advantages is not None and sum(stored.phases) == pytest.approx(stored.advantage, abs=1e-6)
+    for tint, advantage in zip(colours_of(stored, "advantage").tints, stored.token_advantages, strict=True):
+        assert tint is None or (tint.hue == style.SKY) == (advantage > 0) or not advantage
 
 
 def colours_of(stored: rollout.Stored, by: colouring.ColorBy) -> colouring.Colouring:
-    return colouring.colouring(stored.segment, by, stored.advantage, stored.trainer)
+    return colouring.colouring(stored.segment, by, stored.token_advantages, stored.trainer)
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_calls_are_open_and_what_was_read_is_folded(tiny_run: RunDir):
     page = rollout.read(stored).text
     parts = re.findall(r"<details( open)?><summary>(.*?)</summary>", page)
     names = [heading.split(" · ")[0] for _, heading in parts]
-    assert names[0] == "prompt" and names.count("tool call") == len(stored.attempt.rollout.turns)
+    assert names[0] == "prompt" and names.count("tool call") == stored.attempt.rollout.messages
     assert all(bool(is_open) == (name == "tool call") for (is_open, _), name in zip(parts, names, strict=True))
     counts = [int(heading.split(" · ")[1].split()[0]) for _, heading in parts]
     assert sum(counts) == len(stored.segment.token_ids)
@@ -252,7 +254,8 @@ def test_a_task_card_marks_the_wrong_line(tiny_run: RunDir):
     one = load_tasks(tiny_run.path / "data" / "heldout.jsonl")[0]
     text = task.card(one).text
     assert html.escape(one.instruction) in text and text.count("←") == 1
-    [wrong] = set(one.files["f.py"].split("\n")) - set(one.solution["f.py"].split("\n"))
+    [(path, right)] = one.solution.items()
+    [wrong] = set(one.files[path].split("\n")) - set(right.split("\n"))
     assert f'<span style="background:{task.MARK}">{html.escape(wrong)}</span>' in text
 
 

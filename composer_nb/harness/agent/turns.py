@@ -22,11 +22,11 @@ Script = Callable[[Sequence[Message]], Said]
 class Limits:
     """Limits of a rollout. Raises ValueError for a limit that is not above 0."""
 
-    turns: int = 12
+    turns: int = 16
     """Maximum turns; the last one ends the rollout."""
     turn_tokens: int = 64
     """Maximum tokens per turn; a longer turn is cut, and its cut call counts as invalid."""
-    tokens: int = 384
+    tokens: int = 512
     """Maximum tokens per rollout, read and written."""
     seconds: float = 300.0
     """Wall-clock time per rollout."""

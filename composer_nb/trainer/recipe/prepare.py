@@ -147,8 +147,7 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     if chunk.mistake_rate is not None:
         shown = [task for task in tasks if s.settings.env.tools == "cursor" or changes_lines(task)]
         done = demonstrate(shown, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
-        searched = s.settings.data.level == "repositories"
-        solved = [d.rollout for d in done if d.grade.passed or not (chunk.own or searched)]
+        solved = [d.rollout for d in done if d.grade.passed or not (chunk.own or s.settings.searched)]
         if not solved:
             raise ValueError(
                 f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "

@@ -129,7 +129,7 @@ def _mixture(
 
 def _shown(s: Stages) -> list[Row]:
     """The demonstrations of mid-training. To search an answer is learnt here too: fine-tuning alone is too short for it."""
-    return s.rows("clean") + (s.rows("mistaken") if s.settings.data.level == "repositories" else [])
+    return s.rows("clean") + (s.rows("mistaken") if s.settings.searched else [])
 
 
 def extend(s: Stages) -> None:

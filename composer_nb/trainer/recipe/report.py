@@ -200,7 +200,8 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "
     """Return the gain of the final policy over `before` on the same held-out tasks; {} until both are scored.
 
     `ci95` is a paired bootstrap over tasks. `over_stronger` is the gain over the better of `before` and the start of RL,
-    figure by figure, because a start trained on mistakes may be better at greedy and best of k.
+    figure by figure, because a start trained on mistakes may be better at greedy and best of k. `within_12` is the gain of
+    solving a task in at most 12 calls, over the better of the two, on the held-out tasks and on those of new structures.
     """
     if not {before, "final"} <= set(scores):
         return {}
@@ -217,7 +218,21 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "
             name: scores["final"][name] - max(scores[policy][name] for policy in (before, "start") if policy in scores)
             for name in ("pass_at_1", "pass_greedy", "best_of_k")
         },
+        "within_12": {kind: found for kind in ("heldout", "structures") if (found := _within_12(run, scores, kind))},
     }
+
+
+def _within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    """Return the gain of tasks solved in at most 12 calls over the better policy before RL, with a paired bootstrap over tasks;
+    {} where the run has no such tasks."""
+    suffix = "" if kind == "heldout" else f"_{kind}"
+    found = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
+    if not all("pass_within" in score for score in found.values()):
+        return {}
+    over = max((n for n in ("midtrained", "start") if n in found), key=lambda n: found[n]["pass_within"]["12"])
+    old, new = (solved_by_task(run, name + suffix, 12) for name in (over, "final"))
+    values = np.array([new[task] - old[task] for task in sorted(old.keys() & new.keys())])
+    return {"over": over, "gain": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(values)}
 
 
 def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -33,6 +33,7 @@ from composer_nb.views.report import pictures
 MICRO: dict[str, Any] = {
     "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
     "model.num_hidden_layers": 2,
+    "data.level": "functions",
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,
     "data.rl_tasks": 24,

@@ -42,6 +42,7 @@ MICRO: dict[str, Any] = {
     "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
     "model.num_hidden_layers": 2,
     "ranks": 1,
+    "data.level": "functions",
     "data.demonstrations": 32,
     "data.mistaken_demonstrations": 16,
     "data.rl_tasks": 40,
