@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, TimeIsUp, Trace
 
-LOOK_S = 0.5
+LOOK_S = 0.1
 """Seconds between two checks whether an answer is still wanted."""
 
 
@@ -94,8 +94,12 @@ class Shared:
                 return False
             what, answer = order
             if isinstance(what, Request):
-                self._asked[what.rollout] = answer
-                self.policy.submit(what)
+                try:
+                    self.policy.submit(what)
+                except ValueError as refused:  # it changed nothing
+                    answer.set_exception(refused)
+                else:
+                    self._asked[what.rollout] = answer
             else:
                 self._asked.pop(what, None)
                 answer.set_result(self.policy.release(what))

@@ -3,9 +3,10 @@
 A request without tools gets those of its format: none, or in the compact format those of tiny models.
 
 A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. Any other
-request is read from its beginning. When room is needed, the conversation that has been idle longest is dropped; a conversation
-whose client went away is dropped at once. A message with a call that cannot be read is sent as text, without calls; if the client
-sends that text back, it is read as the tokens that it spells.
+request is read from its beginning. When room is needed, the conversation that has been idle longest is dropped; while all are in
+use, a request waits. A conversation whose client went away is dropped at once, also in the middle of a turn. A message with a
+call that cannot be read is sent as text, without calls; if the client sends that text back, it is read as the tokens that it
+spells.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
-from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.policy import ATTEMPT_STRIDE, ProviderFailure, Request
+from composer_nb.harness.agent.shared import LOOK_S, Shared
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Request, TimeIsUp
 from composer_nb.harness.product.serve import Answered, Asked, Refused, messages_of, wire_of
 from composer_nb.harness.tools.tool_call import ToolError
 
@@ -54,7 +55,9 @@ class Conversations:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens = policy, tokenizer, form, tokens
         self._talks: list[_Talk] = []
-        self._lock = threading.Lock()
+        self._door = threading.Lock()
+        """Held by the request that waits for room: those behind it do not overtake it."""
+        self._room = threading.Condition()
         self._numbers = count()
 
     def __call__(self, asked: Asked, there: Callable[[], bool] = lambda: True) -> Answered:
@@ -62,7 +65,7 @@ class Conversations:
         system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         wire_now = [json.dumps(each, sort_keys=True) for each in spoken]
-        talk, known = self._continued(system, asked, wire_now)
+        talk, known = self._continued(system, asked, wire_now, there)
         try:
             read = self._read(talk, system, spoken, known)
             before = talk.tokens + len(read)
@@ -91,7 +94,9 @@ class Conversations:
         talk.wire = [*wire_now, json.dumps(_plain(message), sort_keys=True)]
         talk.tokens = before + len(done.token_ids)
         talk.open = ended != [talk.renderer.end]
-        talk.busy = False
+        with self._room:
+            talk.busy = False
+            self._room.notify_all()
         logprobs = [
             _logprob(self.tokenizer, token, logprob)
             for token, logprob in zip(written, done.logprobs, strict=False)
@@ -105,10 +110,17 @@ class Conversations:
             logprobs=logprobs if asked.logprobs else None,
         )
 
-    def _continued(self, system: str, asked: Asked, wire: Sequence[str]) -> tuple[_Talk, int]:
-        """Return the conversation of a request, and how many of its messages the policy holds; 0 for a new one."""
+    def _continued(
+        self, system: str, asked: Asked, wire: Sequence[str], there: Callable[[], bool]
+    ) -> tuple[_Talk, int]:
+        """Return the conversation of a request, and how many of its messages the policy holds; 0 for a new one. Waits while all
+        that the policy can hold are in use. Raises TimeIsUp when the client goes away."""
         head = json.dumps([system, asked.tools or [], asked.seed])
-        with self._lock:
+        with self._door, self._room:
+            while sum(talk.busy for talk in self._talks) >= self.policy.policy.capacity:
+                if not there():
+                    raise TimeIsUp
+                self._room.wait(LOOK_S)
             for talk in self._talks:
                 held = len(talk.wire)
                 if not talk.busy and talk.head == head and len(wire) > held and talk.wire == wire[:held]:
@@ -117,10 +129,7 @@ class Conversations:
                     talk.busy = True
                     return talk, held
             if len(self._talks) == self.policy.policy.capacity:
-                idle = next((talk for talk in self._talks if not talk.busy), None)
-                if idle is None:
-                    busy = len(self._talks)
-                    raise ProviderFailure(f"{busy} conversations are in use; ask again, or serve more with --slots")
+                idle = next(talk for talk in self._talks if not talk.busy)
                 self._talks.remove(idle)
                 self.policy.release(idle.rollout)
             number = next(self._numbers)
@@ -147,9 +156,10 @@ class Conversations:
         return end + talk.renderer.following(news[0].text)
 
     def _forget(self, talk: _Talk) -> None:
-        with self._lock:
+        with self._room:
             self._talks.remove(talk)
             self.policy.release(talk.rollout)
+            self._room.notify_all()
 
 
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:

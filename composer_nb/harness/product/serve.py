@@ -40,7 +40,8 @@ from composer_nb.harness.tools.tool_call import ToolCall
 
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
-MAX_CONNECTIONS = 64
+SPARE_CONNECTIONS = 64
+"""Connections besides those of the requests that are answered or wait: their requests are told to ask again."""
 ARRIVE_S = 20.0
 """Time for the head of a request to arrive, and again for its body."""
 KEEP_S = 30.0
@@ -140,12 +141,14 @@ client goes away."""
 class _Connection(H11Protocol):
     """uvicorn's HTTP/1.1 with a limit on connections, and on the time in which a request's head arrives."""
 
+    most: int
+    """Maximum connections of the server."""
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1 << 30)  # nothing waits for a client that does not read
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self.most:
             transport.abort()
         self._expect()
 
@@ -199,7 +202,7 @@ class ChatServer:
             uvicorn.Config(
                 self._serve,
                 interface="asgi3",
-                http=_Connection,
+                http=type("_Limited", (_Connection,), {"most": self.most + SPARE_CONNECTIONS}),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

@@ -432,7 +432,7 @@ def test_a_client_that_does_not_read_its_answer_is_given_up(head: bytes, monkeyp
 def test_slow_clients_take_no_thread_and_only_so_many_connections(
     scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 10)
+    monkeypatch.setattr(scripted._server.config.http, "most", 10)
     threads = threading.active_count()
     clients = [send(scripted, b"GET /health HTTP/1.1\r\n") for _ in range(30)]
     held = scripted._server.server_state.connections

@@ -1,0 +1,127 @@
+"""The server over a real engine with a tiny random model, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.product.conversations import Conversations
+from composer_nb.harness.product.serve import ChatServer
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+from tests.harness.product import conftest as product
+from tests.tiny_models import SIZES
+
+tokenizer = product.tokenizer
+ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
+LONG = 4000
+
+
+@dataclass(frozen=True)
+class Served:
+    engine: Engine
+    server: ChatServer
+    client: openai.OpenAI
+
+    def chat(self, **given: Any) -> Any:
+        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+
+    def post(self, path: str, body: Any) -> Any:
+        return self.client.post(path, body=body, cast_to=dict[str, Any])
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> Model:
+    import torch
+
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": LONG}
+    made = Model(ModelConfig(**sizes))
+    with torch.no_grad():
+        made.final_norm.mul_(0.15)
+    return made
+
+
+@contextmanager
+def serving(
+    model: Model,
+    tokenizer: Tokenizer,
+    slots: int = 4,
+    endless: bool = False,
+    **given: Any,
+) -> Iterator[Served]:
+    """`endless`: no token ends a turn."""
+    stop = frozenset[int]() if endless else QwenRenderer(tokenizer).stop
+    engine = Engine(model, stop=stop, slots=slots, max_length=LONG)
+    with (
+        Shared(engine) as shared,
+        ChatServer(Conversations(shared, tokenizer, QwenRenderer, LONG), **given) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield Served(engine, server, client)
+
+
+@pytest.fixture(scope="module")
+def served(model: Model, tokenizer: Tokenizer) -> Iterator[Served]:
+    with serving(model, tokenizer) as made:
+        yield made
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# Many at once
+
+
+def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engine(served: Served) -> None:
+    assert served.engine.capacity < 8, "there are more threads that answer than conversations that fit"
+    widths, step = list[int](), served.engine.step
+
+    def counted() -> Any:
+        widths.append(sum(not slot.waiting for slot in served.engine._live.values()))
+        return step()
+
+    served.engine.step = counted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(20) as clients:
+        found = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=9), range(20))]
+    served.engine.step = step  # type: ignore[method-assign]
+    assert all(done.usage.completion_tokens for done in found) and max(widths) == served.engine.capacity
+    assert found[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
+
+
+def test_more_than_the_queue_holds_are_told_to_ask_again_and_not_cut_off(model: Model, tokenizer: Tokenizer) -> None:
+    refused, done = list[str](), list[str]()
+    with serving(model, tokenizer, slots=2, queue=6) as small:
+
+        def one(seed: int) -> None:
+            try:
+                done.append(small.chat(seed=seed, max_tokens=40).id)
+            except openai.RateLimitError as error:
+                refused.append(error.response.headers["retry-after"])
+
+        with ThreadPoolExecutor(70) as clients:
+            list(clients.map(one, range(70)))
+    assert len(done) >= 8 and len(done) + len(refused) == 70 and set(refused) == {"1"}
+
+
+def test_a_client_that_goes_away_in_the_middle_frees_its_slot(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, endless=True) as small:
+        with pytest.raises(openai.APITimeoutError):
+            small.client.with_options(timeout=0.3).chat.completions.create(model="model", messages=ASKED)
+        wait_until(lambda: not small.engine.busy)
+        assert 0 < small.engine.sampled < LONG - 100
+        assert small.chat(max_tokens=5).usage.completion_tokens == 5
