@@ -139,7 +139,10 @@ def report(given: argparse.Namespace) -> int:
     from composer_nb.views.report import table
 
     found = build_report(open_run(given.path))
-    return emit(given, found, lambda: table(found))
+    scores = found.get("eval", {})
+    if "sharpness" in found.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
+        scores = {**scores, "start_calibrated": scores["start"]}
+    return emit(given, {**found, "eval": scores} if scores else found, lambda: table(found))
 
 
 @command(

@@ -193,9 +193,10 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
                 if not leaked and key not in seen:
                     kept[kind].append(task)
                 seen.add(key)
-        if not kept[kind] and (kind != "structures" or s.settings.data.structure_tasks):
+        if kept[kind]:
+            save_tasks(kept[kind], folder / f"{kind}.jsonl")
+        elif kind != "structures" or s.settings.data.structure_tasks:
             raise ValueError(f"no {kind} task is left; raise data.{kind.removesuffix('s')}_tasks")
-        save_tasks(kept[kind], folder / f"{kind}.jsonl")
     needed = s.settings.rl.steps * s.settings.rl.prompts
     if len(kept["rl"]) < needed:
         raise ValueError(

@@ -38,7 +38,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
     `headroom`         what RL could find from its start (`headroom.headroom`)
     `gain`             final − midtrained, with a paired bootstrap over tasks; and final − the better of that and the start
-    `midtrain`, `sft`  first and last point of the loss curves
+    `midtrain`, `sft`  first and last point of the loss curves; of `sft` the factor of the logits (`recipe.calibrate`)
     `extend`           the same of the long-context phase, with the losses on long rows before it
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors and flagged rollouts
@@ -78,6 +78,8 @@ def _built(run: RunDir) -> dict[str, Any]:
         if stage in stages:
             report[stage] = _without_seconds(stages[stage])
     report |= {stage: curve for stage in ("midtrain", "extend", "sft") if (curve := supervised(run, stage))}
+    if "sharpness" in stages.get("sft", {}):
+        report["sft"] |= {name: stages["sft"][name] for name in ("sharpness", "sharpness_solved")}
     if "extend" in stages:
         report["extend"]["before"] = {name: stages["extend"][name] for name in ("plain", "stretched")}
     scores = {name[5:]: _without_seconds(found) for name, found in stages.items() if name.startswith("eval_")}
