@@ -35,7 +35,7 @@ from composer_nb.trainer.recipe.reader import open_run, telling_step
 from composer_nb.trainer.recipe.report import POLICIES, build_report
 from composer_nb.trainer.records.rundir import EXCERPT, RunDir
 
-HELDOUT_TASKS, DEMONSTRATIONS = 48, 64
+HELDOUT_TASKS, STRUCTURE_TASKS, DEMONSTRATIONS = 48, 16, 64
 WEIGHTS = ("start", "before_final", "final")
 LIMIT = 16_000_000
 """Bytes; a larger result is refused."""
@@ -82,10 +82,11 @@ def excerpt(run: RunDir, out: Path, scores_only: bool = False) -> dict[str, Any]
 
 
 def keep_heldout(run: RunDir, part: Path) -> dict[str, int]:
-    """Some held-out tasks, chosen by the hash of their names, and every policy's attempts at them."""
+    """Some held-out tasks, chosen by the hash of their names, and every policy's attempts at them; some tasks of new structures."""
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     chosen = set(sorted(tasks, key=lambda name: hashlib.sha256(name.encode()).hexdigest())[:HELDOUT_TASKS])
     save_tasks([task for name, task in tasks.items() if name in chosen], part / "data" / "heldout.jsonl")
+    save_tasks(load_tasks(run.path / "data" / "structures.jsonl")[:STRUCTURE_TASKS], part / "data" / "structures.jsonl")
     for policy in POLICIES:
         name = f"rollouts/eval_{policy}.parquet"
         attempts = [done for done in load_attempts(run.path / name, tasks) if done.task.id in chosen]
