@@ -82,7 +82,7 @@ def excerpt(run: RunDir, out: Path, scores_only: bool = False) -> dict[str, Any]
 
 
 def keep_heldout(run: RunDir, part: Path) -> dict[str, int]:
-    """Some held-out tasks, chosen by the hash of their names, and every policy's attempts at them; some tasks of new structures."""
+    """Some held-out tasks, chosen by the hash of their names, with every policy's attempts; some tasks of new structures."""
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     chosen = set(sorted(tasks, key=lambda name: hashlib.sha256(name.encode()).hexdigest())[:HELDOUT_TASKS])
     save_tasks([task for name, task in tasks.items() if name in chosen], part / "data" / "heldout.jsonl")

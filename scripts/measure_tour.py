@@ -17,7 +17,7 @@ from typing import Any
 from composer_nb.harness.files import write_json
 from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
-from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.recipe.report import build_report, within_12
 from composer_nb.trainer.records.rundir import RunDir, create, provenance
 
 
@@ -40,19 +40,22 @@ def control_steps(source: RunDir) -> int:
     return round(rl["seconds"] / (sft["seconds"] / settings["sft"]["steps"]))
 
 
-def row(name: str, report: dict[str, Any]) -> str:
+FIGURES = ("pass_at_1", "pass_greedy", "best_of_k")
+
+
+def row(name: str, run: RunDir, report: dict[str, Any]) -> str:
     scores = report["eval"]
-    last = scores.get("final") or scores["control"]
+    after = "final" if "final" in scores else "control"
     cells = [name]
-    for policy in (scores["midtrained"], scores["start"], last):
-        cells.append(" / ".join(f"{policy[key]:.3f}" for key in ("pass_at_1", "pass_greedy", "best_of_k")))
-    best = {
-        key: max(scores[p][key] for p in ("midtrained", "start")) for key in ("pass_at_1", "pass_greedy", "best_of_k")
-    }
-    cells.append(" / ".join(f"{100 * (last[key] - scores['midtrained'][key]):+.1f}" for key in best))
-    cells.append(" / ".join(f"{100 * (last[key] - best[key]):+.1f}" for key in best))
-    wall = report["wall_s"]
-    return "| " + " | ".join([*cells, str(last["n_tasks"]), f"{wall.get('rl', 0):.0f}"]) + " |"
+    for policy in (scores["midtrained"], scores["start"], scores[after]):
+        cells.append(" / ".join(f"{value:.3f}" for value in (policy["pass_within"]["12"], *map(policy.get, FIGURES))))
+    for kind in ("heldout", "structures"):
+        found = within_12(run, scores, kind, after)
+        low, high = (100 * end for end in found["ci95"])
+        cells.append(f"{100 * found['gain']:+.1f} ({low:+.1f} to {high:+.1f})")
+    cells.append(" → ".join(f"{scores[policy]['recovery']:.2f}" for policy in ("start", after)))
+    cells.append(f"{scores[after]['tests_after_wrong_edit']:.0%}")
+    return "| " + " | ".join([*cells, f"{report['wall_s'].get('rl', 0):.0f}"]) + " |"
 
 
 def main() -> None:
@@ -88,20 +91,20 @@ def main() -> None:
         done |= {
             n: RunDir(arguments.runs / n) for n in ("shuffled", "more-sft") if (arguments.runs / n / "run.db").is_file()
         }
-    print("\nEach cell: pass@1 / greedy / best of 4.\n")
-    print("| run | midtrained | start | after | gain over midtrained | gain over the better before | tasks | RL s |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "\nPolicies: solved in 12 calls / pass@1 / greedy / best of 4. Gains: in 12 calls, over the better policy before.\n"
+    )
+    print("| run | midtrained | start | after | gain | gain, new structures | recovery | tests a wrong edit | RL s |")
+    print("|---|---|---|---|---|---|---|---|---|")
     reports = {name: build_report(found) for name, found in done.items()}
     for name, report in reports.items():
-        print(row(name, report))
-    gains = [
-        100 * (r["eval"]["final"]["pass_at_1"] - r["eval"]["midtrained"]["pass_at_1"])
-        for name, r in reports.items()
-        if name.startswith("seed")
-    ]
-    print(
-        f"\nmedian gain of pass@1 over midtrained: {statistics.median(gains):+.1f} ({min(gains):+.1f} … {max(gains):+.1f})"
-    )
+        print(row(name, done[name], report))
+    for kind in ("heldout", "structures"):
+        seeds = [report["gain"]["within_12"][kind] for name, report in reports.items() if name.startswith("seed")]
+        gains = sorted(100 * found["gain"] for found in seeds)
+        print(
+            f"\n{kind}: median {statistics.median(gains):+.1f} points in 12 calls ({gains[0]:+.1f} … {gains[-1]:+.1f})"
+        )
 
 
 if __name__ == "__main__":

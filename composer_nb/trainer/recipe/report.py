@@ -220,11 +220,11 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "
             name: scores["final"][name] - max(scores[policy][name] for policy in (before, "start") if policy in scores)
             for name in ("pass_at_1", "pass_greedy", "best_of_k")
         },
-        "within_12": {kind: found for kind in ("heldout", "structures") if (found := _within_12(run, scores, kind))},
+        "within_12": {kind: found for kind in ("heldout", "structures") if (found := within_12(run, scores, kind))},
     }
 
 
-def _within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, Any]:
+def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str, after: str = "final") -> dict[str, Any]:
     """Return the gain of tasks solved in at most 12 calls over the better policy before RL, with a paired bootstrap over tasks;
     {} where the run has no such tasks."""
     suffix = "" if kind == "heldout" else f"_{kind}"
@@ -232,7 +232,7 @@ def _within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) 
     if not all("pass_within" in score for score in found.values()):
         return {}
     over = max((n for n in ("midtrained", "start") if n in found), key=lambda n: found[n]["pass_within"]["12"])
-    old, new = (solved_by_task(run, name + suffix, 12) for name in (over, "final"))
+    old, new = (solved_by_task(run, name + suffix, 12) for name in (over, after))
     values = np.array([new[task] - old[task] for task in sorted(old.keys() & new.keys())])
     return {"over": over, "gain": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(values)}
 
