@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from random import Random
@@ -20,13 +20,14 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt, Environment, attempt
 from composer_nb.harness.bench import run_eval, summarise
 from composer_nb.harness.carry import Blob, carry_back
+from composer_nb.harness.environment import RENDERERS, Carried
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import arms_of, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
-from composer_nb.harness.product.work import Work, keep, open_session, tools_for
+from composer_nb.harness.product.work import Work, keep, open_session
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
@@ -35,7 +36,7 @@ from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.policies import identity, open_endpoint, open_policy, parse_policy
+from composer_nb.policies import equipment, identity, open_endpoint, open_policy, parse_policy, trained_with
 
 ENDPOINT_ROLLOUTS = 8
 """Rollouts at a time of tiny tasks against an endpoint."""
@@ -57,14 +58,17 @@ def policy_attempts(
     """Return the seed, `samples` attempts a task at temperature 1, and a greedy one, at tasks of the grader `functions`. Policies
     are a checkpoint directory, `scripted:expert` and `openai:URL[#MODEL]`.
 
-    `settings` are dotted names: `limits.*`, `engine.slots` and `seed` matter here. Raises ValueError for other kinds of policy,
+    `settings` are dotted names: `limits.*` (otherwise those that a checkpoint was trained with), `engine.slots` and `seed` matter
+    here. Raises ValueError for other kinds of policy,
     FileNotFoundError for a missing checkpoint or file.
     """
     from composer_nb.settings import Settings, override
     from composer_nb.trainer.learning.ranks import set_up_process
 
     kind, name = parse_policy(policy)
-    chosen = override(Settings(), settings)
+    known = trained_with(Path(name)) if kind == "checkpoint" else None
+    usual = Settings()
+    chosen = override(replace(usual, limits=(known and known.limits) or usual.limits), settings)
     set_up_process(chosen.seed)
     loaded = load_tasks(tasks)
     with SandboxExecutor() as sandboxes:
@@ -73,8 +77,8 @@ def policy_attempts(
             attempts = _endpoint_attempts(name, loaded, executor)
         elif kind == "scripted":
             attempts = _scripted_attempts(name, loaded, chosen.seed, executor)
-        else:
-            attempts = _checkpoint_attempts(Path(name), loaded, chosen, executor)
+        elif known:
+            attempts = _checkpoint_attempts(Path(name), known, loaded, chosen, executor)
         return chosen.seed, attempts(samples, 1.0), attempts(1, 0.0)
 
 
@@ -112,15 +116,20 @@ def _scripted_attempts(name: str, tasks: Sequence[Task], seed: int, executor: Ex
     return lambda each, temperature: list(run_eval(made(each, temperature), agent, tasks, executor, each))
 
 
-def _checkpoint_attempts(path: Path, tasks: Sequence[Task], chosen: Any, executor: Executor) -> Attempts:
+def _checkpoint_attempts(
+    path: Path, known: Carried, tasks: Sequence[Task], chosen: Any, executor: Executor
+) -> Attempts:
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.tokenizer import load_tokenizer
 
-    if not path.is_dir():
-        raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or write scripted:expert)")
-    model, renderer = load_pretrained(path), CompactRenderer(load_tokenizer(path))
-    agent = Agent(renderer, limits=chosen.limits)
+    if known.tools != "tiny":
+        raise ValueError(
+            f"--policy {path}: trained with the tools {known.tools}; at these tasks agents have the tiny ones"
+        )
+    tools, tokenizer = ToolSet.tiny(), load_tokenizer(path, needed=())
+    model, renderer = load_pretrained(path), RENDERERS[known.renderer](tokenizer, tools.schemas)
+    agent = Agent(renderer, tools, chosen.limits)
 
     def made(temperature: float) -> Policy:
         slots, most = chosen.engine.slots, chosen.limits.tokens
@@ -154,7 +163,8 @@ def evaluate_arms(
     settings: BenchSettings | None = None,
     told: Callable[[str, Attempt], None] = lambda arm, done: None,
 ) -> dict[str, Any]:
-    """Attempt every task `samples` times with each arm, `workers` at a time; keep every rollout in `out`.
+    """Attempt every task `samples` times with each arm, `workers` at a time; keep every rollout in `out`. A checkpoint that was
+    trained with the tools of tiny models has those in the arm `all`.
 
     The same call with the same `out` resumes. Returns figures by arm, and for each but the first its gain over the first.
     Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy; SandboxUnavailable,
@@ -162,6 +172,7 @@ def evaluate_arms(
     """
     settings = settings or BenchSettings()
     check_fit(tasks)
+    own, _ = equipment(policy)
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
     chosen = arms_of(arms)
     drawn = {name: getattr(settings, name) for name in ("limits", "temperature", "seed")}
@@ -171,7 +182,7 @@ def evaluate_arms(
             spec_of(task, made)
         for name, arm in chosen.items():
             found[name] = []
-            tools = arm.tools(settings.strict)
+            tools = own if own.terse and name == "all" else arm.tools(settings.strict)
             schemas, place = tools.schemas, Environment(backend=fleet, tools=tools, limits=settings.limits)
             with open_policy(policy, system_text(WORKSPACE), schemas, slots=workers, **drawn) as cast:
                 for done in attempt_all(tasks, samples, place, cast, out / name / "attempts", workers):
@@ -213,14 +224,14 @@ def run_agent(
     *,
     backend: str = "bwrap",
     image: str = "",
-    limits: Limits = LIMITS,
+    limits: Limits | None = None,
     told: Told = lambda event: None,
     temperature: float = 1.0,
 ) -> Work:
     """Let an agent work on a copy of a user's repository, in a sandbox, and keep the result in the new folder `out`: `rollout`
     (Parquet and safetensors), `changes.diff` and `verdict.json`, which is `open` until the user decides.
 
-    A checkpoint of the compact chat format gets the tools of tiny models, any other policy those of the product.
+    A checkpoint gets the tools and limits that it was trained with (`environment.carried`), other policies those of the product.
 
     `image`: Docker image with the dependencies of the repository, for the backend `docker`. The repository itself is not
     touched. Raises ValueError for an instruction that is empty or not Unicode, a repository that is empty or too large, an
@@ -236,7 +247,8 @@ def run_agent(
     source = checkout.read_checkout(root)
     if out.exists():
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
-    tools = tools_for(_is_tiny(policy))
+    tools, usual = equipment(policy)
+    limits = limits or usual
     with open_backend(backend) as made, open_session(source, tools, made, image) as (session, system):
         with open_policy(policy, system, tools.schemas, limits=limits, temperature=temperature, slots=1) as cast:
             speaker = cast(None, 0)
@@ -252,10 +264,3 @@ def run_agent(
     work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)
     keep(work, instruction, segment, policy)
     return work
-
-
-def _is_tiny(policy: str) -> bool:
-    from composer_nb.trainer.models.tokenizer import format_of
-
-    kind, name = parse_policy(policy)
-    return kind == "checkpoint" and Path(name).is_dir() and format_of(Path(name)) == "compact"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +18,10 @@ from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
-from composer_nb.harness.environment import RENDERERS
+from composer_nb.harness.environment import RENDERERS, Carried, carried
+from composer_nb.harness.product.work import tools_for
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.toolset import ToolSet
 
 KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
 LATER = ("vllm", "sglang")
@@ -36,6 +38,23 @@ def parse_policy(name: str) -> tuple[str, str]:
         wrong = "not supported yet" if kind in LATER else "no such kind"
         raise ValueError(f"--policy {name}: {wrong}; give {KINDS}")
     return "checkpoint", name
+
+
+def trained_with(path: Path) -> Carried:
+    """Return what the checkpoint in `path` was trained with (`carried`). Raises FileNotFoundError, ValueError."""
+    from composer_nb.trainer.models.tokenizer import format_of
+
+    if not path.is_dir():
+        raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or give {KINDS})")
+    return carried(path, format_of(path))
+
+
+def equipment(policy: str) -> tuple[ToolSet, Limits]:
+    """Return the tools and limits of a policy in the product: those that its checkpoint was trained with, else the product's.
+    Raises like `trained_with`."""
+    kind, rest = parse_policy(policy)
+    known = trained_with(Path(rest)) if kind == "checkpoint" else None
+    return tools_for(known.tools if known else "cursor"), (known and known.limits) or LIMITS
 
 
 @contextmanager
@@ -107,11 +126,12 @@ def _scripted(name: str) -> Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEngine:
-    """A running checkpoint and the chat format of its tokenizer."""
+    """A running checkpoint and its chat format."""
 
     shared: Shared
     tokenizer: Tokenizer
-    format: type[ChatRenderer]
+    format: Callable[..., ChatRenderer]
+    """Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are given."""
     tokens: int
     """Maximum tokens of one conversation."""
 
@@ -125,13 +145,15 @@ def open_engine(
     Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools."""
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
-    from composer_nb.trainer.models.tokenizer import format_of, load_tokenizer
+    from composer_nb.trainer.models.tokenizer import load_tokenizer
 
-    if not path.is_dir():
-        raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or give {KINDS})")
-    tokenizer = load_tokenizer(path, needed=())
-    form = RENDERERS[format_of(path)]
-    stop, model = form(tokenizer, []).stop, load_pretrained(path)
+    known, tokenizer = trained_with(path), load_tokenizer(path, needed=())
+    own = tools_for(known.tools).schemas if known.renderer == "compact" else []
+
+    def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = own) -> ChatRenderer:
+        return RENDERERS[known.renderer](tokenizer, tools)
+
+    stop, model = form(tokenizer).stop, load_pretrained(path)
     most = min(tokens, model.config.max_position_embeddings)
     engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed)
     with Shared(engine) as shared:

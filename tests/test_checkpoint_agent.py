@@ -20,15 +20,16 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from composer_nb.agents import run_agent
+from composer_nb.agents import evaluate_policy, run_agent
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.endpoint import Endpoint
-from composer_nb.harness.agent.loop import converse
+from composer_nb.harness.agent.loop import LIMITS, converse
 from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.agent.qwen import HOW, QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, TokenSpeaker
+from composer_nb.harness.environment import Carried, EnvSettings, carry
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.arms import ARMS
 from composer_nb.harness.product.conversations import Conversations
@@ -38,13 +39,14 @@ from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
-from composer_nb.policies import open_engine
+from composer_nb.policies import equipment, open_engine, trained_with
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from tests.tiny_models import SIZES
 
+FUNCTIONS = Path(__file__).parents[1] / "data" / "example" / "data" / "heldout.jsonl"
 POSITIONS = 12_288
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ADDED = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -222,6 +224,57 @@ def test_a_tiny_model_that_babbles(repository: Path, tmp_path: Path) -> None:
     done = run_agent(repository, "fix double", str(path), tmp_path / "out", limits=limits).conversation
     assert done.stop == "tokens" and {turn.error for turn in done.turns} == {"InvalidArguments"}
     assert {turn.observation for turn in done.turns} == {"error: bad call"}
+
+
+@pytest.fixture(scope="module")
+def compact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the compact format that was trained with the tools of the product."""
+    path, tokenizer = tmp_path_factory.mktemp("models") / "compact", train_tokenizer(["read f.py test done"], 300)
+    torch.manual_seed(0)
+    config = ModelConfig(**SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 400})
+    save_pretrained(Model(config), path, dtype=torch.bfloat16)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, tmp_path: Path) -> None:
+    """Its tools and limits are those of its training, at work and behind the server; without the file, those of its format."""
+    assert trained_with(compact) == Carried(renderer="compact", tools="tiny")
+    carry(compact, EnvSettings(tools="cursor"), Limits(turns=2, turn_tokens=9, tokens=300))
+    tools, limits = equipment(str(compact))
+    assert "run_terminal_cmd" in tools.tools and (limits.turns, limits.turn_tokens) == (2, 9)
+    work = run_agent(repository, "fix double", str(compact), tmp_path / "out")
+    assert work.conversation.stop == "turns" and work.conversation.written <= 18
+    with open_engine(compact, slots=1, tokens=300) as engine:
+        call = Said(calls=(Written(id="call_0", call=ToolCall(name="list_dir", arguments={"target_directory": "."})),))
+        renderer = engine.format(engine.tokenizer)
+        assert renderer.parse(renderer.turn(call)) == call
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(FUNCTIONS.open().readlines()[:2]))
+    with pytest.raises(ValueError, match="trained with the tools cursor; at these tasks"):
+        evaluate_policy(str(compact), few, 1, {})
+    carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
+    assert evaluate_policy(str(compact), few, 1, {"engine.slots": 2})["tool_calls_per_task"] == 1
+    assert equipment("openai:http://x")[1] == LIMITS
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "damaged"),
+        ('{"renderer": "xml", "tools": "tiny"}', "renderer"),
+        ('{"renderer": "compact", "tools": "tiny", "limits": {"turns": 0}}', "limits.turns must be above 0"),
+        ('{"renderer": "compact", "tools": "os:abort"}', "trained with the tools of os:abort, which"),
+    ],
+)
+def test_a_damaged_environment_is_one_line(
+    compact: Path, repository: Path, tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (compact / "environment.json").write_text(text)
+    asked = ["agent", str(repository), "fix", "--policy", str(compact), "--out", str(tmp_path / "out")]
+    assert main(asked) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert why in line
 
 
 class Typed:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self, cast
+from typing import Annotated, Any, Literal, Protocol, Self, cast
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer
@@ -20,6 +20,7 @@ from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
+from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
@@ -84,6 +85,41 @@ class EnvSettings:
         if tools := getattr(self.own, "tools", None):
             return cast(ToolSet, tools)
         return ToolSet.tiny() if self.tools == "tiny" else ToolSet.cursor(search=Indexes())
+
+
+CARRIED = "environment.json"
+"""In a checkpoint: what it was trained with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What a checkpoint was trained with."""
+
+    renderer: Literal["compact", "qwen", "kimi"]
+    tools: str
+    """`tiny`, `cursor`, or the `MODULE:CLASS` whose tools they were."""
+    limits: Limits | None = None
+
+
+def carry(path: Path, env: EnvSettings, limits: Limits) -> None:
+    """Write beside the weights in `path` what they were trained with."""
+    tools = env.tasks if hasattr(env.own, "tools") else env.tools
+    write_json(path / CARRIED, {"renderer": env.renderer, "tools": tools, "limits": asdict(limits)})
+
+
+def carried(path: Path, renderer: str) -> Carried:
+    """Return what the checkpoint in `path` was trained with. One that does not say so has the chat format `renderer`, that of its
+    tokenizer: if it is the compact one, with the tools of tiny models, else with those of the product. Raises ValueError if
+    its file is damaged."""
+    file = path / CARRIED
+    if not file.is_file():
+        return Carried(renderer=cast(Any, renderer), tools="tiny" if renderer == "compact" else "cursor")
+    try:
+        return TypeAdapter(Carried).validate_json(file.read_bytes())
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{file}: damaged ({where} {first['msg']}); write it again, or remove it") from None
 
 
 class Sandboxes:

@@ -47,9 +47,10 @@ def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
 
     from composer_nb.agents import BenchSettings, evaluate_arms, new_folder
     from composer_nb.harness.product.show import bench_progress, bench_table
+    from composer_nb.policies import equipment
     from composer_nb.settings import override
 
-    chosen = override(BenchSettings(), overrides(given.set))
+    chosen = override(BenchSettings(limits=equipment(given.policy)[1]), overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
     told = bench_progress(len(tasks) * given.samples, Console(stderr=True))
     options = pick(given, "samples", "arms", "backend", "workers")
@@ -73,15 +74,16 @@ def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
 def agent(given: argparse.Namespace) -> int:
     """Let an agent work on a copy of your repository; you accept or reject the result."""
     from composer_nb.agents import new_folder, run_agent
-    from composer_nb.harness.agent.loop import LIMITS
     from composer_nb.harness.product.show import decide, teller
+    from composer_nb.policies import equipment
 
     screen = console()
     inside = Path.cwd().resolve().is_relative_to(given.path.resolve())  # the result is no part of the repository
     out = given.out or new_folder(given.path / ".composer_nb" if inside else Path("runs"), "agent")
     if not 0 <= given.temperature < float("inf"):
         raise ValueError(f"--temperature {given.temperature:g}: must be 0 or more")
-    limits, options = replace(LIMITS, seconds=given.seconds), pick(given, "backend", "image", "temperature")
+    limits = replace(equipment(given.policy)[1], seconds=given.seconds)
+    options = pick(given, "backend", "image", "temperature")
     work = run_agent(given.path, given.instruction, given.policy, out, limits=limits, told=teller(screen), **options)
     return decide(work, given.verdict, screen)
 

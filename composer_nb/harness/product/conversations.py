@@ -1,6 +1,6 @@
 """Serve a policy that continues tokens to clients that send the whole conversation with every request.
 
-A request without tools gets those of its format: none, or in the compact format those of tiny models.
+A request without tools gets those of `form`: none, or in the compact format those of training.
 
 A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. Any other
 request is read from its beginning. When room is needed, the conversation that has been idle longest is dropped; while all are in
@@ -51,7 +51,7 @@ class _Talk:
 class Conversations:
     """Answers requests (`serve.Answerer`). Thread-safe."""
 
-    def __init__(self, policy: Shared, tokenizer: Tokenizer, form: type[ChatRenderer], tokens: int) -> None:
+    def __init__(self, policy: Shared, tokenizer: Tokenizer, form: Callable[..., ChatRenderer], tokens: int) -> None:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens = policy, tokenizer, form, tokens
         self._talks: list[_Talk] = []

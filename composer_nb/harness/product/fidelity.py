@@ -99,7 +99,7 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
         return
     if agent.backend is None or task.image:
         raise ValueError(f"task {task.id}: a user's repository has a sandbox of its own, and no image of its task")
-    tools = work.tools_for(isinstance(agent.renderer, CompactRenderer))
+    tools = work.tools_for("tiny" if isinstance(agent.renderer, CompactRenderer) else "cursor")
     with tempfile.TemporaryDirectory() as folder:
         for path, text in task.files.items():
             target = beneath(Path(folder), path)

@@ -71,9 +71,12 @@ class Work:
         give_verdict(self.path, "rejected")
 
 
-def tools_for(compact: bool) -> ToolSet:
-    """Return the tools of an agent on a user's repository: those of tiny models where its chat format is the compact one."""
-    return ToolSet.tiny() if compact else ARMS["all"].tools()
+def tools_for(name: str) -> ToolSet:
+    """Return the tools `tiny` or `cursor` for an agent in the product. Raises ValueError for those of an environment of your own:
+    the file of a checkpoint makes nobody import a module."""
+    if name not in ("tiny", "cursor"):
+        raise ValueError(f"the checkpoint was trained with the tools of {name}, which only its training has")
+    return ToolSet.tiny() if name == "tiny" else ARMS["all"].tools()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.environment import Sandboxes, make_agent
+from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
@@ -74,9 +74,9 @@ class Stages:
 
     def publish(self, model: Model, name: str) -> None:
         if self.ranks.first:
-            save_pretrained(
-                model, self.run.path / "weights" / name, dtype=torch.bfloat16, tokenizer=self.tokenizer_file
-            )
+            path = self.run.path / "weights" / name
+            save_pretrained(model, path, dtype=torch.bfloat16, tokenizer=self.tokenizer_file)
+            carry(path, self.settings.env, self.settings.limits)
         self.ranks.barrier()
 
     def publish_again(self, name: str, again: str) -> None:

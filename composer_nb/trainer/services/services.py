@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.harness.bench import run_eval
-from composer_nb.harness.environment import Sandboxes, make_agent
+from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
@@ -400,8 +400,9 @@ class TrainerService:
         for name, version in versions.items():
             model = empty_model(self._learner.model.config)
             from_hugging_face(model, self._weights(version))
-            tokenizer = self._run.path / "data" / "tokenizer.json"
-            save_pretrained(model, self._run.path / "weights" / name, dtype=torch.bfloat16, tokenizer=tokenizer)
+            path, tokenizer = self._run.path / "weights" / name, self._run.path / "data" / "tokenizer.json"
+            save_pretrained(model, path, dtype=torch.bfloat16, tokenizer=tokenizer)
+            carry(path, self._settings.env, self._settings.limits)
 
     def _weights(self, version: int) -> Mapping[str, Tensor]:
         """Return the weights of a version: from memory, or from the store where another process made them."""

@@ -107,7 +107,7 @@ def test_a_word_more_in_either_place_is_found(
             monkeypatch.setattr(environment, "system_text", lambda root: f"A coding agent at {root}")
     else:
         original = work.tools_for
-        monkeypatch.setattr(work, "tools_for", lambda compact: more(original(compact)))
+        monkeypatch.setattr(work, "tools_for", lambda name: more(original(name)))
         if where == "system text":
             monkeypatch.setattr(work, "system_text", lambda root: f"A coding agent at {root}")
     _, found = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))

@@ -16,7 +16,7 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -82,6 +82,7 @@ def test_a_run_from_a_checkpoint_has_its_tokenizer_its_sizes_and_its_weights(che
     assert settings.agent_model == before.config
     for name in ("base", "midtrained", "start"):
         after = load_pretrained(s.run.path / "weights" / name)
+        assert carried(s.run.path / "weights" / name, "qwen").limits == settings.limits
         assert after.config == before.config
         for old, new in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(old.bfloat16(), new.bfloat16())
