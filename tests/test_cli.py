@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses, how it ends."""
 
+import contextlib
 import errno
 import json
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from composer_nb import cli
+from composer_nb.harness import environment
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.operations import COMMANDS
 from composer_nb.trainer.records.rundir import RunDir
@@ -92,8 +94,26 @@ def test_a_tour_without_sandboxes_ends_before_it_begins(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", "")
     assert cli.main(["tour", "--runs", str(tmp_path / "runs")]) == 2
     said = capsys.readouterr()
-    assert "bubblewrap (bwrap) is not installed" in said.err and said.err.count("\n") == 1
+    assert "env.tasks=generated: bubblewrap (bwrap) is not installed" in said.err and said.err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["tour", "--runs", "runs"], ["rl", "--model", "gone", "--tasks", "TASKS"]])
+def test_the_backend_of_the_settings_is_the_one_that_must_work(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, command: list[str]
+):
+    """Docker without a daemon is named; where it works, nobody asks for bubblewrap."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")
+    own = ["--set", f"env.tasks={tasks}"] if command[0] == "tour" else []
+    asked = [str(tasks) if word == "TASKS" else word for word in [*command, *own, "--set", "env.backend=docker"]]
+    assert cli.main(asked) == 2
+    assert capsys.readouterr().err.startswith("composer-nb: env.backend=docker: ")
+    monkeypatch.setattr(environment, "open_backend", lambda *_: contextlib.nullcontext(None))
+    monkeypatch.setattr(environment, "Fleet", lambda made: contextlib.nullcontext(made))
+    assert cli.main(asked) == 2  # for another reason
+    assert "bubblewrap" not in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
-from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
+from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, SandboxUnavailable
 from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
@@ -152,6 +152,17 @@ class Sandboxes:
         """Raises SandboxUnavailable."""
         opened = self._stack.enter_context(open_backend(self._backend, self._run_id, self._journal))
         return self._stack.enter_context(Fleet(opened))
+
+
+def require_sandboxes(env: EnvSettings) -> None:
+    """Raise SandboxUnavailable, which names the setting, if the sandboxes of an environment cannot be made here."""
+    try:
+        with Sandboxes(env.backend) as sandboxes:
+            _ = sandboxes.backend if env.path else sandboxes.functions
+    except SandboxUnavailable as error:
+        # Generated tasks call functions, which bubblewrap alone can.
+        named = f"env.backend={env.backend}" if env.path else "env.tasks=generated"
+        raise SandboxUnavailable(f"{named}: {error}") from None
 
 
 def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes: Sandboxes | None = None) -> Agent:

@@ -28,13 +28,16 @@ log = logging.getLogger(__name__)
 )
 def tour(given: argparse.Namespace) -> int:
     """Train a small coding agent from nothing, in a notebook that is run and kept."""
-    from composer_nb.harness.sandbox.calls import SandboxExecutor
+    from composer_nb.harness.environment import require_sandboxes
     from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
+    from composer_nb.settings import Settings, from_dict, override
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import start_or_resume
 
-    SandboxExecutor().close()  # fails now, not after minutes, where no sandbox can be made
-    run = _resumed(given) if given.resume else _started(given)
+    chosen = override(Settings(), overrides(given.set))
+    found = _resumed(given) if given.resume else None
+    require_sandboxes(from_dict(found.settings()).env if found else chosen.env)  # now, not after minutes
+    run = found or _started(given, chosen)
     print(run.path, flush=True)
     if given.detach:
         start_detached(run.path)
@@ -75,7 +78,7 @@ def rl(given: argparse.Namespace) -> int:
     A fifth of the tasks is held out for the scores before and after. rl.max_seconds limits the time.
     """
     from composer_nb.harness.agent.loop import LIMITS
-    from composer_nb.harness.environment import Sandboxes
+    from composer_nb.harness.environment import require_sandboxes
     from composer_nb.jobs.notebook import terminate_as_interrupt
     from composer_nb.settings import Settings, override
     from composer_nb.trainer.models.tokenizer import format_of
@@ -91,8 +94,7 @@ def rl(given: argparse.Namespace) -> int:
     if chosen.env.tools == "cursor" and not any(name.startswith("limits.") for name in values):  # as in the product
         most = min(LIMITS.tokens, chosen.agent_model.max_position_embeddings)
         chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
-    with Sandboxes(chosen.env.backend) as sandboxes:
-        _ = sandboxes.backend  # fails now, not after minutes, where no sandbox can be made
+    require_sandboxes(chosen.env)  # now, not after minutes
     try:
         with terminate_as_interrupt():
             run = start_or_resume(None, chosen, runs=given.out.parent, name=given.out.name, resume=True, say=log.info)
@@ -102,14 +104,13 @@ def rl(given: argparse.Namespace) -> int:
     return _reported(run, given.out)
 
 
-def _started(given: argparse.Namespace) -> Any:
+def _started(given: argparse.Namespace, chosen: Any) -> Any:
     """Return a new run directory that already holds its settings, so that it can be resumed from any point."""
     from composer_nb.harness.files import write_json
-    from composer_nb.settings import Settings, override, to_dict
+    from composer_nb.settings import to_dict
     from composer_nb.trainer.recipe.launch import new_run
     from composer_nb.trainer.records.rundir import provenance
 
-    chosen = override(Settings(), overrides(given.set))
     run = new_run(given.runs, "tour", chosen)
     write_json(run.path / "settings.json", to_dict(chosen))
     write_json(run.path / "provenance.json", provenance())
