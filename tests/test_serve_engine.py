@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.qwen import QwenRenderer
@@ -42,14 +43,21 @@ class Served:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> Model:
-    import torch
-
     torch.manual_seed(0)
     sizes = SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": LONG}
     made = Model(ModelConfig(**sizes))
     with torch.no_grad():
         made.final_norm.mul_(0.15)
     return made
+
+
+class Endless(Engine):
+    """Writes letters, and nothing that ends a turn."""
+
+    def _forward(self, slots: Any) -> Any:
+        logits = super()._forward(slots)
+        held = logits[:, 70:80].clone()
+        return logits.fill_(-float("inf")).index_copy_(1, torch.arange(70, 80), held)
 
 
 @contextmanager
@@ -60,9 +68,8 @@ def serving(
     endless: bool = False,
     **given: Any,
 ) -> Iterator[Served]:
-    """`endless`: no token ends a turn."""
-    stop = frozenset[int]() if endless else QwenRenderer(tokenizer).stop
-    engine = Engine(model, stop=stop, slots=slots, max_length=LONG)
+    kind = Endless if endless else Engine
+    engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG)
     with (
         Shared(engine) as shared,
         ChatServer(Conversations(shared, tokenizer, QwenRenderer, LONG), **given) as server,
@@ -125,3 +132,38 @@ def test_a_client_that_goes_away_in_the_middle_frees_its_slot(model: Model, toke
         wait_until(lambda: not small.engine.busy)
         assert 0 < small.engine.sampled < LONG - 100
         assert small.chat(max_tokens=5).usage.completion_tokens == 5
+
+
+# Streams
+
+
+def test_a_stream_comes_while_it_is_written_and_says_what_the_whole_answer_says(served: Served) -> None:
+    whole = served.chat(seed=5, max_tokens=200, logprobs=True)
+    served.chat()  # in the slot
+    options = {"include_usage": True}
+    parts = [*served.chat(seed=5, max_tokens=200, logprobs=True, stream=True, stream_options=options)]
+    [choice] = whole.choices
+    said = [part.choices[0] for part in parts if part.choices]
+    assert "".join(part.delta.content or "" for part in said) == choice.message.content
+    told = [each for part in said if part.logprobs for each in part.logprobs.content]
+    assert [each.logprob for each in told] == [each.logprob for each in choice.logprobs.content]
+    assert [part.delta.role for part in said if part.delta.role] == ["assistant"]
+    assert [part.finish_reason for part in said if part.finish_reason] == [choice.finish_reason]
+    assert parts[-1].usage == whole.usage and not any(part.usage for part in parts[:-1])
+    assert len({part.id for part in parts}) == 1
+
+
+def test_the_first_part_of_a_stream_does_not_wait_for_the_last(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, endless=True) as small:
+        with small.chat(stream=True, seed=1) as stream:
+            for _ in range(5):
+                assert next(iter(stream)).choices[0].finish_reason is None
+            assert small.engine.busy
+        wait_until(lambda: not small.engine.busy)  # its client went away
+        assert small.engine.sampled < LONG - 100
+
+
+def test_what_is_wrong_before_a_stream_begins_is_a_refusal(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.chat(stream=True, messages=[*ASKED, {"role": "assistant", "content": "y"}])
+    assert refused.value.param == "messages"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 ATTEMPT_STRIDE = 1 << 40
 """Rollouts whose numbers are a multiple of this apart are attempts at the same one: they draw the same random numbers."""
+
+
+class Drawn(NamedTuple):
+    """A token as it was drawn."""
+
+    token: int
+    logprob: float
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +36,8 @@ class Request:
     """Temperature of this turn; None: the policy's own."""
     top_p: float = 1.0
     """Tokens are drawn from the smallest set with this total probability."""
+    heard: Callable[[Drawn], None] | None = None
+    """Called with every token as it is drawn, by a policy that can do so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

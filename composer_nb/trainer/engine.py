@@ -17,7 +17,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace, route_checks, route_dtype
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, Trace, route_checks, route_dtype
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, fits, project
 from composer_nb.trainer.models.transformer import Model
@@ -54,6 +54,7 @@ class _Slot:
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    heard: Callable[[Drawn], None] | None = None
     waiting: bool = False
     """The turn has ended; the next request is not here yet."""
 
@@ -135,7 +136,7 @@ class Engine:
             raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
         slot = known or self._live.setdefault(request.rollout, self._new_slot(request.rollout))
         slot.pending, slot.max_tokens, slot.waiting = pending, request.max_tokens, False
-        slot.drawn = temperature, request.top_p
+        slot.drawn, slot.heard = (temperature, request.top_p), request.heard
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
@@ -166,6 +167,8 @@ class Engine:
             slot.sampled.append(token)
             slot.logprobs.append(logprob)
             slot.versions.append(self.version)
+            if slot.heard:
+                slot.heard(Drawn(token, logprob, self.version))
             if token in self.stop or len(slot.sampled) >= slot.max_tokens:
                 slot.waiting = True
                 done.append(

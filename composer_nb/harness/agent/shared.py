@@ -6,15 +6,11 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, TimeIsUp, Trace
-
-LOOK_S = 0.1
-"""Seconds between two checks whether an answer is still wanted."""
 
 
 class Shared:
@@ -36,19 +32,19 @@ class Shared:
         self._orders.put(None)
         self._thread.join()
 
-    def ask(self, request: Request, until: float = math.inf, wanted: Callable[[], bool] = lambda: True) -> Completion:
+    def ask(self, request: Request, until: float = math.inf) -> Completion:
         """Return the next turn of a rollout.
 
-        Raises ProviderFailure, what the policy raises, and TimeIsUp if the turn would come later than `until` or is no longer
-        `wanted`: then the rollout can only be released."""
-        order = self._order(request)
-        while True:
-            try:
-                answer: Completion = order.result(max(0.0, min(LOOK_S, until - time.monotonic())))
-                return answer
-            except TimeoutError:
-                if time.monotonic() >= until or not wanted():
-                    raise TimeIsUp from None
+        Raises ProviderFailure, what the policy raises, and TimeIsUp if the turn would come later than `until`: then the rollout
+        can only be released."""
+        try:
+            return self.start(request).result(None if until == math.inf else max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            raise TimeIsUp from None
+
+    def start(self, request: Request) -> Future[Completion]:
+        """Begin the next turn of a rollout."""
+        return self._order(request)
 
     def release(self, rollout: int) -> Trace:
         """Forget a rollout, and return what was recorded of it."""

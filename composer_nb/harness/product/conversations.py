@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import json
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
-from composer_nb.harness.agent.shared import LOOK_S, Shared
-from composer_nb.harness.policy import ATTEMPT_STRIDE, Request, TimeIsUp
-from composer_nb.harness.product.serve import Answered, Asked, Refused, messages_of, wire_of
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp
+from composer_nb.harness.product.turn import Turn
+from composer_nb.harness.product.wire import Answered, Asked, Refused, Told, messages_of
 
+LOOK_S = 0.1
+"""Seconds between two checks whether a client is still there."""
 Wire = Sequence[Mapping[str, Any]]
 SYSTEM = ("system", "developer")
 """Roles of system texts."""
@@ -60,7 +65,9 @@ class Conversations:
         self._room = threading.Condition()
         self._numbers = count()
 
-    def __call__(self, asked: Asked, there: Callable[[], bool] = lambda: True) -> Answered:
+    def __call__(
+        self, asked: Asked, there: Callable[[], bool] = lambda: True, told: Told = lambda *part: None
+    ) -> Answered:
         wire = asked.messages
         system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
@@ -69,46 +76,60 @@ class Conversations:
         try:
             read = self._read(talk, system, spoken, known)
             before = talk.tokens + len(read)
-            room = min(asked.max_completion_tokens or asked.max_tokens or self.tokens, self.tokens - before)
-            if room < 1:
-                raise Refused(
-                    f"messages: {before} tokens: a conversation has {self.tokens}",
-                    code="context_length_exceeded",
-                    param="messages",
-                )
             request = Request(
                 rollout=talk.rollout,
                 token_ids=read,
-                max_tokens=room,
+                max_tokens=self._left(asked, before),
                 temperature=asked.temperature,
                 top_p=asked.top_p or 1.0,
             )
-            done = self.policy.ask(request, wanted=there)
-            message, kept = _message(talk.renderer, done.token_ids, asked)
+            turn = Turn(talk.renderer, asked, partial(told, 0))
+            self._run([(request, turn)], there)
+            choice, whole = turn.choice()
         except BaseException:
             self._forget(talk)
             raise
-        if kept is not None:  # the policy holds more than the client is shown
+        if whole:
+            talk.wire = [*wire_now, json.dumps(_plain(choice.message), sort_keys=True)]
+            talk.tokens = before + len(turn.drawn)
+            talk.open = turn.token_ids[-1:] != [talk.renderer.end]
+            with self._room:
+                talk.busy = False
+                self._room.notify_all()
+        else:  # the policy holds more than the client is shown
             self._forget(talk)
-        written, ended = done.token_ids[:kept], done.token_ids[-1:]
-        talk.wire = [*wire_now, json.dumps(_plain(message), sort_keys=True)]
-        talk.tokens = before + len(done.token_ids)
-        talk.open = ended != [talk.renderer.end]
-        with self._room:
-            talk.busy = False
-            self._room.notify_all()
-        logprobs = [
-            _logprob(self.tokenizer, token, logprob)
-            for token, logprob in zip(written, done.logprobs, strict=False)
-            if token not in talk.renderer.stop
-        ]
-        return Answered(
-            message=message,
-            read=before,
-            written=len(written),
-            cut=kept is None and not talk.renderer.stop.issuperset(ended or [-1]),
-            logprobs=logprobs if asked.logprobs else None,
-        )
+        return Answered(choices=[choice], read=before)
+
+    def _left(self, asked: Asked, before: int) -> int:
+        """Return how many tokens may follow those `before`."""
+        room = min(asked.max_completion_tokens or asked.max_tokens or self.tokens, self.tokens - before)
+        if room < 1:
+            raise Refused(
+                f"messages: {before} tokens: a conversation has {self.tokens}",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return room
+
+    def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
+        """Have turns written side by side. Raises TimeIsUp when the client goes away."""
+        news: SimpleQueue[tuple[int, Drawn | Future[Completion]]] = SimpleQueue()
+        for number, (request, _) in enumerate(work):
+            put = partial(_put, news, number)
+            self.policy.start(replace(request, heard=put)).add_done_callback(put)
+        open_turns = dict(enumerate(turn for _, turn in work))
+        while open_turns:
+            if not there():
+                raise TimeIsUp
+            with suppress(Empty):
+                number, what = news.get(timeout=LOOK_S)
+                heard = [(number, what), *(news.get() for _ in range(news.qsize()))]
+                for number, what in heard:
+                    if number in open_turns and open_turns[number].hear(what):
+                        del open_turns[number]
+                for number in {number for number, _ in heard} & open_turns.keys():
+                    if open_turns[number].tell():
+                        del open_turns[number]
 
     def _continued(
         self, system: str, asked: Asked, wire: Sequence[str], there: Callable[[], bool]
@@ -186,34 +207,8 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     return found
 
 
-def _message(renderer: ChatRenderer, token_ids: Sequence[int], asked: Asked) -> tuple[dict[str, Any], int | None]:
-    """Return a turn as an endpoint's message. If it holds a stop text, the message ends before it, and the number of tokens up to
-    the stop text is returned too."""
-
-    def text(count: int) -> str:
-        plain = [token for token in token_ids[:count] if token not in renderer.stop]
-        return renderer.tokenizer.decode(plain, skip_special_tokens=False)
-
-    whole, kept = text(len(token_ids)), None
-    found = [(place, len(stop)) for stop in asked.stops if (place := whole.find(stop)) >= 0]
-    if found:
-        at, length = min(found)
-        before, kept = (
-            bisect_left(range(len(token_ids)), end, key=lambda count: len(text(count))) for end in (at + 1, at + length)
-        )
-        whole, token_ids = whole[:at], [*token_ids[: before - 1], renderer.end]
-    said = renderer.parse(token_ids)
-    if any(isinstance(written.call, ToolError) for written in said.calls) or (
-        said.calls and asked.tool_choice == "none"
-    ):
-        return {"role": "assistant", "content": whole}, kept
-    return wire_of(said if said.calls or kept is None else renderer.parse(renderer.spell(whole))), kept
-
-
-def _logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    text = tokenizer.decode([token_id], skip_special_tokens=False)
-    part = "\ufffd" in text  # a token of part of a character: the text does not tell its bytes
-    return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode()), "top_logprobs": []}
+def _put(news: SimpleQueue[Any], number: int, what: Drawn | Future[Completion]) -> None:
+    news.put((number, what))
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     connection (how many, and how long a request may take to arrive) → Host, Origin, body → queue → a thread for each slot
 
-Covers `GET /health`, `GET /v1/models` and `POST /v1/chat/completions` with tools and one choice. A stream is the whole answer in
-one piece. A parameter is honoured or refused; none is ignored.
+Covers `GET /health`, `GET /v1/models` and `POST /v1/chat/completions` with tools, whole or as a stream. The forms of requests and
+answers are in `wire.py`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ import logging
 import re
 import socket
 import threading
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import h11
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
-from composer_nb.harness.agent.endpoint import spoken
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.product.wire import (
+    Answered,
+    Asked,
+    Choice,
+    Refused,
+    Reply,
+    Told,
+    messages_of,
+    read_request,
+    wire_of,
+)
 
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
@@ -52,90 +56,9 @@ _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
 """A name or an address and a port, with nothing that another parser could take for the end of the name."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-Probability = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-
-
-class _Function(BaseModel):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] = {}
-
-
-class _Tool(BaseModel):
-    type: Literal["function"]
-    function: _Function
-
-
-class Asked(BaseModel):
-    """The body of a request. Parameters that it does not name are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    model: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    logprobs: bool | None = None
-    stream: bool | None = None
-    stream_options: dict[str, bool] | None = None
-    # Accepted with the values that change nothing.
-    n: Literal[1] | None = None
-    top_logprobs: Literal[0] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    store: Literal[False] | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-
-    @field_validator("tools")
-    @classmethod
-    def _tools(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        TypeAdapter(list[_Tool]).validate_python(tools or [])
-        return tools  # as the client ordered them: the model reads them so
-
-    @property
-    def stops(self) -> list[str]:
-        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in found if text]
-
-
-class Refused(ValueError):
-    """A request that is answered with an error."""
-
-    def __init__(
-        self, message: str, status: int = 400, code: str = "invalid_value", param: str | None = None, **headers: str
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.headers = status, code, param, headers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A turn on the wire, with the tokens read and written for it."""
-
-    message: Mapping[str, Any]
-    read: int
-    written: int
-    cut: bool = False
-    """The turn was cut off by a limit of tokens."""
-    logprobs: Sequence[Mapping[str, Any]] | None = None
-    """Log-probability of each written token, in OpenAI's form."""
-
-
-Answerer = Callable[[Asked, Callable[[], bool]], Answered]
-"""Answers a request while its client is there. Raises ValueError for a request that it does not accept, and TimeIsUp when the
-client goes away."""
+Answerer = Callable[[Asked, Callable[[], bool], Told], Answered]
+"""Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
+that it does not accept, and TimeIsUp when the client goes away."""
 
 
 class _Connection(H11Protocol):
@@ -257,14 +180,14 @@ class ChatServer:
             case "GET", "/v1/models":
                 return JSONResponse({"object": "list", "data": [listed]})
             case "POST", "/v1/chat/completions":
-                asked = _asked(body)
+                asked = read_request(body)
                 if asked.model not in (None, self.model):
                     message = f"no model {asked.model!r} here; there is {self.model!r}"
                     raise Refused(message, 404, "model_not_found", "model")
-                whole = _completion(asked, await self._queued(asked, request), self.model)
+                reply = Reply(asked, self.model)
                 if asked.stream:
-                    return Response(_streamed(whole, asked), media_type="text/event-stream")
-                return JSONResponse(whole)
+                    return await self._stream(reply, request)
+                return JSONResponse(reply.whole(await self._queued(asked, request, lambda *part: None)))
             case method, path:
                 raise Refused(f"nothing at {method} {path}", 404, "not_found")
 
@@ -283,7 +206,36 @@ class ChatServer:
         if "content-length" in headers and "transfer-encoding" in headers:
             raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
 
-    async def _queued(self, asked: Asked, request: Request) -> Answered:
+    async def _stream(self, reply: Reply, request: Request) -> Response:
+        """Return a stream, once there is something to send: what fails before is a plain refusal."""
+        parts, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
+
+        def told(*part: Any) -> None:
+            loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        work = asyncio.create_task(self._queued(reply.asked, request, told))
+        work.add_done_callback(lambda done: parts.put_nowait(None))
+        first = await parts.get()
+        if first is None and work.exception() is not None:
+            raise work.exception() or TimeIsUp
+
+        async def events() -> AsyncIterator[bytes]:
+            part = first
+            try:
+                while part is not None:
+                    yield _event(reply.part(*part))
+                    part = await parts.get()
+                for chunk in reply.rest(work.result()):
+                    yield _event(chunk)
+            except Exception as error:
+                yield b"data: " + bytes(_refusal(error).body) + b"\n\n"
+            finally:
+                work.cancel()
+            yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def _queued(self, asked: Asked, request: Request, told: Told) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             message = f"{self.most} requests are under way or wait; ask again"
@@ -295,7 +247,7 @@ class ChatServer:
         def there() -> bool:
             return not gone.is_set() and not self._server.should_exit
 
-        work = self._threads.submit(self._answer, asked, there)
+        work = self._threads.submit(self._answer, asked, there, told)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         answer, left = asyncio.wrap_future(work), asyncio.create_task(_left(request))
@@ -315,46 +267,15 @@ class ScriptServer(ChatServer):
     are counted as tokens."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
-        def answer(asked: Asked, there: Callable[[], bool]) -> Answered:
+        def answer(asked: Asked, there: Callable[[], bool], told: Told) -> Answered:
             for name in ("stop", "logprobs", "tool_choice"):
                 if getattr(asked, name) not in (None, False, "auto"):
                     raise Refused(f"{name}: a script does not support it", code="unsupported_parameter", param=name)
             message = wire_of(script(messages_of(asked.messages)))
             read, written = (len(json.dumps(part).split()) for part in (asked.messages, message))
-            return Answered(message=message, read=read, written=written)
+            return Answered(choices=[Choice(message=message, written=written)], read=read)
 
         super().__init__(answer, port, model, **given)
-
-
-def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return a conversation in canonical form, without system texts. Raises ValueError for an invalid message."""
-    messages: list[Message] = []
-    for held in wire:
-        match held:
-            case {"role": "system" | "developer"}:
-                pass
-            case {"role": "user", "content": str(text)}:
-                messages.append(User(text=text))
-            case {"role": "tool", "tool_call_id": str(name), "content": str(text)}:
-                messages.append(Result(id=name, text=text))
-            case {"role": "assistant"}:
-                said, calls = spoken(held)
-                ids = [call["id"] for call in said.get("tool_calls", ())]
-                written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
-                messages.append(Said(text=said["content"], calls=written))
-            case _:
-                raise ValueError(f"messages: this is not a message: {json.dumps(held)[:200]}")
-    return messages
-
-
-def wire_of(said: Said) -> dict[str, Any]:
-    """Return a turn as an endpoint's message."""
-    calls = []
-    for written in said.calls:
-        if isinstance(written.call, ToolCall):
-            function = {"name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))}
-            calls.append({"id": written.id, "type": "function", "function": function})
-    return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
 
 
 async def _body(request: Request) -> bytes:
@@ -372,23 +293,14 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
 async def _left(request: Request) -> None:
     """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _asked(body: bytes) -> Asked:
-    try:
-        return Asked.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        names = [str(part) for part in first["loc"]]
-        unknown = first["type"] == "extra_forbidden"
-        why = "this server does not support it" if unknown else first["msg"]
-        code = "unsupported_parameter" if unknown else "invalid_value"
-        param = names[0] if names else None
-        raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
 
 
 def _refusal(error: Exception) -> Response:
@@ -409,41 +321,3 @@ def _refusal(error: Exception) -> Response:
     body = {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
     # Closed, since some of the request may not have been read.
     return JSONResponse({"error": body}, refused.status, {"Connection": "close", **refused.headers})
-
-
-def _completion(asked: Asked, done: Answered, model: str) -> dict[str, Any]:
-    message = dict(done.message)
-    if asked.parallel_tool_calls is False and "tool_calls" in message:
-        message["tool_calls"] = message["tool_calls"][:1]
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": None if done.logprobs is None else {"content": list(done.logprobs), "refusal": None},
-        "finish_reason": "tool_calls" if "tool_calls" in message else "length" if done.cut else "stop",
-    }
-    total = done.read + done.written
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": {"prompt_tokens": done.read, "completion_tokens": done.written, "total_tokens": total},
-    }
-
-
-def _streamed(whole: Mapping[str, Any], asked: Asked) -> bytes:
-    """Return an answer as a stream of one piece and its end."""
-    [choice] = whole["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(delta["tool_calls"])]
-    head = {name: value for name, value in whole.items() if name != "usage"} | {"object": "chat.completion.chunk"}
-    parts = [
-        {**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]},
-        {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-    ]
-    del parts[0]["choices"][0]["message"]
-    if (asked.stream_options or {}).get("include_usage"):
-        parts.append({**head, "choices": [], "usage": whole["usage"]})
-    return b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"

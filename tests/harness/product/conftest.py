@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.policy import Completion, Drawn, Request, Trace
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
@@ -64,6 +65,7 @@ class Turns:
     """A policy that writes these turns, and notes what it is asked and what it forgets."""
 
     capacity = 2
+    pause_s = 0.0
 
     def __init__(self, *turns: list[int]) -> None:
         self.turns, self.asked, self.released = list(turns), list[Request](), list[int]()
@@ -75,11 +77,15 @@ class Turns:
 
     def step(self) -> list[Completion]:
         waiting, self._waiting = self._waiting, []
-        return [self._turn(each.rollout, self.turns.pop(0)[: each.max_tokens]) for each in waiting]
+        return [self._turn(each, self.turns.pop(0)[: each.max_tokens]) for each in waiting]
 
-    def _turn(self, rollout: int, token_ids: list[int]) -> Completion:
+    def _turn(self, request: Request, token_ids: list[int]) -> Completion:
         logprobs, versions = [-0.5] * len(token_ids), [0] * len(token_ids)
-        return Completion(rollout=rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
+        for drawn in map(Drawn, token_ids, logprobs, versions):
+            if request.heard:
+                request.heard(drawn)
+                time.sleep(self.pause_s)
+        return Completion(rollout=request.rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
 
     def release(self, rollout: int) -> Trace:
         self.released.append(rollout)

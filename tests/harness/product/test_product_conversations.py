@@ -17,7 +17,8 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import Completion, ProviderFailure
 from composer_nb.harness.product.conversations import Conversations
-from composer_nb.harness.product.serve import Asked, ChatServer
+from composer_nb.harness.product.serve import ChatServer
+from composer_nb.harness.product.wire import Asked
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.tool_call import ToolCall
 from tests.harness.product.conftest import TOOL, Turns
@@ -85,7 +86,8 @@ def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
         )
         with urllib.request.urlopen(request) as reply:
             *pieces, end = [part.removeprefix("data: ") for part in reply.read().decode().split("\n\n") if part]
-        assert end == "[DONE]" and json.loads(pieces[0])["choices"][0]["delta"]["content"] == "ok"
+        said = [json.loads(piece)["choices"][0]["delta"].get("content", "") for piece in pieces]
+        assert end == "[DONE]" and "".join(said) == "ok"
         assert json.loads(pieces[-1])["choices"][0]["finish_reason"] == "stop"
         endpoint.complete([user], [], 10)
 
@@ -97,8 +99,8 @@ def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer)
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
         first = talk(Asked(messages=start, tools=[TOOL]))
-        assert first.cut
-        more = [*start, first.message, {"role": "user", "content": "go on"}]
+        assert first.choices[0].cut
+        more = [*start, first.choices[0].message, {"role": "user", "content": "go on"}]
         talk(Asked(messages=more, tools=[TOOL]))
     wanted = [User(text="fix f"), Said(text="half a sentence"), User(text="go on")]
     held = [*policy.asked[0].token_ids, *renderer.encode("half a sentence"), *policy.asked[1].token_ids]
@@ -113,7 +115,7 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
-        first = talk(Asked(messages=start, tools=[TOOL])).message
+        first = talk(Asked(messages=start, tools=[TOOL])).choices[0].message
         a, b = ({"role": "tool", "tool_call_id": f"call_{n}", "content": f"of {n}"} for n in range(2))
         for wrong, why in (
             ([a], "no result of 'call_1'"),
@@ -136,7 +138,9 @@ def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -
     start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     policy = Turns(broken, done)
     with Shared(policy) as shared:
-        first = Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=start, tools=[TOOL])).message
+        first = (
+            Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=start, tools=[TOOL])).choices[0].message
+        )
         assert "tool_calls" not in first
         more = [*start, first, {"role": "user", "content": "what?"}]
         Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=more, tools=[TOOL]))  # has not seen it

@@ -20,7 +20,8 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.product import serve
 from composer_nb.harness.product.conversations import Conversations
-from composer_nb.harness.product.serve import Answered, Asked, ChatServer, ScriptServer
+from composer_nb.harness.product.serve import ChatServer, ScriptServer
+from composer_nb.harness.product.wire import Answered, Asked, Choice, Told
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from tests.harness.product.conftest import TOOL, Turns
@@ -83,7 +84,8 @@ def test_a_turn_with_its_log_probabilities(tokenizer: Tokenizer) -> None:
         assert {each.logprob for each in told} == {-0.5} and done.usage.completion_tokens == len(turn)
         assert (policy.asked[0].temperature, policy.asked[0].top_p, policy.asked[0].max_tokens) == (0.3, 0.9, 50)
         parts = [*chat(client, stream=True, stream_options={"include_usage": True})]
-        assert policy.asked[1].temperature is None and parts[0].choices[0].delta.content == "Über all."
+        said = [part.choices[0].delta.content or "" for part in parts if part.choices]
+        assert policy.asked[1].temperature is None and "".join(said) == "Über all."
         assert parts[-1].usage.completion_tokens == len(turn) and not parts[-1].choices
 
 
@@ -146,6 +148,41 @@ def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
         assert silent.message.content.startswith(first.message.content) and first.message.tool_calls is None
         after = called(stop="\n<tool_call>")
         assert [each.id for each in after.message.tool_calls] == ["call_0"] and after.finish_reason == "tool_calls"
+
+
+CALLS = "<tool_call>\n<function=look>\n<parameter=at>\nf\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("Über all. ", {}),
+        (f"I look.\n\n{CALLS}\n{CALLS}", {}),
+        (f"I look.\n\n{CALLS}\n{CALLS}", {"parallel_tool_calls": False}),
+        (f" I look.\n{CALLS}", {"tool_choice": "none"}),
+        ("\n I look.\n<tool_call>\n<function=lo", {}),
+        ("I write <function=", {}),
+        ("one two three four", {"stop": ["three", "four"]}),
+        ("one two three four", {"stop": "e t", "logprobs": True}),
+        ("ab abc", {"stop": ["abc", "b a"]}),
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_answer(text: str, given: dict[str, Any], tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer, [TOOL]).spell(text)
+    with served(tokenizer, turn, turn) as (client, policy):
+        policy.pause_s = 0.002
+        whole = chat(client, tools=[TOOL], **given).choices[0]
+        parts = [each.choices[0] for each in chat(client, tools=[TOOL], stream=True, **given)]
+    said = "".join(part.delta.content or "" for part in parts)
+    assert said == whole.message.content or (text[0] in " \n" and said == whole.message.content.lstrip())
+    assert parts[-1].finish_reason == whole.finish_reason
+    calls: dict[int, list[str]] = {}
+    for call in (call for part in parts for call in part.delta.tool_calls or ()):
+        calls.setdefault(call.index, [call.id, call.function.name, ""])[2] += call.function.arguments
+    wanted = [[call.id, call.function.name, call.function.arguments] for call in whole.message.tool_calls or ()]
+    assert [calls[n] for n in sorted(calls)] == wanted
+    told = [each.token for part in parts if part.logprobs for each in part.logprobs.content]
+    assert told == [each.token for each in (whole.logprobs.content if whole.logprobs else ())]
 
 
 def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
@@ -254,14 +291,15 @@ class Held:
     def __init__(self) -> None:
         self.may, self.begun, self.gone = threading.Event(), list[str](), list[str]()
 
-    def __call__(self, asked: Asked, there: Callable[[], bool]) -> Answered:
+    def __call__(self, asked: Asked, there: Callable[[], bool], told: Told) -> Answered:
         [message] = asked.messages
         self.begun.append(message["content"])
         while not self.may.wait(0.02):
             if not there():
                 self.gone.append(message["content"])
                 raise serve.TimeIsUp
-        return Answered(message={"role": "assistant", "content": message["content"]}, read=1, written=1)
+        said = {"role": "assistant", "content": message["content"]}
+        return Answered(choices=[Choice(message=said, written=1)], read=1)
 
 
 def post(server: ChatServer, text: str) -> socket.socket:

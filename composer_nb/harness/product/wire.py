@@ -1,0 +1,225 @@
+"""Chat requests and answers in OpenAI's form. A parameter is honoured or refused; none is ignored."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
+from composer_nb.harness.agent.endpoint import spoken
+from composer_nb.harness.tools.tool_call import ToolCall
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class _Function(BaseModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class Asked(BaseModel):
+    """The body of a request. Parameters that it does not name are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    logprobs: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, bool] | None = None
+    # Accepted with the values that change nothing.
+    n: Literal[1] | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    store: Literal[False] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        TypeAdapter(list[_Tool]).validate_python(tools or [])
+        return tools  # as the client ordered them: the model reads them so
+
+    @property
+    def stops(self) -> list[str]:
+        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in found if text]
+
+
+class Refused(ValueError):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self, message: str, status: int = 400, code: str = "invalid_value", param: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A turn on the wire."""
+
+    message: Mapping[str, Any]
+    written: int
+    """Tokens."""
+    cut: bool = False
+    """The turn was cut off by a limit of tokens."""
+    logprobs: Sequence[Mapping[str, Any]] | None = None
+    """Log-probability of each written token, in OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The answer to a request: its choices, and the tokens that were read for it."""
+
+    choices: Sequence[Choice]
+    read: int
+
+
+Told = Callable[[int, str, Sequence[Mapping[str, Any]]], None]
+"""Takes what is known of an unfinished answer: number of a choice, next part of its text, and of its log-probabilities."""
+
+
+def read_request(body: bytes) -> Asked:
+    """Return the body of a request. Raises Refused, which names the first parameter that is wrong."""
+    try:
+        return Asked.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        names = [str(part) for part in first["loc"]]
+        unknown = first["type"] == "extra_forbidden"
+        why = "this server does not support it" if unknown else first["msg"]
+        code = "unsupported_parameter" if unknown else "invalid_value"
+        param = names[0] if names else None
+        raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
+
+
+def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return a conversation in canonical form, without system texts. Raises ValueError for an invalid message."""
+    messages: list[Message] = []
+    for held in wire:
+        match held:
+            case {"role": "system" | "developer"}:
+                pass
+            case {"role": "user", "content": str(text)}:
+                messages.append(User(text=text))
+            case {"role": "tool", "tool_call_id": str(name), "content": str(text)}:
+                messages.append(Result(id=name, text=text))
+            case {"role": "assistant"}:
+                said, calls = spoken(held)
+                ids = [call["id"] for call in said.get("tool_calls", ())]
+                written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
+                messages.append(Said(text=said["content"], calls=written))
+            case _:
+                raise ValueError(f"messages: this is not a message: {json.dumps(held)[:200]}")
+    return messages
+
+
+def wire_of(said: Said) -> dict[str, Any]:
+    """Return a turn as an endpoint's message."""
+    calls = []
+    for written in said.calls:
+        if isinstance(written.call, ToolCall):
+            function = {"name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))}
+            calls.append({"id": written.id, "type": "function", "function": function})
+    return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
+
+
+class Reply:
+    """Writes the answer to one request: whole, or as the chunks of a stream."""
+
+    def __init__(self, asked: Asked, model: str) -> None:
+        self.asked = asked
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._sent: dict[int, tuple[int, int]] = {}
+        """How many letters and log-probabilities of each choice were sent."""
+
+    def whole(self, done: Answered) -> dict[str, Any]:
+        choices = [
+            {
+                "index": number,
+                "message": self._message(choice),
+                "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs),
+                "finish_reason": self._reason(choice),
+            }
+            for number, choice in enumerate(done.choices)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(done)}
+
+    def part(self, number: int, text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the chunk of a part of an answer."""
+        letters, tokens = self._sent.get(number, (0, 0))
+        role = {} if number in self._sent else {"role": "assistant"}
+        self._sent[number] = letters + len(text), tokens + len(logprobs)
+        return self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
+
+    def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of all that was not sent yet."""
+        for number, choice in enumerate(done.choices):
+            message, (letters, tokens) = self._message(choice), self._sent.get(number, (0, 0))
+            text, logprobs = message["content"][letters:], (choice.logprobs or ())[tokens:]
+            if text or logprobs or number not in self._sent:
+                yield self.part(number, text, logprobs)
+            for place, call in enumerate(message.get("tool_calls", ())):
+                named = {**call, "function": {**call["function"], "arguments": ""}}
+                yield self._chunk(number, {"tool_calls": [{"index": place, **named}]})
+                said = {"arguments": call["function"]["arguments"]}
+                yield self._chunk(number, {"tool_calls": [{"index": place, "function": said}]})
+            yield self._chunk(number, {}, finish_reason=self._reason(choice))
+        if self._counted:
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(done)}
+
+    @property
+    def _counted(self) -> bool:
+        return bool((self.asked.stream_options or {}).get("include_usage"))
+
+    def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        counted = {"usage": None} if self._counted else {}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **counted}
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        message = dict(choice.message)
+        if self.asked.parallel_tool_calls is False and "tool_calls" in message:
+            message["tool_calls"] = message["tool_calls"][:1]
+        return message
+
+    def _reason(self, choice: Choice) -> str:
+        return "tool_calls" if "tool_calls" in choice.message else "length" if choice.cut else "stop"
+
+
+def _logprobs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"content": list(found), "refusal": None}
+
+
+def _usage(done: Answered) -> dict[str, int]:
+    written = sum(choice.written for choice in done.choices)
+    return {"prompt_tokens": done.read, "completion_tokens": written, "total_tokens": done.read + written}
