@@ -167,3 +167,43 @@ def test_what_is_wrong_before_a_stream_begins_is_a_refusal(served: Served) -> No
     with pytest.raises(openai.BadRequestError) as refused:
         served.chat(stream=True, messages=[*ASKED, {"role": "assistant", "content": "y"}])
     assert refused.value.param == "messages"
+
+
+# What is drawn
+
+
+def test_several_choices_are_drawn_side_by_side_and_a_seed_names_them_all(served: Served) -> None:
+    forwarded = served.engine.forwarded
+    several = served.chat(seed=3, n=4, max_tokens=30)
+    texts = [choice.message.content for choice in several.choices]
+    assert len({*texts}) == 4 and [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    read, written = several.usage.prompt_tokens, several.usage.completion_tokens
+    assert served.engine.forwarded - forwarded < read + written, "the prompt is read once"
+    assert served.chat(seed=3, max_tokens=30).choices[0].message.content == texts[0]
+    parts = [part.choices[0] for part in served.chat(seed=3, n=4, max_tokens=30, stream=True)]
+    for number, text in enumerate(texts):
+        assert "".join(part.delta.content or "" for part in parts if part.index == number) == text
+    more = [*ASKED, {"role": "assistant", "content": texts[2]}, ASKED[0]]
+    forwarded = served.engine.forwarded
+    assert served.chat(messages=more, seed=3, max_tokens=1).usage.prompt_tokens > served.engine.forwarded - forwarded
+
+
+def test_the_most_probable_tokens_are_those_of_the_distribution_that_is_drawn_from(served: Served) -> None:
+    asked: dict[str, Any] = {"seed": 2, "max_tokens": 12, "logprobs": True, "top_logprobs": 5}
+    told = served.chat(**asked).choices[0].logprobs.content
+    for each in told:
+        values = [other.logprob for other in each.top_logprobs]
+        assert len(values) == 5 and values == sorted(values, reverse=True)
+        assert all(other.logprob == each.logprob for other in each.top_logprobs if other.bytes == each.bytes != None)  # noqa: E711
+    greedy = served.chat(**asked, temperature=0).choices[0].logprobs.content
+    assert all(each.top_logprobs[0].logprob == pytest.approx(each.logprob) for each in greedy)
+    narrow = served.chat(**asked, top_p=1e-6).choices[0].logprobs.content
+    assert all([other.logprob for other in each.top_logprobs] == [0.0] == [each.logprob] for each in narrow)
+
+
+def test_a_stop_text_ends_the_turn_in_the_engine(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, endless=True) as small:
+        long = small.chat(seed=1, max_tokens=60).choices[0].message.content
+        stopped = small.chat(seed=1, stop=long[20:24]).choices[0]
+        assert (stopped.message.content, stopped.finish_reason) == (long[: long.index(long[20:24])], "stop")
+        assert small.engine.sampled < LONG / 2 and not small.engine.busy

@@ -20,6 +20,8 @@ class Drawn(NamedTuple):
     token: int
     logprob: float
     version: int
+    top: Sequence[tuple[int, float]] = ()
+    """The most probable tokens with their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Request:
     """Tokens are drawn from the smallest set with this total probability."""
     heard: Callable[[Drawn], None] | None = None
     """Called with every token as it is drawn, by a policy that can do so."""
+    top: int = 0
+    """How many of the most probable tokens are told beside the drawn one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

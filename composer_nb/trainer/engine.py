@@ -55,6 +55,7 @@ class _Slot:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     heard: Callable[[Drawn], None] | None = None
+    top: int = 0
     waiting: bool = False
     """The turn has ended; the next request is not here yet."""
 
@@ -136,7 +137,7 @@ class Engine:
             raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
         slot = known or self._live.setdefault(request.rollout, self._new_slot(request.rollout))
         slot.pending, slot.max_tokens, slot.waiting = pending, request.max_tokens, False
-        slot.drawn, slot.heard = (temperature, request.top_p), request.heard
+        slot.drawn, slot.heard, slot.top = (temperature, request.top_p), request.heard, request.top
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
@@ -162,13 +163,13 @@ class Engine:
         logits_SV = self._forward([slot for _, slot in active])
         tokens, logprobs = _sample(logits_SV, [slot for _, slot in active])
         done = []
-        for (rollout, slot), token, logprob in zip(active, tokens, logprobs, strict=True):
+        for (rollout, slot), logits_V, token, logprob in zip(active, logits_SV, tokens, logprobs, strict=True):
             slot.pending = [token]
             slot.sampled.append(token)
             slot.logprobs.append(logprob)
             slot.versions.append(self.version)
             if slot.heard:
-                slot.heard(Drawn(token, logprob, self.version))
+                slot.heard(Drawn(token, logprob, self.version, _top(logits_V, slot)))
             if token in self.stop or len(slot.sampled) >= slot.max_tokens:
                 slot.waiting = True
                 done.append(
@@ -296,18 +297,31 @@ def _sample(logits_SV: Tensor, slots: Sequence[_Slot]) -> tuple[list[int], list[
 
 def _draw(logits_SV: Tensor, uniform_S: list[float], temperature: float, top_p: float) -> tuple[list[int], list[float]]:
     """The first token of each row whose cumulative probability exceeds the row's random number, and its log-probability."""
+    logprob_SV = _logprobs(logits_SV, temperature, top_p)
     if temperature == 0:
-        logprob_SV = logits_SV.log_softmax(-1)
         token_S = logprob_SV.argmax(-1)
     else:
-        logprob_SV = (logits_SV / temperature).log_softmax(-1)
-        if top_p < 1:
-            logprob_SV = nucleus(logprob_SV, top_p)
         below_SV = logprob_SV.double().exp().cumsum(-1)
         drawn_S1 = torch.tensor(uniform_S, dtype=torch.float64, device=logits_SV.device)[:, None] * below_SV[:, -1:]
         token_S = torch.searchsorted(below_SV, drawn_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
     chosen_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
     return token_S.tolist(), chosen_S.tolist()
+
+
+def _top(logits_V: Tensor, slot: _Slot) -> list[tuple[int, float]]:
+    """The most probable tokens with their log-probabilities, as many as are asked for and can be drawn."""
+    if not slot.top:
+        return []
+    found = _logprobs(logits_V[None], *slot.drawn)[0].topk(min(slot.top, len(logits_V)))
+    return [pair for pair in zip(found.indices.tolist(), found.values.tolist(), strict=True) if pair[1] > -np.inf]
+
+
+def _logprobs(logits_SV: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Log-probabilities of the distribution that is drawn from; of temperature 1 for a greedy turn."""
+    if temperature == 0:
+        return logits_SV.log_softmax(-1)
+    logprob_SV = (logits_SV / temperature).log_softmax(-1)
+    return nucleus(logprob_SV, top_p) if top_p < 1 else logprob_SV
 
 
 def nucleus(logprob_SV: Tensor, top_p: float) -> Tensor:

@@ -72,33 +72,38 @@ class Conversations:
         system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         wire_now = [json.dumps(each, sort_keys=True) for each in spoken]
-        talk, known = self._continued(system, asked, wire_now, there)
+        held = self._held(system, asked, wire_now, there)
         try:
-            read = self._read(talk, system, spoken, known)
-            before = talk.tokens + len(read)
-            request = Request(
-                rollout=talk.rollout,
-                token_ids=read,
-                max_tokens=self._left(asked, before),
-                temperature=asked.temperature,
-                top_p=asked.top_p or 1.0,
-            )
-            turn = Turn(talk.renderer, asked, partial(told, 0))
-            self._run([(request, turn)], there)
-            choice, whole = turn.choice()
+            work = []
+            for number, (talk, known) in enumerate(held):
+                read = self._read(talk, system, spoken, known)
+                request = Request(
+                    rollout=talk.rollout,
+                    token_ids=read,
+                    max_tokens=self._left(asked, talk.tokens + len(read)),
+                    temperature=asked.temperature,
+                    top_p=asked.top_p or 1.0,
+                    top=asked.top_logprobs or 0,
+                )
+                work.append((request, Turn(talk.renderer, asked, partial(told, number))))
+            self._run(work, there)
+            choices = [turn.choice() for _, turn in work]
         except BaseException:
-            self._forget(talk)
+            for talk, _ in held:
+                self._forget(talk)
             raise
-        if whole:
+        before = held[0][0].tokens + len(work[0][0].token_ids)
+        for (talk, _), (request, turn), (choice, whole) in zip(held, work, choices, strict=True):
+            if not whole:  # the policy holds more than the client is shown
+                self._forget(talk)
+                continue
             talk.wire = [*wire_now, json.dumps(_plain(choice.message), sort_keys=True)]
-            talk.tokens = before + len(turn.drawn)
+            talk.tokens += len(request.token_ids) + len(turn.drawn)
             talk.open = turn.token_ids[-1:] != [talk.renderer.end]
             with self._room:
                 talk.busy = False
                 self._room.notify_all()
-        else:  # the policy holds more than the client is shown
-            self._forget(talk)
-        return Answered(choices=[choice], read=before)
+        return Answered(choices=[choice for choice, _ in choices], read=before)
 
     def _left(self, asked: Asked, before: int) -> int:
         """Return how many tokens may follow those `before`."""
@@ -130,35 +135,44 @@ class Conversations:
                 for number in {number for number, _ in heard} & open_turns.keys():
                     if open_turns[number].tell():
                         del open_turns[number]
+                        self.policy.release(work[number][0].rollout)
 
-    def _continued(
+    def _held(
         self, system: str, asked: Asked, wire: Sequence[str], there: Callable[[], bool]
-    ) -> tuple[_Talk, int]:
-        """Return the conversation of a request, and how many of its messages the policy holds; 0 for a new one. Waits while all
-        that the policy can hold are in use. Raises TimeIsUp when the client goes away."""
+    ) -> list[tuple[_Talk, int]]:
+        """Return a conversation for each choice of a request, and how many of its messages the policy holds; 0 for a new one.
+        Waits while too many are in use. Raises TimeIsUp when the client goes away."""
+        count, most = asked.n or 1, self.policy.policy.capacity
+        if count > most:
+            raise Refused(f"n: {count} choices, and {most} conversations are held at a time", param="n")
         head = json.dumps([system, asked.tools or [], asked.seed])
         with self._door, self._room:
-            while sum(talk.busy for talk in self._talks) >= self.policy.policy.capacity:
+            while sum(talk.busy for talk in self._talks) + count > most:
                 if not there():
                     raise TimeIsUp
                 self._room.wait(LOOK_S)
-            for talk in self._talks:
-                held = len(talk.wire)
-                if not talk.busy and talk.head == head and len(wire) > held and talk.wire == wire[:held]:
-                    self._talks.remove(talk)
-                    self._talks.append(talk)
-                    talk.busy = True
-                    return talk, held
-            if len(self._talks) == self.policy.policy.capacity:
-                idle = next(talk for talk in self._talks if not talk.busy)
-                self._talks.remove(idle)
-                self.policy.release(idle.rollout)
-            number = next(self._numbers)
-            drawn_by = (number if asked.seed is None else asked.seed) % ATTEMPT_STRIDE  # decides the random draws
             renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
-            talk = _Talk(rollout=number * ATTEMPT_STRIDE + drawn_by, renderer=renderer, head=head)
-            self._talks.append(talk)
-            return talk, 0
+            return [self._one(head, renderer, asked.seed, place, wire) for place in range(count)]
+
+    def _one(
+        self, head: str, renderer: ChatRenderer, seed: int | None, place: int, wire: Sequence[str]
+    ) -> tuple[_Talk, int]:
+        for talk in self._talks:
+            held = len(talk.wire)
+            if not talk.busy and talk.head == head and len(wire) > held and talk.wire == wire[:held]:
+                self._talks.remove(talk)
+                self._talks.append(talk)
+                talk.busy = True
+                return talk, held
+        if len(self._talks) == self.policy.policy.capacity:
+            idle = next(talk for talk in self._talks if not talk.busy)
+            self._talks.remove(idle)
+            self.policy.release(idle.rollout)
+        number = next(self._numbers)
+        drawn_by = (number if seed is None else seed + (place << 32)) % ATTEMPT_STRIDE  # decides the random draws
+        talk = _Talk(rollout=number * ATTEMPT_STRIDE + drawn_by, renderer=renderer, head=head)
+        self._talks.append(talk)
+        return talk, 0
 
     def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> list[int]:
         """Return the new tokens. Raises ValueError for invalid messages, or if the last one is a turn of the agent."""

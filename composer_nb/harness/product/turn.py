@@ -34,7 +34,10 @@ class Turn:
             self.drawn.append(what)
             return False
         done = what.result()
-        self.drawn = [Drawn(*each) for each in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)]
+        if not self.drawn:  # the policy does not tell tokens as it draws them
+            self.drawn = [
+                Drawn(*each) for each in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)
+            ]
         return True
 
     def tell(self) -> bool:
@@ -93,9 +96,13 @@ class Turn:
         return str(self.renderer.tokenizer.decode(plain, skip_special_tokens=False))
 
     def _logprobs(self, drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
-        return [self._named(each.token, each.logprob) for each in drawn if each.token not in self.renderer.stop]
+        return [
+            {**self._named(each.token, each.logprob), "top_logprobs": [self._named(*other) for other in each.top]}
+            for each in drawn
+            if each.token not in self.renderer.stop
+        ]
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.renderer.tokenizer.decode([token], skip_special_tokens=False)
         part = "\ufffd" in text  # a token of part of a character: the text does not tell its bytes
-        return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode()), "top_logprobs": []}
+        return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode())}

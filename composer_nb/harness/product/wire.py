@@ -48,11 +48,11 @@ class Asked(BaseModel):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
     # Accepted with the values that change nothing.
-    n: Literal[1] | None = None
-    top_logprobs: Literal[0] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
@@ -60,6 +60,10 @@ class Asked(BaseModel):
     store: Literal[False] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
 
     @field_validator("tools")
     @classmethod
@@ -111,7 +115,7 @@ Told = Callable[[int, str, Sequence[Mapping[str, Any]]], None]
 def read_request(body: bytes) -> Asked:
     """Return the body of a request. Raises Refused, which names the first parameter that is wrong."""
     try:
-        return Asked.model_validate_json(body)
+        asked = Asked.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         names = [str(part) for part in first["loc"]]
@@ -120,6 +124,9 @@ def read_request(body: bytes) -> Asked:
         code = "unsupported_parameter" if unknown else "invalid_value"
         param = names[0] if names else None
         raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
+    if asked.top_logprobs and not asked.logprobs:
+        raise Refused("top_logprobs: only beside logprobs=true", param="top_logprobs")
+    return asked
 
 
 def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -69,7 +69,7 @@ def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
         endpoint = Endpoint(url=server.url, model="model", retries=0)
         for body, why in (
             ({"messages": [user], "max_tokens": -1}, "max_tokens: Input should be greater"),
-            ({"messages": [user], "n": 2}, "n: Input should be 1"),
+            ({"messages": [user], "n": 3}, "n: 3 choices, and 2 conversations"),
             ({"messages": [user, said]}, "the last one is"),
             ({"messages": [{"role": "user", "content": "x" * 400}]}, "a conversation has 300"),
             ({"messages": [user], "tools": ["x"]}, "tools.0: Input should be an object"),

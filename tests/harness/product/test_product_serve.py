@@ -217,13 +217,15 @@ def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
-        ({"n": 2}, "n", "invalid_value"),
+        ({"n": 3}, "n", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"temperature": -0.1}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
         ({"seed": "7"}, "seed", "invalid_value"),
         ({"stop": ["a"] * 5}, "stop", "invalid_value"),
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "invalid_value"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
@@ -255,6 +257,7 @@ def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
         "presence_penalty": 0.0,
     }
     with served(tokenizer, turn) as (client, _):
+        usual |= {"service_tier": "auto", "prompt_cache_key": "k", "modalities": ["text"], "safety_identifier": "s"}
         usual |= {"logit_bias": {}, "store": False, "user": "me", "metadata": {"a": "b"}, "tool_choice": "auto"}
         assert chat(client, **usual, tools=[TOOL], stop=[], top_logprobs=0).choices[0].message.content == "Done."
 
