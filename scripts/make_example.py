@@ -37,7 +37,7 @@ from composer_nb.trainer.records.rundir import EXCERPT, RunDir
 
 HELDOUT_TASKS, STRUCTURE_TASKS, DEMONSTRATIONS = 48, 16, 64
 WEIGHTS = ("start", "before_final", "final")
-LIMIT = 16_000_000
+LIMIT = 20_000_000
 """Bytes; a larger result is refused."""
 LEFT_OVER = ("rollout", "checkpoint", "orchestrator")
 """Tables of what a run works with and no reader needs."""

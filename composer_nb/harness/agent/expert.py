@@ -7,7 +7,7 @@ token for token like the rollout of a model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from random import Random
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
@@ -72,9 +72,9 @@ def searcher(task: Task, rng: Random) -> Script:
     """Test, search the function that failed, read its module; then try single changes of it, each with a test in the same turn,
     undone if the test fails, until one passes.
 
-    The order of the changes is drawn without regard to the right one, as if it were not known: places in a random order, and all
-    changes of a place before the next, so that none is repeated. Only orders in which the right one comes in time are shown.
-    Every try is one to learn from. Where the instruction says what the function should do, the first is right.
+    The right change comes at a random place between the first and the last try, as if it were not known and the changes were
+    drawn without repeats. Every try is one to learn from. Where the instruction says what the function should do, the first is
+    right.
 
     Raises ValueError for a task whose solution is no single change."""
     [(path, right)] = task.solution.items()
@@ -90,23 +90,13 @@ def searcher(task: Task, rng: Random) -> Script:
     wanted = right.rstrip("\n")
     if wanted not in changes:
         raise ValueError(f"task {task.id}: its solution is no single change")
-    edits = [(_substitute(path, now, text), text == wanted) for text in changes]
-    first = 1 if ":" in task.instruction else TRIES
-    tries = _in_turn(edits, rng)
-    while not any(is_right for _, is_right in tries[:first]):
-        tries = _in_turn(edits, rng)
-    for number, (edit, _) in enumerate(tries):
+    count = 0 if ":" in task.instruction else rng.randrange(TRIES)
+    tries = [text for text in rng.sample(changes, len(changes)) if text != wanted][:count]
+    for number, text in enumerate([*tries, wanted]):
+        edit = _substitute(path, now, text)
         if (yield turn([*[_UNDO] * (number > 0), edit, _TEST_CALL])).startswith("pass"):
             break
     yield one(ToolCall(name="finish", arguments={}))
-
-
-def _in_turn(edits: Sequence[tuple[ToolCall, bool]], rng: Random) -> list[tuple[ToolCall, bool]]:
-    """Return the edits in a random order, those of one place one after another."""
-    places: dict[tuple[object, object], list[tuple[ToolCall, bool]]] = {}
-    for edit in rng.sample(edits, len(edits)):
-        places.setdefault((edit[0].arguments["line"], edit[0].arguments["old"]), []).append(edit)
-    return [edit for place in places.values() for edit in place]
 
 
 _PARTS = re.compile(r"\w+|[^\w\s]+|\s+")
