@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,18 +136,23 @@ class OpenEngine:
     """Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are given."""
     tokens: int
     """Maximum tokens of one conversation."""
+    version: Callable[[], int]
+    """Version that runs now."""
 
 
 @contextmanager
 def open_engine(
-    path: Path, *, slots: int, tokens: int, temperature: float = 1.0, seed: int = 0
+    path: Path, *, slots: int, tokens: int, temperature: float = 1.0, seed: int = 0, follow: str = ""
 ) -> Iterator[OpenEngine]:
-    """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less.
+    """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
+    of this model, whose newest runs at any time; as long as there is none, the checkpoint runs as version -1, else as 0.
 
-    Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools."""
+    Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools or for versions of
+    another model, WeightFault and StoreError for a store that cannot be used."""
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.tokenizer import load_tokenizer
+    from composer_nb.trainer.services.updates import Follower, Updates
 
     known, tokenizer = trained_with(path), load_tokenizer(path, needed=())
     own = tools_for(known.tools).schemas if known.renderer == "compact" else []
@@ -155,6 +162,11 @@ def open_engine(
 
     stop, model = form(tokenizer).stop, load_pretrained(path)
     most = min(tokens, model.config.max_position_embeddings)
-    engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed)
-    with Shared(engine) as shared:
-        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=most)
+    updates, version = None, 0
+    if follow:
+        updates = Updates(follow, f"serve-{socket.gethostname()}-{os.getpid()}", model.config)
+        newest = updates.receiver.newest()
+        model, version = (model, -1) if newest is None else (updates.first(newest), newest)
+    engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed, version=version)
+    with Shared(engine) as shared, Follower(updates, engine, shared.between) if updates else nullcontext():
+        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=most, version=lambda: engine.version)

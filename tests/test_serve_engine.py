@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,14 +19,21 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import ChatServer
+from composer_nb.policies import open_engine
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.services import updates
+from composer_nb.trainer.services.updates import Follower, Updates
+from composer_nb.trainer.versions.publisher import Publisher
+from composer_nb.trainer.versions.store import Store
 from tests.harness.product import conftest as product
 from tests.tiny_models import SIZES
 
 tokenizer = product.tokenizer
 ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
 LONG = 4000
+FILES = {"config.json": b"{}"}
 
 
 @dataclass(frozen=True)
@@ -52,9 +60,10 @@ def model(tokenizer: Tokenizer) -> Model:
 
 
 class Endless(Engine):
-    """Writes letters, and nothing that ends a turn."""
+    """Writes letters, slowly, and nothing that ends a turn."""
 
     def _forward(self, slots: Any) -> Any:
+        time.sleep(0.002)
         logits = super()._forward(slots)
         held = logits[:, 70:80].clone()
         return logits.fill_(-float("inf")).index_copy_(1, torch.arange(70, 80), held)
@@ -66,12 +75,15 @@ def serving(
     tokenizer: Tokenizer,
     slots: int = 4,
     endless: bool = False,
+    store: Path | None = None,
+    version: int = 0,
     **given: Any,
 ) -> Iterator[Served]:
     kind = Endless if endless else Engine
-    engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG)
+    engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG, version=version)
     with (
         Shared(engine) as shared,
+        Follower(Updates(store, "served", model.config), engine, shared.between) if store else nullcontext(),
         ChatServer(Conversations(shared, tokenizer, QwenRenderer, LONG), **given) as server,
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
@@ -155,7 +167,7 @@ def test_a_stream_comes_while_it_is_written_and_says_what_the_whole_answer_says(
 
 def test_the_first_part_of_a_stream_does_not_wait_for_the_last(model: Model, tokenizer: Tokenizer) -> None:
     with serving(model, tokenizer, slots=1, endless=True) as small:
-        with small.chat(stream=True, seed=1) as stream:
+        with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
             for _ in range(5):
                 assert next(iter(stream)).choices[0].finish_reason is None
             assert small.engine.busy
@@ -207,3 +219,54 @@ def test_a_stop_text_ends_the_turn_in_the_engine(model: Model, tokenizer: Tokeni
         stopped = small.chat(seed=1, stop=long[20:24]).choices[0]
         assert (stopped.message.content, stopped.finish_reason) == (long[: long.index(long[20:24])], "stop")
         assert small.engine.sampled < LONG / 2 and not small.engine.busy
+
+
+# Versions
+
+
+def turned(model: Model, by: float) -> dict[str, torch.Tensor]:
+    return {name: tensor + (by if name == "model.norm.weight" else 0) for name, tensor in published(model).items()}
+
+
+def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_names_its_own(
+    model: Model,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(updates, "LOOK_S", 0.02)
+    publisher = Publisher(tmp_path / "store", owner="test")
+    with serving(model, tokenizer, slots=2, endless=True, store=tmp_path / "store", version=-1) as small:
+        bare = small.chat(max_tokens=3)
+        assert bare.system_fingerprint is None and bare.choices[0].policy_version == -1, "the store is empty"
+        publisher.publish(3, published(model), FILES)
+        wait_until(lambda: [each.version for each in Store(tmp_path / "store").reports()] == [3])
+        assert small.chat(max_tokens=3).system_fingerprint == "v3"
+        publisher.publish(4, turned(model, 0.25), FILES)  # a delta: the receiver has reported version 3
+        wait_until(lambda: small.engine.version == 4)
+        with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
+            parts = [next(iter(stream))]
+            publisher.publish(5, turned(model, 0.5), FILES)
+            parts += stream
+        assert parts[-1].system_fingerprint == "v5" and parts[-1].choices[0].policy_version == 5
+        old, new = parts[-1].choices[0].weight_versions
+        assert (old["version"], old["start"], new["version"]) == (4, 0, 5) and old["end"] == new["start"] > 0
+        spoiled = turned(model, float("nan"))
+        publisher.publish(6, spoiled, FILES)
+        wait_until(lambda: "6 is left out" in caplog.text)
+        publisher.publish(7, turned(model, 1.0), FILES)
+        wait_until(lambda: small.engine.version == 7)
+        torch.testing.assert_close(published(small.engine.model), turned(model, 1.0), rtol=0, atol=0)
+        assert small.chat(max_tokens=3).system_fingerprint == "v7"
+
+
+def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "data/example/weights"
+    with open_engine(example / "final", slots=1, tokens=300) as plain:
+        assert plain.version() == 0
+    start = published(load_pretrained(example / "start"))
+    Publisher(tmp_path / "store", owner="test").publish(12, start, FILES)
+    with open_engine(example / "final", slots=1, tokens=300, follow=str(tmp_path / "store")) as engine:
+        assert engine.version() == 12
+        torch.testing.assert_close(published(engine.shared.policy.model), start, rtol=0, atol=0)

@@ -106,6 +106,7 @@ def verdict(given: argparse.Namespace) -> int:
     "serve",
     arg("--model DIR", "checkpoint to serve", type=Path),
     arg("--policy scripted:FILE.json", "script to serve"),
+    arg("--follow STORE", "store of weight versions of this model; the newest answers", ""),
     arg("--slots N", "conversations held at a time", 4),
     arg("--tokens N", "maximum tokens of one conversation", 32_768),
     arg("--queue N", "waiting requests; more get status 429", 64),
@@ -128,11 +129,13 @@ def serve(given: argparse.Namespace) -> int:
 
     if (given.model is None) == (given.policy is None):
         raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
+    if given.follow and not given.model:
+        raise ValueError("--follow needs --model DIR, for the sizes of the model and its tokenizer")
     if min(given.slots, given.tokens) < 1 or given.queue < 0:
         raise ValueError("--slots and --tokens must be above 0, and --queue not below it")
     address = pick(given, "host", "slots", "queue")
     if given.model:
-        with open_engine(given.model, **pick(given, "slots", "tokens", "temperature")) as engine:
+        with open_engine(given.model, **pick(given, "slots", "tokens", "temperature", "follow")) as engine:
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
             return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
     kind, _, name = given.policy.partition(":")

@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +20,9 @@ class Shared:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._lock = threading.Lock()
-        self._orders: queue.SimpleQueue[tuple[Request | int, Future[Any]] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Request | int | Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._asked: dict[int, Future[Completion]] = {}
         self._over: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
@@ -51,7 +54,11 @@ class Shared:
         answer: Trace = self._order(rollout).result()
         return answer
 
-    def _order(self, what: Request | int) -> Future[Any]:
+    def between(self, task: Callable[[], Any]) -> Any:
+        """Have something done between two steps of the policy, and return what it returns."""
+        return self._order(task).result()
+
+    def _order(self, what: Request | int | Callable[[], Any]) -> Future[Any]:
         answer: Future[Any] = Future()
         with self._lock:
             if self._over is not None:
@@ -89,7 +96,12 @@ class Shared:
             if order is None:
                 return False
             what, answer = order
-            if isinstance(what, Request):
+            if callable(what):
+                try:
+                    answer.set_result(what())
+                except Exception as error:  # of the task, not of the policy
+                    answer.set_exception(error)
+            elif isinstance(what, Request):
                 try:
                     self.policy.submit(what)
                 except ValueError as refused:  # it changed nothing

@@ -66,6 +66,7 @@ class Turn:
             written=len(token_ids[:kept]),
             cut=kept is None and not self.renderer.stop.issuperset(token_ids[-1:] or [-1]),
             logprobs=self._logprobs(self.drawn[:kept]) if self.asked.logprobs else None,
+            versions=[each.version for each in self.drawn[:kept]],
         )
         return made, kept is None
 

@@ -98,6 +98,8 @@ class Choice:
     """The turn was cut off by a limit of tokens."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
     """Log-probability of each written token, in OpenAI's form."""
+    versions: Sequence[int] = ()
+    """Policy version of each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ class Reply:
 
     def __init__(self, asked: Asked, model: str) -> None:
         self.asked = asked
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._sent: dict[int, tuple[int, int]] = {}
         """How many letters and log-probabilities of each choice were sent."""
 
@@ -176,9 +178,11 @@ class Reply:
                 "message": self._message(choice),
                 "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs),
                 "finish_reason": self._reason(choice),
+                **_spoke(choice),
             }
             for number, choice in enumerate(done.choices)
         ]
+        self._head["system_fingerprint"] = _fingerprint(done)
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(done)}
 
     def part(self, number: int, text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -190,6 +194,7 @@ class Reply:
 
     def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
         """Yield the chunks of all that was not sent yet."""
+        self._head["system_fingerprint"] = _fingerprint(done)
         for number, choice in enumerate(done.choices):
             message, (letters, tokens) = self._message(choice), self._sent.get(number, (0, 0))
             text, logprobs = message["content"][letters:], (choice.logprobs or ())[tokens:]
@@ -200,7 +205,7 @@ class Reply:
                 yield self._chunk(number, {"tool_calls": [{"index": place, **named}]})
                 said = {"arguments": call["function"]["arguments"]}
                 yield self._chunk(number, {"tool_calls": [{"index": place, "function": said}]})
-            yield self._chunk(number, {}, finish_reason=self._reason(choice))
+            yield self._chunk(number, {}, finish_reason=self._reason(choice), **_spoke(choice))
         if self._counted:
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(done)}
 
@@ -221,6 +226,24 @@ class Reply:
 
     def _reason(self, choice: Choice) -> str:
         return "tool_calls" if "tool_calls" in choice.message else "length" if choice.cut else "stop"
+
+
+def _spoke(choice: Choice) -> dict[str, Any]:
+    """Return the policy version of the last token, and which versions wrote which tokens, in vLLM's form."""
+    if not choice.versions:
+        return {}
+    spans: list[dict[str, int]] = []
+    for place, version in enumerate(choice.versions):
+        if not spans or spans[-1]["version"] != version:
+            spans.append({"version": version, "start": place})
+        spans[-1]["end"] = place + 1
+    return {"policy_version": choice.versions[-1], "weight_versions": spans}
+
+
+def _fingerprint(done: Answered) -> str | None:
+    """Return the newest version that spoke."""
+    newest = max((version for choice in done.choices for version in choice.versions), default=-1)
+    return f"v{newest}" if newest >= 0 else None
 
 
 def _logprobs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -44,37 +43,11 @@ from composer_nb.trainer.models.checkpoint import (
 )
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.updates import Running, Updates, fetch
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
-from composer_nb.trainer.versions.receiver import Fetched, Receiver
-
-APPEARS_S = 120.0
-"""A version that was announced is in the store within so long, or the publisher is in trouble."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """The version that an engine runs, by its own account."""
-
-    version: int
-    hash: str
-    read_bytes: int
-    seconds: float
-    """From the order to the swap."""
-    paused: float
-    """Part of these seconds without decoding."""
-
-
-def fetch(receiver: Receiver, version: int) -> Fetched:
-    """Fetch a version that may still be on its way. Raises TimeoutError when it does not appear, WeightFault if it is damaged."""
-    until = time.monotonic() + APPEARS_S
-    while (newest := receiver.newest()) is None or newest < version:
-        if time.monotonic() > until:
-            raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
-        time.sleep(0.01)
-    return receiver.fetch(version)
+from composer_nb.trainer.versions.receiver import Receiver
 
 
 class EngineService:
@@ -85,18 +58,18 @@ class EngineService:
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
         set_up_process(settings.seed)
-        self._receiver = Receiver(store_url(run, settings), name=name)
-        config = load_pretrained(run / "weights" / "start").config
-        self._config = config
-        self._computes = settings.engine.numerics, settings.engine.batch_invariant
-        self._kernels = settings.kernels
-        fetched = fetch(
-            self._receiver, version
+        self._updates = Updates(
+            store_url(run, settings),
+            name,
+            load_pretrained(run / "weights" / "start").config,
+            kernels=settings.kernels,
+            computes=(settings.engine.numerics, settings.engine.batch_invariant),
+        )
+        model = self._updates.first(
+            version
         )  # which may still be on its way, where this takes the place of one that died
-        model = as_engine(self._model(fetched.tensors), *self._computes)
         stop = make_agent(settings.env, load_tokenizer(run / "data", needed=()), settings.limits).renderer.stop
         self._engine = make_engine(model, settings, stop, seed=seed, version=version)
-        self._receiver.install(fetched)
         self._lockstep = settings.services.lockstep
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -109,12 +82,6 @@ class EngineService:
         self._stopped = False
         if not self._lockstep:
             threading.Thread(target=self._decode, daemon=True, name="decode").start()
-
-    def _model(self, tensors: Mapping[str, Tensor]) -> Model:
-        model = empty_model(self._config)
-        model.kernels = self._kernels
-        from_hugging_face(model, tensors)
-        return model
 
     # Environment workers
 
@@ -205,36 +172,19 @@ class EngineService:
     # Weights
 
     def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
-        """Fetches a version, swaps it in between two steps, and says what runs now. `full` are the version's tensors, for
-        when the store's copy cannot be used.
+        """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
+        return self._updates.update(self._engine, version, self._between, full)
 
-        Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears.
-        """
-        start = time.perf_counter()
-        fetched = fetch(self._receiver, version) if full is None else None
-        tensors = full if fetched is None else fetched.tensors
-        assert tensors is not None
-        plain, applied = self._model(tensors), threading.Event()
-        model = as_engine(plain, *self._computes)
-        pause = time.perf_counter()
-        self._tell(partial(self._swap, model, version, applied))
-        while not applied.wait(0.2):
+    def _between(self, task: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def do() -> None:
+            task()
+            done.set()
+
+        self._tell(do)
+        while not done.wait(0.2):
             self._check()
-        now = time.perf_counter()
-        if fetched is not None:
-            self._receiver.install(fetched)
-        runs = state_hash(published(plain))
-        return Running(
-            version=version,
-            hash=runs,
-            read_bytes=fetched.read_bytes if fetched else 0,
-            seconds=now - start,
-            paused=now - pause,
-        )
-
-    def _swap(self, model: Model, version: int, applied: threading.Event) -> None:
-        self._engine.swap(model, version)
-        applied.set()
 
     def stop(self) -> None:
         """Ends decoding, and who waits for it. A process of its own needs no such thing: it is ended."""

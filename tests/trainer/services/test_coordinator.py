@@ -409,13 +409,13 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
 
 def test_an_engine_that_runs_other_weights_than_were_published_stops_the_run(begun, monkeypatch: pytest.MonkeyPatch):
     run, settings = begun("wrong", {"rl.steps": 4})
-    monkeypatch.setattr("composer_nb.trainer.services.services.EngineService._model", _spoiled)
+    monkeypatch.setattr("composer_nb.trainer.services.updates.Updates.model", _spoiled)
     with pytest.raises(RunStopped, match="the trainer made"):
         go(run, settings)
 
 
 def _spoiled(self: Any, tensors: Any) -> Any:
-    model = empty_model(self._config)
+    model = empty_model(self.config)
     from_hugging_face(model, tensors)
     model.final_norm.data[0] += 1
     return model

@@ -1,0 +1,146 @@
+"""Versions of a store on their way into an engine: fetched while it decodes, swapped in between two steps, hashed and reported.
+
+An engine of RL is told which version to take (`services.EngineService`); one that serves follows the newest (`Follower`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.models.variants import EngineName, as_engine
+from composer_nb.trainer.versions.manifest import WeightFault, state_hash
+from composer_nb.trainer.versions.receiver import Fetched, Receiver
+from composer_nb.trainer.versions.store import StoreError
+
+APPEARS_S = 120.0
+"""A version that was announced is in the store within so long, or the publisher is in trouble."""
+LOOK_S = 1.0
+"""Seconds between two looks for a newer version."""
+LOG = logging.getLogger(__name__)
+Between = Callable[[Callable[[], Any]], Any]
+"""Has something done between two steps of an engine, and waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The version that an engine runs, by its own account."""
+
+    version: int
+    hash: str
+    read_bytes: int
+    seconds: float
+    """From the order to the swap."""
+    paused: float
+    """Part of these seconds without decoding."""
+
+
+def fetch(receiver: Receiver, version: int) -> Fetched:
+    """Fetch a version that may still be on its way. Raises TimeoutError when it does not appear, WeightFault if it is damaged."""
+    until = time.monotonic() + APPEARS_S
+    while (newest := receiver.newest()) is None or newest < version:
+        if time.monotonic() > until:
+            raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
+        time.sleep(0.01)
+    return receiver.fetch(version)
+
+
+class Updates:
+    """Versions of a store as models of one engine."""
+
+    def __init__(
+        self,
+        url: str | Path,
+        name: str,
+        config: ModelConfig,
+        *,
+        kernels: Any = None,
+        computes: tuple[EngineName, bool] = ("float32", False),
+    ) -> None:
+        """`computes`: the engine's number format, and whether it is batch-invariant."""
+        self.receiver = Receiver(url, name=name)
+        self.config, self.kernels, self.computes = config, kernels, computes
+
+    def model(self, tensors: Mapping[str, Tensor]) -> Model:
+        model = empty_model(self.config)
+        model.kernels = self.kernels or model.kernels
+        from_hugging_face(model, tensors)
+        return model
+
+    def first(self, version: int) -> Model:
+        """Return the model that an engine begins with. Raises like `fetch`."""
+        fetched = fetch(self.receiver, version)
+        model = as_engine(self.model(fetched.tensors), *self.computes)
+        self.receiver.install(fetched)
+        return model
+
+    def update(
+        self, engine: Engine, version: int, between: Between, full: Mapping[str, Tensor] | None = None
+    ) -> Running:
+        """Fetch a version, swap it in between two steps, and say what runs now. `full` are the version's tensors, for when the
+        store's copy cannot be used.
+
+        Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears, ValueError
+        for the weights of another model."""
+        start = time.perf_counter()
+        fetched = fetch(self.receiver, version) if full is None else None
+        tensors = full if fetched is None else fetched.tensors
+        assert tensors is not None
+        plain = self.model(tensors)
+        model = as_engine(plain, *self.computes)
+        pause = time.perf_counter()
+        between(lambda: engine.swap(model, version))
+        now = time.perf_counter()
+        if fetched is not None:
+            self.receiver.install(fetched)
+        return Running(
+            version=version,
+            hash=state_hash(published(plain)),
+            read_bytes=fetched.read_bytes if fetched else 0,
+            seconds=now - start,
+            paused=now - pause,
+        )
+
+
+class Follower:
+    """A context manager that keeps an engine at the newest version of a store. What cannot be used is logged and left out."""
+
+    def __init__(self, updates: Updates, engine: Engine, between: Between) -> None:
+        self.updates, self.engine, self.between = updates, engine, between
+        self._passed = engine.version
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follow", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            newest = None
+            try:
+                newest = self.updates.receiver.newest()
+                if newest is not None and newest > self._passed:
+                    self.updates.update(self.engine, newest, self.between)
+                    self._passed = newest
+                    self.updates.receiver.report()
+            except (WeightFault, StoreError, TimeoutError) as error:
+                LOG.warning("version %d goes on: %s", self.engine.version, error)
+            except Exception as error:  # such as the weights of another model: no later look mends that
+                LOG.warning("version %d goes on, and %s is left out: %r", self.engine.version, newest, error)
+                self._passed = newest or self._passed
