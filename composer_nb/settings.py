@@ -274,7 +274,7 @@ class Settings:
     extend: ExtendSettings = field(default_factory=ExtendSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     rl: RlSettings = field(default_factory=RlSettings)
-    loss: LossSettings = field(default_factory=lambda: LossSettings(baseline="phase"))
+    loss: LossSettings = field(default_factory=LossSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     kernels: Kernels = field(default_factory=Kernels)
     reward: RewardSettings = field(default_factory=RewardSettings)
