@@ -137,7 +137,7 @@ class OpenEngine:
     tokens: int
     """Maximum tokens of one conversation."""
     version: Callable[[], int]
-    """Version that runs now."""
+    """Version that runs now. Raises ProviderFailure if nothing does."""
 
 
 @contextmanager
@@ -169,4 +169,9 @@ def open_engine(
         model, version = (model, -1) if newest is None else (updates.first(newest), newest)
     engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed, version=version)
     with Shared(engine) as shared, Follower(updates, engine, shared.between) if updates else nullcontext():
-        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=most, version=lambda: engine.version)
+
+        def now() -> int:
+            shared.check()
+            return engine.version
+
+        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=most, version=now)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
+import urllib.request
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.policy import ProviderFailure, Request
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import ChatServer
 from composer_nb.policies import open_engine
@@ -84,7 +90,9 @@ def serving(
     with (
         Shared(engine) as shared,
         Follower(Updates(store, "served", model.config), engine, shared.between) if store else nullcontext(),
-        ChatServer(Conversations(shared, tokenizer, QwenRenderer, LONG), **given) as server,
+        ChatServer(
+            Conversations(shared, tokenizer, QwenRenderer, LONG), version=lambda: engine.version, **given
+        ) as server,
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
         yield Served(engine, server, client)
@@ -270,3 +278,84 @@ def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Pat
     with open_engine(example / "final", slots=1, tokens=300, follow=str(tmp_path / "store")) as engine:
         assert engine.version() == 12
         torch.testing.assert_close(published(engine.shared.policy.model), start, rtol=0, atol=0)
+
+
+# Tokens
+
+
+def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
+    served: Served, model: Model, tokenizer: Tokenizer
+) -> None:
+    prompt = QwenRenderer(tokenizer).render([User(text="fix f")])
+    sampling = {"n": 2, "max_tokens": 20, "seed": 3, "logprobs": 2}
+    body = {"prompt_token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
+    done = served.post("/generate", body)
+    engine = Engine(model, stop=QwenRenderer(tokenizer).stop, slots=1, max_length=LONG)
+    [turn] = engine.generate([Request(rollout=3, token_ids=prompt, max_tokens=20)])
+    first, second = done["choices"]
+    assert first["token_ids"] == turn.token_ids != second["token_ids"] and first["policy_versions"] == [0] * len(
+        turn.token_ids
+    )
+    told = first["logprobs"]["content"]
+    assert [each["logprob"] for each in told] == pytest.approx(turn.logprobs, abs=1e-5)
+    assert [each["token"] for each in told] == [f"token_id:{token}" for token in turn.token_ids]
+    assert all(len(each["top_logprobs"]) == 2 for each in told) and done["system_fingerprint"] == "v0"
+    routes = np.load(BytesIO(b64decode(first["routed_experts"])))
+    np.testing.assert_array_equal(routes, engine.release(3).routes[:-1])
+    assert routes.shape == (len(prompt) + len(turn.token_ids) - 1, 2, 2)
+    assert first["finish_reason"] == ("length" if len(turn.token_ids) == 20 else "stop")
+    assert done["usage"]["prompt_tokens"] == len(prompt)
+    text = served.chat(seed=3, max_tokens=20).choices[0].message.content
+    assert text in tokenizer.decode(turn.token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [262]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [5] * LONG}, "prompt_token_ids"),
+        ({"prompt_token_ids": [5], "sampling_params": {"top_k": 5}}, "sampling_params"),
+        ({"prompt_token_ids": [5], "sampling_params": {"n": 5}}, "n"),
+        ({"prompt_token_ids": [5], "stream": True}, "stream"),
+        ({"prompt_token_ids": [5], "priority": 1}, "priority"),
+    ],
+)
+def test_tokens_that_cannot_be_continued_are_refused(served: Served, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.post("/generate", body)
+    assert refused.value.param == param and served.post("/generate", {"prompt_token_ids": [5]})["choices"]
+
+
+def test_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, endless=True, version=7) as small:
+        with ThreadPoolExecutor(3) as clients:
+            asked = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
+            wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in metrics(small))
+            [each.result() for each in asked]
+        with pytest.raises(openai.BadRequestError):
+            small.chat(n=0)
+        told = metrics(small)
+        chat = 'composer_nb_requests_total{path="/v1/chat/completions",status='
+        for line in (f'{chat}"200"}} 3', f'{chat}"400"}} 1', "composer_nb_tokens_written_total 1200"):
+            assert f"\n{line}\n" in told
+        assert "\ncomposer_nb_policy_version 7\n" in told and "\ncomposer_nb_requests_running 0\n" in told
+        assert "# TYPE composer_nb_requests_total counter\ncomposer_nb_requests_total{" in told
+        assert small.client.get("/../health", cast_to=dict[str, Any]) == {"status": "ok", "policy_version": 7}
+
+
+def metrics(served: Served) -> str:
+    with urllib.request.urlopen(served.server.url.removesuffix("/v1") + "/metrics") as reply:
+        return str(reply.read().decode())
+
+
+def test_a_policy_that_failed_is_not_healthy(model: Model, tokenizer: Tokenizer) -> None:
+    engine = Engine(model, stop=frozenset(), slots=1, max_length=50)
+    with Shared(engine) as shared:
+        shared.check()
+        engine.step = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(ZeroDivisionError):
+            shared.ask(Request(rollout=0, token_ids=[1], max_tokens=2))
+        with pytest.raises(ProviderFailure, match="ZeroDivisionError"):
+            shared.check()

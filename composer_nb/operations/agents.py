@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +126,8 @@ def serve(given: argparse.Namespace) -> int:
     def run(server: ChatServer) -> int:
         with server:
             print(server.url, flush=True)
+            if server.key:
+                print(f"its key, also as COMPOSER_NB_KEY: {server.key}", file=sys.stderr, flush=True)
             server.wait()
         return 0
 
@@ -133,11 +137,11 @@ def serve(given: argparse.Namespace) -> int:
         raise ValueError("--follow needs --model DIR, for the sizes of the model and its tokenizer")
     if min(given.slots, given.tokens) < 1 or given.queue < 0:
         raise ValueError("--slots and --tokens must be above 0, and --queue not below it")
-    address = pick(given, "host", "slots", "queue")
+    address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if given.model:
         with open_engine(given.model, **pick(given, "slots", "tokens", "temperature", "follow")) as engine:
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-            return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
+            return run(ChatServer(answer, given.port, given.model.resolve().name, version=engine.version, **address))
     kind, _, name = given.policy.partition(":")
     if kind != "scripted" or not name.endswith(".json"):
         raise ValueError(f"--policy {given.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")

@@ -54,6 +54,11 @@ class Shared:
         answer: Trace = self._order(rollout).result()
         return answer
 
+    def check(self) -> None:
+        """Raise ProviderFailure if the policy is closed or has failed."""
+        if self._over is not None:
+            raise ProviderFailure(f"the policy has ended: {self._over!r}")
+
     def between(self, task: Callable[[], Any]) -> Any:
         """Have something done between two steps of the policy, and return what it returns."""
         return self._order(task).result()

@@ -26,9 +26,9 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp, Trace
 from composer_nb.harness.product.turn import Turn
-from composer_nb.harness.product.wire import Answered, Asked, Refused, Told, messages_of
+from composer_nb.harness.product.wire import Answered, Asked, Generate, Refused, Told, messages_of
 
 LOOK_S = 0.1
 """Seconds between two checks whether a client is still there."""
@@ -66,13 +66,17 @@ class Conversations:
         self._numbers = count()
 
     def __call__(
-        self, asked: Asked, there: Callable[[], bool] = lambda: True, told: Told = lambda *part: None
+        self, asked: Asked | Generate, there: Callable[[], bool] = lambda: True, told: Told = lambda *part: None
     ) -> Answered:
+        if isinstance(asked, Generate):
+            return self._generate(asked, there)
         wire = asked.messages
         system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         wire_now = [json.dumps(each, sort_keys=True) for each in spoken]
-        held = self._held(system, asked, wire_now, there)
+        renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
+        head = json.dumps([system, asked.tools or [], asked.seed])
+        held = self._held(head, renderer, asked.n or 1, asked.seed, wire_now, there)
         try:
             work = []
             for number, (talk, known) in enumerate(held):
@@ -80,7 +84,7 @@ class Conversations:
                 request = Request(
                     rollout=talk.rollout,
                     token_ids=read,
-                    max_tokens=self._left(asked, talk.tokens + len(read)),
+                    max_tokens=self._left(asked.max_completion_tokens or asked.max_tokens, talk.tokens + len(read)),
                     temperature=asked.temperature,
                     top_p=asked.top_p or 1.0,
                     top=asked.top_logprobs or 0,
@@ -105,15 +109,42 @@ class Conversations:
                 self._room.notify_all()
         return Answered(choices=[choice for choice, _ in choices], read=before)
 
-    def _left(self, asked: Asked, before: int) -> int:
+    def _generate(self, asked: Generate, there: Callable[[], bool]) -> Answered:
+        """Continue tokens, in conversations that nothing goes on with."""
+        ids, given, vocabulary = asked.prompt_token_ids, asked.sampling_params, self.tokenizer.get_vocab_size()
+        if max(ids) >= vocabulary:
+            raise Refused(f"prompt_token_ids: {max(ids)} is not below {vocabulary}", param="prompt_token_ids")
+        room, renderer = self._left(given.max_tokens, len(ids), "prompt_token_ids"), self.form(self.tokenizer)
+        held = self._held("", renderer, given.n, given.seed, [], there)
+        traces = []
+        try:
+            requests = [
+                Request(
+                    rollout=talk.rollout,
+                    token_ids=ids,
+                    max_tokens=room,
+                    temperature=given.temperature,
+                    top_p=given.top_p,
+                    top=given.logprobs or 0,
+                )
+                for talk, _ in held
+            ]
+            turns = [Turn(renderer, Asked(messages=[{}]), lambda *part: None) for _ in held]
+            self._run([*zip(requests, turns, strict=True)], there)
+        finally:
+            traces = [self._forget(talk) for talk, _ in held]
+        choices = [
+            turn.tokens(given.logprobs is not None, trace.routes if asked.return_routed_experts else None)
+            for turn, trace in zip(turns, traces, strict=True)
+        ]
+        return Answered(choices=choices, read=len(ids))
+
+    def _left(self, wanted: int | None, before: int, param: str = "messages") -> int:
         """Return how many tokens may follow those `before`."""
-        room = min(asked.max_completion_tokens or asked.max_tokens or self.tokens, self.tokens - before)
+        room = min(wanted or self.tokens, self.tokens - before)
         if room < 1:
-            raise Refused(
-                f"messages: {before} tokens: a conversation has {self.tokens}",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            message = f"{param}: {before} tokens: a conversation has {self.tokens}"
+            raise Refused(message, code="context_length_exceeded", param=param)
         return room
 
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
@@ -138,21 +169,25 @@ class Conversations:
                         self.policy.release(work[number][0].rollout)
 
     def _held(
-        self, system: str, asked: Asked, wire: Sequence[str], there: Callable[[], bool]
+        self,
+        head: str,
+        renderer: ChatRenderer,
+        count: int,
+        seed: int | None,
+        wire: Sequence[str],
+        there: Callable[[], bool],
     ) -> list[tuple[_Talk, int]]:
         """Return a conversation for each choice of a request, and how many of its messages the policy holds; 0 for a new one.
         Waits while too many are in use. Raises TimeIsUp when the client goes away."""
-        count, most = asked.n or 1, self.policy.policy.capacity
+        most = self.policy.policy.capacity
         if count > most:
             raise Refused(f"n: {count} choices, and {most} conversations are held at a time", param="n")
-        head = json.dumps([system, asked.tools or [], asked.seed])
         with self._door, self._room:
             while sum(talk.busy for talk in self._talks) + count > most:
                 if not there():
                     raise TimeIsUp
                 self._room.wait(LOOK_S)
-            renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
-            return [self._one(head, renderer, asked.seed, place, wire) for place in range(count)]
+            return [self._one(head, renderer, seed, place, wire) for place in range(count)]
 
     def _one(
         self, head: str, renderer: ChatRenderer, seed: int | None, place: int, wire: Sequence[str]
@@ -190,11 +225,12 @@ class Conversations:
             raise ValueError("messages: after a turn come the results of its calls, or one message of a user")
         return end + talk.renderer.following(news[0].text)
 
-    def _forget(self, talk: _Talk) -> None:
+    def _forget(self, talk: _Talk) -> Trace:
         with self._room:
             self._talks.remove(talk)
-            self.policy.release(talk.rollout)
+            trace = self.policy.release(talk.rollout)
             self._room.notify_all()
+            return trace
 
 
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:

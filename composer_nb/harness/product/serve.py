@@ -2,20 +2,24 @@
 
     connection (how many, and how long a request may take to arrive) → Host, Origin, body → queue → a thread for each slot
 
-Covers `GET /health`, `GET /v1/models` and `POST /v1/chat/completions` with tools, whole or as a stream. The forms of requests and
-answers are in `wire.py`.
+Covers `POST /v1/chat/completions` with tools, whole or as a stream, `POST /v1/generate` for tokens in and out, and `GET` of
+`/v1/models`, `/health` and `/metrics`. The forms of requests and answers are in `wire.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import re
+import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -24,7 +28,7 @@ import h11
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -33,10 +37,13 @@ from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.product.wire import (
     Answered,
     Asked,
+    Body,
     Choice,
+    Generate,
     Refused,
     Reply,
     Told,
+    generated,
     messages_of,
     read_request,
     wire_of,
@@ -54,9 +61,10 @@ RETRY_S = 1
 """Seconds that a client is asked to wait when the queue is full."""
 _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
 """A name or an address and a port, with nothing that another parser could take for the end of the name."""
+PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/generate")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-Answerer = Callable[[Asked, Callable[[], bool], Told], Answered]
+Answerer = Callable[[Asked | Generate, Callable[[], bool], Told], Answered]
 """Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
 that it does not accept, and TimeIsUp when the client goes away."""
 
@@ -107,8 +115,11 @@ class ChatServer:
         host: str = "127.0.0.1",
         slots: int = 8,
         queue: int = 64,
+        key: str = "",
+        version: Callable[[], int] | None = None,
     ) -> None:
-        """`port` 0 is any free port. `slots` requests are answered at a time and `queue` more wait.
+        """`port` 0 is any free port. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`,
+        if there is one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
@@ -119,6 +130,9 @@ class ChatServer:
             raise ValueError(
                 f"--host {host} --port {port}: {error}; give another one, or port 0 for any that is free"
             ) from None
+        local = ip_address(self._socket.getsockname()[0]).is_loopback
+        self.key = key or ("" if local else secrets.token_urlsafe(24))
+        self._version, self._counts = version, Counter[str]()
         self._answer, self._work = answer, set[Future[Answered]]()
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
         self._server = uvicorn.Server(
@@ -168,32 +182,53 @@ class ChatServer:
             reply = _refusal(error)
             if reply.status_code == 500:
                 LOG.exception("a request failed")
+        if scope["path"] in PATHS:
+            self._counts[f'requests_total{{path="{scope["path"]}",status="{reply.status_code}"}}'] += 1
         await reply(scope, receive, send)
 
     async def _reply(self, request: Request) -> Response:
-        self._admit(request.headers, request.scope["server"][0])
+        self._admit(request.headers, request.scope["server"][0], request.scope["path"])
         body = await _body(request)
         listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"}
         match request.method, request.scope["path"]:
             case "GET", "/health":
-                return JSONResponse({"status": "ok"})
+                return JSONResponse({"status": "ok"} | ({"policy_version": self._version()} if self._version else {}))
+            case "GET", "/metrics":
+                return PlainTextResponse(self._metrics())
             case "GET", "/v1/models":
                 return JSONResponse({"object": "list", "data": [listed]})
+            case "POST", "/v1/generate":
+                tokens = self._known(read_request(body, Generate))
+                return JSONResponse(generated(await self._queued(tokens, request), self.model))
             case "POST", "/v1/chat/completions":
-                asked = read_request(body)
-                if asked.model not in (None, self.model):
-                    message = f"no model {asked.model!r} here; there is {self.model!r}"
-                    raise Refused(message, 404, "model_not_found", "model")
-                reply = Reply(asked, self.model)
-                if asked.stream:
+                reply = Reply(self._known(read_request(body, Asked)), self.model)
+                if reply.asked.stream:
                     return await self._stream(reply, request)
-                return JSONResponse(reply.whole(await self._queued(asked, request, lambda *part: None)))
+                return JSONResponse(reply.whole(await self._queued(reply.asked, request)))
             case method, path:
                 raise Refused(f"nothing at {method} {path}", 404, "not_found")
 
-    def _admit(self, headers: Headers, address: str) -> None:
-        """Raise Refused for requests of foreign web pages, by a name that resolves to this `address` or across origins, and for a
-        request whose end is ambiguous."""
+    def _known(self, asked: Body) -> Body:
+        if asked.model not in (None, self.model):
+            message = f"no model {asked.model!r} here; there is {self.model!r}"
+            raise Refused(message, 404, "model_not_found", "model")
+        return asked
+
+    def _metrics(self) -> str:
+        """Return counts in Prometheus' text format."""
+        running = sum(work.running() for work in [*self._work])
+        now = {"requests_running": running, "requests_queued": len(self._work) - running}
+        if self._version:
+            now["policy_version"] = self._version()
+        values, lines = {**self._counts, **now}, list[str]()
+        for name in sorted({each.partition("{")[0] for each in values}):
+            lines.append(f"# TYPE composer_nb_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+            lines += [f"composer_nb_{each} {values[each]}" for each in sorted(values) if each.partition("{")[0] == name]
+        return "\n".join([*lines, ""])
+
+    def _admit(self, headers: Headers, address: str, path: str) -> None:
+        """Raise Refused for requests of foreign web pages, by a name that resolves to this `address` or across origins, for a
+        request whose end is ambiguous, and for one without the key; `/health` needs none."""
         host = headers.get("host", "")
         try:
             name = urlsplit(f"//{host}").hostname or "" if _AUTHORITY.fullmatch(host) else ""
@@ -205,6 +240,9 @@ class ChatServer:
             raise Refused("requests of other origins are not served", 403, "origin_not_allowed")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
+        given = headers.get("authorization", "").encode()
+        if self.key and path != "/health" and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            raise Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
 
     async def _stream(self, reply: Reply, request: Request) -> Response:
         """Return a stream, once there is something to send: what fails before is a plain refusal."""
@@ -235,7 +273,7 @@ class ChatServer:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _queued(self, asked: Asked, request: Request, told: Told) -> Answered:
+    async def _queued(self, asked: Asked | Generate, request: Request, told: Told = lambda *part: None) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             message = f"{self.most} requests are under way or wait; ask again"
@@ -254,7 +292,10 @@ class ChatServer:
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
             if answer.done() and not answer.cancelled():
-                return answer.result()
+                done = answer.result()
+                self._counts["tokens_read_total"] += done.read
+                self._counts["tokens_written_total"] += sum(choice.written for choice in done.choices)
+                return done
             raise TimeIsUp
         finally:
             gone.set()
@@ -267,7 +308,9 @@ class ScriptServer(ChatServer):
     are counted as tokens."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
-        def answer(asked: Asked, there: Callable[[], bool], told: Told) -> Answered:
+        def answer(asked: Asked | Generate, there: Callable[[], bool], told: Told) -> Answered:
+            if isinstance(asked, Generate):
+                raise Refused("a script has no tokens", 404, "not_found")
             for name in ("stop", "logprobs", "tool_choice"):
                 if getattr(asked, name) not in (None, False, "auto"):
                     raise Refused(f"{name}: a script does not support it", code="unsupported_parameter", param=name)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from io import BytesIO
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.policy import Completion, Drawn
@@ -69,6 +74,29 @@ class Turn:
             versions=[each.version for each in self.drawn[:kept]],
         )
         return made, kept is None
+
+    def tokens(self, logprobs: bool, routes: NDArray[Any] | None) -> Choice:
+        """Return the turn as tokens, as vLLM writes them."""
+        file = BytesIO()
+        if routes is not None:
+            np.save(file, routes[:-1])
+        content = [
+            {
+                "token": f"token_id:{each.token}",
+                "logprob": each.logprob,
+                "top_logprobs": [{"token": f"token_id:{token}", "logprob": value} for token, value in each.top],
+            }
+            for each in self.drawn
+        ]
+        return Choice(
+            message={},
+            written=len(self.drawn),
+            cut=not self.renderer.stop.issuperset(self.token_ids[-1:]),
+            logprobs=content if logprobs else None,
+            versions=[each.version for each in self.drawn],
+            token_ids=self.token_ids,
+            routes=None if routes is None else b64encode(file.getvalue()).decode(),
+        )
 
     def _message(self, token_ids: Sequence[int]) -> tuple[dict[str, Any], int | None]:
         """Return a turn as an endpoint's message. If it holds a stop text, the message ends before it, and the number of tokens

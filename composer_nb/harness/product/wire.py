@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
@@ -77,6 +77,32 @@ class Asked(BaseModel):
         return [text for text in found if text]
 
 
+class Sampling(BaseModel):
+    """How the tokens of a `Generate` are drawn, by vLLM's names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Probability = 1.0
+    seed: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Log-probabilities of the drawn tokens, and of so many of the most probable ones."""
+
+
+class Generate(BaseModel):
+    """The body of a request for tokens that follow tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    model: str | None = None
+    sampling_params: Sampling = Sampling()
+    return_routed_experts: bool = False
+    stream: Literal[False] = False
+
+
 class Refused(ValueError):
     """A request that is answered with an error."""
 
@@ -100,6 +126,10 @@ class Choice:
     """Log-probability of each written token, in OpenAI's form."""
     versions: Sequence[int] = ()
     """Policy version of each token."""
+    token_ids: Sequence[int] = ()
+    """For a `Generate`."""
+    routes: str | None = None
+    """Experts [T - 1, L, K] of all tokens read and written but the last, as a .npy file in base64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +140,15 @@ class Answered:
     read: int
 
 
+Body = TypeVar("Body", Asked, Generate)
 Told = Callable[[int, str, Sequence[Mapping[str, Any]]], None]
 """Takes what is known of an unfinished answer: number of a choice, next part of its text, and of its log-probabilities."""
 
 
-def read_request(body: bytes) -> Asked:
+def read_request(body: bytes, kind: type[Body]) -> Body:
     """Return the body of a request. Raises Refused, which names the first parameter that is wrong."""
     try:
-        asked = Asked.model_validate_json(body)
+        asked = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         names = [str(part) for part in first["loc"]]
@@ -126,7 +157,7 @@ def read_request(body: bytes) -> Asked:
         code = "unsupported_parameter" if unknown else "invalid_value"
         param = names[0] if names else None
         raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
-    if asked.top_logprobs and not asked.logprobs:
+    if isinstance(asked, Asked) and asked.top_logprobs and not asked.logprobs:
         raise Refused("top_logprobs: only beside logprobs=true", param="top_logprobs")
     return asked
 
@@ -160,6 +191,24 @@ def wire_of(said: Said) -> dict[str, Any]:
             function = {"name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))}
             calls.append({"id": written.id, "type": "function", "function": function})
     return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
+
+
+def generated(done: Answered, model: str) -> dict[str, Any]:
+    """Return the answer to a `Generate`, in vLLM's form."""
+    choices = [
+        {
+            "index": number,
+            "token_ids": list(choice.token_ids),
+            "logprobs": None if choice.logprobs is None else {"content": list(choice.logprobs)},
+            "finish_reason": "length" if choice.cut else "stop",
+            "policy_versions": list(choice.versions),
+            **_spoke(choice),
+            **({} if choice.routes is None else {"routed_experts": choice.routes}),
+        }
+        for number, choice in enumerate(done.choices)
+    ]
+    head = {"id": f"gen-{uuid.uuid4().hex}", "model": model, "system_fingerprint": _fingerprint(done)}
+    return {**head, "choices": choices, "usage": _usage(done)}
 
 
 class Reply:

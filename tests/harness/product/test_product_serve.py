@@ -21,7 +21,7 @@ from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.product import serve
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import ChatServer, ScriptServer
-from composer_nb.harness.product.wire import Answered, Asked, Choice, Told
+from composer_nb.harness.product.wire import Answered, Asked, Choice, Generate, Told
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from tests.harness.product.conftest import TOOL, Turns
@@ -294,7 +294,8 @@ class Held:
     def __init__(self) -> None:
         self.may, self.begun, self.gone = threading.Event(), list[str](), list[str]()
 
-    def __call__(self, asked: Asked, there: Callable[[], bool], told: Told) -> Answered:
+    def __call__(self, asked: Asked | Generate, there: Callable[[], bool], told: Told) -> Answered:
+        assert isinstance(asked, Asked)
         [message] = asked.messages
         self.begun.append(message["content"])
         while not self.may.wait(0.02):
@@ -415,10 +416,28 @@ def test_the_server_listens_on_the_loopback_unless_it_is_told_another_address() 
         assert answers(client) == [200]
     with ScriptServer(script, host="0.0.0.0") as server:
         client = socket.create_connection(("127.0.0.3", server._socket.getsockname()[1]), timeout=PATIENCE_S)
-        client.sendall(HIDDEN.replace(b"localhost", b"127.0.0.3") + b"GET / HTTP/1.1\r\nHost: 127.0.0.4\r\n\r\n")
+        known = HIDDEN.replace(b"localhost", b"127.0.0.3").replace(b"/v1/models", b"/health")
+        client.sendall(known + b"GET / HTTP/1.1\r\nHost: 127.0.0.4\r\n\r\n")
         assert answers(client) == [200, 403]
     with pytest.raises(ValueError, match="--host nowhere.invalid"):
         ScriptServer(script, host="nowhere.invalid")
+
+
+def test_beyond_the_loopback_or_with_a_key_a_request_must_bring_it() -> None:
+    for given in ({"key": "secret"}, {"host": "0.0.0.0"}):
+        with ScriptServer(script, **given) as server:
+            url = f"http://127.0.0.1:{server._socket.getsockname()[1]}/v1"
+            for key in (server.key, "wrong"):
+                with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                    if key == server.key:
+                        assert chat(client, model="scripted").choices[0].message.content == "Done."
+                    else:
+                        with pytest.raises(openai.AuthenticationError) as refused:
+                            client.models.list()
+                        assert refused.value.code == "invalid_api_key"
+                    assert client.get("/../health", cast_to=dict[str, str]) == {"status": "ok"}
+    with ScriptServer(script) as server:
+        assert server.key == ""
 
 
 @pytest.mark.parametrize(
