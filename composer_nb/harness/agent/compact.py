@@ -11,7 +11,8 @@ else as JSON. The word is the tool's name, or a shorter one for tools of tiny mo
     edit f.py 3<|to|>return x        search_replace f.py<|to|>old<|to|>new<|to|>{"replace_all": true}
 
 Without a tool `finish`, a turn of text ends a conversation: `done`, or `done<|to|>I fixed it.` Tools and system texts are not
-shown: a model knows its tools from training.
+shown: a model knows its tools, and what it is for, from training. A system text of any agent is therefore left out, never refused
+and never put before the user's text, where no model was trained to find it: what a model must read belongs in a user's message.
 
 Rendering and parsing are inverse to one another; a turn that cannot be expressed is a ValueError. Whatever else the model writes
 parses to a ToolError of kind InvalidArguments. Text is kept exactly; where it spells a special token, that spelling is text and
@@ -119,10 +120,6 @@ class CompactRenderer(ChatRenderer):
             raise ValueError(f"tools: two turns would begin with the same word: {', '.join([DONE, *self._words])}")
         self.spelled = ("",) if self._ends else (TO,)  # where a tool ends conversations, a text alone is no turn
 
-    def read(self, news: Sequence[User | Result], system: str = "") -> list[int]:
-        """Render what a policy reads before its next turn, without the system text."""
-        return super().read(news)
-
     def prompt(self, instruction: str) -> list[int]:
         return self.read([User(text=instruction)])
 
@@ -158,8 +155,6 @@ class CompactRenderer(ChatRenderer):
         return [Kind.TOOL_CALL if self._ends or self.parse(token_ids).calls else Kind.FINAL_MESSAGE] * len(token_ids)
 
     def _system(self, system: str) -> list[Piece]:
-        if system:
-            raise ValueError("messages: the format of this model has no system text; say it in a user's message")
         return [self.bos]
 
     def _user(self, text: str) -> list[Piece]:

@@ -203,12 +203,12 @@ def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
         assert list(policy.asked[2].token_ids) == looks.observation("1|x")
         assert chat(client).choices[0].message.content == "babble"
         assert chat(client, tools=[TOOL], stop="well").choices[0].message.content == "All is"
-        for wrong, why in (
-            ({"messages": [{"role": "system", "content": "You fix."}, *ASKED]}, "no system text"),
-            ({"tools": [TOOL, TOOL]}, "begin with the same word"),
-        ):
-            with pytest.raises(openai.BadRequestError, match=why):
-                chat(client, **wrong)
+        with pytest.raises(openai.BadRequestError, match="begin with the same word"):
+            chat(client, tools=[TOOL, TOOL])
+        for role in ("system", "developer"):  # such as any agent sends: it is left out
+            policy.turns.append(said)
+            chat(client, tools=[TOOL], messages=[{"role": role, "content": "You fix. " * 9000}, *ASKED])
+            assert policy.asked[-1].token_ids == policy.asked[0].token_ids
 
 
 @pytest.mark.parametrize(
