@@ -152,7 +152,7 @@ def open_engine(
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.tokenizer import load_tokenizer
-    from composer_nb.trainer.services.updates import Follower, Updates
+    from composer_nb.trainer.services.updates import Updates, following
 
     known, tokenizer = trained_with(path), load_tokenizer(path, needed=())
     own = tools_for(known.tools).schemas if known.renderer == "compact" else []
@@ -168,7 +168,7 @@ def open_engine(
         newest = updates.receiver.newest()
         model, version = (model, -1) if newest is None else (updates.first(newest), newest)
     engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed, version=version)
-    with Shared(engine) as shared, Follower(updates, engine, shared.between) if updates else nullcontext():
+    with Shared(engine) as shared, following(updates, engine, shared.between) if updates else nullcontext():
 
         def now() -> int:
             shared.check()

@@ -30,7 +30,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.services import updates
-from composer_nb.trainer.services.updates import Follower, Updates
+from composer_nb.trainer.services.updates import Updates, following
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import Store
 from tests.harness.product import conftest as product
@@ -89,7 +89,7 @@ def serving(
     engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG, version=version)
     with (
         Shared(engine) as shared,
-        Follower(Updates(store, "served", model.config), engine, shared.between) if store else nullcontext(),
+        following(Updates(store, "served", model.config), engine, shared.between) if store else nullcontext(),
         ChatServer(
             Conversations(shared, tokenizer, QwenRenderer, LONG), version=lambda: engine.version, **given
         ) as server,

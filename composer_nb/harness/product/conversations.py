@@ -41,7 +41,7 @@ SYSTEM = ("system", "developer")
 class _Talk:
     """A conversation that the policy holds."""
 
-    rollout: int
+    rollout: int = -1
     renderer: ChatRenderer
     head: str
     """Its system text, tools and seed, as JSON."""
@@ -75,20 +75,13 @@ class Conversations:
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         wire_now = [json.dumps(each, sort_keys=True) for each in spoken]
         renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
-        head = json.dumps([system, asked.tools or [], asked.seed])
-        held = self._held(head, renderer, asked.n or 1, asked.seed, wire_now, there)
+        new = _Talk(renderer=renderer, head=json.dumps([system, asked.tools or [], asked.seed]))
+        held = self._held(new, asked.n or 1, asked.seed, wire_now, there)
+        most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
+        drawn = {"temperature": asked.temperature, "top_p": asked.top_p or 1.0, "top": asked.top_logprobs or 0}
         try:
-            work = []
             for number, (talk, known) in enumerate(held):
-                read = self._read(talk, system, spoken, known)
-                request = Request(
-                    rollout=talk.rollout,
-                    token_ids=read,
-                    max_tokens=self._left(asked.max_completion_tokens or asked.max_tokens, talk.tokens + len(read)),
-                    temperature=asked.temperature,
-                    top_p=asked.top_p or 1.0,
-                    top=asked.top_logprobs or 0,
-                )
+                request = self._request(talk, self._read(talk, system, spoken, known), most, "messages", drawn)
                 work.append((request, Turn(talk.renderer, asked, partial(told, number))))
             self._run(work, there)
             choices = [turn.choice() for _, turn in work]
@@ -114,38 +107,29 @@ class Conversations:
         ids, given, vocabulary = asked.prompt_token_ids, asked.sampling_params, self.tokenizer.get_vocab_size()
         if max(ids) >= vocabulary:
             raise Refused(f"prompt_token_ids: {max(ids)} is not below {vocabulary}", param="prompt_token_ids")
-        room, renderer = self._left(given.max_tokens, len(ids), "prompt_token_ids"), self.form(self.tokenizer)
-        held = self._held("", renderer, given.n, given.seed, [], there)
-        traces = []
+        renderer, drawn = self.form(self.tokenizer), given.model_dump(include={"temperature", "top_p"})
+        held = self._held(_Talk(renderer=renderer, head=""), given.n, given.seed, [], there)
+        drawn["top"] = given.logprobs or 0
         try:
-            requests = [
-                Request(
-                    rollout=talk.rollout,
-                    token_ids=ids,
-                    max_tokens=room,
-                    temperature=given.temperature,
-                    top_p=given.top_p,
-                    top=given.logprobs or 0,
-                )
-                for talk, _ in held
-            ]
             turns = [Turn(renderer, Asked(messages=[{}]), lambda *part: None) for _ in held]
+            requests = [self._request(talk, ids, given.max_tokens, "prompt_token_ids", drawn) for talk, _ in held]
             self._run([*zip(requests, turns, strict=True)], there)
         finally:
             traces = [self._forget(talk) for talk, _ in held]
-        choices = [
-            turn.tokens(given.logprobs is not None, trace.routes if asked.return_routed_experts else None)
-            for turn, trace in zip(turns, traces, strict=True)
-        ]
+        routes = [trace.routes if asked.return_routed_experts else None for trace in traces]
+        choices = [turn.tokens(given.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
         return Answered(choices=choices, read=len(ids))
 
-    def _left(self, wanted: int | None, before: int, param: str = "messages") -> int:
-        """Return how many tokens may follow those `before`."""
-        room = min(wanted or self.tokens, self.tokens - before)
-        if room < 1:
+    def _request(
+        self, talk: _Talk, read: Sequence[int], wanted: int | None, param: str, drawn: Mapping[str, Any]
+    ) -> Request:
+        """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
+        before = talk.tokens + len(read)
+        if before >= self.tokens:
             message = f"{param}: {before} tokens: a conversation has {self.tokens}"
             raise Refused(message, code="context_length_exceeded", param=param)
-        return room
+        room = min(wanted or self.tokens, self.tokens - before)
+        return Request(rollout=talk.rollout, token_ids=read, max_tokens=room, **drawn)
 
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
@@ -169,15 +153,9 @@ class Conversations:
                         self.policy.release(work[number][0].rollout)
 
     def _held(
-        self,
-        head: str,
-        renderer: ChatRenderer,
-        count: int,
-        seed: int | None,
-        wire: Sequence[str],
-        there: Callable[[], bool],
+        self, new: _Talk, count: int, seed: int | None, wire: Sequence[str], there: Callable[[], bool]
     ) -> list[tuple[_Talk, int]]:
-        """Return a conversation for each choice of a request, and how many of its messages the policy holds; 0 for a new one.
+        """Return a conversation for each choice of a request, and how many of its messages the policy holds; 0 for a `new` one.
         Waits while too many are in use. Raises TimeIsUp when the client goes away."""
         most = self.policy.policy.capacity
         if count > most:
@@ -187,14 +165,12 @@ class Conversations:
                 if not there():
                     raise TimeIsUp
                 self._room.wait(LOOK_S)
-            return [self._one(head, renderer, seed, place, wire) for place in range(count)]
+            return [self._one(new, seed, place, wire) for place in range(count)]
 
-    def _one(
-        self, head: str, renderer: ChatRenderer, seed: int | None, place: int, wire: Sequence[str]
-    ) -> tuple[_Talk, int]:
+    def _one(self, new: _Talk, seed: int | None, place: int, wire: Sequence[str]) -> tuple[_Talk, int]:
         for talk in self._talks:
             held = len(talk.wire)
-            if not talk.busy and talk.head == head and len(wire) > held and talk.wire == wire[:held]:
+            if not talk.busy and talk.head == new.head and len(wire) > held and talk.wire == wire[:held]:
                 self._talks.remove(talk)
                 self._talks.append(talk)
                 talk.busy = True
@@ -205,7 +181,7 @@ class Conversations:
             self.policy.release(idle.rollout)
         number = next(self._numbers)
         drawn_by = (number if seed is None else seed + (place << 32)) % ATTEMPT_STRIDE  # decides the random draws
-        talk = _Talk(rollout=number * ATTEMPT_STRIDE + drawn_by, renderer=renderer, head=head)
+        talk = replace(new, rollout=number * ATTEMPT_STRIDE + drawn_by)
         self._talks.append(talk)
         return talk, 0
 

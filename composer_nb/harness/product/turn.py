@@ -80,19 +80,11 @@ class Turn:
         file = BytesIO()
         if routes is not None:
             np.save(file, routes[:-1])
-        content = [
-            {
-                "token": f"token_id:{each.token}",
-                "logprob": each.logprob,
-                "top_logprobs": [{"token": f"token_id:{token}", "logprob": value} for token, value in each.top],
-            }
-            for each in self.drawn
-        ]
         return Choice(
             message={},
             written=len(self.drawn),
             cut=not self.renderer.stop.issuperset(self.token_ids[-1:]),
-            logprobs=content if logprobs else None,
+            logprobs=_logprobs(self.drawn, _numbered) if logprobs else None,
             versions=[each.version for each in self.drawn],
             token_ids=self.token_ids,
             routes=None if routes is None else b64encode(file.getvalue()).decode(),
@@ -125,13 +117,17 @@ class Turn:
         return str(self.renderer.tokenizer.decode(plain, skip_special_tokens=False))
 
     def _logprobs(self, drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
-        return [
-            {**self._named(each.token, each.logprob), "top_logprobs": [self._named(*other) for other in each.top]}
-            for each in drawn
-            if each.token not in self.renderer.stop
-        ]
+        return _logprobs([each for each in drawn if each.token not in self.renderer.stop], self._named)
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.renderer.tokenizer.decode([token], skip_special_tokens=False)
         part = "\ufffd" in text  # a token of part of a character: the text does not tell its bytes
         return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode())}
+
+
+def _numbered(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "logprob": logprob}
+
+
+def _logprobs(drawn: Sequence[Drawn], named: Callable[[int, float], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**named(*each[:2]), "top_logprobs": [named(*other) for other in each.top]} for each in drawn]

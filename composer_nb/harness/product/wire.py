@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
@@ -20,6 +21,10 @@ Count = Annotated[int, Field(ge=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
 class _Function(BaseModel):
     name: str
     description: str | None = None
@@ -31,10 +36,8 @@ class _Tool(BaseModel):
     function: _Function
 
 
-class Asked(BaseModel):
+class Asked(_Strict):
     """The body of a request. Parameters that it does not name are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
@@ -77,10 +80,8 @@ class Asked(BaseModel):
         return [text for text in found if text]
 
 
-class Sampling(BaseModel):
+class Sampling(_Strict):
     """How the tokens of a `Generate` are drawn, by vLLM's names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = None
@@ -91,10 +92,8 @@ class Sampling(BaseModel):
     """Log-probabilities of the drawn tokens, and of so many of the most probable ones."""
 
 
-class Generate(BaseModel):
+class Generate(_Strict):
     """The body of a request for tokens that follow tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     model: str | None = None
@@ -197,12 +196,9 @@ def generated(done: Answered, model: str) -> dict[str, Any]:
     """Return the answer to a `Generate`, in vLLM's form."""
     choices = [
         {
-            "index": number,
+            **_choice(number, choice, "length" if choice.cut else "stop"),
             "token_ids": list(choice.token_ids),
-            "logprobs": None if choice.logprobs is None else {"content": list(choice.logprobs)},
-            "finish_reason": "length" if choice.cut else "stop",
             "policy_versions": list(choice.versions),
-            **_spoke(choice),
             **({} if choice.routes is None else {"routed_experts": choice.routes}),
         }
         for number, choice in enumerate(done.choices)
@@ -222,14 +218,8 @@ class Reply:
 
     def whole(self, done: Answered) -> dict[str, Any]:
         choices = [
-            {
-                "index": number,
-                "message": self._message(choice),
-                "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs),
-                "finish_reason": self._reason(choice),
-                **_spoke(choice),
-            }
-            for number, choice in enumerate(done.choices)
+            {**_choice(number, each, self._reason(each)), "message": self._message(each)}
+            for number, each in enumerate(done.choices)
         ]
         self._head["system_fingerprint"] = _fingerprint(done)
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(done)}
@@ -277,15 +267,19 @@ class Reply:
         return "tool_calls" if "tool_calls" in choice.message else "length" if choice.cut else "stop"
 
 
+def _choice(number: int, choice: Choice, reason: str) -> dict[str, Any]:
+    logprobs = None if choice.logprobs is None else _logprobs(choice.logprobs)
+    return {"index": number, "finish_reason": reason, "logprobs": logprobs, **_spoke(choice)}
+
+
 def _spoke(choice: Choice) -> dict[str, Any]:
     """Return the policy version of the last token, and which versions wrote which tokens, in vLLM's form."""
     if not choice.versions:
         return {}
-    spans: list[dict[str, int]] = []
-    for place, version in enumerate(choice.versions):
-        if not spans or spans[-1]["version"] != version:
-            spans.append({"version": version, "start": place})
-        spans[-1]["end"] = place + 1
+    spans, end = list[dict[str, int]](), 0
+    for version, same in groupby(choice.versions):
+        start, end = end, end + len([*same])
+        spans.append({"version": version, "start": start, "end": end})
     return {"policy_version": choice.versions[-1], "weight_versions": spans}
 
 

@@ -1,6 +1,6 @@
 """Versions of a store on their way into an engine: fetched while it decodes, swapped in between two steps, hashed and reported.
 
-An engine of RL is told which version to take (`services.EngineService`); one that serves follows the newest (`Follower`).
+An engine of RL is told which version to take (`services.EngineService`); one that serves follows the newest (`following`).
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -113,34 +113,30 @@ class Updates:
         )
 
 
-class Follower:
-    """A context manager that keeps an engine at the newest version of a store. What cannot be used is logged and left out."""
+@contextmanager
+def following(updates: Updates, engine: Engine, between: Between) -> Iterator[None]:
+    """Keep an engine at the newest version of a store. What cannot be used is logged and left out."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_follow, args=(updates, engine, between, ended), name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
-    def __init__(self, updates: Updates, engine: Engine, between: Between) -> None:
-        self.updates, self.engine, self.between = updates, engine, between
-        self._passed = engine.version
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="follow", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            newest = None
-            try:
-                newest = self.updates.receiver.newest()
-                if newest is not None and newest > self._passed:
-                    self.updates.update(self.engine, newest, self.between)
-                    self._passed = newest
-                    self.updates.receiver.report()
-            except (WeightFault, StoreError, TimeoutError) as error:
-                LOG.warning("version %d goes on: %s", self.engine.version, error)
-            except Exception as error:  # such as the weights of another model: no later look mends that
-                LOG.warning("version %d goes on, and %s is left out: %r", self.engine.version, newest, error)
-                self._passed = newest or self._passed
+def _follow(updates: Updates, engine: Engine, between: Between, ended: threading.Event) -> None:
+    newest, passed = None, engine.version
+    while not ended.wait(LOOK_S):
+        try:
+            newest = updates.receiver.newest()
+            if newest is not None and newest > passed:
+                updates.update(engine, newest, between)
+                passed = newest
+                updates.receiver.report()
+        except (WeightFault, StoreError, TimeoutError) as error:
+            LOG.warning("version %d goes on: %s", engine.version, error)
+        except Exception as error:  # such as weights that do not fit the model: no later look mends that
+            LOG.warning("version %d goes on, and %s is left out: %r", engine.version, newest, error)
+            passed = newest or passed
