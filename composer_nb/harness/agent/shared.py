@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -20,9 +20,7 @@ class Shared:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._lock = threading.Lock()
-        self._orders: queue.SimpleQueue[tuple[Request | int | Callable[[], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._asked: dict[int, Future[Completion]] = {}
         self._over: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
@@ -41,18 +39,26 @@ class Shared:
         Raises ProviderFailure, what the policy raises, and TimeIsUp if the turn would come later than `until`: then the rollout
         can only be released."""
         try:
-            return self.start(request).result(None if until == math.inf else max(0.0, until - time.monotonic()))
+            [answer] = self.start(request)
+            return answer.result(None if until == math.inf else max(0.0, until - time.monotonic()))
         except TimeoutError:
             raise TimeIsUp from None
 
-    def start(self, request: Request) -> Future[Completion]:
-        """Begin the next turn of a rollout."""
-        return self._order(request)
+    def start(self, *requests: Request) -> list[Future[Completion]]:
+        """Begin turns in the same step: what rollouts alike have to read is read once."""
+        answers = [Future[Completion]() for _ in requests]
+
+        def over(order: Future[Any]) -> None:
+            for answer in answers if order.exception() else ():
+                answer.set_exception(order.exception())
+
+        self._order(lambda: self._submit(requests, answers)).add_done_callback(over)
+        return answers
 
     def release(self, rollout: int) -> Trace:
         """Forget a rollout, and return what was recorded of it."""
-        answer: Trace = self._order(rollout).result()
-        return answer
+        trace: Trace = self.between(lambda: self._forget(rollout))
+        return trace
 
     def check(self) -> None:
         """Raise ProviderFailure if the policy is closed or has failed."""
@@ -63,7 +69,20 @@ class Shared:
         """Have something done between two steps of the policy, and return what it returns."""
         return self._order(task).result()
 
-    def _order(self, what: Request | int | Callable[[], Any]) -> Future[Any]:
+    def _submit(self, requests: Sequence[Request], answers: Sequence[Future[Completion]]) -> None:
+        for request, answer in zip(requests, answers, strict=True):
+            try:
+                self.policy.submit(request)
+            except Exception as refused:  # it changed nothing
+                answer.set_exception(refused)
+            else:
+                self._asked[request.rollout] = answer
+
+    def _forget(self, rollout: int) -> Trace:
+        self._asked.pop(rollout, None)
+        return self.policy.release(rollout)
+
+    def _order(self, what: Callable[[], Any]) -> Future[Any]:
         answer: Future[Any] = Future()
         with self._lock:
             if self._over is not None:
@@ -101,18 +120,7 @@ class Shared:
             if order is None:
                 return False
             what, answer = order
-            if callable(what):
-                try:
-                    answer.set_result(what())
-                except Exception as error:  # of the task, not of the policy
-                    answer.set_exception(error)
-            elif isinstance(what, Request):
-                try:
-                    self.policy.submit(what)
-                except ValueError as refused:  # it changed nothing
-                    answer.set_exception(refused)
-                else:
-                    self._asked[what.rollout] = answer
-            else:
-                self._asked.pop(what, None)
-                answer.set_result(self.policy.release(what))
+            try:
+                answer.set_result(what())
+            except Exception as error:  # of the order, not of the policy
+                answer.set_exception(error)

@@ -134,9 +134,10 @@ class Conversations:
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
         news: SimpleQueue[tuple[int, Drawn | Future[Completion]]] = SimpleQueue()
-        for number, (request, _) in enumerate(work):
-            put = partial(_put, news, number)
-            self.policy.start(replace(request, heard=put)).add_done_callback(put)
+        puts = [partial(_put, news, number) for number in range(len(work))]
+        requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
+        for answer, put in zip(self.policy.start(*requests), puts, strict=True):
+            answer.add_done_callback(put)
         open_turns = dict(enumerate(turn for _, turn in work))
         while open_turns:
             if not there():
