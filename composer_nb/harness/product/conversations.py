@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,6 +33,8 @@ from composer_nb.harness.product.wire import Answered, Asked, Generate, Refused,
 
 LOOK_S = 0.1
 """Seconds between two checks whether a client is still there."""
+GATHER_S = 0.01
+"""Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far."""
 Wire = Sequence[Mapping[str, Any]]
 SYSTEM = ("system", "developer")
 """Roles of system texts."""
@@ -152,6 +155,8 @@ class Conversations:
                     if open_turns[number].tell():
                         del open_turns[number]
                         self.policy.release(work[number][0].rollout)
+            if open_turns:
+                time.sleep(GATHER_S)
 
     def _held(
         self, new: _Talk, count: int, seed: int | None, wire: Sequence[str], there: Callable[[], bool]
