@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.endpoint import EndpointSpeaker
-from composer_nb.harness.agent.expert import ScriptedPolicy, expert
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, blind, expert, searcher
 from composer_nb.harness.agent.loop import LIMITS, Told, converse
 from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.agent.turns import Limits
@@ -42,6 +42,12 @@ ENDPOINT_ROLLOUTS = 8
 """Rollouts at a time of tiny tasks against an endpoint."""
 UNCOUNTED = Limits(turn_tokens=1 << 12, tokens=1 << 20)
 """Limits of tiny tasks for a policy whose tokens are not those of a tiny model."""
+TINY_SCRIPTS: Mapping[str, Callable[[Task, Random], Script]] = {
+    "expert": lambda task, random: expert(task, random, 0.0),
+    "searcher": searcher,
+    "blind": blind,
+}
+"""Policies without a model at tiny tasks. `blind` alone does not know the answer."""
 Attempts = Callable[[int, float], list[Attempt]]
 
 
@@ -56,10 +62,10 @@ def policy_attempts(
     policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]
 ) -> tuple[int, list[Attempt], list[Attempt]]:
     """Return the seed, `samples` attempts a task at temperature 1, and a greedy one, at tasks of the grader `functions`. Policies
-    are a checkpoint directory, `scripted:expert` and `openai:URL[#MODEL]`.
+    are a checkpoint directory, `openai:URL[#MODEL]`, and `scripted:` with a name of TINY_SCRIPTS.
 
-    `settings` are dotted names: `limits.*` (otherwise those that a checkpoint was trained with), `engine.slots` and `seed` matter
-    here. Raises ValueError for other kinds of policy,
+    `settings` are dotted names: `limits.*` (otherwise those that a checkpoint was trained with, or UNCOUNTED), `engine.slots` and
+    `seed` matter here. Raises ValueError for other kinds of policy,
     FileNotFoundError for a missing checkpoint or file.
     """
     from composer_nb.settings import Settings, override
@@ -67,29 +73,31 @@ def policy_attempts(
 
     kind, name = parse_policy(policy)
     known = trained_with(Path(name)) if kind == "checkpoint" else None
-    usual = Settings()
-    chosen = override(replace(usual, limits=(known and known.limits) or usual.limits), settings)
+    of_limits = {key: value for key, value in settings.items() if key.startswith("limits.")}
+    chosen = override(Settings(), {key: value for key, value in settings.items() if key not in of_limits})
+    usual = (known.limits or chosen.limits) if known else UNCOUNTED
+    limits = override(BenchSettings(limits=usual), of_limits).limits  # the positions of a default model do not matter
     set_up_process(chosen.seed)
     loaded = load_tasks(tasks)
     with SandboxExecutor() as sandboxes:
         executor = CachedExecutor(sandboxes)
         if kind == "openai":
-            attempts = _endpoint_attempts(name, loaded, executor)
+            attempts = _endpoint_attempts(name, loaded, limits, executor)
         elif kind == "scripted":
-            attempts = _scripted_attempts(name, loaded, chosen.seed, executor)
+            attempts = _scripted_attempts(name, loaded, chosen.seed, limits, executor)
         elif known:
-            attempts = _checkpoint_attempts(Path(name), known, loaded, chosen, executor)
+            attempts = _checkpoint_attempts(Path(name), replace(known, limits=limits), loaded, chosen, executor)
         return chosen.seed, attempts(samples, 1.0), attempts(1, 0.0)
 
 
-def _endpoint_attempts(name: str, tasks: Sequence[Task], executor: Executor) -> Attempts:
-    place = Environment(tools=ToolSet.tiny(), limits=UNCOUNTED, functions=executor)
+def _endpoint_attempts(name: str, tasks: Sequence[Task], limits: Limits, executor: Executor) -> Attempts:
+    place = Environment(tools=ToolSet.tiny(), limits=limits, functions=executor)
 
     def attempts(each: int, temperature: float) -> list[Attempt]:
         endpoint = open_endpoint(name, temperature)
 
         def one(task: Task) -> Attempt:
-            speaker = EndpointSpeaker(endpoint, "", place.tools.schemas, UNCOUNTED, parallel=False)
+            speaker = EndpointSpeaker(endpoint, "", place.tools.schemas, limits, parallel=False)
             return attempt(task, place, speaker)
 
         with ThreadPoolExecutor(ENDPOINT_ROLLOUTS, thread_name_prefix="endpoint") as pool:
@@ -98,20 +106,21 @@ def _endpoint_attempts(name: str, tasks: Sequence[Task], executor: Executor) -> 
     return attempts
 
 
-def _scripted_attempts(name: str, tasks: Sequence[Task], seed: int, executor: Executor) -> Attempts:
-    """Return attempts of the expert. It has no tokenizer, so one is trained on the tasks, to count its tokens."""
+def _scripted_attempts(name: str, tasks: Sequence[Task], seed: int, limits: Limits, executor: Executor) -> Attempts:
+    """Return attempts of a script. It has no tokenizer, so one is trained on the tasks, to count its tokens."""
     from composer_nb.trainer.models.tokenizer import train_tokenizer
 
-    if name != "expert":
-        raise ValueError(f"--policy scripted:{name}: no such script; there is scripted:expert")
+    if name not in TINY_SCRIPTS:
+        raise ValueError(f"--policy scripted:{name}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
     texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
-    agent = Agent(CompactRenderer(train_tokenizer(texts, 1024)), limits=UNCOUNTED)
+    agent = Agent(CompactRenderer(train_tokenizer(texts, 1024)), limits=limits)
 
     def made(each: int, temperature: float) -> Policy:
         def random(rollout: int) -> Random:
-            return Random(f"expert {seed} {tasks[rollout // each].id} {rollout % each}")
+            return Random(f"{name} {seed} {tasks[rollout // each].id} {rollout % each}")
 
-        return ScriptedPolicy(agent.renderer, lambda rollout: expert(tasks[rollout // each], random(rollout), 0.0))
+        script = TINY_SCRIPTS[name]
+        return ScriptedPolicy(agent.renderer, lambda rollout: script(tasks[rollout // each], random(rollout)))
 
     return lambda each, temperature: list(run_eval(made(each, temperature), agent, tasks, executor, each))
 
@@ -129,10 +138,11 @@ def _checkpoint_attempts(
         )
     tools, tokenizer = ToolSet.tiny(), load_tokenizer(path, needed=())
     model, renderer = load_pretrained(path), RENDERERS[known.renderer](tokenizer, tools.schemas)
-    agent = Agent(renderer, tools, chosen.limits)
+    limits = known.limits or Limits()
+    agent = Agent(renderer, tools, limits)
 
     def made(temperature: float) -> Policy:
-        slots, most = chosen.engine.slots, chosen.limits.tokens
+        slots, most = chosen.engine.slots, limits.tokens
         return Engine(
             model, stop=renderer.stop, slots=slots, max_length=most, temperature=temperature, seed=chosen.seed
         )

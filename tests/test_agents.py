@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from composer_nb.agents import BenchSettings, evaluate_arms, run_agent
+from composer_nb.agents import BenchSettings, evaluate_arms, evaluate_policy, run_agent
 from composer_nb.cli import main
 from composer_nb.harness.agent.loop import LIMITS, Conversation
 from composer_nb.harness.agent.scripts import read_script
@@ -35,10 +35,11 @@ from composer_nb.harness.product.show import bench_table, decide
 from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import SandboxDied
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -465,3 +466,17 @@ def test_what_a_run_trained_is_served(keeper: Path) -> None:
                     {"role": "tool", "tool_call_id": call.id, "content": reply.text},
                 ]
     assert reply.ends and place.files["f.py"] == KEEP.replace("x < k", "x > k")
+
+
+def test_scripts_at_miniature_repositories(tmp_path: Path) -> None:
+    """The expert knows the answer, the searcher comes to it, and who is blind needs luck; limits are the command's."""
+    with SandboxExecutor() as sandboxes:
+        made = make_miniatures("scripts", 12, heldout=False, executor=CachedExecutor(sandboxes))
+        save_tasks(made, tmp_path / "tasks.jsonl")
+    found = {
+        name: evaluate_policy(f"scripted:{name}", tmp_path / "tasks.jsonl", 1, {"limits.turns": 12})
+        for name in ("expert", "searcher", "blind")
+    }
+    assert found["expert"]["pass_at_1"] == 1 and found["expert"]["tool_calls_per_task"] <= 4
+    assert found["searcher"]["pass_at_1"] > 0.8 > found["blind"]["pass_at_1"]
+    assert found["blind"]["calls_per_turn"] > 1.5 and found["blind"]["finishes"] < 1

@@ -72,7 +72,10 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
             ["eval", "--policy", "openai:x", "--tasks", "TASKS"],
             "give an address such as openai:http://127.0.0.1:8000/v1",
         ),
-        (["eval", "--policy", "scripted:genius", "--tasks", "TASKS"], "there is scripted:expert"),
+        (
+            ["eval", "--policy", "scripted:genius", "--tasks", "TASKS"],
+            "there is scripted:expert, scripted:searcher, scripted:blind",
+        ),
         (["eval", "--policy", "gone", "--tasks", "TASKS"], "gone: no such checkpoint directory"),
         (["eval", "--policy", "scripted:expert", "--tasks", "gone"], "gone: no task file or folder here"),
         (["eval", "--policy", "scripted:expert", "--tasks", "TASKS", "--samples", "0"], "at least 1"),

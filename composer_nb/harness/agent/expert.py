@@ -7,7 +7,7 @@ token for token like the rollout of a model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from random import Random
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
@@ -77,23 +77,40 @@ def searcher(task: Task, rng: Random) -> Script:
     right.
 
     Raises ValueError for a task whose solution is no single change."""
-    [(path, right)] = task.solution.items()
-    name = task.metadata["function"]
-    failed = yield one(_TEST_CALL)
-    if f": {name}(" not in failed:
-        raise ValueError(f"task {task.id}: the first failed test is not of {name}: {failed}")
-    yield one(ToolCall(name="grep", arguments={"pattern": f"def {name}"}))
+    [right] = task.solution.values()
+    edits = yield from _look(task)
+    if (answer := edits.get(right.rstrip("\n"))) is None:
+        raise ValueError(f"task {task.id}: its solution is no single change of the function whose test fails")
+    count = 0 if ":" in task.instruction else rng.randrange(TRIES)
+    wrong = [edit for edit in rng.sample([*edits.values()], len(edits)) if edit != answer]
+    yield from _try([*wrong[:count], answer])
+
+
+def blind(task: Task, rng: Random) -> Script:
+    """Do as `searcher` does without knowing the answer: try every single change of the function that failed, in a random order,
+    until the tests pass or the rollout is over. What a policy finds beyond this it has learnt."""
+    edits = yield from _look(task)
+    yield from _try(rng.sample([*edits.values()], len(edits)))
+
+
+def _look(task: Task) -> Generator[Said, str, dict[str, ToolCall]]:
+    """Test, search the function that failed, and read its module. Returns the edits that change it in one place, by the
+    text of the module after each. Raises ValueError if no failed test names a function."""
+    failed = yield _TEST
+    if (called := re.search(r": (\w+)\(", failed)) is None:
+        raise ValueError(f"task {task.id}: no failed test names a function: {failed}")
+    found = yield one(ToolCall(name="grep", arguments={"pattern": f"def {called[1]}"}))
+    path = found.partition(":")[0]
     yield one(ToolCall(name="read_file", arguments={"path": path}))
     now = task.files[path].rstrip("\n")
-    start, code, end = split_at(now, name)
-    changes = [start + text + end for _, text in neighbours(code, ENUMERABLE)]
-    wanted = right.rstrip("\n")
-    if wanted not in changes:
-        raise ValueError(f"task {task.id}: its solution is no single change")
-    count = 0 if ":" in task.instruction else rng.randrange(TRIES)
-    tries = [text for text in rng.sample(changes, len(changes)) if text != wanted][:count]
-    for number, text in enumerate([*tries, wanted]):
-        edit = _substitute(path, now, text)
+    start, code, end = split_at(now, called[1])
+    texts = [start + text + end for _, text in neighbours(code, ENUMERABLE)]
+    return {text: _substitute(path, now, text) for text in texts}
+
+
+def _try(edits: Sequence[ToolCall]) -> Script:
+    """Try edits, each with a test in the same turn, undone if the test fails, until one passes; then finish."""
+    for number, edit in enumerate(edits):
         if (yield turn([*[_UNDO] * (number > 0), edit, _TEST_CALL])).startswith("pass"):
             break
     yield one(ToolCall(name="finish", arguments={}))

@@ -9,7 +9,7 @@ import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import TRIES, ScriptedPolicy, searcher
+from composer_nb.harness.agent.expert import TRIES, ScriptedPolicy, blind, searcher
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.bench import behaviour
@@ -54,7 +54,30 @@ def test_every_try_is_undone_before_the_next_and_none_comes_twice(searched: list
 
 
 def test_a_task_that_is_no_single_change_is_refused(task: Task) -> None:
-    script = searcher(task.model_copy(update={"metadata": {"function": "g"}}), Random(0))
-    next(script)
-    with pytest.raises(ValueError, match="not of g"):
-        script.send("fail 1/2: f(1) = 2 want 3")
+    for said, why in (("fail 1/2: f(1) = 2 want 3", "no single change"), ("error: no tests here", "names a function")):
+        script = searcher(task.model_copy(update={"solution": {"f.py": "def f(x):\n    return None\n"}}), Random(0))
+        next(script)
+        with pytest.raises(ValueError, match=why):
+            script.send(said)
+            script.send("f.py:1def f(x):")
+            script.send(task.files["f.py"])
+
+
+def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:
+    """It plays the same without a solution, tries nothing twice, and solves less than who knows where to stop."""
+    executor = CachedExecutor(sandboxes)
+    tasks = list(make_miniatures("searched", 20, heldout=False, executor=executor))
+    agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
+
+    def played(known: list[Task]) -> list[Attempt]:
+        policy = ScriptedPolicy(renderer, lambda number: blind(known[number], Random(number)))
+        return [done for _, done in sorted(drive((agent.attempt(t, n) for n, t in enumerate(tasks)), policy, executor))]
+
+    done = played(tasks)
+    blank = [task.model_copy(update={"solution": {}, "metadata": {}}) for task in tasks]
+    assert [each.rollout.turns for each in played(blank)] == [each.rollout.turns for each in done]
+    for each in done:
+        tried = [turn.call for turn in each.rollout.turns if "substitute" in turn.call]
+        assert len(set(tried)) == len(tried) and not any(turn.observation == "tried" for turn in each.rollout.turns)
+        assert each.rollout.stop == ("turns" if len(tried) == 13 else "finished")
+    assert 0.3 < sum(each.grade.passed for each in done) / len(done) < 1
