@@ -24,7 +24,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.runtime import start, workspace
-from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.tools.session import FOLDER, Session
 from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.toolset import ToolSet
@@ -78,8 +78,9 @@ class Agent:
         draws. The job raises ValueError for a task that cannot run here, and for a prompt that leaves no room to answer."""
 
         def job(seat: Seat[Any]) -> Attempt:
-            speaker = TokenSpeaker(self.renderer, rollout, self.limits, seat.ask, seat.release, self.system)
-            if (size := speaker.prompt_size(task.instruction)) >= (most := self.limits.tokens):
+            limits = limits_of(task, self.limits)
+            speaker = TokenSpeaker(self.renderer, rollout, limits, seat.ask, seat.release, self.system)
+            if (size := speaker.prompt_size(task.instruction)) >= (most := limits.tokens):
                 raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
             opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))
             return attempt(task, opened, speaker)
@@ -87,11 +88,18 @@ class Agent:
         return job
 
 
+def limits_of(task: Task, limits: Limits) -> Limits:
+    """Return the limits of an attempt: a task's own lower those of the run, and never raise them."""
+    own = {name: int(task.metadata[key]) for name, key in LOWERED.items() if key in task.metadata}
+    return replace(limits, **{name: min(most, getattr(limits, name)) for name, most in own.items()})
+
+
 def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambda event: None) -> Attempt:
     """Run one rollout and grade it.
 
     A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
     large to carry away, is `agent_failed`. Raises ValueError for a task that cannot run here."""
+    place = replace(place, limits=limits_of(task, place.limits))
     if task.grader != "functions":
         return _attempt_in_sandbox(task, place, speaker, told)
     if place.functions is None:

@@ -7,6 +7,7 @@ tasks travel as one JSON Lines file.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,10 @@ from composer_nb.harness.untrusted import UnsafeName, checked, json_of
 
 ENTRY, SOLVE = "test.sh", "solve.sh"
 """Files of the grader `script` that run the tests and write a solution."""
+
+
+LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}
+"""Limits that a task may lower, and the names of its own in `metadata`."""
 
 
 class Task(BaseModel):
@@ -44,6 +49,7 @@ class Task(BaseModel):
     `grading.validate` finds out about them is in `metadata`. script: `tests/test.sh` of a foreign task
     (`grading/script_grader.py`), weak and for evaluation."""
     metadata: dict[str, str] = {}
+    """Facts, of which `max_turns` and `max_tokens` lower the limits of an attempt at this task."""
     kept: harbor.Kept | None = None
     """The rest of a foreign task's directory."""
 
@@ -54,6 +60,9 @@ class Task(BaseModel):
                 "".join([*texts, *texts.values()]).encode()
             except UnicodeEncodeError:
                 raise ValueError(f"task {self.id!a}: holds text that is not Unicode (half a surrogate pair)") from None
+        for name in LOWERED.values():
+            if not re.fullmatch("[1-9][0-9]{0,8}", text := self.metadata.get(name, "1")):
+                raise ValueError(f"task {self.id}: metadata.{name} must be a whole number above 0, not {text[:40]!r}")
         paths = {*self.files, *self.tests, *self.solution, *self.source_scope}
         for path in sorted(paths):
             try:

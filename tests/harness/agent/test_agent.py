@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.chat import Result
+from composer_nb.harness.agent.chat import Result, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent, Attempt, limits_of
 from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rewards import RewardSettings, reward
 from composer_nb.harness.rollout import Kind, Rollout, Segment
@@ -356,3 +357,34 @@ def test_demonstrations_are_token_for_token_what_was_said(
                 expected += renderer.observation(turn.observation)
         assert segment.token_ids.tolist() == expected
         assert done.rollout.stop == "finished"
+
+
+def test_a_task_lowers_the_limits_of_the_run_and_never_raises_them(
+    renderer: CompactRenderer, sandboxes: SandboxExecutor, task: Task
+) -> None:
+    agent = Agent(renderer, limits=Limits(turns=3, turn_tokens=200, tokens=4000))
+
+    def turns(**own: str) -> Rollout:
+        held = Task(**task.model_dump() | {"metadata": own})
+        return run(agent, held, ScriptedPolicy(renderer, lambda number: forever()), sandboxes)[0].rollout
+
+    def forever() -> Any:
+        while True:
+            yield Said(calls=(Written(id="call_0", call=READ),))
+
+    assert len(turns(max_turns="2").turns) == 2 and len(turns(max_turns="9").turns) == 3
+    short = turns(max_tokens=str(turns(max_turns="1").tokens + 1))
+    assert short.stop == "tokens" and len(short.turns) == 1
+    for wrong in ("0", "-1", "many", "1.5", "²", "9" * 5000):
+        with pytest.raises(ValueError, match="metadata.max_turns must be a whole number above 0"):
+            turns(max_turns=wrong)
+
+
+def test_limits_of_a_task_survive_harbor(task: Task, tmp_path: Path) -> None:
+    held = task.model_copy(update={"metadata": {"max_turns": "2"}})
+    path = held.to_harbor(tmp_path / "held")
+    assert limits_of(Task.from_harbor(path), Limits()).turns == 2
+    text = (path / "task.toml").read_text()
+    (path / "task.toml").write_text(text.replace('= "2"', '= "two"'))
+    with pytest.raises(ValueError, match="max_turns must be a whole number above 0, not 'two'"):
+        Task.from_harbor(path)
