@@ -17,15 +17,21 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.bwrap import BwrapBackend, Mode
-from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend, Mode
+from composer_nb.harness.sandbox.contract import (
+    WORKSPACE,
+    SandboxDied,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+)
 from composer_nb.harness.sandbox.system.cgroups import Cgroups, Group
 from composer_nb.harness.sandbox.toolchain import host_programs
 from tests.harness.sandbox.conftest import SMALL
 
 AS_A_USER = """
 import json
-from composer_nb.harness.sandbox.bwrap import BwrapBackend, Mode
+from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend, Mode
 from composer_nb.harness.sandbox.contract import SandboxSpec
 with BwrapBackend() as backend:
     facts = backend.capabilities()
@@ -243,3 +249,22 @@ class TestFindingGroups:
             Cgroups.find(self.proc(tmp_path, "22 1 0:21 / /proc rw - proc proc rw\n", ""))
             == "no cgroup hierarchy is mounted here"
         )
+
+
+def test_commands_stand_back_and_can_be_interrupted() -> None:
+    """They inherit neither the priority nor the ignored SIGINT of the process that starts them, nor its threads' folder."""
+    with BwrapBackend() as backend, backend.create() as box:
+        backs = 0 if isinstance(backend._cgroups, str) else NICE
+        source = "import os, signal; print(os.nice(0), signal.getsignal(signal.SIGINT).__name__, os.getcwd())"
+        box.write("inner/file", b"")
+        for _ in range(2):
+            done = box.exec(["python3", "-c", source], cwd="inner")
+            assert done.stdout.decode().split() == [
+                str(min(19, os.nice(0) + backs)),
+                "default_int_handler",
+                f"{WORKSPACE}/inner",
+            ]
+        assert box.exec(["sh", "-c", "kill -INT $$"]).exit_code == 130
+        assert box.exec(["pwd"]).stdout.decode().strip() == WORKSPACE
+        box.exec(["python3", "-c", "import os, signal; os.kill(1, signal.SIGINT)"])
+        assert box.exec(["echo", "on"]).stdout == b"on\n"

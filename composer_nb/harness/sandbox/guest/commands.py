@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import subprocess
+import threading
 import time
 import typing
 
@@ -82,31 +83,17 @@ class Commands:
         copied = copied and suits(command, asked["env"], self.environment)
         folder = open_beneath(self.files.fd, self.files.inner(asked["cwd"]), os.O_RDONLY | os.O_DIRECTORY)
 
-        def prepare() -> None:
-            os.nice(self.nice)  # the resident program must get its turn among many that spin
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.fchdir(folder)
-
         try:
             for left in (1, 0):
                 try:
                     if copied:
                         pid = os.fork()
                         if pid == 0:
-                            prepare()
+                            os.nice(self.nice)
                             raise Become(command, environment, [os.dup(fd) for fd in streams])
                         break
-                    process = subprocess.Popen(
-                        command,
-                        stdin=streams[0],
-                        stdout=streams[1],
-                        stderr=streams[2],
-                        env=environment,
-                        preexec_fn=prepare,
-                        start_new_session=True,
-                    )
-                    process.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
-                    pid = process.pid
+                    os.fchdir(folder)
+                    pid = self.spawn(command, environment, streams)
                     break
                 except BlockingIOError:  # no process is left: orphans of earlier commands have to go
                     if not left or not self.end(0, 0):
@@ -116,9 +103,42 @@ class Commands:
                     code = getattr(error, "errno", None) or errno.EINVAL
                     raise Unstartable(code, command[0][:200] + ": " + os.strerror(code)) from error
         finally:
+            os.fchdir(self.files.fd)
             os.close(folder)
         self.running.add(pid)
         return pid
+
+    def spawn(
+        self, command: typing.Sequence[str], environment: typing.Mapping[str, str], streams: typing.Sequence[int]
+    ) -> int:
+        """Start a program by vfork, which does not copy this large process as a fork does, and return its pid.
+
+        It inherits the niceness of the thread that starts it, and gets the usual SIGINT because here that has a handler. Raises
+        BlockingIOError where no process is left."""
+        found: list[typing.Union[subprocess.Popen[bytes], BaseException]] = []  # noqa: UP007
+
+        def begin() -> None:
+            try:
+                os.nice(self.nice)  # the resident program must get its turn among many that spin
+                stdin, stdout, stderr = streams
+                process = subprocess.Popen(
+                    command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+                )
+                found.append(process)
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=begin)
+        try:
+            thread.start()
+        except RuntimeError:
+            raise BlockingIOError(errno.EAGAIN, "no thread is left") from None
+        thread.join()
+        [started] = found
+        if isinstance(started, BaseException):
+            raise started
+        started.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
+        return started.pid
 
     def run(self, asked: Header, stdin: memoryview) -> tuple[Header, bytes]:
         """Run a command to its end or its limit."""

@@ -68,6 +68,7 @@ class Resident:
 
     def __init__(self, settings: Header) -> None:
         self.wake = child_alarm()
+        signal.signal(signal.SIGINT, lambda *_: None)  # unlike what is ignored, this is not inherited by commands
         files = self.files = Files(settings["workspace"], settings["disk_bytes"])
         commands = Commands(files, self.wake, settings)
         self.warm = bool(settings["warm"])
