@@ -93,7 +93,7 @@ CARRIED = "environment.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What a checkpoint was trained with."""
+    """The environment that a checkpoint was trained in."""
 
     renderer: Literal["compact", "qwen", "kimi"]
     tools: str

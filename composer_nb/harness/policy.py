@@ -41,7 +41,7 @@ class Request:
     heard: Callable[[Drawn], None] | None = None
     """Called with every token as it is drawn, by a policy that can do so."""
     top: int = 0
-    """How many of the most probable tokens are told beside the drawn one."""
+    """Number of the most probable tokens told beside the drawn one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

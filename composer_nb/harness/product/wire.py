@@ -81,7 +81,7 @@ class Asked(_Strict):
 
 
 class Sampling(_Strict):
-    """How the tokens of a `Generate` are drawn, by vLLM's names."""
+    """Settings of sampling of a `Generate`, by vLLM's names."""
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = None
@@ -214,7 +214,7 @@ class Reply:
         self.asked = asked
         self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._sent: dict[int, tuple[int, int]] = {}
-        """How many letters and log-probabilities of each choice were sent."""
+        """Letters and log-probabilities of each choice sent so far."""
 
     def whole(self, done: Answered) -> dict[str, Any]:
         choices = [
