@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights lab clean moved
+.PHONY: help setup demo example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights speedrun lab clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -73,6 +73,9 @@ bench: .venv/.ready ## measure this machine
 
 bench-gpu: .venv/.ready ## the MoE kernels on a GPU against their peers, in eight minutes; table and JSON in build/bench_gpu/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
+
+speedrun: .venv/.ready ## three seeds of the tour against a target, by the rules of docs/speedrun.md, in forty minutes
+	@$(BIN)/python scripts/speedrun.py $(ARGS)
 
 bench-weights: .venv/.peers ## the codec of weight updates beside others, in some minutes
 	@$(BIN)/python scripts/weights_bench.py $(ARGS)
