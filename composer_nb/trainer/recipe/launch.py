@@ -200,6 +200,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     for stage, info in finished.items():
         assert info is not None
         run.finish(stage, info.pop("seconds"), info)
+        run.take_steps(stage, source.steps(stage))
     write_json(run.path / "settings.json", to_dict(settings))
     write_json(run.path / "provenance.json", provenance() | {"forked_from": source.path.name})
     return run

@@ -211,6 +211,12 @@ class RunDir:
         with well_formed(self.path / "run.db"):
             return [{"step": step, **json_of(metrics)} for step, metrics in rows]
 
+    def take_steps(self, stage: str, steps: Iterable[Mapping[str, Any]]) -> None:
+        """Record the metrics of steps that another run did."""
+        rows = [(stage, step["step"], to_json({k: v for k, v in step.items() if k != "step"})) for step in steps]
+        with closing(self.connect()) as db, db:
+            db.executemany("INSERT OR REPLACE INTO step VALUES (?, ?, ?)", rows)
+
     def ledger(self) -> dict[str, int]:
         """Return sampled tokens by what became of them."""
         return dict(self.query("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason"))

@@ -169,6 +169,7 @@ def test_a_fork_takes_over_what_the_stages_before_rl_made_and_nothing_else(run: 
         (run.path / name).write_text(name)
     for stage in (*BEFORE_RL, "control", "eval_control"):
         run.finish(stage, 1.0, {})
+        run.commit(stage, 5, {}, [(5, {"loss": 1.0})])
     forked = fork(run, Settings(), runs=tmp_path / "forks")
     found = {
         str(path.relative_to(forked.path))
@@ -178,6 +179,9 @@ def test_a_fork_takes_over_what_the_stages_before_rl_made_and_nothing_else(run: 
     }
     assert found == set(before)
     assert forked.finished("control") is None and forked.finished("eval_start") is not None
+    assert forked.steps("midtrain") == run.steps("midtrain") == [{"step": 5, "loss": 1.0}] and not forked.steps(
+        "control"
+    )
 
 
 def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_not(tmp_path: Path, monkeypatch):
