@@ -171,7 +171,7 @@ def test_the_example_that_ships_is_small_and_whole():
     before = contents(run.path)
     report = build_report(run)
     assert report["complete"] and run.excerpt is not None and len(stored_steps(run)) == 3
-    assert sum(len(data) for _, data in before.values()) < 16_000_000
+    assert sum(len(data) for _, data in before.values()) < 20_000_000
     assert report["eval"]["final"]["n_tasks"] == run.excerpt["of_heldout_tasks"] > run.excerpt["heldout_tasks"]
     rows = pq.read_table(run.path / "rollouts" / "eval_final.parquet", columns=["task_id"])["task_id"].to_pylist()
     assert len(set(rows)) == run.excerpt["heldout_tasks"]
