@@ -24,6 +24,7 @@ from composer_nb.agents import BenchSettings, evaluate_arms, evaluate_policy, ru
 from composer_nb.cli import main
 from composer_nb.harness.agent.loop import LIMITS, Conversation
 from composer_nb.harness.agent.scripts import read_script
+from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.product.accept import Conflict
@@ -45,6 +46,8 @@ from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.policies import open_engine
+from composer_nb.trainer.recipe.reader import EXAMPLES, example_run
+from composer_nb.views.rollout import held_out
 from tests.harness.stubborn import said, stubborn
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
@@ -413,38 +416,44 @@ def test_a_verdict_is_given_once(repository: Path, script: Path, tmp_path: Path)
 
 # What was trained here, at work in the product
 
-TRAINED = Path(__file__).parents[1] / "data" / "example" / "weights" / "final"
-KEEP = "def f(xs, k):\n    out = []\n    for x in xs:\n        if x < k:\n            out.append(x)\n    return out\n"
-ASK = "fix f.py: list of items for items more than k"
+
+@pytest.fixture(scope="module")
+def solved() -> Attempt:
+    """The shortest greedy attempt of the example's policy that solved its task."""
+    greedy = held_out(example_run(), "final").values()
+    return min((s.attempt for s in greedy if s.attempt.grade.passed), key=lambda done: len(done.rollout.turns))
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Path:
+def keeper(solved: Attempt, tmp_path: Path) -> Path:
     made = tmp_path / "keeper"
     made.mkdir()
-    (made / "f.py").write_text(KEEP)
-    tests = "def test_some():\n    assert f([1, 5, 3], 2) == [5, 3]\n\ndef test_none():\n    assert f([], 1) == []\n"
-    (made / "test_f.py").write_text(f"from f import f\n\n{tests}")
+    for path, text in solved.task.files.items():
+        (made / path).write_text(text)
     return made
 
 
-def test_what_a_run_trained_mends_a_repository(keeper: Path, tmp_path: Path) -> None:
-    """The policy of the example run, greedy, reads the file, mends its line and runs the tests in the product's sandbox."""
+TRAINED = EXAMPLES[0] / "weights" / "final"
+
+
+def test_what_a_run_trained_mends_a_repository(solved: Attempt, keeper: Path, tmp_path: Path) -> None:
+    """The policy of the example run, greedy, does in the product's sandbox what it did in its evaluation."""
     out = tmp_path / "out"
-    asked = ["agent", str(keeper), ASK, "--policy", str(TRAINED), "--out", str(out), "--temperature", "0"]
-    assert main([*asked, "--verdict", "accept"]) == 0
-    assert (keeper / "f.py").read_text() == KEEP.replace("x < k", "x > k")
+    asked = ["agent", str(keeper), solved.task.instruction, "--policy", str(TRAINED), "--out", str(out)]
+    assert main([*asked, "--temperature", "0", "--verdict", "accept"]) == 0
+    assert {path: (keeper / path).read_text() for path in solved.task.files} == solved.rollout.files
     [row] = pq.read_table(out / "rollout.parquet").to_pylist()
     turns = json.loads(row["turns"])
-    assert [json.loads(each["call"])["name"] for each in turns] == ["read_file", "edit_line", "run_tests", "finish"]
-    assert turns[2]["observation"] == "pass 2" and row["stop"] == "finished"
+    assert [each["call"] for each in turns] == [turn.call for turn in solved.rollout.turns]
+    assert [each["observation"] for each in turns] == [turn.observation for turn in solved.rollout.turns]
+    assert row["stop"] == "finished" and any(each["observation"].startswith("pass") for each in turns)
 
 
-def test_what_a_run_trained_is_served(keeper: Path) -> None:
+def test_what_a_run_trained_is_served(solved: Attempt, keeper: Path) -> None:
     """A client that carries out the calls itself gets the same work done through the chat API."""
     tools = ToolSet.tiny()
     files = {path.name: path.read_text() for path in keeper.iterdir()}
-    messages: list[Any] = [{"role": "user", "content": ASK}]
+    messages: list[Any] = [{"role": "user", "content": solved.task.instruction}]
     with open_engine(TRAINED, slots=2, tokens=500, temperature=0.0) as engine:
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
         with (
@@ -452,20 +461,22 @@ def test_what_a_run_trained_is_served(keeper: Path) -> None:
             openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
             SandboxExecutor() as functions,
         ):
-            place = Workspace(files=files, visible_tests={"test_f.py": files["test_f.py"]}, sandboxes=functions)
-            for _ in range(8):
+            place = Workspace(files=files, visible_tests=solved.task.visible_tests, sandboxes=functions)
+            ended = False
+            while not ended and len(messages) < 40:
                 given: Any = {"model": "model", "messages": messages, "tools": tools.schemas}
                 said = client.chat.completions.create(**given).choices[0].message
-                [call] = said.tool_calls or []
-                arguments = json.loads(call.function.arguments)
-                [reply] = tools.answer(place, [ToolCall(name=call.function.name, arguments=arguments)])
-                if reply.ends:
-                    break
-                messages += [
-                    said.model_dump(exclude_none=True),
-                    {"role": "tool", "tool_call_id": call.id, "content": reply.text},
+                calls = [
+                    ToolCall(name=c.function.name, arguments=json.loads(c.function.arguments)) for c in said.tool_calls
                 ]
-    assert reply.ends and place.files["f.py"] == KEEP.replace("x < k", "x > k")
+                replies = tools.answer(place, calls)
+                ended = any(reply.ends for reply in replies)
+                messages.append(said.model_dump(exclude_none=True))
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "content": reply.text}
+                    for call, reply in zip(said.tool_calls, replies, strict=True)
+                ]
+    assert ended and place.files == solved.rollout.files
 
 
 def test_scripts_at_miniature_repositories(tmp_path: Path) -> None:

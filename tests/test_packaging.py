@@ -33,6 +33,7 @@ TARGETS = {
     "test": "pytest -q",
     "test-whole": "whole and not slow",
     "test-slow": "-m slow",
+    "speedrun": "speedrun.py",
     "test-browser": "-m browser",
     "check": "ruff format --check",
     "check-kernels": "scripts/check_kernels.py",

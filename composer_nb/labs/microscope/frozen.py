@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from composer_nb.harness.agent.chat import Result
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.rollout import Segment
+from composer_nb.harness.rollout import Segment, Turn
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.trainer.learning.data import within
 
@@ -107,9 +108,19 @@ def render_again(renderer: CompactRenderer, done: Attempt) -> Rendering:
     """Render the texts of a rollout, as a trainer does that gets messages instead of tokens."""
     ids = list(renderer.prompt(done.task.instruction))
     acted = [False] * len(ids)
-    for number, turn in enumerate(done.rollout.turns):
-        written = _call_ids(renderer, turn.call)
-        read = [] if number == len(done.rollout.turns) - 1 else renderer.observation(turn.observation)
+    messages: list[list[Turn]] = []
+    for turn in done.rollout.turns:
+        if turn.beside:
+            messages[-1].append(turn)
+        else:
+            messages.append([turn])
+    for number, turns in enumerate(messages):
+        *before, last = [_call_ids(renderer, turn.call) for turn in turns]
+        written = [
+            token for part in before for token in (*(t for t in part if t != renderer.end), renderer.call)
+        ] + last
+        results = [Result(id="", text=turn.observation) for turn in turns]
+        read = [] if number == len(messages) - 1 else renderer.results(results)
         ids += [*written, *read]
         acted += [True] * len(written) + [False] * len(read)
     return Rendering(np.array(ids, np.int32), np.array(acted, np.bool_))

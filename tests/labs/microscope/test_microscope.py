@@ -12,16 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.kernels.formats.groupwise import rounded
 from composer_nb.labs.microscope.causes import CAUSES, engines, path, trainer_of
 from composer_nb.labs.microscope.evidence import UNEXPLAINED
-from composer_nb.labs.microscope.frozen import Batch, Rendering
+from composer_nb.labs.microscope.frozen import Batch, Rendering, render_again
 from composer_nb.labs.microscope.microscope import Report, examine, figures, kl_divergence
 from composer_nb.labs.microscope.numerics import Program, observe, record
 from composer_nb.labs.retrace import with_checks
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics, variant
+from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.views.rollout import sampled
 
 NEVER = frozenset[int]()
 BF16 = torch.bfloat16
@@ -402,3 +406,13 @@ def test_a_report_is_plain_data(model, batch):
     report: Report = examine(model, batch, engines(model)["int4-experts"])
     found = json.loads(json.dumps(report.to_dict()))
     assert found["named"] == list(report.named) and len(found["steps"]) == len(CAUSES) and "streams" not in found
+
+
+def test_a_turn_of_several_calls_is_rendered_as_it_was_written() -> None:
+    run = example_run()
+    renderer = CompactRenderer(load_tokenizer(run.path / "data"))
+    attempts = [stored.attempt for stored in sampled(run, 1)]
+    assert any(turn.beside for done in attempts for turn in done.rollout.turns)
+    for done in attempts:
+        [segment], made = done.rollout.segments, render_again(renderer, done)
+        assert list(made.token_ids) == list(segment.token_ids) and list(made.acted) == list(segment.acted)
