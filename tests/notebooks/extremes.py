@@ -19,9 +19,11 @@ import nbformat
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import summarise
 from composer_nb.harness.files import write_json
+from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import from_dict
+from composer_nb.trainer.headroom import headroom
 from composer_nb.trainer.recipe.report import POLICIES
 from composer_nb.trainer.records.batches import load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir, to_json
@@ -42,7 +44,9 @@ def solves(run: RunDir, passed: bool) -> None:
         save_attempts(file, done)
         greedy = len({each.task.id for each in done})
         assert found is not None
-        run.finish(f"eval_{name}", found["seconds"], summarise(done[:-greedy], done[-greedy:]))
+        scores = summarise(done[:-greedy], done[-greedy:])
+        room = headroom(done[:-greedy], done[-greedy:], RewardSettings())
+        run.finish(f"eval_{name}", found["seconds"], scores | {"headroom": room})
     rescored(run, lambda done: graded(done, passed))
 
 

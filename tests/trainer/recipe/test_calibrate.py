@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.tasks.task import Task
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe import recipe
@@ -32,13 +31,11 @@ TASK = Task(
     ],
 )
 def test_the_best_factor_is_kept(
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     solved: dict[float, int],
     factors: tuple[float, ...],
     best: float | None,
 ) -> None:
-    save_tasks([TASK], tmp_path / "data" / "tune.jsonl")
     model = Model(ModelConfig(vocab_size=264))
     with torch.no_grad():
         model.final_norm.fill_(0.5)
@@ -52,7 +49,7 @@ def test_the_best_factor_is_kept(
     told: list[str] = []
     s: Any = SimpleNamespace(
         settings=override(Settings(), {"sft.sharpness": factors}),
-        run=SimpleNamespace(path=tmp_path),
+        tasks={"tune": [TASK]}.get,
         ranks=SimpleNamespace(first=True),
         say=told.append,
     )

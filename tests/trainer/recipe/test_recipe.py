@@ -198,7 +198,7 @@ def test_too_few_tasks_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_too_few_tasks_that_differ_is_one_clear_line(whole: RunDir, tmp_path: Path) -> None:
-    for name in ("heldout", "tune", "rl"):
+    for name in ("heldout", "structures", "tune", "rl"):
         shutil.copy(whole.path / "data" / f"{name}.jsonl", tmp_path / f"{name}-000.jsonl")
     shutil.copy(whole.path / "data" / "rl.jsonl", tmp_path / "rl-001.jsonl")
     stages: Any = SimpleNamespace(settings=override(Settings(), MICRO | {"rl.steps": 14, "data.rl_tasks": 28}))
