@@ -62,12 +62,12 @@ def in_pytest(task: Task) -> Task:
     """The same task with tests that run in sandboxes of their own."""
     made = Task(
         id=task.id,
-        instruction=task.instruction,
+        instruction=f"{task.instruction} of {task.id}",  # tasks with one instruction would stay together
         grader="pytest",
         files=task.files,
         tests={f"tests/{name}": text for name, text in task.tests.items()},
         solution=task.solution,
-        source_scope=("f.py",),
+        source_scope=task.source_scope,
     )
     return made
 
