@@ -251,11 +251,10 @@ def deal_tasks(tasks: Sequence[Task], data: DataSettings) -> dict[str, list[Task
 
 
 def _marks(task: Task) -> Iterator[str]:
-    """Yield what tasks on two sides must not share: instruction, structure, and places of a made task, or else the parts that the
-    solution writes: from one `def` to the next."""
-    yield f"instruction {task.instruction}"
-    if "structure" in task.metadata:
-        yield f"structure {task.metadata['structure']}"
+    """Yield what tasks on two sides must not share: the structure of a generated task, the instruction of any other; and places
+    of a made task, or else the parts that the solution writes: from one `def` to the next."""
+    structure = task.metadata.get("structure")
+    yield f"structure {structure}" if structure else f"instruction {task.instruction}"
     places = re.findall(r'"([^"]+)"', task.metadata.get("places", ""))
     yield from (f"place {task.metadata.get('repository')} {place}" for place in places)
     for path, text in () if places else task.solution.items():

@@ -284,3 +284,10 @@ def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(mine: EnvSettin
 def test_an_environment_that_cannot_be_imported_is_named(mine: EnvSettings, name: str) -> None:
     with pytest.raises(ValueError, match="neither a path nor MODULE:CLASS that can be imported"):
         own_tasks(EnvSettings(tasks=name))
+
+
+def test_generated_tasks_with_one_request_are_dealt_by_their_structures() -> None:
+    tasks = [own(n, instruction="fix the tests", metadata={"structure": f"s{n // 2}"}) for n in range(40)]
+    dealt = deal_tasks(tasks, DataSettings())
+    sides = [{task.metadata["structure"] for task in part} for part in dealt.values()]
+    assert all(sides) and sum(map(len, sides)) == 20
