@@ -65,8 +65,7 @@ def policy_attempts(
     are a checkpoint directory, `openai:URL[#MODEL]`, and `scripted:` with a name of TINY_SCRIPTS.
 
     `settings` are dotted names: `limits.*` (otherwise those that a checkpoint was trained with, or UNCOUNTED), `engine.slots` and
-    `seed` matter here. Raises ValueError for other kinds of policy,
-    FileNotFoundError for a missing checkpoint or file.
+    `seed` matter here. Raises ValueError for other kinds of policy, FileNotFoundError for a missing checkpoint or file.
     """
     from composer_nb.settings import Settings, override
     from composer_nb.trainer.learning.ranks import set_up_process

@@ -91,6 +91,8 @@ def main() -> None:
         else:
             runs.append(start_or_resume(None, settings, runs=arguments.runs, name=name))
     tasks = official_tasks()
+    if (seeds := [run.settings()["seed"] for run in runs]) != list(SEEDS):
+        raise SystemExit(f"the runs have the seeds {seeds}, not {list(SEEDS)}")
     for run in runs:
         if broken := broken_rules(run, tasks):
             raise SystemExit(f"{run.path.name}: {'; '.join(broken)}")
