@@ -1,28 +1,27 @@
 """Cut files into chunks: a function, a method, the head of a class, or the code between them.
 
 Chunks of a file do not overlap. Imports alone are no chunk, and a lone constant belongs to the definition after it: both crowded
-the top of the results when each was a chunk. Grammars are those of the tree-sitter project: Python's is always installed, the
-others come with the extra `grammars`. A file without an installed grammar, or one that its grammar cannot parse, is cut into
-windows of lines. Files may be hostile: nothing is executed, and sizes are bounded.
+the top of the results when each was a chunk. Python is cut by its grammar of the tree-sitter project, which reads unfinished code
+too; any other file, and one that the grammar cannot parse, is cut into windows of lines. Files may be hostile: nothing is
+executed, and sizes are bounded.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import numpy as np
+import tree_sitter_python
 from numpy.typing import NDArray
 from tree_sitter import Language, Node, Parser
 
 from composer_nb.harness.search.embedding import weigh
 
-How = Literal["parsed", "plain", "no_grammar", "unparsable"]
-"""Way in which a file was cut: by its grammar, or into windows because no grammar exists, it is not installed, or it fails."""
+How = Literal["parsed", "plain", "unparsable"]
+"""Way in which a file was cut: as Python, or into windows because it is not Python or cannot be parsed."""
 
 LONGEST_FILE = 1 << 20
 """Maximum bytes of an indexed file; longer files are data or generated."""
@@ -36,80 +35,15 @@ _MOST_NODES = 20_000
 """Maximum siblings in a syntax tree; more means a table or an attack."""
 _NAME, _PATH, _COMMENT = 3.0, 1.0, 1.0
 """Weights of a chunk's qualified name, of its path, and of its comments and docstring (again), beside 1 for its text."""
-_IMPORT = re.compile("import|include|use_declaration|package")
-"""Node types of imports."""
+_PYTHON = Language(tree_sitter_python.language())
+_AROUND = {
+    "decorated_definition", "block", "if_statement", "elif_clause", "else_clause", "try_statement", "except_clause",
+    "finally_clause", "with_statement",
+}  # fmt: skip
+"""Types of nodes that may stand between a class or a module and its definitions."""
 _REMARK = ('"', "'", 'r"', "#", "//", "/*")
 """Prefixes of a first line that is a docstring or a comment."""
 _DOCSTRING = re.compile(r'"""(.*?)"""' + r"|'''(.*?)'''" + r"|^\s*(?:#|//+!?|\*)(.*)$", re.DOTALL | re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Syntax:
-    """A grammar, and the types of its nodes that matter, separated by blanks."""
-
-    module: str
-    whole: str
-    """Definitions that are one chunk: functions, methods, types."""
-    holders: str = ""
-    """Definitions that contain others, as a class does. Their heads are chunks of their own."""
-    around: str = ""
-    """Nodes that may stand between a holder and its definitions."""
-    comment: str = "comment"
-    function: str = "language"
-
-
-_JS = "function_declaration generator_function_declaration method_definition lexical_declaration variable_declaration"
-_IN_JS = "export_statement statement_block class_body expression_statement internal_module"
-_C = "function_definition struct_specifier enum_specifier type_definition preproc_function_def"
-_IN_C = "preproc_ifdef preproc_if preproc_else linkage_specification declaration_list field_declaration_list"
-SYNTAX: Mapping[str, Syntax] = {
-    "py pyi": Syntax(
-        "tree_sitter_python",
-        "function_definition",
-        "class_definition",
-        "decorated_definition block if_statement elif_clause else_clause try_statement except_clause finally_clause "
-        "with_statement",
-    ),
-    "js jsx mjs cjs": Syntax("tree_sitter_javascript", _JS, "class_declaration", _IN_JS),
-    "ts tsx mts cts": Syntax(
-        "tree_sitter_typescript",
-        _JS + " interface_declaration type_alias_declaration enum_declaration",
-        "class_declaration abstract_class_declaration",
-        _IN_JS,
-        function="language_tsx",
-    ),
-    "go": Syntax("tree_sitter_go", "function_declaration method_declaration type_declaration"),
-    "rs": Syntax(
-        "tree_sitter_rust",
-        "function_item struct_item enum_item macro_definition function_signature_item",
-        "impl_item trait_item mod_item",
-        "declaration_list",
-        "line_comment block_comment attribute_item",
-    ),
-    "java": Syntax(
-        "tree_sitter_java",
-        "method_declaration constructor_declaration",
-        "class_declaration interface_declaration enum_declaration record_declaration",
-        "class_body interface_body enum_body enum_body_declarations",
-        "line_comment block_comment",
-    ),
-    "c h": Syntax("tree_sitter_c", _C, around=_IN_C),
-    "cc cpp cxx hh hpp hxx": Syntax(
-        "tree_sitter_cpp", _C, "class_specifier namespace_definition", _IN_C + " template_declaration"
-    ),
-}
-"""File name extensions of a language -> its syntax."""
-_BY_EXTENSION = {extension: syntax for extensions, syntax in SYNTAX.items() for extension in extensions.split()}
-
-
-@cache
-def parser(syntax: Syntax) -> Parser | None:
-    """Return a parser, or None if its grammar is not installed."""
-    try:
-        grammar = importlib.import_module(syntax.module)
-    except ModuleNotFoundError:
-        return None
-    return Parser(Language(getattr(grammar, syntax.function)()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,25 +113,21 @@ def _weights(path: str, span: Span, lines: Sequence[str]) -> dict[int, float]:
 
 def cut(path: str, data: bytes, lines: Sequence[str]) -> tuple[list[Span], How]:
     """Return the chunks of a file in order, and how they were found."""
-    syntax = _BY_EXTENSION.get(path.rpartition(".")[2]) if "." in path else None
-    reader = parser(syntax) if syntax else None
-    if syntax and reader:
-        root = reader.parse(data).root_node
+    python = path.endswith((".py", ".pyi"))
+    if python:
+        root = Parser(_PYTHON).parse(data).root_node
         imports: set[int] = set()
-        found = sorted(_definitions(root, syntax, imports), key=lambda span: (span.first, -span.last))
+        found = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
         if found or not root.has_error:
             return list(_chunks(found, lines, imports)), "parsed"
-    how: How = "plain" if syntax is None else "no_grammar" if reader is None else "unparsable"
-    return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW)), how
+    return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW)), "unparsable" if python else "plain"
 
 
-def _definitions(root: Node, syntax: Syntax, imports: set[int]) -> Iterator[Span]:
-    """Yield the spans of definitions, holders included. A definition inside a function belongs to that function.
+def _definitions(root: Node, imports: set[int]) -> Iterator[Span]:
+    """Yield the spans of functions and classes. A definition inside a function belongs to that function.
 
     Adds the lines of imports to `imports`.
     """
-    whole, holders, around = (set(names.split()) for names in (syntax.whole, syntax.holders, syntax.around))
-    comment = set(syntax.comment.split())
     waiting: list[tuple[Node, str, int | None]] = [(root, "", None)]
     while waiting:
         parent, holder, begun = waiting.pop()
@@ -207,40 +137,27 @@ def _definitions(root: Node, syntax: Syntax, imports: set[int]) -> Iterator[Span
         ended = -1
         for child in parent.children:
             kind, first, last = child.type, child.start_point.row + 1, child.end_point.row + 1
-            if kind in comment:
-                above = above if above is not None and first <= ended + 1 else first
-                ended = last
+            joined = above if above is not None and first <= ended + 1 else first
+            if kind == "comment":
+                above, ended = joined, last
                 continue
-            start = above if above is not None and first <= ended + 1 else first
-            start = begun if begun is not None else start
+            start = joined if begun is None else begun
             above = None
-            if kind in whole or kind in holders:
+            if kind in ("function_definition", "class_definition"):
                 name = f"{holder}.{_name(child)}".strip(".")
                 yield Span(first=start, last=last, name=name)
-                if kind in holders:
+                if kind == "class_definition":
                     waiting.append((child, name, None))
-            elif kind in around:
-                one = child.named_child_count <= 8 and kind in ("decorated_definition", "export_statement")
-                waiting.append((child, holder, start if one else None))
-            elif _IMPORT.search(kind):
+            elif kind in _AROUND:
+                waiting.append((child, holder, start if kind == "decorated_definition" else None))
+            elif "import" in kind:
                 imports.update(range(first, last + 1))
 
 
-def _name(node: Node) -> str:
+def _name(definition: Node) -> str:
     """Return the name of a definition, or the empty string if its node has none."""
-    for _ in range(8):  # C nests declarators
-        if node.child_count == 0:
-            return (node.text or b"").decode(errors="replace")[:200]
-        if node.type in ("impl_item", "generic_type"):
-            inner = node.child_by_field_name("type")
-        else:
-            inner = node.child_by_field_name("name") or node.child_by_field_name("declarator")
-        if inner is None:
-            inner = next((child for child in node.named_children[:4] if child.type.endswith(("tor", "_spec"))), None)
-        if inner is None:
-            break
-        node = inner
-    return ""
+    name = definition.child_by_field_name("name")
+    return ((name and name.text) or b"").decode(errors="replace")[:200]
 
 
 def _chunks(found: Sequence[Span], lines: Sequence[str], imports: set[int]) -> Iterator[Span]:
