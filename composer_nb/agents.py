@@ -31,7 +31,6 @@ from composer_nb.harness.product.work import Work, keep, open_session
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
-from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task, load_tasks
@@ -186,13 +185,13 @@ def evaluate_arms(
     chosen = arms_of(arms)
     drawn = {name: getattr(settings, name) for name in ("limits", "temperature", "seed")}
     found: dict[str, list[Attempt]] = {}
-    with open_backend(backend) as made, Fleet(made) as fleet:
+    with open_backend(backend) as made:
         for task in tasks:
             spec_of(task, made)
         for name, arm in chosen.items():
             found[name] = []
             tools = own if own.terse and name == "all" else arm.tools(settings.strict)
-            schemas, place = tools.schemas, Environment(backend=fleet, tools=tools, limits=settings.limits)
+            schemas, place = tools.schemas, Environment(backend=made, tools=tools, limits=settings.limits)
             with open_policy(policy, system_text(WORKSPACE), schemas, slots=workers, **drawn) as cast:
                 for done in attempt_all(tasks, samples, place, cast, out / name / "attempts", workers):
                     found[name].append(done)

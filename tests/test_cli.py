@@ -114,7 +114,6 @@ def test_the_backend_of_the_settings_is_the_one_that_must_work(
     assert cli.main(asked) == 2
     assert capsys.readouterr().err.startswith("composer-nb: env.backend=docker: ")
     monkeypatch.setattr(environment, "open_backend", lambda *_: contextlib.nullcontext(None))
-    monkeypatch.setattr(environment, "Fleet", lambda made: contextlib.nullcontext(made))
     assert cli.main(asked) == 2  # for another reason
     assert "bubblewrap" not in capsys.readouterr().err and not (tmp_path / "runs").exists()
 

@@ -24,7 +24,6 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, SandboxUnavailable
-from composer_nb.harness.sandbox.fleet import Fleet
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
@@ -150,8 +149,7 @@ class Sandboxes:
     @cached_property
     def backend(self) -> Backend:
         """Raises SandboxUnavailable."""
-        opened = self._stack.enter_context(open_backend(self._backend, self._run_id, self._journal))
-        return self._stack.enter_context(Fleet(opened))
+        return self._stack.enter_context(open_backend(self._backend, self._run_id, self._journal))
 
 
 def require_sandboxes(env: EnvSettings) -> None:

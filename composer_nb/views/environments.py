@@ -1,5 +1,4 @@
-"""Figures and HTML of environments: rollouts, forks, cheats and graders, limits, and fleets. `instruments.py` records the
-data."""
+"""Figures and HTML of environments: rollouts, forks, cheats and graders, and limits. `instruments.py` records the data."""
 
 from __future__ import annotations
 
@@ -7,21 +6,18 @@ import ast
 import html
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from composer_nb.harness.grading.plan import Twin
-from composer_nb.harness.sandbox.fleet import FleetLimits
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import Verdict as Judged
 from composer_nb.labs.attacks.patches import Patch
 from composer_nb.views import page, style
-from composer_nb.views.instruments import Asked, Episode, Future, Verdict, Watched, overlap
+from composer_nb.views.instruments import Future, Verdict, Watched
 from composer_nb.views.page import Html
 from composer_nb.views.style import Picture, key, title
 
@@ -221,62 +217,4 @@ def neighbour(parts: Mapping[str, Sequence[tuple[float, float]]], during: str) -
     ax.set_ylim(top=3.2 * most)
     style.log_axis(ax.yaxis)
     title(ax, "a small command in the sandbox next door", "seconds", "ms")
-    return picture
-
-
-def fleet(done: Sequence[Episode], limits: FleetLimits, short: tuple[float, float] | None = None) -> Picture:
-    """Draw how many sandboxes wait, start and live over time, and the distributions of waiting and starting. `short`: interval in
-    which the machine lacked resources."""
-    picture = Picture(9.5, 3.4)
-    over, spread = picture.panels(1, 2, width_ratios=(3, 2))
-    zero, end = min(one.asked for one in done), max(one.ended for one in done)
-    at = np.linspace(zero, end, 800)
-    parts = (
-        ("wait for leave to start", style.PALE, [(one.asked, one.starting) for one in done]),
-        ("start", style.ORANGE, [(one.starting, one.ready) for one in done]),
-        ("live", style.BLUE, [(one.ready, one.ended) for one in done]),
-    )
-    counts = [overlap(spans, at) for _, _, spans in parts[::-1]]
-    names, hues = [name for name, _, _ in parts[::-1]], [hue for _, hue, _ in parts[::-1]]
-    over.stackplot(at - zero, counts, labels=names, colors=hues, step="post")
-    over.axhline(limits.most, color=style.INK, linestyle=":", linewidth=1.2)
-    over.text((end - zero) * 0.995, limits.most, "most", ha="right", va="bottom", fontsize=8.5, color=style.INK)
-    if short is not None:
-        over.axvspan(short[0] - zero, short[1] - zero, color=style.VERMILION, alpha=0.18, linewidth=0)
-    over.set_xlim(0, end - zero)
-    over.yaxis.set_major_locator(MaxNLocator(integer=True))
-    above: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1.0)}
-    key(over, reverse=True, ncols=3, **above)
-    title(over, "", "seconds", "sandboxes")
-    longest = max(one.ready - one.asked for one in done) * 1e3
-    bins = [float(edge) for edge in np.geomspace(1, 1.1 * max(longest, 2), 32)]
-    for name, hue, spans in parts[:2]:
-        ms = np.maximum([(stop - start) * 1e3 for start, stop in spans], bins[0])
-        fill = style.GREY if hue == style.PALE else hue
-        spread.hist(ms, bins, color=fill, alpha=0.75, label=f"{name}: median {np.median(ms):.0f} ms")
-    spread.set_xscale("log")
-    spread.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    title(spread, "", "ms (those at 1: at once)", "episodes")
-    key(spread, **above)
-    return picture
-
-
-def breaker(log: Sequence[Asked]) -> Picture:
-    """Draw the decisions of a fleet over time, while its backend broke down and was repaired."""
-    picture, ax = style.one_panel(9.5, 2.1)
-    kinds: tuple[tuple[str, str, str, Callable[[Asked], bool]], ...] = (
-        ("starts", style.BLUE, "o", lambda one: one.decision == "start" and one.works),
-        ("start fails", style.VERMILION, "X", lambda one: one.decision == "start" and not one.works),
-        ("refused at once", style.GREY, "|", lambda one: one.decision == "refuse"),
-    )
-    for y, (_, hue, marker, fits) in enumerate(kinds):
-        at = [one.now for one in log if fits(one)]
-        ax.plot(at, [y] * len(at), marker, color=hue, markersize=7 if marker == "X" else 5, zorder=3)
-    broken = [one.now for one in log if not one.works]
-    if broken:
-        ax.axvspan(broken[0], broken[-1], color=style.ORANGE, alpha=0.2, linewidth=0)
-        style.note(ax, float(np.mean(broken)), -0.62, "the backend is broken", ha="center")
-    ax.set_yticks(range(3), [f"{name} ({sum(map(fits, log))})" for name, _, _, fits in kinds])
-    ax.set_ylim(2.5, -0.9)
-    title(ax, "one question a second", "seconds")
     return picture

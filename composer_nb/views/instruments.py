@@ -7,29 +7,22 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import psutil
-from numpy.typing import ArrayLike, NDArray
 
 from composer_nb.harness.grading import box
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.contract import (
     Backend,
-    Capabilities,
     ExecResult,
     Sandbox,
-    SandboxSpec,
-    Snapshot,
     Stats,
     archive_of,
 )
-from composer_nb.harness.sandbox.fleet import Decision, Fleet
 from composer_nb.harness.sandbox.journal import mark_of, started
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
@@ -143,77 +136,6 @@ def pulse(sandbox: Sandbox, seconds: float) -> list[tuple[float, float]]:
         found.append((begin, (time.perf_counter() - begin) * 1e3))
         time.sleep(0.01)
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """Times of one sandbox from the request to its end, in seconds of one clock."""
-
-    asked: float
-    starting: float
-    ready: float
-    ended: float
-
-
-class Clocked:
-    """A backend that records start and readiness of each sandbox. It does not close the inner backend."""
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner, self.name = inner, inner.name
-        self.starts: dict[str, tuple[float, float]] = {}
-
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities()
-
-    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
-        begin = time.perf_counter()
-        made = self.inner.create(spec, snapshot)
-        self.starts[made.id] = (begin, time.perf_counter())
-        return made
-
-    def close(self) -> None: ...
-
-
-def run_episodes(
-    fleet: Fleet, spec: SandboxSpec, work: Callable[[Sandbox], object], count: int, workers: int
-) -> list[Episode]:
-    """Run `work` in `count` sandboxes of a fleet over a Clocked backend, requested by `workers` threads."""
-    clocked = fleet.backend
-    assert isinstance(clocked, Clocked)
-
-    def one(_: int) -> Episode:
-        ends: list[float] = []
-        asked = time.perf_counter()
-        with fleet.create(spec) as sandbox:
-            sandbox.at_end.insert(0, lambda: ends.append(time.perf_counter()))  # before the fleet lets the next one in
-            work(sandbox)
-        begin, ready = clocked.starts[sandbox.id]
-        return Episode(asked=asked, starting=begin, ready=ready, ended=ends[0])
-
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(one, range(count)))
-
-
-def overlap(spans: Sequence[tuple[float, float]], at: ArrayLike) -> NDArray[np.int64]:
-    """Return how many time spans hold each moment of `at`. A span does not hold its end."""
-    begins, ends = (np.sort(side) for side in np.array(spans).T)
-    return np.searchsorted(begins, at, "right") - np.searchsorted(ends, at, "right")
-
-
-def peak(spans: Iterable[tuple[float, float]]) -> int:
-    """Return the maximum number of overlapping time spans. Spans that only touch do not overlap."""
-    known = list(spans)
-    return int(overlap(known, [begin for begin, _ in known]).max()) if known else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One request to `Admission` and its decision."""
-
-    now: float
-    decision: Decision
-    works: bool
-    """The backend can make sandboxes at that time."""
 
 
 def descendants(pid: int) -> dict[int, int | None]:

@@ -17,14 +17,13 @@ from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec, Stats
-from composer_nb.harness.sandbox.fleet import Fleet, FleetLimits, Pressure
 from composer_nb.harness.sandbox.journal import Journal
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import Verdict
 from composer_nb.labs.attacks.patches import Patch, patches
 from composer_nb.views import environments, instruments
-from composer_nb.views.instruments import Asked, Episode, Future, Watched
+from composer_nb.views.instruments import Future, Watched
 from composer_nb.views.style import Picture
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
@@ -115,34 +114,6 @@ def test_a_pulse_is_a_row_of_small_commands(backend: BwrapBackend):
         found = instruments.pulse(sandbox, 0.3)
     assert found and all(ms > 0 for _, ms in found)
     assert all(one[0] + one[1] / 1e3 <= other[0] for one, other in zip(found, found[1:], strict=False))
-
-
-def test_the_spans_of_episodes_keep_the_limits_of_their_fleet(backend: BwrapBackend):
-    calm = Pressure(memory=0.1, disk=0.1, cpu=0.1)
-    fleet = Fleet(instruments.Clocked(backend), FleetLimits(starts=2, most=3), lambda: calm)
-    done = instruments.run_episodes(fleet, SPEC, lambda box: box.exec(["true"]), 12, 6)
-    assert len(done) == 12
-    assert all(one.asked <= one.starting < one.ready < one.ended for one in done)
-    assert 1 <= instruments.peak((one.starting, one.ready) for one in done) <= 2
-    assert 2 <= instruments.peak((one.starting, one.ended) for one in done) <= 3
-    assert fleet.admission.alive == 0
-    assert shows_something(environments.fleet(done, fleet.admission.limits, (done[0].asked, done[0].ended)))
-    with backend.create(SPEC) as still:
-        assert still.exec(["true"]).exit_code == 0, "the backend itself was not closed"
-
-
-def test_an_episode_that_fails_is_not_hidden(backend: BwrapBackend):
-    fleet = Fleet(instruments.Clocked(backend), FleetLimits(cpu=2.0))
-    with pytest.raises(FileNotFoundError):
-        instruments.run_episodes(fleet, SPEC, lambda box: box.read("nothing"), 2, 1)
-    assert fleet.admission.alive == 0
-
-
-@pytest.mark.parametrize(
-    ("spans", "most"), [([], 0), ([(0, 1), (1, 2)], 1), ([(0, 3), (1, 2), (1.5, 4)], 3), ([(0, 1), (0, 1)], 2)]
-)
-def test_a_peak_counts_what_overlaps(spans: list[tuple[float, float]], most: int):
-    assert instruments.peak(iter(spans)) == most
 
 
 def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
@@ -266,25 +237,3 @@ def test_the_neighbour_has_its_medians():
     picture = environments.neighbour({"before": [(5.0, 2.0), (5.1, 4.0), (5.2, 3.0)], "bomb": [(6.0, 8.0)]}, "bomb")
     assert texts(picture) == ["before\nmedian 3 ms, 95 % below 4 ms", "bomb\nmedian 8 ms, 95 % below 8 ms"]
     assert picture.axes[0].lines[0].get_xdata()[0] == 0 and shows_something(picture)
-
-
-def test_a_fleet_counts_who_waits_starts_and_lives():
-    done = [
-        Episode(asked=10.0, starting=10.0, ready=11.0, ended=14.0),
-        Episode(asked=10.0, starting=11.0, ready=12.0, ended=13.0),
-    ]
-    picture = environments.fleet(done, FleetLimits(starts=1, most=2))
-    over, spread = picture.axes
-    labels = [text.get_text() for text in spread.get_legend().get_texts()]
-    assert labels == ["wait for leave to start: median 500 ms", "start: median 1000 ms"]
-    assert over.get_xlim() == (0.0, 4.0) and sum(bar.get_height() for bar in spread.patches) == 4
-    assert shows_something(picture)
-
-
-def test_a_breaker_counts_what_was_answered():
-    log = [Asked(now=float(now), decision="start", works=now < 2) for now in range(4)]
-    log += [Asked(now=4.0, decision="refuse", works=False), Asked(now=5.0, decision="wait", works=True)]
-    picture = environments.breaker(log)
-    rows = [label.get_text() for label in picture.axes[0].get_yticklabels()]
-    assert rows == ["starts (2)", "start fails (2)", "refused at once (1)"] and shows_something(picture)
-    assert texts(environments.breaker(log[:2])) == []

@@ -1,9 +1,9 @@
 """Sandboxes by bubblewrap, embedded in this process: no daemon, no root, a few milliseconds each.
 
 One bubblewrap process holds a zygote (`guest/program.py`), which makes new namespaces for each sandbox: user, pid, mount,
-network, ipc, uts, cgroup. A second one, with pytest imported, makes those of `SandboxSpec(warm=True)`. Where a machine forbids
-nested namespaces, every sandbox gets its own bubblewrap (mode "single"): the same program, slower. Nothing ever runs with less
-isolation: what is missing is an error, and `capabilities` names each limit that cannot be enforced here.
+network, ipc, uts, cgroup. A second one, with pytest imported, makes those of `SandboxSpec(warm=True)`. Nothing ever runs with
+less isolation: a machine that forbids nested namespaces is an error, and `capabilities` names each limit that cannot be enforced
+here.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
 but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. Its workspace
@@ -28,10 +28,11 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from composer_nb.harness.sandbox.backend import ResidentBackend
 from composer_nb.harness.sandbox.contract import (
+    LIMITS,
     WORKSPACE,
     Capabilities,
     Machine,
@@ -50,8 +51,6 @@ from composer_nb.harness.sandbox.system.linux import machine, patience
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 from composer_nb.harness.sandbox.toolchain import Interpreter, install_hint
 
-Mode = Literal["forked", "single"]
-
 BOX_UID = 47_811
 """User that starts bubblewrap when the harness is root: a number no account uses."""
 NICE = 10
@@ -62,8 +61,8 @@ START_S, END_S = 10.0, 10.0
 @dataclass(slots=True, kw_only=True)
 class _Machine(Machine):
     backend: BwrapBackend
-    lifeline: socket.socket | None = None  # of the zygote, which closes it when all processes have ended
-    process: subprocess.Popen[bytes] | None = None  # a bubblewrap of its own
+    lifeline: socket.socket | None = None
+    """Of the zygote, which closes it when all processes have ended; None until it was asked."""
 
     def end(self) -> None:
         self.channel.close()
@@ -73,11 +72,6 @@ class _Machine(Machine):
                 self.lifeline.settimeout(patience(END_S))
                 self.lifeline.recv(1)
             self.lifeline.close()
-        if self.process is not None:
-            # Its death takes along the first process of its pid namespace, and so all others; a child waits for it at the start.
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
         try:
             if self.group is not None:
                 self.group.remove()
@@ -122,20 +116,16 @@ class BwrapBackend(ResidentBackend):
         self._zygotes: dict[bool, _Zygote] = {}
         """By whether pytest is imported in it: copies of a large process cost more."""
         super().__init__(run_id, journal)
-        self._mode: Mode = self._probe()
+        self._probe()
 
     def capabilities(self) -> Capabilities:
-        forked, grouped, crowded = self._mode == "forked", not isinstance(self._cgroups, str), self._layout.crowded()
-        enforced = dict.fromkeys(("disk_bytes", "open_files", "network", "system_calls"), True)
-        enforced |= {"memory_bytes": grouped, "cpus": grouped, "processes": forked or grouped, "inodes": forked}
-        enforced["locks"] = forked and not crowded
+        grouped, crowded = not isinstance(self._cgroups, str), self._layout.crowded()
+        enforced = dict.fromkeys(LIMITS, True) | {"memory_bytes": grouped, "cpus": grouped, "locks": not crowded}
         why = {name: str(self._cgroups) for name, held in enforced.items() if not held}
         if crowded:
             why["locks"] = f"something is mounted in {', '.join(crowded)}: their files are shared"
-        if not forked:
-            why |= dict.fromkeys(("inodes", "locks"), "nested user namespaces with overlays are not allowed here")
         uid = os.getuid() if self._uid is None else self._uid
-        return Capabilities(backend=self.name, mode=self._mode, uid=uid, isolated=True, enforced=enforced, why_not=why)
+        return Capabilities(backend=self.name, mode="forked", uid=uid, isolated=True, enforced=enforced, why_not=why)
 
     def _begin(self, spec: SandboxSpec) -> Sandbox:
         try:
@@ -158,9 +148,7 @@ class BwrapBackend(ResidentBackend):
         self._stop_zygotes()
 
     def _start(self, spec: SandboxSpec) -> _Machine:
-        limits, forked = dict(LIMITS_INSIDE), self._mode == "forked"
-        if forked:
-            limits["RLIMIT_NPROC"] = spec.processes + 1  # counted in the sandbox's own user namespace
+        limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1}  # counted in the sandbox's own user namespace
         if isinstance(self._cgroups, str):
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
         settings = resident_settings(
@@ -169,21 +157,15 @@ class BwrapBackend(ResidentBackend):
             filter=self._filters[spec.calls is not None],
             limits=limits,
             nice=0 if isinstance(self._cgroups, str) else NICE,
-            nested=forked,
-            copies=forked,
-            warm=self._layout.warm() if spec.warm and forked and spec.calls is None else [],
+            copies=True,
+            warm=self._layout.warm() if spec.warm and spec.calls is None else [],
         )
         channel, there = socket_pair()
         made = _Machine(id=uuid.uuid4().hex, channel=channel, backend=self)
         try:
             with there, self._lock:
                 self._check_open()
-                if forked:
-                    made.lifeline = self._request(settings, there, spec.warm)
-                else:
-                    made.process = self._popen("single", there, spec)
-                    made.noted.append(self._note("process", made.process.pid))
-                    channel.send(resident_program(settings), patience(END_S))
+                made.lifeline = self._request(settings, there, spec.warm)
         except BaseException:
             made.end()
             raise
@@ -210,7 +192,7 @@ class BwrapBackend(ResidentBackend):
     def _start_zygote(self) -> _Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            made = _Zygote(self._popen("forked", theirs, SandboxSpec()), ours)
+            made = _Zygote(self._popen(theirs), ours)
         try:
             made.noted.append(self._note("process", made.process.pid))
             ours.settimeout(patience(START_S))
@@ -271,13 +253,13 @@ class BwrapBackend(ResidentBackend):
         for noted in made.noted:
             self._strike(noted)
 
-    def _popen(self, mode: Mode, end: socket.socket, spec: SandboxSpec) -> subprocess.Popen[bytes]:
+    def _popen(self, end: socket.socket) -> subprocess.Popen[bytes]:
         user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
-        with self._data(mode == "forked") as data:
+        with self._data() as data:
             try:
                 process = subprocess.Popen(
-                    self._command(mode, data, spec),
+                    self._command(data),
                     stdin=end.fileno(),
                     stdout=end.fileno(),
                     stderr=errors,
@@ -300,21 +282,21 @@ class BwrapBackend(ResidentBackend):
         return lines[-1] if lines else ""
 
     @contextlib.contextmanager
-    def _data(self, forked: bool) -> Iterator[dict[str, tuple[int, str]]]:
+    def _data(self) -> Iterator[dict[str, tuple[int, str]]]:
         """Open the files that are copied into a sandbox: place -> descriptor and permissions."""
         with contextlib.ExitStack() as stack:
             data: dict[str, tuple[int, str]] = {}
-            for place, (content, permissions) in self._layout.contents(forked).items():
+            for place, (content, permissions) in self._layout.contents().items():
                 file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
                 file.write(content)
                 file.seek(0)
                 data[place] = file.fileno(), permissions
             yield data
 
-    def _command(self, mode: Mode, data: Mapping[str, tuple[int, str]], spec: SandboxSpec) -> list[str]:
+    def _command(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
         command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
         command += ["--hostname", "sandbox", "--setenv", "PYTHONHASHSEED", "0"]  # so that calls see sets in one order
-        command += self._layout.zygote(data) if mode == "forked" else self._layout.alone(data, spec)
+        command += self._layout.zygote(data)
         command += ["--chdir", "/", "--remount-ro", "/", "--"]
         return [*command, self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
 
@@ -334,28 +316,24 @@ class BwrapBackend(ResidentBackend):
         except OSError as error:
             raise SandboxFailure(f"sandbox {made.id}: its cgroup cannot be made: {error}") from error
 
-    def _probe(self) -> Mode:
-        """Return the mode that works here, found by making a sandbox. Raises SandboxUnavailable when none does."""
-        complaints = []
-        modes: tuple[Mode, ...] = get_args(Mode)
-        for mode in modes:
-            self._mode = mode
-            try:
-                with self.create() as sandbox:
-                    done = sandbox.exec(["true"], timeout_s=patience(START_S))
-                if done.exit_code == 0:
-                    return mode
-                if done.timed_out:
-                    raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
-                complaints.append(f"{mode}: `true` ended with {done.exit_code}: {done.stderr!r}")
-            except SandboxFailure as error:
-                if isinstance(error, SandboxSlow):
-                    self._stop_zygotes()
-                    raise
-                complaints.append(f"{mode}: {error}")
-            self._stop_zygotes()  # of a mode that does not work here
+    def _probe(self) -> None:
+        """Make a sandbox, to see that it works here. Raises SandboxUnavailable, and SandboxSlow on a busy machine."""
+        try:
+            with self.create() as sandbox:
+                done = sandbox.exec(["true"], timeout_s=patience(START_S))
+            if done.exit_code == 0:
+                return
+            if done.timed_out:
+                raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
+            complaint = f"`true` ended with {done.exit_code}: {done.stderr!r}"
+        except SandboxSlow:
+            self._stop_zygotes()
+            raise
+        except SandboxFailure as error:
+            complaint = str(error)
+        self._stop_zygotes()
         user = "this user" if self._uid is None else f"user {self._uid}"
         raise SandboxUnavailable(
-            "bubblewrap cannot make a sandbox here (are unprivileged user namespaces allowed, and can "
-            f"{user} read {self._interpreter.path}?): " + "; ".join(complaints)
+            "bubblewrap cannot make a sandbox here (are unprivileged user namespaces, nested and with overlays, allowed, and can "
+            f"{user} read {self._interpreter.path}?): {complaint}"
         )

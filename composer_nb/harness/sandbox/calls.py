@@ -161,8 +161,8 @@ def _key(request: CallRequest) -> bytes:
 class SandboxExecutor:
     """Answers function calls, each request in a fresh process of its own. A context manager; `run` may be called from threads.
 
-    One sandbox serves all requests; where nested namespaces are not allowed, each request gets its own. Raises
-    SandboxUnavailable when no sandbox can be made here, SandboxSlow when none is ready in time.
+    One sandbox serves all requests. Raises SandboxUnavailable when no sandbox can be made here, SandboxSlow when none is ready in
+    time.
     """
 
     def __init__(
@@ -241,18 +241,14 @@ class SandboxExecutor:
             if size > self.limits.disk_bytes:  # the same as writing it in a sandbox, without the traffic
                 answers[index] = (CallOutcome(status="raised", text="OSError"),) * len(request.arguments)
         todo = [index for index, answer in enumerate(answers) if answer is None]
-        nested = self.backend.capabilities().mode == "forked"
         try:
-            for batch in [todo] if nested else [[index] for index in todo]:
-                self._sandbox = self._sandbox or self.backend.create(self._spec)
-                within_s = patience(guest.SETUP_S) + guest.PATIENCE * self.limits.wall_s
-                texts = [_encoded(requests[index]) for index in batch]
-                called = self._sandbox.call(texts, within_s=within_s, most=self.limits.answer_bytes)
-                with contextlib.closing(called):
-                    for index, (end, report) in zip(batch, called, strict=True):
-                        answers[index] = _outcomes(end, report, len(requests[index].arguments), self.limits)
-                if not nested:
-                    self._drop()
+            self._sandbox = self._sandbox or self.backend.create(self._spec)
+            within_s = patience(guest.SETUP_S) + guest.PATIENCE * self.limits.wall_s
+            texts = [_encoded(requests[index]) for index in todo]
+            called = self._sandbox.call(texts, within_s=within_s, most=self.limits.answer_bytes)
+            with contextlib.closing(called):
+                for index, (end, report) in zip(todo, called, strict=True):
+                    answers[index] = _outcomes(end, report, len(requests[index].arguments), self.limits)
         except BaseException:
             self._drop()
             raise

@@ -15,7 +15,7 @@ import io
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
@@ -64,13 +64,6 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 """Range of each limit of a SandboxSpec. With fewer than 32 open files the resident program itself would lack some."""
 
 
-def require_positive(limits: Any) -> None:
-    """Raise ValueError for a number of a dataclass that is not above 0."""
-    for name, value in asdict(limits).items():
-        if not value > 0:
-            raise ValueError(f"{type(limits).__name__}.{name} must be above 0, not {value!r}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
     """Limits of one request of function calls; all of its arguments share them, except `output_bytes`.
@@ -97,7 +90,9 @@ class CallLimits:
     """Bytes of everything a request may report."""
 
     def __post_init__(self) -> None:
-        require_positive(self)
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"CallLimits.{name} must be above 0, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +193,7 @@ class Capabilities:
 
     backend: str
     mode: str
-    """Way of making sandboxes: `forked`, `single`, …"""
+    """Way of making sandboxes: `forked`, `process`, or the container runtime's name."""
     uid: int
     """User id of what runs in a sandbox, as this machine sees it."""
     isolated: bool
@@ -277,7 +272,6 @@ class Sandbox:
         """Wait until the resident program is ready. Raises SandboxFailure when it does not get so."""
         self.id, self.spec = machine.id, spec
         self.backend, self._machine = backend, machine
-        self.at_end: list[Callable[[], None]] = []
         self._lock, self._ending = threading.Lock(), threading.RLock()
         self._gone: Exception | None = None
         self._ended = False
@@ -433,8 +427,6 @@ class Sandbox:
             if not self._ended:
                 self._machine.end()
                 self._ended = True
-                for call in self.at_end:
-                    call()
         return self._gone
 
     def _ask(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.warm import TRIAL
 from composer_nb.harness.sandbox.journal import mounts
 from composer_nb.harness.sandbox.toolchain import (
@@ -159,7 +159,7 @@ class Layout:
         less = {"trees": library, "masks": hidden, "files": {}, "devices": DEVICES[:1], "writable": {}}
         return {"commands": commands, "calls": commands | less}
 
-    def contents(self, forked: bool) -> dict[str, Content]:
+    def contents(self) -> dict[str, Content]:
         """Return the files that are copied into a sandbox: place -> content and permissions.
 
         A passwd and a group file that know two users, programs that are made here, and those that the user of the sandbox could
@@ -175,10 +175,8 @@ class Layout:
         hidden = {place: (path, "0555") for place, path in self.programs.items() if place not in self._shown()}
         hidden |= {path: (path, "0444") for path in LOADER if os.path.isfile(path)}
         copies |= {place: (Path(path).read_bytes(), permissions) for place, (path, permissions) in hidden.items()}
-        counted = "/proc" if not forked else f"{KIT}/counters"
+        counted = f"{KIT}/counters"
         known: dict[str, Content] = {f"{counted}/{name}": (text.encode(), "0444") for name, text in counters().items()}
-        if not forked:
-            return copies | known
         mounted = (*DEVICES, *(place for place in self._shown() if not place.startswith("/tmp/")))
         copies |= dict.fromkeys(mounted, (b"", "0444"))
         known[f"{counted}/empty"] = b"", "0444"
@@ -209,29 +207,6 @@ class Layout:
         for place, (fd, permissions) in data.items():
             command += ["--perms", permissions, "--file", str(fd), place]
         return command
-
-    def alone(self, data: Mapping[str, tuple[int, str]], spec: SandboxSpec) -> list[str]:
-        """Return the arguments for a bubblewrap that holds one sandbox."""
-        command = self._links("")
-        for place, share in ((WORKSPACE, 1), ("/tmp", 1)):  # before what may lie below them
-            command += ["--size", str(spec.disk_bytes // share), "--tmpfs", place]
-        command += self._binds()
-        for place, path in self._shown().items():
-            command += ["--ro-bind", path, place]
-        command += ["--dev", "/dev", "--remount-ro", "/dev"]
-        if not spec.calls:
-            command += ["--size", str(spec.disk_bytes // 4), "--tmpfs", "/dev/shm"]
-        command += ["--proc", "/proc"]
-        hidden = [name for name in sorted(os.listdir("/proc")) if not name.isdigit() and name not in SHOWN]
-        masks = [f"/proc/{name}" for name in hidden if not os.path.islink(f"/proc/{name}") and name not in counters()]
-        for place in (*self.masks(), *masks):
-            folder = os.path.isdir(place)
-            command += ["--tmpfs", place, "--remount-ro", place] if folder else ["--ro-bind", "/dev/null", place]
-        for place, (fd, permissions) in data.items():
-            # What is bound as data has no path any more, which some programs miss when they look for themselves.
-            way = "--ro-bind-data" if place.startswith("/proc/") else "--file"
-            command += ["--perms", permissions, way, str(fd), place]
-        return [*command, "--die-with-parent"]
 
     def _links(self, root: str) -> list[str]:
         links = dict(PLACES) | {path: os.readlink(path) for path in LINKS if os.path.islink(path)}

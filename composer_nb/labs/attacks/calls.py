@@ -49,7 +49,7 @@ def f():
     verdict = nothing(site.report(source))
     after = site.call(FINE)[0]
     lost = len(before - set(below(os.getpid())))
-    # The worker that was attacked from and the one made ahead of it are new; without nested namespaces, so is their sandbox.
+    # The worker that was attacked from and the one made ahead of it are new.
     return Verdict(blocked=verdict.blocked and after.status == "returned" and lost <= 3, detail=verdict.detail)
 
 

@@ -18,15 +18,11 @@ def make(name: str, request: pytest.FixtureRequest) -> Backend:
     if name == "docker":
         request.getfixturevalue("docker_client")
         return open_backend(name)
-    made = open_backend(name.removesuffix("-single"))
-    if name == "bwrap-single":
-        made._mode = "single"  # type: ignore[attr-defined]
-    return made
+    return open_backend(name)
 
 
 BACKENDS = [
     "bwrap",
-    pytest.param("bwrap-single", marks=pytest.mark.slow),
     "process",
     pytest.param("docker", marks=pytest.mark.docker),
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend, Mode
+from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend
 from composer_nb.harness.sandbox.contract import (
     WORKSPACE,
     SandboxDied,
@@ -31,7 +31,7 @@ from tests.harness.sandbox.conftest import SMALL
 
 AS_A_USER = """
 import json
-from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend, Mode
+from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec
 with BwrapBackend() as backend:
     facts = backend.capabilities()
@@ -84,10 +84,9 @@ def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
     assert set(why_not) == {name for name, held in enforced.items() if not held} <= {"memory_bytes", "cpus"}
 
 
-@pytest.mark.parametrize("mode", ["forked", "single"])
 @pytest.mark.parametrize("place", ["below the folder for temporary files", "in a private folder", "on another mount"])
 def test_programs_are_there_wherever_they_are_installed(
-    place: str, mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.ExitStack() as stack:
         where = "/dev/shm" if place == "on another mount" else tempfile.gettempdir()
@@ -96,7 +95,6 @@ def test_programs_are_there_wherever_they_are_installed(
         shutil.copy(host_programs()["rg"], folder / "rg")
         monkeypatch.setattr("composer_nb.harness.sandbox.layout.host_programs", lambda: {"rg": str(folder / "rg")})
         backend = stack.enter_context(BwrapBackend())
-        backend._mode = mode
         box = stack.enter_context(backend.create())
         box.write("a.py", b"")
         done = box.exec(["sh", "-c", "command -v rg && rg --files --sortr=modified"])

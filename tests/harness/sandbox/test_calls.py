@@ -44,34 +44,14 @@ def returned(text: str) -> CallOutcome:
     return CallOutcome(status="returned", text=text)
 
 
-def single(limits: CallLimits | None = None) -> SandboxExecutor:
-    """As where nested namespaces are not allowed: each request gets a bubblewrap of its own."""
-    made = SandboxExecutor(limits)
-    made._drop()
-    made.backend._mode = "single"
-    return made
-
-
-KINDS = pytest.mark.parametrize("kind", [SandboxExecutor, pytest.param(single, marks=pytest.mark.slow)])
-
-
 @pytest.fixture(scope="module")
-def forked() -> Iterator[SandboxExecutor]:
+def executor() -> Iterator[SandboxExecutor]:
     with SandboxExecutor() as made:
         yield made
 
 
-@pytest.fixture(scope="module", params=["forked", "single"])
-def executor(request: pytest.FixtureRequest, forked: SandboxExecutor) -> Iterator[SandboxExecutor]:
-    if request.param == "forked":
-        yield forked
-    else:
-        with single() as made:
-            yield made
-
-
 def tree(executor: SandboxExecutor) -> list[int]:
-    """Processes of its sandbox that are no zombies: bubblewrap, where they fork the zygote, the resident, workers."""
+    """Processes of its sandbox that are no zombies: bubblewrap, the zygote, the resident, workers."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -79,8 +59,6 @@ def tree(executor: SandboxExecutor) -> list[int]:
             if fields[0] != "Z":
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     root = executor.backend._zygotes.get(False)
-    if executor.backend.capabilities().mode == "single":
-        root = None if executor._sandbox is None else executor._sandbox._machine  # type: ignore[assignment]
     found = [] if root is None else [root.process.pid]
     for each in found:
         found += children.get(each, [])
@@ -108,22 +86,22 @@ def state(pid: int) -> str:
 
 
 def test_keeps_order_of_requests_and_arguments(executor: SandboxExecutor) -> None:
-    count = 30 if executor.capabilities().mode == "forked" else 3
+    count = 30
     requests = [request(f"def f(x):\n    return ({i}, x)\n", "(1,)", "(2,)") for i in range(count)]
     assert executor.run(requests) == [(returned(f"({i}, 1)"), returned(f"({i}, 2)")) for i in range(count)]
 
 
-def test_no_requests_and_no_arguments(forked: SandboxExecutor) -> None:
-    assert forked.run([]) == []
+def test_no_requests_and_no_arguments(executor: SandboxExecutor) -> None:
+    assert executor.run([]) == []
     nothing = CallRequest(files={"f.py": IDENTITY}, module="f", function="f", arguments=())
-    assert forked.run([nothing, request(IDENTITY, "(1,)")]) == [(), (returned("1"),)]
+    assert executor.run([nothing, request(IDENTITY, "(1,)")]) == [(), (returned("1"),)]
 
 
-def test_requests_and_answers_larger_than_any_buffer(forked: SandboxExecutor) -> None:
+def test_requests_and_answers_larger_than_any_buffer(executor: SandboxExecutor) -> None:
     source = "def f(n):\n    return 'a' * n\n"
     large = request(source, *["(16000,)"] * 40, **{"big.txt": "x" * 3_000_000})
     requests = [large, request(IDENTITY, "(1,)"), large, *[request(IDENTITY, "(1,)")] * 90, large]
-    answers = forked.run(requests)
+    answers = executor.run(requests)
     assert [len(answer) for answer in answers] == [len(each.arguments) for each in requests]
     assert {outcome.status for answer in answers for outcome in answer} == {"returned"}
 
@@ -149,17 +127,17 @@ def test_each_failure_has_its_status(executor: SandboxExecutor, source: str, sta
     assert [outcome.status for outcome in outcomes] == statuses
 
 
-def test_a_raised_outcome_names_the_exception(forked: SandboxExecutor) -> None:
+def test_a_raised_outcome_names_the_exception(executor: SandboxExecutor) -> None:
     sources = ["1 / 0", "def f(", "import sys; sys.exit(0)", "x = 1", "import nothing_of_this_name"]
     names = ["ZeroDivisionError", "SyntaxError", "SystemExit", "AttributeError", "ModuleNotFoundError"]
     expected = [(CallOutcome(status="raised", text=name),) for name in names]
-    assert forked.run([request(source) for source in sources]) == expected
+    assert executor.run([request(source) for source in sources]) == expected
 
 
-def test_a_failure_touches_no_other_request(forked: SandboxExecutor) -> None:
+def test_a_failure_touches_no_other_request(executor: SandboxExecutor) -> None:
     bad, good = request("import os\nos.kill(0, 9)\nos._exit(3)\n", "(1,)"), request(IDENTITY, "(1,)")
     died = (CallOutcome(status="died"),)
-    assert forked.run([good, bad, good, bad, good]) == [*ONE, died, *ONE, died, *ONE]
+    assert executor.run([good, bad, good, bad, good]) == [*ONE, died, *ONE, died, *ONE]
 
 
 def test_state_is_fresh_between_requests_and_kept_within_one(executor: SandboxExecutor) -> None:
@@ -169,25 +147,25 @@ def test_state_is_fresh_between_requests_and_kept_within_one(executor: SandboxEx
     assert executor.run([request(source, "()", "()")] * 2) == [twice, twice]
 
 
-def test_arguments_are_fresh_objects(forked: SandboxExecutor) -> None:
+def test_arguments_are_fresh_objects(executor: SandboxExecutor) -> None:
     twice = request("def f(x):\n    x.append(2)\n    return x\n", "([1],)", "([1],)")
-    assert forked.run([twice]) == [(returned("[1, 2]"),) * 2]
+    assert executor.run([twice]) == [(returned("[1, 2]"),) * 2]
 
 
-def test_workspace_modules_win_over_preloaded_ones(forked: SandboxExecutor) -> None:
+def test_workspace_modules_win_over_preloaded_ones(executor: SandboxExecutor) -> None:
     files = {"heapq.py": IDENTITY, "pkg/__init__.py": "", "helper.py": "h = 1\n"}
     files["pkg/g.py"] = "import helper\ndef f(x):\n    return helper.h + x\n"
     own = CallRequest(files=files, module="pkg.g", function="f", arguments=("(1,)",))
     shadow = CallRequest(files=files, module="heapq", function="f", arguments=("(7,)",))
-    assert forked.run([own, shadow]) == [(returned("2"),), (returned("7"),)]
+    assert executor.run([own, shadow]) == [(returned("2"),), (returned("7"),)]
 
 
-def test_a_workspace_over_the_disk_limit_is_the_codes_fault(forked: SandboxExecutor) -> None:
-    big = request(IDENTITY, "(1,)", "(2,)", **{"big.txt": "x" * (forked.limits.disk_bytes + 1)})
-    almost = request(IDENTITY, "(1,)", **{"big.txt": "x" * (forked.limits.disk_bytes - 5)})
+def test_a_workspace_over_the_disk_limit_is_the_codes_fault(executor: SandboxExecutor) -> None:
+    big = request(IDENTITY, "(1,)", "(2,)", **{"big.txt": "x" * (executor.limits.disk_bytes + 1)})
+    almost = request(IDENTITY, "(1,)", **{"big.txt": "x" * (executor.limits.disk_bytes - 5)})
     clash = request(IDENTITY, "(1,)", **{"a": "", "a/b": ""})
     raised = CallOutcome(status="raised", text="OSError")
-    outcomes = forked.run([big, almost, clash, request(IDENTITY, "(1,)")])
+    outcomes = executor.run([big, almost, clash, request(IDENTITY, "(1,)")])
     assert outcomes[:2] == [(raised, raised), (raised,)]
     assert outcomes[2][0].status == "raised" and outcomes[3:] == ONE
 
@@ -210,8 +188,8 @@ LITERALS = st.recursive(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=st.lists(LITERALS, min_size=1, max_size=8))
-def test_identity_returns_exactly_the_repr(forked: SandboxExecutor, values: list[Any]) -> None:
-    outcomes = forked.run([request(IDENTITY, *(f"({value!r},)" for value in values))])[0]
+def test_identity_returns_exactly_the_repr(executor: SandboxExecutor, values: list[Any]) -> None:
+    outcomes = executor.run([request(IDENTITY, *(f"({value!r},)" for value in values))])[0]
     assert outcomes == tuple(returned(repr(value)) for value in values)
     assert [value_text(value) for value in values] == [outcome.text for outcome in outcomes]
 
@@ -226,11 +204,11 @@ def test_values_without_a_literal_and_sets(executor: SandboxExecutor) -> None:
     assert executor.run([request(source, repr((words,)))]) == [(returned(once),)]
 
 
-def test_hashes_are_the_same_in_every_sandbox(forked: SandboxExecutor) -> None:
+def test_hashes_are_the_same_in_every_sandbox(executor: SandboxExecutor) -> None:
     """The order of a set, and with it a reward, can be reproduced."""
     order = request("def f():\n    return [list(set('abcdefgh')), hash('a')]\n")
     with SandboxExecutor() as other:
-        assert forked.run([order]) == other.run([order])
+        assert executor.run([order]) == other.run([order])
 
 
 def test_value_text_refuses_what_is_not_plain_or_too_deep_or_too_long() -> None:
@@ -305,11 +283,11 @@ def test_host_believes_only_well_formed_reports() -> None:
 # Processes.
 
 
-def test_nothing_but_idle_processes_is_left_after_a_run(forked: SandboxExecutor) -> None:
-    forked.run([request(IDENTITY, "(1,)")])
-    before = len(tree(forked))
-    forked.run([request("import time\ndef f():\n    time.sleep(9)\n"), request("while True: pass\n")])
-    assert before == len(tree(forked)) == 4  # bubblewrap, the zygote, the resident, the worker made ahead
+def test_nothing_but_idle_processes_is_left_after_a_run(executor: SandboxExecutor) -> None:
+    executor.run([request(IDENTITY, "(1,)")])
+    before = len(tree(executor))
+    executor.run([request("import time\ndef f():\n    time.sleep(9)\n"), request("while True: pass\n")])
+    assert before == len(tree(executor)) == 4  # bubblewrap, the zygote, the resident, the worker made ahead
 
 
 def test_close_leaves_no_process() -> None:
@@ -421,7 +399,7 @@ def test_a_slow_start_is_called_slow_and_not_impossible(
         return process
 
     for module in (bwrap, contract):
-        monkeypatch.setattr(module, "patience", lambda seconds: 0.0)
+        monkeypatch.setattr(module, "patience", lambda seconds: 1e-6)
     monkeypatch.setattr(BwrapBackend, "_popen", noted)
     with pytest.raises(SandboxSlow, match="the machine is busy"):
         made()
@@ -514,7 +492,7 @@ def overloaded(executor: SandboxExecutor) -> Iterator[None]:
     core, done = min(os.sched_getaffinity(0)), threading.Event()
     program = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True:\n    pass\n"
     busy = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
-    first = 3 if executor.capabilities().mode == "forked" else 2  # past the resident
+    first = 3  # past the resident
 
     def hold_down() -> None:
         while not done.wait(0.005):
@@ -540,17 +518,15 @@ WORKING_THREAD = (
 )
 
 
-@KINDS
 @pytest.mark.parametrize("source", [LOOP, WORKING_THREAD], ids=["loops", "waits for a thread that wants to run"])
-def test_a_program_that_the_machine_starved_is_no_timeout_and_not_remembered(kind: Any, source: str) -> None:
-    with kind(CallLimits(cpu_s=2.0, wall_s=0.2)) as executor:
+def test_a_program_that_the_machine_starved_is_no_timeout_and_not_remembered(source: str) -> None:
+    with SandboxExecutor(CallLimits(cpu_s=2.0, wall_s=0.2)) as executor:
         memory = CachedExecutor(executor)
         with overloaded(executor), pytest.raises(SandboxFailure, match=r"waited for this machine.*run less beside it"):
             memory.run([request(source)])
         assert memory.executed == 0
 
 
-@KINDS
 @pytest.mark.parametrize(
     "source",
     [
@@ -563,8 +539,8 @@ def test_a_program_that_the_machine_starved_is_no_timeout_and_not_remembered(kin
     ],
     ids=["sleeps", "naps", "waits for a lock", "stops itself", "waits for a pipe", "pretends to run"],
 )
-def test_a_program_that_sleeps_is_at_fault_itself(kind: Any, source: str) -> None:
-    with kind(CallLimits(wall_s=0.4)) as executor:
+def test_a_program_that_sleeps_is_at_fault_itself(source: str) -> None:
+    with SandboxExecutor(CallLimits(wall_s=0.4)) as executor:
         assert executor.run([request(source)]) == [TIMEOUT]
 
 
@@ -576,5 +552,5 @@ def test_a_program_that_sleeps_is_at_fault_itself(kind: Any, source: str) -> Non
         "import os\ndef f():\n    os.nice(19)\n",
     ],
 )
-def test_a_program_cannot_starve_itself_to_dodge_its_verdict(forked: SandboxExecutor, source: str) -> None:
-    assert forked.run([request(source)]) == [(CallOutcome(status="raised", text="PermissionError"),)]
+def test_a_program_cannot_starve_itself_to_dodge_its_verdict(executor: SandboxExecutor, source: str) -> None:
+    assert executor.run([request(source)]) == [(CallOutcome(status="raised", text="PermissionError"),)]

@@ -44,16 +44,15 @@ USUAL = {
     "role": "resident",
     "workspace": WORKSPACE,
     "drop": True,
-    "nested": False,
     "programs": "",
     "environment": {},
     "copies": False,
     "warm": [],
 }
-"""Settings of a resident program: whether it drops capabilities, whether its workers get namespaces of their own, a folder of
-more programs for commands to find, variables that an image sets, whether commands may run in copies of it (`warm.py`), and what
-`warm.load` is called with, if it is. Besides these, `filter` and `nice`: by how much commands stand back behind the resident
-program; 0 where they have no CPU group of their own, in which it counts."""
+"""Settings of a resident program: whether it drops capabilities, a folder of more programs for commands to find, variables that
+an image sets, whether commands may run in copies of it (`warm.py`), and what `warm.load` is called with, if it is. Besides
+these, `filter` and `nice`: by how much commands stand back behind the resident program; 0 where they have no CPU group of their
+own, in which it counts."""
 
 
 def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **own: Any) -> str:

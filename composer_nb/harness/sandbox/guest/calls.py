@@ -205,8 +205,7 @@ def worker(settings: Settings, result: int, go: int, program: bytes, maps: Maps)
     limits, workspace = settings["calls"], settings["workspace"]
     try:
         os.setsid()  # kill(0) reaches a whole process group, across namespaces: be alone in one
-        if settings["nested"]:
-            enter_namespaces(limits, workspace, maps)
+        enter_namespaces(limits, workspace, maps)
         hide_memory()
         keep_descriptors(result, go)
         result = RESULT_FD
@@ -301,7 +300,7 @@ def reason(ready: bool, wall_left: float, cpu_left: float, overslept: bool) -> s
 
 
 class Caller:
-    """Serves calls, each in a worker of its own. Without nested namespaces it serves one and ends."""
+    """Serves calls, each in a worker of its own."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.limits = settings, settings["calls"]
@@ -328,16 +327,14 @@ class Caller:
             except BrokenPipeError:
                 pass  # it failed to start, and its results say why
             os.close(go)
-            going = self.settings["nested"]
-            if going:
-                spare = self.prepare()  # while the agent's code runs
-            going = self.finish(pid, source) and going
+            spare = self.prepare()  # while the agent's code runs
+            going = self.finish(pid, source)
 
     def prepare(self) -> tuple[int, int, int]:
         """Start a worker, which waits for a request: (pid, where to say go, where its results come)."""
         source, result = os.pipe()
         wait, go = os.pipe()
-        pid = clone(OWN_NAMESPACES, self.table) if self.settings["nested"] else os.fork()
+        pid = clone(OWN_NAMESPACES, self.table)
         if pid == 0:
             worker(self.settings, result, wait, self.program, self.maps)
         os.close(result)
