@@ -154,8 +154,6 @@ class BenchSettings:
 
     limits: Limits = LIMITS
     temperature: float = 1.0
-    strict: bool = True
-    """Accept only calls that match the schemas of the tools."""
     seed: int = 0
 
 
@@ -190,7 +188,7 @@ def evaluate_arms(
             spec_of(task, made)
         for name, arm in chosen.items():
             found[name] = []
-            tools = own if own.terse and name == "all" else arm.tools(settings.strict)
+            tools = own if own.terse and name == "all" else arm.tools()
             schemas, place = tools.schemas, Environment(backend=made, tools=tools, limits=settings.limits)
             with open_policy(policy, system_text(WORKSPACE), schemas, slots=workers, **drawn) as cast:
                 for done in attempt_all(tasks, samples, place, cast, out / name / "attempts", workers):

@@ -22,9 +22,9 @@ class Arm:
     offer: tuple[str, ...] = NAMES
     described: bool = True
 
-    def tools(self, strict: bool = True) -> ToolSet:
+    def tools(self) -> ToolSet:
         search = Indexes() if SEARCH in self.offer else None
-        return ToolSet.cursor(strict=strict, search=search, offer=self.offer, described=self.described)
+        return ToolSet.cursor(search=search, offer=self.offer, described=self.described)
 
 
 ARMS: Mapping[str, Arm] = {

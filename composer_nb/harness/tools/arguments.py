@@ -1,22 +1,13 @@
 """Tools from functions: a pydantic model of the parameters gives both the JSON schema and the checks.
 
-A call is checked in one of two ways, a setting of the environment. *Strict* accepts only what the schema says. *Lenient* also
-accepts a sloppy call that can mean only one thing:
-
-* a value of another type that stands for one of the wanted type: "5" or 5.0 for 5, "true" for true, 5 for "5", a list as JSON
-  text, one string where a list of strings is wanted;
-* null for an argument that may be left out;
-* `run_terminal_cmd` without `is_background`, which then is false;
-* a name that other tools have for the same argument (SYNONYMS), if the call does not give that argument besides.
-
-An argument that is in neither is an error in both. Names and parameters follow what coding agents already know (Cursor's public
-documentation); optional parameters are left out of `required`, so OpenAI's flag `strict`, which forbids that, is not set.
+A call is accepted if it matches the schema, and is an error otherwise. Names and parameters follow what coding agents already
+know (Cursor's public documentation); optional parameters are left out of `required`, so OpenAI's flag `strict`, which forbids
+that, is not set.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -24,25 +15,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from composer_nb.harness.tools.tool_call import Tool, ToolError
 
-SYNONYMS = (
-    {"target_file", "file_path", "path", "filepath", "filename", "file"},
-    {"target_directory", "path", "directory", "dir", "folder"},
-    {"target_directories", "directories", "paths"},
-    {"paths", "path", "files"},
-    {"path", "file_path", "target_file", "target_directory", "directory"},
-    {"contents", "content", "text", "file_text"},
-    {"old_string", "old_str", "old_text"},
-    {"new_string", "new_str", "new_text"},
-    {"glob_pattern", "pattern", "glob"},
-    {"pattern", "regex", "query"},
-    {"query", "search_term"},
-    {"command", "cmd"},
-    {"is_background", "background", "run_in_background"},
-    {"patch", "input", "diff"},
-)
-"""Sets of names for one argument; those that a tool has itself keep their meaning there."""
-ASSUMED = {"is_background": False}
-"""Values of these arguments where a lenient call leaves them out."""
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if code not in (9, 10)}
 """Visible forms of control characters."""
 
@@ -71,7 +43,7 @@ Lines = Annotated[int, Field(ge=0, le=1000)]
 class Arguments(BaseModel):
     """Arguments of one tool."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Todo(Arguments):
@@ -104,15 +76,15 @@ def tool(**traits: Any) -> Callable[[Callable[..., Any]], Tool]:
     return made
 
 
-def check(model: type[BaseModel], arguments: object, strict: bool) -> BaseModel:
+def check(model: type[BaseModel], arguments: object) -> BaseModel:
     """Return the checked arguments of a call. Raises ToolError (InvalidArguments) with one line that names each wrong one."""
     if not isinstance(arguments, Mapping):
         raise ToolError("InvalidArguments", "arguments must be an object")
     nulls = [name for name, value in arguments.items() if value is None]
-    if strict and nulls:
+    if nulls:
         raise ToolError("InvalidArguments", printable(f"{nulls[0]}: null; leave out what you do not need"))
     try:
-        return model.model_validate(dict(arguments) if strict else _meant(model, arguments), strict=strict)
+        return model.model_validate(dict(arguments), strict=True)
     except ValidationError as error:
         takes = ", ".join(field.alias or name for name, field in model.model_fields.items())
         wrong = []
@@ -127,36 +99,6 @@ def check(model: type[BaseModel], arguments: object, strict: bool) -> BaseModel:
 def printable(text: str) -> str:
     """Return one line without control characters and lone surrogates, which no encoding accepts."""
     return " ".join(text.encode("utf-8", "replace").decode().split()).translate(CONTROLS)
-
-
-def _meant(model: type[BaseModel], arguments: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return what a sloppy call must have meant; see the module docstring."""
-    fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    meant = {name: value for name, value in arguments.items() if name in fields}
-    for name, value in arguments.items():
-        if name in fields:
-            continue
-        wanted = {field for names in SYNONYMS if name in names for field in names & fields.keys() - arguments.keys()}
-        meant[wanted.pop() if len(wanted) == 1 else name] = value
-    for name, field in fields.items():
-        if name not in meant:
-            continue
-        if meant[name] is None and not field.is_required():
-            del meant[name]
-        elif isinstance(meant[name], str) and "list[" in str(field.annotation):
-            meant[name] = _listed(meant[name])
-    for name in ASSUMED.keys() & fields.keys():
-        if meant.get(name) is None:
-            meant[name] = ASSUMED[name]
-    return meant
-
-
-def _listed(text: str) -> list[Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = text
-    return value if isinstance(value, list) else [text]
 
 
 def parameters(model: type[BaseModel], described: bool = True) -> dict[str, Any]:

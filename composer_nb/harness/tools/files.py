@@ -64,7 +64,7 @@ def search_replace(
     replace_all: Replace every occurrence.
     """
     path = session.path(file_path)
-    changed, numbers = replace(session.text(path), old_string, new_string, replace_all, session.strict)
+    changed, numbers = replace(session.text(path), old_string, new_string, replace_all)
     session.store(path, changed)
     at = ", ".join(map(str, numbers[:20])) + (", …" if len(numbers) > 20 else "")
     return f"{path}: changed at line {at}"
@@ -121,7 +121,7 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
     # All changes are worked out before the first is made.
     texts: dict[str, str | None] = {}
     told: list[str] = []
-    for change in patches.parse(patch, session.strict):
+    for change in patches.parse(patch):
         path = session.path(change.path)
         to = session.path(change.to) if change.to else path
         if not texts.keys().isdisjoint((path, to)):  # by another spelling, `./a` for `a`
@@ -140,7 +140,7 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
         elif change.kind == "delete":
             texts[path] = None
         else:
-            changed = patches.updated(change, session.text(path), session.strict)
+            changed = patches.updated(change, session.text(path))
             texts |= {path: None} if to != path else {}
             texts[to] = changed
         told.append({"add": "made", "delete": "deleted", "update": "changed"}[change.kind] + f" {to}")

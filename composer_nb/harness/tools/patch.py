@@ -5,8 +5,7 @@ The format: `*** Begin Patch`, then for each file `*** Add File: P` with lines t
 lines narrow it down), then lines that begin with a space, - or +, optionally `*** End of File`; at the end `*** End Patch`. There
 are no line numbers: a hunk applies at the first place after the previous hunk where its old lines are.
 
-Strict: the text is a patch and nothing else, and old lines match exactly. Lenient: allows a Markdown fence or a shell's
-here-document around it, an empty line for an empty line of context, and other white space as in `edits.py`.
+The text is a patch and nothing else, and old lines match exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from composer_nb.harness.tools.edits import Lines, Match, matches
+from composer_nb.harness.tools.edits import Lines, places
 from composer_nb.harness.tools.tool_call import ToolError
 
 BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
@@ -55,11 +54,9 @@ def wrong(text: str) -> ToolError:
     return ToolError("InvalidArguments", text)
 
 
-def parse(patch: str, strict: bool) -> list[Change]:
+def parse(patch: str) -> list[Change]:
     """Return the changes of a patch, at least one, of different files. Raises ToolError (InvalidArguments)."""
     lines = patch.replace("\r\n", "\n").split("\n")
-    if not strict:
-        lines = _bare(lines)
     while lines and not lines[-1]:  # a line of one space is an empty line of context
         lines.pop()
     while lines and not lines[0].strip():
@@ -68,7 +65,7 @@ def parse(patch: str, strict: bool) -> list[Change]:
         raise wrong("the patch is empty")
     if lines[0].strip() != BEGIN:
         raise wrong(f"the patch does not begin with `{BEGIN}`; apply a unified diff with `git apply` in the terminal")
-    changes = _changes(lines, strict)
+    changes = _changes(lines)
     if not changes:
         raise wrong("the patch changes nothing")
     paths = [path for change in changes for path in (change.path, change.to) if path]
@@ -79,18 +76,9 @@ def parse(patch: str, strict: bool) -> list[Change]:
     return changes
 
 
-def _bare(lines: list[str]) -> list[str]:
-    """Drop what surrounds a patch: a fence, a here-document."""
-    first = next((n for n, line in enumerate(lines) if line.strip() == BEGIN), None)
-    if first is None:
-        return lines
-    last = next((n for n, line in enumerate(lines) if n > first and line.strip() == END), len(lines) - 1)
-    return lines[first : last + 1]
-
-
-def _changes(lines: Sequence[str], strict: bool) -> list[Change]:
+def _changes(lines: Sequence[str]) -> list[Change]:
     changes: list[Change] = []
-    if strict and lines[-1].strip() != END:
+    if lines[-1].strip() != END:
         raise wrong(f"the last line must be `{END}`")
     for number, line in enumerate(lines[1:], 2):
         change = changes[-1] if changes else None
@@ -118,10 +106,10 @@ def _changes(lines: Sequence[str], strict: bool) -> list[Change]:
             change.hunks[-1].at_end = True
         elif change.kind == "add" and line.startswith("+"):
             change.hunks[0].lines.append(("+", line[1:]))
-        elif change.kind == "update" and (line[:1] in (" ", "-", "+") or (not line and not strict)):
+        elif change.kind == "update" and line[:1] in (" ", "-", "+"):
             if not change.hunks:
                 change.hunks.append(Hunk())
-            change.hunks[-1].lines.append((line[:1] or " ", line[1:]))
+            change.hunks[-1].lines.append((line[0], line[1:]))
         else:
             raise wrong(f"line {number} has no place in a patch that {change.kind}s a file: {line[:80]!r}")
     for change in changes:
@@ -135,45 +123,40 @@ def added(change: Change) -> str:
     return Lines(tuple(text for hunk in change.hunks for _, text in hunk.lines)).plain
 
 
-def updated(change: Change, text: str, strict: bool) -> str:
+def updated(change: Change, text: str) -> str:
     """Apply a change to a file's text. Raises ToolError (InvalidArguments) for old lines that are not there."""
     document = Lines.of(text)
     lines, start = list(document.lines), 0
     for hunk in change.hunks:
         for anchor in hunk.anchors:
-            start = _after(lines, anchor, start, strict, change.path)
-        match = _find(lines, hunk, start, strict, change.path)
-        fresh: list[str] = []
-        there = iter(lines[match.place : match.place + len(hunk.old)])
-        for sign, line in hunk.lines:
-            old = next(there) if sign != "+" else ""
-            fresh += {" ": [old], "-": [], "+": [match.shifted(line)]}[sign]
-        lines[match.place : match.place + len(hunk.old)] = fresh
-        start = match.place + len(fresh)
+            start = _after(lines, anchor, start, change.path)
+        place = _find(lines, hunk, start, change.path)
+        fresh = [line for sign, line in hunk.lines if sign != "-"]
+        lines[place : place + len(hunk.old)] = fresh
+        start = place + len(fresh)
     ended = document.ended or not document.lines
     return document.with_plain(Lines(tuple(lines), ended).plain)
 
 
-def _after(lines: Sequence[str], anchor: str, start: int, strict: bool, path: str) -> int:
-    found = matches(lines, [anchor], start, strict)
-    if not found:
+def _after(lines: Sequence[str], anchor: str, start: int, path: str) -> int:
+    place = next(places(lines, [anchor], start), None)
+    if place is None:
         raise wrong(f"{path}: no line {anchor[:80]!r} from line {start + 1} on")
-    return found[0].place + 1
+    return place + 1
 
 
-def _find(lines: Sequence[str], hunk: Hunk, start: int, strict: bool, path: str) -> Match:
+def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:
     """Return where a hunk's old lines are."""
     old = hunk.old
     if not old:
-        return Match(start if hunk.anchors else len(lines))
-    found = matches(lines, old, start, strict)
+        return start if hunk.anchors else len(lines)
+    place = next(places(lines, old, start), None)
     if hunk.at_end:
         last = len(lines) - len(old)
-        exact = last >= start and list(lines[last:]) == old  # also one that overlaps an earlier place
-        found = [Match(last)] if exact else [match for match in found if match.place == last]
-    if not found:
+        place = last if last >= start and list(lines[last:]) == old else None
+    if place is None:
         line = next((line for line in old if line.strip()), "")
         raise wrong(
             f"{path}: the old lines of a hunk, from {line.strip()[:80]!r}, are not there from line {start + 1} on"
         )
-    return found[0]
+    return place

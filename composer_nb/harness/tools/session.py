@@ -52,7 +52,6 @@ class Session:
     sandbox: Sandbox
     root: str
     """The workspace, as an absolute path in the sandbox."""
-    strict: bool
     seen: set[str] = field(default_factory=set)
     """Files that the agent has read or written."""
     todos: dict[str, Todo] = field(default_factory=dict)

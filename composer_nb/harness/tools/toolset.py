@@ -43,8 +43,6 @@ class ToolSet:
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
     """By the name that the agent knows."""
-    strict: bool = True
-    """Accept only what a schema says (`arguments.py`)."""
     search: Callable[[Session], Search] | None = None
     terse: bool = False
     """Leave the kind of an error out of the observation."""
@@ -60,26 +58,19 @@ class ToolSet:
     def cursor(
         cls,
         *,
-        strict: bool = True,
         search: Callable[[Session], Search] | None = None,
         offer: Collection[str] = NAMES,
-        names: Mapping[str, str] | None = None,
         described: bool = True,
     ) -> ToolSet:
         """The product's tools, which work in a sandbox.
 
         `search` makes the code search of a session's workspace (`workspace.py`); without it `codebase_search` is not offered.
-        `offer`: only these tools. `names`: other names for some of them, as a model was trained with. Raises ValueError for an
-        unknown tool and for a name given twice.
+        `offer`: only these tools. Raises ValueError for an unknown one.
         """
-        names = names or {}
-        if strange := sorted({*offer, *names} - {*NAMES}):
+        if strange := sorted({*offer} - {*NAMES}):
             raise ValueError(f"there is no tool {', '.join(strange)}; there are {', '.join(NAMES)}")
         tools = [tool for tool in TOOLS if tool.name in offer and (tool.name != SEARCH or search is not None)]
-        called = {names.get(tool.name, tool.name): tool for tool in tools}
-        if len(called) < len(tools):
-            raise ValueError(f"names={dict(names)}: two tools would have the same name")
-        return cls(tools=called, strict=strict, search=search, described=described)
+        return cls(tools={tool.name: tool for tool in tools}, search=search, described=described)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -98,7 +89,7 @@ class ToolSet:
             raise ToolError(
                 "InvalidArguments", printable(f"no tool {call.name[:100]}; there are {', '.join(self.tools)}")
             )
-        return tool, check(tool.arguments, call.arguments, self.strict)
+        return tool, check(tool.arguments, call.arguments)
 
     def observation(self, reply: Reply) -> str:
         """Return what the agent reads of a reply."""
@@ -143,7 +134,7 @@ class ToolSet:
             if sandbox.spec.image:
                 advice = f"add {packages} to the image {sandbox.spec.image}"
             raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")
-        session = Session(sandbox=sandbox, root=root, strict=self.strict, cwd=root)
+        session = Session(sandbox=sandbox, root=root, cwd=root)
         session.environment = {"PYTHONPATH": ":".join(filter(None, (modules, testing, PACKAGES_AT)))} if testing else {}
         session.search = self.search and self.search(session)
         return session

@@ -93,7 +93,7 @@ def test_a_word_more_in_either_place_is_found(
             read = replace(files.read_file, description=f"{files.read_file.description} ok")
             return replace(tools, tools={**tools.tools, "read_file": read})
         if where == "reply":
-            return Wordy(**{name: getattr(tools, name) for name in ("tools", "strict", "search", "terse", "described")})
+            return Wordy(**{name: getattr(tools, name) for name in ("tools", "search", "terse", "described")})
         return tools
 
     if place == "training":

@@ -11,8 +11,6 @@ from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools import search
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Session
-from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.tools.conftest import Call
 
 NEVER = {"error": "InvalidArguments"}
@@ -95,19 +93,12 @@ class TestFiles:
         box.write("large", b"x" * (3 << 20))
         call("search_replace", file_path="large", old_string="x", new_string="", error="UnexpectedEnvironment")
 
-    def test_lenient_or_strict_is_the_environments_choice(self, box: Sandbox) -> None:
+    def test_a_sloppy_call_is_an_error(self, box: Sandbox, call: Call) -> None:
         box.write("a", b"def f():\n    return 1\n")
-        call = ToolCall(
-            name="search_replace", arguments={"path": "a", "old_string": "return 1", "new_string": "return 2"}
-        )
-        sloppy = ToolCall(
-            name="search_replace",
-            arguments=dict(call.arguments) | {"old_string": "return 1  \n", "new_string": "return 2\n"},
-        )
-        strict, lenient = ToolSet.cursor(), ToolSet.cursor(strict=False)
-        assert [reply.error for reply in strict.run(strict.open(box), [call, sloppy])] == ["InvalidArguments"] * 2
-        assert [reply.error for reply in lenient.run(lenient.open(box), [sloppy])] == [None]
-        assert box.read("a") == b"def f():\n    return 2\n"
+        new = {"new_string": "return 2", "error": "InvalidArguments"}
+        call("search_replace", path="a", old_string="return 1", **new)
+        call("search_replace", file_path="a", old_string="return 1  \n", **new)
+        assert box.read("a") == b"def f():\n    return 1\n"
 
     def test_deleting(self, box: Sandbox, call: Call) -> None:
         box.upload({"a": b"", "d/b": b""})

@@ -141,7 +141,7 @@ def fuzz(backend: Backend, calls: int, seed: int, each: int = 500) -> Counter[tu
     counts: Counter[tuple[str, str]] = Counter()
     lot, done = random.Random(seed), 0
     while done < calls:
-        tools = ToolSet.cursor(strict=lot.random() < 0.5, search=lambda session: lambda query, directories, limit: [])
+        tools = ToolSet.cursor(search=lambda session: lambda query, directories, limit: [])
         monkey = Monkey(tools, lot.randrange(1 << 30))
         with trapped(backend, SandboxSpec(disk_bytes=48 << 20, processes=64)) as box:
             session: Session = tools.open(box)

@@ -35,9 +35,9 @@ def test_begin_patch_makes_the_new_text(old: list[str], data: st.DataObject) -> 
             return
     if old == new:
         return
-    [change] = parse(begin_patch(old, new, 2), strict=True)
-    assert updated(change, "\n".join(old) + "\n", strict=True) == "\n".join(new) + "\n"
-    crlf = updated(change, "\r\n".join(old) + "\r\n", strict=True)
+    [change] = parse(begin_patch(old, new, 2))
+    assert updated(change, "\n".join(old) + "\n") == "\n".join(new) + "\n"
+    crlf = updated(change, "\r\n".join(old) + "\r\n")
     assert crlf == "\r\n".join(new) + "\r\n"
 
 
@@ -50,46 +50,34 @@ def begin(*lines: str) -> str:
 
 def test_lines_to_look_for_first_and_the_end_of_a_file() -> None:
     body = ("@@ class B:", "@@     def f(self):", "-        return 1", "+        return 2")
-    [change] = parse(begin("*** Update File: a.py", *body), strict=True)
-    assert updated(change, PYTHON, True) == PYTHON[: PYTHON.rindex("1")] + "2\n"
-    [change] = parse(
-        begin("*** Update File: a.py", "@@", "-        return 1", "+        return 3", "*** End of File"), True
-    )
-    assert updated(change, PYTHON, True) == PYTHON[: PYTHON.rindex("1")] + "3\n"
-    [change] = parse(begin("*** Update File: a.py", "@@ class B:", "+    x = 1"), True)
-    assert updated(change, PYTHON, True) == PYTHON.replace("class B:\n", "class B:\n    x = 1\n")
+    [change] = parse(begin("*** Update File: a.py", *body))
+    assert updated(change, PYTHON) == PYTHON[: PYTHON.rindex("1")] + "2\n"
+    [change] = parse(begin("*** Update File: a.py", "@@", "-        return 1", "+        return 3", "*** End of File"))
+    assert updated(change, PYTHON) == PYTHON[: PYTHON.rindex("1")] + "3\n"
+    [change] = parse(begin("*** Update File: a.py", "@@ class B:", "+    x = 1"))
+    assert updated(change, PYTHON) == PYTHON.replace("class B:\n", "class B:\n    x = 1\n")
 
 
 def test_several_files_and_a_move() -> None:
     changes = parse(
-        begin("*** Add File: n", "+1", "+", "*** Delete File: d", "*** Update File: u", "*** Move to: v", "-a", "+b"),
-        True,
+        begin("*** Add File: n", "+1", "+", "*** Delete File: d", "*** Update File: u", "*** Move to: v", "-a", "+b")
     )
     assert [(change.kind, change.path, change.to) for change in changes] == [
         ("add", "n", None), ("delete", "d", None), ("update", "u", "v"),
     ]  # fmt: skip
-    assert added(changes[0]) == "1\n\n" and updated(changes[2], "a\n", True) == "b\n"
+    assert added(changes[0]) == "1\n\n" and updated(changes[2], "a\n") == "b\n"
 
 
-def test_lenient_takes_what_stands_around_and_wrong_lengths() -> None:
-    patch = (
-        "apply_patch <<'EOF'\n"
-        + begin("*** Update File: a.py", "@@", " class B:", "-  def f(self):", "+  def g(self):")
-        + "\nEOF"
-    )
-    [change] = parse(patch, strict=False)
-    assert change.path == "a.py" and len(change.hunks) == 1
-    with pytest.raises(ToolError):  # the indentation is not one and the same for all lines
-        updated(change, PYTHON, strict=False)
-    [change] = parse(f"```\n{patch.replace('  def', '    def')}\n```", strict=False)
-    assert updated(change, PYTHON, strict=False) == PYTHON.replace("B:\n    def f", "B:\n    def g")
-    with pytest.raises(ToolError):
-        parse(patch, strict=True)
+def test_what_stands_around_a_patch_is_refused() -> None:
+    patch = begin("*** Update File: a.py", "@@", " class B:", "-    def f(self):", "+    def g(self):")
+    for around in (f"```\n{patch}\n```", f"apply_patch <<'EOF'\n{patch}\nEOF"):
+        with pytest.raises(ToolError):
+            parse(around)
 
 
 def test_a_unified_diff_is_refused_with_what_applies_it() -> None:
     with pytest.raises(ToolError, match="apply a unified diff with `git apply` in the terminal"):
-        parse("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", strict=True)
+        parse("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +91,7 @@ def test_a_unified_diff_is_refused_with_what_applies_it() -> None:
 )  # fmt: skip
 def test_what_is_no_patch_is_told_so(patch: str) -> None:
     with pytest.raises(ToolError) as error:
-        parse(patch, strict=True)
+        parse(patch)
     assert error.value.kind == "InvalidArguments" and "\n" not in str(error.value)
 
 
@@ -112,9 +100,9 @@ def test_what_is_no_patch_is_told_so(patch: str) -> None:
     [(("@@ nowhere", "+x"), "no line 'nowhere'"), (("@@", "-zz", "+x"), "from 'zz', are not there")],
 )
 def test_old_lines_that_are_not_there(lines: tuple[str, ...], told: str) -> None:
-    [change] = parse(begin("*** Update File: a.py", *lines), True)
+    [change] = parse(begin("*** Update File: a.py", *lines))
     with pytest.raises(ToolError, match=told):
-        updated(change, PYTHON, True)
+        updated(change, PYTHON)
 
 
 @settings(max_examples=40, deadline=None)
@@ -123,9 +111,8 @@ def test_old_lines_that_are_not_there(lines: tuple[str, ...], told: str) -> None
     st.sampled_from([BEGIN + "\n*** Update File: a\n", BEGIN + "\n", ""]),
 )
 def test_nothing_but_tool_errors(text: str, head: str) -> None:
-    for strict in (True, False):
-        try:
-            for change in parse(head + text, strict):
-                updated(change, "a\nb\n\na\n", strict) if change.kind == "update" else added(change)
-        except ToolError as error:
-            assert error.kind == "InvalidArguments"
+    try:
+        for change in parse(head + text):
+            updated(change, "a\nb\n\na\n") if change.kind == "update" else added(change)
+    except ToolError as error:
+        assert error.kind == "InvalidArguments"
