@@ -171,8 +171,6 @@ class RlSettings:
     lr: NotNegative = 5e-4
     """Peak learning rate. It rises over `warmup` steps and falls linearly to a twentieth at the last step, or over the second
     half of `max_seconds` if that gives less."""
-    scale_rate: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    """Learning rate of the logit scale (`logit_scale.py`) as a multiple of `lr`; 0: the model has no logit scale."""
     warmup: Count = 6
     clip: NotNegative = 1.0
     checkpoint_every: Some = 20

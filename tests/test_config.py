@@ -173,7 +173,6 @@ def test_a_group_cannot_be_set_as_a_whole(name: str):
         ({"rl.steps": 0}, "rl.steps=0: must be greater than or equal to 1"),
         ({"rl.minibatches": "0"}, "rl.minibatches=0: must be greater than or equal to 1"),
         ({"rl.lr": -1}, "rl.lr=-1: must be greater than or equal to 0"),
-        ({"rl.scale_rate": 4e3}, "rl.scale_rate=4000.0: must be less than or equal to 1000"),
         ({"data.mistake_rate": 7}, "data.mistake_rate=7: must be less than or equal to 1"),
         ({"data.demonstrations": 0}, "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too"),
         ({"data.mistaken_demonstrations": 0}, "data.mistaken_demonstrations=0: sft.steps must be 0 too"),

@@ -6,8 +6,13 @@ import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from composer_nb.operations import JSON, arg, command, emit, pick
+
+if TYPE_CHECKING:
+    from composer_nb.trainer.models.config import ModelConfig
+    from composer_nb.trainer.models.footprint import Footprint
 
 SCHEDULES = (
     ("fifo", 0, 0),
@@ -45,10 +50,10 @@ def plan(given: argparse.Namespace) -> int:
     if given.mesh is not None:
         return _plan_mesh(given)
     if given.model is not None:
-        from composer_nb.trainer.models.footprint import plan_path, table
+        from composer_nb.trainer.models.footprint import plan_memory
 
-        found = plan_path(given.model)
-        return emit(given, asdict(found), lambda: table(found))
+        found = plan_memory(_config(given.model))
+        return emit(given, asdict(found), lambda: _footprint(found))
     return _plan_schedules(given)
 
 
@@ -77,7 +82,6 @@ def _plan_schedules(given: argparse.Namespace) -> int:
 
 def _plan_mesh(given: argparse.Namespace) -> int:
     from composer_nb.settings import override
-    from composer_nb.trainer.models.hf_config import read_config
     from composer_nb.trainer.parallel.memory import Load, require_memory, table
     from composer_nb.trainer.parallel.mesh import MeshSettings
 
@@ -86,7 +90,42 @@ def _plan_mesh(given: argparse.Namespace) -> int:
     pairs = [part.partition("=") for part in given.mesh.split(",") if part]
     settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
     load = Load(**pick(given, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=given.half)
-    file = given.model / "config.json" if given.model.is_dir() else given.model
     limit = sys.maxsize if given.memory is None else int(given.memory * 2**30)
-    need = require_memory(read_config(file).model, settings, given.ranks, load, limit)
+    need = require_memory(_config(given.model), settings, given.ranks, load, limit)
     return emit(given, asdict(need), lambda: table(need))
+
+
+def _config(path: Path) -> ModelConfig:
+    """Return the configuration of a checkpoint's folder, or of a config.json. Raises FileNotFoundError or ValueError that names
+    the file."""
+    from composer_nb.trainer.models.hf_config import read_config
+
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: nothing here; give a checkpoint's folder or a config.json")
+    return read_config(path / "config.json" if path.is_dir() else path).model
+
+
+def _footprint(found: Footprint) -> str:
+    """Return a table in Markdown."""
+    rows = [
+        ("weights", f"{_short(found.total)}, {_short(found.active)} of them active in a token"),
+        ("of the active, embedding table", _short(found.embedding)),
+        *([("heads that predict further ahead", _short(found.ahead))] if found.ahead else []),
+        ("in bfloat16 / float32", f"{_gib(found.bf16_bytes)} / {_gib(found.fp32_bytes)}"),
+        ("optimiser: masters and two moments", _gib(found.optimizer_bytes)),
+        ("training in all, but activations", _gib(found.training_bytes)),
+        ("cache a token, at best in bfloat16", f"{found.cache_bytes / 1024:,.1f} KiB"),
+        ("cache a token, in this project's engine", f"{found.engine_cache_bytes / 1024:,.1f} KiB"),
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"

@@ -113,8 +113,6 @@ def reinforcement(run: RunDir) -> Picture:
             at, values = zip(*points, strict=True)
             panels[0].plot(at, values, marker, color=color, markersize=5, label=f"tuning tasks, {label}", zorder=3)
     key(panels[0], loc="best")
-    if (scale := steps[-1].get("logit_scale", 1.0)) != 1:
-        title(panels[1], f"entropy of what is sampled (logits × {scale:.2f} by now)", "RL step", "nats a token")
     return picture
 
 

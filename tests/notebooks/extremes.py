@@ -30,7 +30,7 @@ from composer_nb.trainer.records.rundir import RunDir, to_json
 from composer_nb.trainer.rl import batch_metrics, ledger, score_groups, step_point
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-NOT_LEARNT = {"infra_errors", "version", "staleness", "time", "lr", "logit_scale", "tune_pass_at_1", "tune_greedy"}
+NOT_LEARNT = {"infra_errors", "version", "staleness", "time", "lr", "tune_pass_at_1", "tune_greedy"}
 """Metrics that a step without anything to learn has all the same, beside those of its rollouts."""
 
 

@@ -25,8 +25,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Call, Job
+from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.runtime import packages_of, workspace
 from composer_nb.harness.tasks.scope import is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task
@@ -141,7 +141,7 @@ def gold_files(task: Task) -> dict[str, bytes]:
 def normal(text: str) -> str:
     """Return a module as `ast` writes it, without comments, quoting style and layout, so that a test and its twin differ in
     nothing but what they state. Raises SyntaxError, ValueError, RecursionError."""
-    return ast.unparse(syntax.parse(text)) + "\n"
+    return ast.unparse(parse(text)) + "\n"
 
 
 @lru_cache(maxsize=256)
@@ -151,7 +151,7 @@ def silent(text: str) -> str:
     Messages often state in words what a test expects, which would tell it from its twin. A module that mentions AssertionError
     may read its messages and keeps them. Raises what `normal` does.
     """
-    tree = syntax.parse(text)
+    tree = parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and "AssertionError" not in text:
             node.msg = None

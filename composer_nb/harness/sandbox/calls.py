@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
-from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import (
     CallEnd,
@@ -38,6 +37,7 @@ from composer_nb.harness.sandbox.contract import (
 )
 from composer_nb.harness.sandbox.guest import calls as guest
 from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.untrusted import checked
 
 Status = Literal["returned", "raised", "timeout", "died", "unreadable", "not_run"]
@@ -90,7 +90,7 @@ class CallOutcome:
 @functools.lru_cache(maxsize=8192)
 def _check_argument(text: str) -> None:
     try:
-        value = syntax.literal_eval(text)
+        value = literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"CallRequest.arguments: {text[:80]!r} is not a literal") from error
     if type(value) is not tuple:

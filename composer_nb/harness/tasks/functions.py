@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, value_text
+from composer_nb.harness.syntax import literal_eval, parse
 
 LONGEST_ARGUMENTS = 1 << 20
 """Characters of one call's arguments."""
@@ -57,7 +57,7 @@ def literal(value: object) -> str:
     text = value_text(value, LONGEST_ARGUMENTS)
     if "inf" in text or "nan" in text:  # in a string, or a float that has no literal
         try:
-            syntax.literal_eval(text)
+            literal_eval(text)
         except ValueError:
             raise ValueError(f"{text[:80]}: inf and nan have no literal") from None
     return text
@@ -99,7 +99,7 @@ def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
 def parse_module(path: str, text: str) -> ast.Module:
     """Parse a module without executing it. Raises ValueError that names the line if it is not Python."""
     try:
-        return syntax.parse(text)
+        return parse(text)
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, too deep
@@ -119,8 +119,8 @@ def _parse_test(path: str, node: ast.FunctionDef, imported: Mapping[str, tuple[s
         raise ValueError(f"{where}: call an imported function by its plain name with positional arguments")
     module, function = imported[call.func.id]
     try:
-        arguments = literal(tuple(syntax.literal_eval(argument) for argument in call.args))
-        expected = value_text(syntax.literal_eval(wanted))
+        arguments = literal(tuple(literal_eval(argument) for argument in call.args))
+        expected = value_text(literal_eval(wanted))
     except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{where}: arguments and value must be literals of plain data") from None
     return FunctionTest(

@@ -80,7 +80,6 @@ class Learner:
         count, rows, agreed, chosen, implausible = (sums.pop(name) for name in COUNTS)
         found = {name: share(value, count) for name, value in sums.items()}
         found |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
-        found["logit_scale"] = self.optimizer.logit_scale
         if ranks.world > 1 and shares:
             found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
         if self.replay.on:

@@ -14,10 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from composer_nb.trainer.learning.logit_scale import LogScale
 from composer_nb.trainer.learning.muon import OptimizerSettings, matrices, muon_update
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.models.transformer import Model
 
 
 class Optimizer(Protocol):
@@ -33,10 +31,6 @@ class Optimizer(Protocol):
         """One update with the gradients, scaled to a norm of at most `clip`. Returns the norm before. Raises FloatingPointError,
         with the weights as they were, when it is not a finite number."""
 
-    @property
-    def logit_scale(self) -> float:
-        """By what the learnt scale has multiplied all logits since the start; 1 where there is none."""
-
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""
 
@@ -44,8 +38,6 @@ class Optimizer(Protocol):
         """Takes up where `state` was taken."""
 
 
-Scaled = tuple[nn.Parameter, float]
-"""A parameter whose scale learns by itself, and how many times as fast as a weight (`logit_scale.py`); 0: it does not."""
 BETAS = (0.9, 0.95)
 """Betas of AdamW."""
 ADAMW = OptimizerSettings()
@@ -62,7 +54,6 @@ class FlatOptimizer:
         *,
         weight_decay: float = 0.0,
         published: torch.dtype | None = None,
-        scaled: Scaled | None = None,
     ) -> None:
         """`model`'s parameters become views of the flat vector. `published` is the dtype that its weights are rounded to after
         each step, None to leave them as they are."""
@@ -74,14 +65,11 @@ class FlatOptimizer:
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
         offset = 0
-        self._scaled: tuple[slice, LogScale] | None = None
         for parameter in parameters:
             cut = slice(offset, offset + parameter.numel())
             parameter.data = self.weights[cut].view_as(parameter)
             parameter.grad = self.gradients[cut].view_as(parameter)
             offset += parameter.numel()
-            if scaled is not None and parameter is scaled[0] and scaled[1]:
-                self._scaled = cut, LogScale(scaled[1])
         self.master = self.weights.clone() if published else self.weights
         size = sum(parameter.numel() for parameter in mine.values())
         self._momentum = torch.zeros_like(self.weights[:size])
@@ -109,9 +97,6 @@ class FlatOptimizer:
         require_finite(norm)
         if norm > clip:
             self.gradients.mul_(clip / norm)
-        if self._scaled is not None:
-            cut, scale = self._scaled
-            self.master[cut] *= scale.factor(float(self.gradients[cut] @ self.weights[cut]), lr)
         s = self._settings
         for weight_EAB, gradient_EAB, momentum_EAB in self._stacks:
             update_EAB = muon_update(momentum_EAB, gradient_EAB, momentum=s.momentum, steps=s.newton_schulz)
@@ -121,31 +106,25 @@ class FlatOptimizer:
         self._publish()
         return norm
 
-    @property
-    def logit_scale(self) -> float:
-        return 1.0 if self._scaled is None else self._scaled[1].scale
-
     def state(self) -> dict[str, Tensor]:
         """Return everything that a resumed run needs, as flat tensors."""
         state = {"master": self.master}
         if moments := self._adam.state.get(self._rest):
             state |= {name: torch.as_tensor(value) for name, value in moments.items()}
             state |= {"momentum": self._momentum} if self._stacks else {}
-        return state | ({} if self._scaled is None else {"scale": self._scaled[1].moments})
+        return state
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
         """Go on from where `state` was taken. Raises ValueError, before anything changes, when it belongs to a model of another
-        size, to another optimiser, or to one whose scale learnt where this one's does not."""
-        moments = {name: value for name, value in state.items() if name not in ("master", "scale")}
+        size or to another optimiser."""
+        moments = {name: value for name, value in state.items() if name != "master"}
         known = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
         if state["master"].shape != self.master.shape:
             raise ValueError(
                 f"the checkpoint holds {state['master'].numel()} weights, the model {self.master.numel()}: "
                 "the model's settings changed since it was written"
             )
-        if ("scale" in state) != (self._scaled is not None):
-            raise ValueError("rl.scale_rate: 0 here and not in the checkpoint, or the other way round; begin a new run")
         if moments and moments.keys() != known:  # none at all: it has made no step
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
@@ -155,27 +134,12 @@ class FlatOptimizer:
         self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)
         self._adam.state[self._rest] = {name: value.clone() for name, value in moments.items()}
         self.master.copy_(state["master"])
-        if self._scaled is not None:
-            self._scaled[1].moments.copy_(state["scale"])
         self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:
         if self.published is not None:
             self.weights.copy_(self.master.to(self.published))
-
-
-def make_optimizer(
-    model: Model,
-    settings: OptimizerSettings,
-    *,
-    weight_decay: float = 0.0,
-    published: torch.dtype | None = None,
-    scale_rate: float = 0.0,
-) -> FlatOptimizer:
-    """Return the optimizer of a model in one piece. `scale_rate` is that of the scale of all logits (`logit_scale.py`)."""
-    scaled = model.final_norm, scale_rate
-    return FlatOptimizer(model, settings, weight_decay=weight_decay, published=published, scaled=scaled)
 
 
 def require_finite(norm: float) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 
@@ -57,36 +55,3 @@ def plan_memory(config: ModelConfig) -> Footprint:
         cache_bytes=2 * c.num_hidden_layers * kept,
         engine_cache_bytes=4 * c.num_hidden_layers * written_out,
     )
-
-
-def plan_path(path: Path) -> Footprint:
-    """That of a checkpoint's folder, or of a config.json. Raises FileNotFoundError or ValueError that names the file."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: nothing here; give a checkpoint's folder or a config.json")
-    return plan_memory(read_config(path / "config.json" if path.is_dir() else path).model)
-
-
-def table(found: Footprint) -> str:
-    """Return a table in Markdown."""
-    rows = [
-        ("weights", f"{_short(found.total)}, {_short(found.active)} of them active in a token"),
-        ("of the active, embedding table", _short(found.embedding)),
-        *([("heads that predict further ahead", _short(found.ahead))] if found.ahead else []),
-        ("in bfloat16 / float32", f"{_gib(found.bf16_bytes)} / {_gib(found.fp32_bytes)}"),
-        ("optimiser: masters and two moments", _gib(found.optimizer_bytes)),
-        ("training in all, but activations", _gib(found.training_bytes)),
-        ("cache a token, at best in bfloat16", f"{found.cache_bytes / 1024:,.1f} KiB"),
-        ("cache a token, in this project's engine", f"{found.engine_cache_bytes / 1024:,.1f} KiB"),
-    ]
-    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
-
-
-def _short(count: int) -> str:
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if count >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count:,}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from composer_nb.trainer.learning.logit_scale import LogScale
 from composer_nb.trainer.learning.muon import OptimizerSettings, matrices, newton_schulz
 from composer_nb.trainer.learning.optimizer import BETAS, require_finite
 from composer_nb.trainer.learning.ranks import Ranks
@@ -39,9 +38,7 @@ class ShardedOptimizer:
         *,
         weight_decay: float = 0.0,
         published: torch.dtype | None = None,
-        scale_rate: float = 0.0,
     ) -> None:
-        self._scale = LogScale(scale_rate) if scale_rate else None
         self._model, self._team, self.published = model, team, published
         self._settings, self._decay = settings, weight_decay
         self.weights: dict[str, DTensor] = {name: _cut(weight) for name, weight in model.named_parameters()}
@@ -84,20 +81,12 @@ class ShardedOptimizer:
             assert gradient is None or isinstance(gradient, DTensor)
             own = torch.zeros_like(self.masters[name]) if gradient is None else gradient.to_local()
             self.masters[name].grad = own.mul_(clip / norm) if norm > clip else own
-        if self._scale is not None:
-            self.masters["final_norm"].mul_(self._scale.factor(self._slope("final_norm"), lr))
         for name, momentum in self._momentum.items():
             self.masters[name].mul_(1 - lr * self._decay).sub_(self._orthogonal(name, momentum), alpha=lr)
         self._adam.param_groups[0]["lr"] = lr
         self._adam.step()
         self._publish()
         return norm
-
-    def _slope(self, name: str) -> float:
-        """Return the slope of the loss along a weight as a whole."""
-        own, weight = self.masters[name].grad, self.weights[name]
-        assert own is not None
-        return float(self._team.sum_((own.double() * weight.to_local().double()).sum() / _copies(weight)))
 
     def _orthogonal(self, name: str, momentum: Tensor) -> Tensor:
         """This rank's part of `muon_update`."""
@@ -114,16 +103,10 @@ class ShardedOptimizer:
             return update
         return distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
 
-    @property
-    def logit_scale(self) -> float:
-        """See `Optimizer`."""
-        return 1.0 if self._scale is None else self._scale.scale
-
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs: what this rank holds, as DTensors that share memory with it. Names are those of
         the model in one piece."""
         found: dict[str, Any] = {"step": torch.zeros(())}
-        found |= {"scale": self._scale.moments} if self._scale is not None else {}
         for name, weight in self.weights.items():
             parts = self._parts(name)
             found["step"] = parts.pop("step", found["step"])
@@ -133,8 +116,6 @@ class ShardedOptimizer:
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Takes up where `state`, of the same mesh or another, was taken: `distributed_checkpoint` reads it."""
-        if self._scale is not None:
-            self._scale.moments.copy_(state["scale"])
         for name in self.weights:
             for kind, part in self._parts(name).items():
                 part.copy_(state["step"] if kind == "step" else state[f"{kind}.{_plain(name)}"].to_local())

@@ -21,7 +21,7 @@ import torch
 from composer_nb.settings import MidtrainSettings
 from composer_nb.trainer.headroom import require_headroom, run_headroom
 from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
-from composer_nb.trainer.learning.optimizer import make_optimizer, trapezoid
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model
@@ -56,7 +56,7 @@ def run_recipe(s: Stages) -> None:
 
 def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], info: dict[str, Any]) -> None:
     """A supervised stage: a checkpoint at every look, from the last of which it goes on."""
-    optimizer = make_optimizer(model, s.settings.optimizer, weight_decay=plan.weight_decay)
+    optimizer = FlatOptimizer(model, s.settings.optimizer, weight_decay=plan.weight_decay)
     begin = 0
     start, before = time.perf_counter(), 0.0
     if found := s.run.checkpoint(plan.stage):

@@ -30,7 +30,7 @@ from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
-from composer_nb.trainer.learning.optimizer import make_optimizer
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.models.checkpoint import (
@@ -207,7 +207,7 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     model = load_pretrained(run.path / "weights" / "start")
     model.recompute, model.kernels = s.rl.recompute, s.kernels
     reference = copy.deepcopy(model) if s.loss.beta else None
-    optimizer = make_optimizer(model, s.optimizer, published=torch.bfloat16, scale_rate=s.rl.scale_rate)
+    optimizer = FlatOptimizer(model, s.optimizer, published=torch.bfloat16)
     learner, found = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
     if from_start or found is None:
         return learner, 0, 0.0

@@ -75,9 +75,7 @@ class TrainerRank(TrainerService):
         join(self._rank, s.trainers, place, s.mesh.device)
         self._ranks = team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
         model = self._load(team)
-        self._optimizer = ShardedOptimizer(
-            model, team, s.optimizer, published=torch.bfloat16, scale_rate=s.rl.scale_rate
-        )
+        self._optimizer = ShardedOptimizer(model, team, s.optimizer, published=torch.bfloat16)
         self._learner = Learner(model, self._optimizer, s.loss, self._load(team) if s.loss.beta else None, s.replay)
         self._aside = [dist.new_group(backend="gloo") for _ in range(2)]
         self.step, self._kept = 0, -1

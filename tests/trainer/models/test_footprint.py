@@ -9,14 +9,15 @@ import pytest
 
 from composer_nb.cli import main
 from composer_nb.trainer.models.checkpoint import hugging_face_views
-from composer_nb.trainer.models.footprint import plan_memory, plan_path
+from composer_nb.trainer.models.footprint import plan_memory
+from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def test_kimi_k25_is_a_trillion_of_which_32_billion_are_active():
-    found = plan_path(CONFIGS / "kimi_k25.json")
+    found = plan_memory(read_config(CONFIGS / "kimi_k25.json").model)
     # By hand, from the sizes alone: attention, experts, the dense layer, routers with biases, tables, norms.
     attention = 7168 * 1536 + 1536 * 64 * 192 + 7168 * 576 + 512 * 64 * 256 + 64 * 128 * 7168
     expert, norms = 3 * 7168 * 2048, 61 * (2 * 7168 + 1536 + 512) + 7168
@@ -29,7 +30,7 @@ def test_kimi_k25_is_a_trillion_of_which_32_billion_are_active():
 
 
 def test_qwen3_30b_a3b_is_what_its_name_says():
-    found = plan_path(CONFIGS / "qwen3_30b_a3b.json")
+    found = plan_memory(read_config(CONFIGS / "qwen3_30b_a3b.json").model)
     assert round(found.total / 1e9, 1) == 30.5 and found.active / 1e9 == pytest.approx(3.3, abs=0.06)
     assert found.embedding == 151936 * 2048
     assert found.cache_bytes == 48 * 2 * 4 * 128 * 2, "96 KiB a token"
@@ -66,6 +67,9 @@ def test_the_command_tells_people_and_programs(capsys: pytest.CaptureFixture[str
     assert main(["plan", "--model", str(CONFIGS / "kimi_k25.json")]) == 0
     assert "1.03 T, 32.86 B of them active" in capsys.readouterr().out
     assert main(["plan", "--model", str(CONFIGS / "qwen3_30b_a3b.json"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["total"] == plan_path(CONFIGS / "qwen3_30b_a3b.json").total
+    assert (
+        json.loads(capsys.readouterr().out)["total"]
+        == plan_memory(read_config(CONFIGS / "qwen3_30b_a3b.json").model).total
+    )
     assert main(["plan", "--model", str(tmp_path)]) != 0
     assert "config.json is missing" in capsys.readouterr().err

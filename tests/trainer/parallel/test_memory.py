@@ -18,7 +18,7 @@ from composer_nb.cli import main
 from composer_nb.settings import override
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.muon import OptimizerSettings
-from composer_nb.trainer.learning.optimizer import make_optimizer
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -85,7 +85,7 @@ def test_the_peak_is_within_a_tenth_of_the_allocator_s(
     def two_steps() -> object:
         model = Model(c)
         model.recompute = recompute
-        made = make_optimizer(model, OptimizerSettings(name=optimizer), published=torch.bfloat16)
+        made = FlatOptimizer(model, OptimizerSettings(name=optimizer), published=torch.bfloat16)
         for _ in range(2):
             train_step(model, data, made, Ranks(), lr=1e-3, balance=1e-3, clip=1.0)
         return made

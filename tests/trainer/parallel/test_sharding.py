@@ -15,7 +15,7 @@ from composer_nb.kernels.formats.microscaling import mx_quantize
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.muon import OptimizerSettings
-from composer_nb.trainer.learning.optimizer import FlatOptimizer, make_optimizer
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import ReplaySettings
@@ -50,7 +50,6 @@ MLA = ModelConfig(
     tie_word_embeddings=False,
 )
 ADAMW = OptimizerSettings()
-RATE = 3.0
 """Of the scale of all logits, which learns beside the weights."""
 REPLAY = ReplaySettings(level="ids+order")
 
@@ -137,10 +136,9 @@ def same(
     alone, cut = (made(config, dtype, recompute) for _ in range(2))
     shard(cut, team)
     given, settings = streams(config, count), loss or LossSettings(ratio="none")
-    rate = RATE if dtype == torch.float64 else 0.0
     learners = [
-        Learner(alone, make_optimizer(alone, optimizer, scale_rate=rate), settings),
-        Learner(cut, ShardedOptimizer(cut, team, optimizer, scale_rate=rate), settings),
+        Learner(alone, FlatOptimizer(alone, optimizer), settings),
+        Learner(cut, ShardedOptimizer(cut, team, optimizer), settings),
     ]
     for learner in learners:
         learner.replay = replay or learner.replay
@@ -300,7 +298,7 @@ EIGHT = {"context 2 and experts 8": _all, "context 2 and experts 8, latent": _al
 def cut_learner(mesh: MeshSettings) -> tuple[Learner, Team]:
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
     model = shard(made(MLA, torch.float32, False), team)
-    optimizer = ShardedOptimizer(model, team, OptimizerSettings(), published=torch.bfloat16, scale_rate=RATE)
+    optimizer = ShardedOptimizer(model, team, OptimizerSettings(), published=torch.bfloat16)
     return Learner(model, optimizer, LossSettings(ratio="none")), team
 
 
@@ -334,7 +332,7 @@ def _publishes(folder: Path) -> None:
     learn(learner, team, streams(MLA, 6), range(1))
     parts = team.gather(held(learner.model, team))
     alone = made(MLA, torch.float32, False)
-    optimizer = make_optimizer(alone, ADAMW, published=torch.bfloat16, scale_rate=RATE)
+    optimizer = FlatOptimizer(alone, ADAMW, published=torch.bfloat16)
     learn(Learner(alone, optimizer, LossSettings(ratio="none")), Ranks(), streams(MLA, 6), range(1))
     expected = published(alone)
     assert sum(map(len, parts)) == len(expected) and {n for part in parts for n in part} == expected.keys()
@@ -344,21 +342,20 @@ def _publishes(folder: Path) -> None:
 
 
 def _is_read_by_one_process(folder: Path) -> None:
-    """A checkpoint that a rank alone has written is the state of an optimiser that is not cut, with its scale or without."""
-    for rate in (RATE, 0.0):
-        team = Team(Mesh.of(MeshSettings(), 1))
-        cut = shard(made(GQA, torch.float32, False), team)
-        one = ShardedOptimizer(cut, team, ADAMW, published=torch.bfloat16, scale_rate=rate)
-        alone = made(GQA, torch.float32, False)
-        other = make_optimizer(alone, ADAMW, published=torch.bfloat16, scale_rate=rate)
-        for model, optimizer, ranks in ((cut, one, team), (alone, other, Ranks())):
-            learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, streams(GQA, 6), range(1))
-        save(one, folder / f"{rate}", torch.distributed.new_group(backend="gloo")).result()
-        found, expected = whole_state(folder / f"{rate}", alone), other.state()
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-7)
-        other.load(found)
+    """A checkpoint that a rank alone has written is the state of an optimiser that is not cut."""
+    team = Team(Mesh.of(MeshSettings(), 1))
+    cut = shard(made(GQA, torch.float32, False), team)
+    one = ShardedOptimizer(cut, team, ADAMW, published=torch.bfloat16)
+    alone = made(GQA, torch.float32, False)
+    other = FlatOptimizer(alone, ADAMW, published=torch.bfloat16)
+    for model, optimizer, ranks in ((cut, one, team), (alone, other, Ranks())):
+        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, streams(GQA, 6), range(1))
+    save(one, folder / "saved", torch.distributed.new_group(backend="gloo")).result()
+    found, expected = whole_state(folder / "saved", alone), other.state()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-7)
+    other.load(found)
 
 
 def test_a_checkpoint_of_ranks_is_read_by_one_process(tmp_path: Path):
@@ -375,7 +372,7 @@ def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
     assert not on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
     assert not on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
     model = made(MLA, torch.float32, False)
-    optimizer = make_optimizer(model, ADAMW, published=torch.bfloat16, scale_rate=RATE)
+    optimizer = FlatOptimizer(model, ADAMW, published=torch.bfloat16)
     learner = Learner(model, optimizer, LossSettings(ratio="none"))
     optimizer.load(whole_state(tmp_path / "saved", model))
     learn(learner, Ranks(), streams(MLA, 6), range(1, 2))

@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from composer_nb.trainer.learning.logit_scale import LogScale
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import Reader, readable
 from composer_nb.trainer.parallel.optimizer import KINDS
@@ -22,8 +21,6 @@ def whole(folder: Path, model: Model) -> dict[str, Tensor]:
     state: dict[str, Any] = {f"{kind}.{name}": torch.empty_like(w) for name, w in weights.items() for kind in KINDS}
     state["step"] = torch.zeros(())
     with readable(folder):
-        if "scale" in reader.read_metadata().state_dict_metadata:
-            state["scale"] = LogScale(0.0).moments
         dcp.load(state, storage_reader=reader, no_dist=True)
     flat = {kind: torch.cat([state[f"{kind}.{name}"].detach().reshape(-1) for name in weights]) for kind in KINDS}
-    return flat | {name: state[name] for name in ("step", "scale") if name in state}
+    return flat | {"step": state["step"]}
