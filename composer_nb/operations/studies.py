@@ -1,17 +1,13 @@
-"""Commands that measure and look into things: microscope, losses, weights, doctor."""
+"""Commands that measure and look into things: microscope, weights, doctor."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
-
-log = logging.getLogger(__name__)
 
 
 @command(
@@ -38,24 +34,6 @@ def microscope(given: argparse.Namespace) -> int:
         report.to_dict(),
         lambda: Group(view.headline(report), text_table(list(view.rows(report)), view.HEAD), causes),
     )
-
-
-@command("losses", RUN, STEP, JSON)
-def losses(given: argparse.Namespace) -> int:
-    """Compare policy-gradient losses on a stored batch of RL.
-
-    Compare a stored batch with its own weights, later weights and other engines; one table of losses each.
-    """
-    from composer_nb.harness.plain import to_json
-    from composer_nb.labs.losses.stages import markdown, stages
-    from composer_nb.trainer.recipe.reader import open_run
-
-    found = {}
-    for stage in stages(open_run(given.path), given.step):
-        log.info(stage.name)
-        found[stage.name] = stage.bench()
-    plain = json.loads(to_json({name: [asdict(row) for row in bench.rows] for name, bench in found.items()}))
-    return emit(given, plain, lambda: "\n".join(markdown(name, bench) for name, bench in found.items()))
 
 
 @command(

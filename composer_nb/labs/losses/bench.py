@@ -1,18 +1,17 @@
-"""Policy-gradient losses side by side on a frozen batch: masks, weights, directions and noise of each.
+"""Policy-gradient losses side by side on a frozen batch: masks, weights and directions of each.
 
     found = bench(model, groups)                # groups of streams, their log-probabilities those of the sampler
     found.rows                                  # one row per loss
     found.cosines                               # of the angles between all of them
 
 A loss sees the model only through the log-probabilities of the S sampled tokens. So there is one forward pass a group; a loss
-is its slope ∂L/∂ℓ [S]; and its gradient is one backward pass of that slope. All else is made of inner products between the
-gradients of groups: the batch's is their sum, a bootstrap over groups a sum with other multiplicities (`noise`).
+is its slope ∂L/∂ℓ [S]; and its gradient is one backward pass of that slope.
 
-Beside the losses stands the exact on-policy gradient: REINFORCE with the whole rollout's probability over that of the policy
-that drew it, Σ_i w_i A_i ∇ log π(rollout i), w_i = π(i) / π_drawn(i). Its expectation is the policy gradient at these weights,
-whatever policy drew the batch; what the losses do per token trades that for less variance.
+Beside the losses stands the exact on-policy gradient: REINFORCE with the whole rollout's probability over that of the sampler,
+Σ_i w_i A_i ∇ log π(rollout i), w_i = π(i) / π_sampler(i). Its expectation is the policy gradient at these weights; what the
+losses do per token trades that for less variance.
 
-Dimensions: S sampled tokens of a group, K groups, L losses (the exact gradient among them), U different gradients, W weights.
+Dimensions: S sampled tokens of a group, L losses (the exact gradient among them), W weights.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,21 +28,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.labs.gradient import flat_gradient, inner_products
-from composer_nb.labs.losses.noise import (
-    Array,
-    bootstrap_variance,
-    interval,
-    noise_and_signal,
-    noise_ratio,
-    noise_share,
-    resamples,
-)
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
 from composer_nb.trainer.learning.packing import Stream, flatten, score
-from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
+from composer_nb.trainer.learning.replay_settings import NO_REPLAY
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.recipe.mismatch import gap_figures
 
+Array = NDArray[np.float64]
 BETA = 0.04
 """β of the KL rows, GRPO's."""
 OURS, EXACT = "ours", "exact"
@@ -77,9 +67,7 @@ class Tokens(NamedTuple):
 
     logprob_S: Tensor
     sampled_S: Tensor
-    """The sampler's log-probability for the losses."""
-    drawn_S: Tensor
-    """Log-probability under the policy that really drew the tokens."""
+    """The sampler's log-probability."""
     advantage_S: Tensor
     """R − mean(R)."""
     std_S: Tensor
@@ -121,7 +109,7 @@ def slope(tokens: Tokens, settings: LossSettings, denominator: float) -> Slope:
 
 def exact(tokens: Tokens, denominator: float) -> Slope:
     """Return the on-policy policy gradient, estimated without bias from what another policy drew."""
-    gap_S = (tokens.logprob_S.detach() - tokens.drawn_S).to(tokens.logprob_S.dtype)
+    gap_S = (tokens.logprob_S.detach() - tokens.sampled_S).to(tokens.logprob_S.dtype)
     count = int(tokens.rollout_S.max()) + 1
     whole_S = gap_S.new_zeros(count).index_add(0, tokens.rollout_S, gap_S).clamp(-20, 20).exp()[tokens.rollout_S]
     live_S = tokens.advantage_S.abs() > NO_SIGNAL
@@ -151,101 +139,9 @@ def effective_share(weight_S: Array) -> float:
     return float(weight_S.sum()) ** 2 / (len(weight_S) * squares) if squares else math.nan
 
 
-# Gradients by group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupGradients:
-    """The gradients of L losses on K groups; those of a batch are sums over its groups."""
-
-    names: tuple[str, ...]
-    """L; the last is EXACT."""
-    vectors_UW: Tensor
-    place_LK: NDArray[np.int64]
-    """Index of the gradient among the U; −1 for a gradient of 0."""
-    slopes: tuple[tuple[Slope, ...], ...]
-    """[L][K]"""
-    gap_S: Array
-    """log-probability of the model less that of the sampler, of all tokens."""
-
-    def of(self, name: str, counts_K: Sequence[float] | None = None) -> Tensor:
-        """Return [W] the batch's gradient under a loss, or that of a batch in which each group occurs so many times."""
-        row = self.place_LK[self.names.index(name)]
-        total = torch.zeros(self.vectors_UW.shape[1], dtype=self.vectors_UW.dtype)
-        for place, count in zip(row.tolist(), counts_K if counts_K is not None else [1.0] * len(row), strict=True):
-            if place >= 0 and count:
-                total += count * self.vectors_UW[place]
-        return total
-
-    def products(self) -> Array:
-        """Return the inner products [L, K, L, K]."""
-        used = len(self.vectors_UW)
-        gram = np.zeros((used + 1, used + 1))  # the last row is the gradient that is 0
-        gram[:used, :used] = inner_products(self.vectors_UW)
-        at = self.place_LK.ravel()
-        return gram[np.ix_(at, at)].reshape(*self.place_LK.shape, *self.place_LK.shape)
-
-
-def group_gradients(
-    model: Model,
-    groups: Sequence[Sequence[Stream]],
-    losses: Mapping[str, LossSettings],
-    *,
-    drawn: Sequence[Sequence[Stream]] | None = None,
-    reference: Model | None = None,
-    replay: ReplaySettings = NO_REPLAY,
-) -> GroupGradients:
-    """Return the gradient of each loss on each group with respect to all W weights of `model`, which stays unchanged.
-
-    `drawn` are the same streams with the log-probabilities of the policy that drew them; those of `groups` where it is not
-    given. Of losses with a length norm the denominator counts the batch's rollouts, of the others its sampled tokens. Holds a
-    copy of the weights for each gradient that is not 0 and not that of another loss. Raises ValueError for groups that do not
-    fit each other, and for a KL weight without a reference.
-    """
-    if EXACT in losses:
-        raise ValueError(f"{EXACT!r} is the name of what losses are compared with: give the loss another")
-    if drawn is not None and [len(group) for group in drawn] != [len(group) for group in groups]:
-        raise ValueError("`drawn` must hold the same streams as `groups`")
-    made = copy.deepcopy(model).requires_grad_()
-    weights = list(made.parameters())
-    rollouts = float(sum(map(len, groups)))
-    sampled = float(sum(int(stream.acted[1:].sum()) for group in groups for stream in group))
-    names = (*losses, EXACT)
-    vectors = torch.empty(len(names) * len(groups), sum(w.numel() for w in weights), dtype=weights[0].dtype)
-    place_LK = np.full((len(names), len(groups)), -1)
-    slopes: list[list[Slope]] = [[] for _ in names]
-    gaps, used = [], 0
-    for k, group in enumerate(groups):
-        tokens = group_tokens(made, group, drawn[k] if drawn is not None else group, reference, replay=replay)
-        gaps.append((tokens.logprob_S.detach() - tokens.sampled_S).double().numpy())
-        known: dict[bytes, int] = {}
-        for number, name in enumerate(names):
-            if name == EXACT:
-                found = exact(tokens, sampled)
-            else:
-                found = slope(tokens, losses[name], rollouts if losses[name].length_norm else sampled)
-            slopes[number].append(found)
-            if not found.slope_S.any():
-                continue
-            same = found.slope_S.numpy().tobytes()
-            if same not in known:
-                vectors[used] = flat_gradient(tokens.logprob_S, weights, found.slope_S)
-                known[same], used = used, used + 1
-            place_LK[number, k] = known[same]
-    return GroupGradients(
-        names=names,
-        vectors_UW=vectors[:used],
-        place_LK=place_LK,
-        slopes=tuple(map(tuple, slopes)),
-        gap_S=np.concatenate(gaps),
-    )
-
-
-def group_tokens(
-    model: Model, group: Sequence[Stream], drawn: Sequence[Stream], reference: Model | None, *, replay: ReplaySettings
-) -> Tokens:
+def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None) -> Tokens:
     """Run the one forward pass of a group; its log-probabilities carry gradients."""
-    batch = flatten(group, replay)
+    batch = flatten(group, NO_REPLAY)
     logprob_S, _ = score(model, batch, batch.recorded)
     reference_S = None
     if reference is not None:
@@ -257,29 +153,11 @@ def group_tokens(
     return Tokens(
         logprob_S=logprob_S,
         sampled_S=batch.sampled_S,
-        drawn_S=torch.from_numpy(np.concatenate([stream.logprob[1:][stream.acted[1:]] for stream in drawn])),
         advantage_S=batch.advantage_S,
         std_S=torch.full_like(batch.advantage_S, per_std),
         rollout_S=batch.rollout_S,
         reference_S=reference_S,
     )
-
-
-def with_logprobs(model: Model, groups: Sequence[Sequence[Stream]]) -> list[list[Stream]]:
-    """Return the streams as if `model` had drawn them: with exactly the log-probabilities that its gradients are taken at."""
-    made = []
-    for group in groups:
-        with torch.no_grad():
-            found = group_tokens(model, group, group, None, replay=NO_REPLAY).logprob_S.numpy()
-        parts = np.split(found, np.cumsum([int(stream.acted[1:].sum()) for stream in group])[:-1])
-        made.append([_with_logprob(stream, part) for stream, part in zip(group, parts, strict=True)])
-    return made
-
-
-def _with_logprob(stream: Stream, sampled: NDArray[np.float32]) -> Stream:
-    logprob = np.zeros_like(stream.logprob)
-    logprob[np.flatnonzero(stream.acted[1:]) + 1] = sampled
-    return replace(stream, logprob=logprob)
 
 
 def _advantage(stream: Stream) -> float:
@@ -288,9 +166,6 @@ def _advantage(stream: Stream) -> float:
     if len(values) != 1:
         raise ValueError(f"a stream of the bench needs one advantage at its sampled tokens; this one has {len(values)}")
     return float(values[0])
-
-
-# The table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,21 +182,6 @@ class Row:
     """Effective sample size of the weights, as a share of the tokens that have an advantage (`effective_share`)."""
     norm: float
     """Length of the gradient; the denominator is the batch's tokens, or rollouts with a length norm."""
-    cosine: float
-    """Cosine to the first loss's gradient."""
-    cosine_exact: float
-    """Cosine to the exact on-policy gradient, as this batch estimates it."""
-    variance: float
-    """`bootstrap_variance` over the squared length of the gradient."""
-    noise: float
-    """Trace of the gradient's covariance over groups, over the squared length of its expectation (`noise_and_signal`)."""
-    noise_interval: tuple[float, float]
-    noise_share: float
-    """noise / (noise + signal), which is finite where there is no signal."""
-    excess: float
-    """Noise share less the first loss's."""
-    excess_interval: tuple[float, float]
-    """On the same resamples for both, so that what they have in common drops out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,17 +189,16 @@ class Bench:
     """The losses on a batch."""
 
     rows: tuple[Row, ...]
+    gradients_LW: Tensor
     cosines: Array
     """[L, L], in the order of `rows`; NaN for a loss without a gradient."""
-    groups: int
-    live: int
-    """Groups with an advantage."""
-    tokens: int
-    gap: dict[str, float]
-    """Between model and sampler: p50 and p99 of |Δ log p| over tokens, and k3."""
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.loss == name)
+
+    def gradient(self, name: str) -> Tensor:
+        """Return the batch's gradient [W] under a loss."""
+        return self.gradients_LW[[row.loss for row in self.rows].index(name)]
 
 
 def bench(
@@ -347,64 +206,55 @@ def bench(
     groups: Sequence[Sequence[Stream]],
     losses: Mapping[str, LossSettings] = LOSSES,
     *,
-    drawn: Sequence[Sequence[Stream]] | None = None,
     reference: Model | None = None,
-    replay: ReplaySettings = NO_REPLAY,
-    count: int = 2000,
-    seed: int = 0,
 ) -> Bench:
-    """Return a table of `losses`, with the exact gradient as its last row; arguments as those of `group_gradients`, `count`
-    resamples of the groups. Raises ValueError for fewer than two groups, which show no noise."""
-    if len(groups) < 2:
-        raise ValueError(f"{len(groups)} groups: the noise of a gradient needs two or more")
-    found = group_gradients(model, groups, losses, drawn=drawn, reference=reference, replay=replay)
-    products = found.products()
-    inner_LL = products.sum((1, 3))
+    """Compare the gradients of `losses` on a batch with respect to all W weights of `model`, which stays unchanged; the exact
+    gradient is the last row.
+
+    Of losses with a length norm the denominator counts the batch's rollouts, of the others its sampled tokens. Raises ValueError
+    for a KL weight without a reference.
+    """
+    if EXACT in losses:
+        raise ValueError(f"{EXACT!r} is the name of what losses are compared with: give the loss another")
+    made = copy.deepcopy(model).requires_grad_()
+    weights = list(made.parameters())
+    rollouts = float(sum(map(len, groups)))
+    sampled = float(sum(int(stream.acted[1:].sum()) for group in groups for stream in group))
+    names = (*losses, EXACT)
+    gradients_LW = torch.zeros(len(names), sum(w.numel() for w in weights), dtype=weights[0].dtype)
+    slopes: list[list[Slope]] = [[] for _ in names]
+    for group in groups:
+        tokens = group_tokens(made, group, reference)
+        known: dict[bytes, Tensor] = {}
+        for number, name in enumerate(names):
+            if name == EXACT:
+                found = exact(tokens, sampled)
+            else:
+                found = slope(tokens, losses[name], rollouts if losses[name].length_norm else sampled)
+            slopes[number].append(found)
+            if found.slope_S.any():
+                same = found.slope_S.numpy().tobytes()  # on policy many losses are one
+                if same not in known:
+                    known[same] = flat_gradient(tokens.logprob_S, weights, found.slope_S)
+                gradients_LW[number] += known[same]
+    inner_LL = inner_products(gradients_LW)
     norm_L = np.sqrt(np.maximum(np.diag(inner_LL), 0.0))
     lengths_LL = np.outer(norm_L, norm_L)
     cosines = np.where(lengths_LL > 0, inner_LL / np.where(lengths_LL > 0, lengths_LL, 1.0), np.nan).clip(-1, 1)
-    counts_BK = np.concatenate([np.ones((1, len(groups))), resamples(len(groups), count, seed)])
-    first_B = noise_share(*noise_and_signal(products[0, :, 0], counts_BK))
-    rows = [
-        _row(name, found.slopes[place], products[place, :, place], counts_BK, first_B, cosines[place])
-        for place, name in enumerate(found.names)
-    ]
-    return Bench(
-        rows=tuple(rows),
-        cosines=cosines,
-        groups=len(groups),
-        live=sum(bool(one.slope_S.any()) for one in found.slopes[-1]),
-        tokens=len(found.gap_S),
-        gap=gap_figures(found.gap_S),
-    )
+    rows = tuple(_row(name, found, norm) for name, found, norm in zip(names, slopes, norm_L.tolist(), strict=True))
+    return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines)
 
 
-def _row(
-    name: str, slopes: Sequence[Slope], products_KK: Array, counts_BK: Array, first_B: Array, cosine_L: Array
-) -> Row:
-    """Return a loss's row; the first of the counts is the batch itself, `first_B` the first loss's share of noise."""
+def _row(name: str, slopes: Sequence[Slope], norm: float) -> Row:
     reason = torch.cat([found.reason_S for found in slopes]).numpy()
     weight = torch.cat([found.weight_S for found in slopes]).double().numpy()
     counts = np.bincount(reason, minlength=len(REASONS)) / len(reason)
     reasons = dict(zip(REASONS, counts.tolist(), strict=True))
     live = weight[~np.isnan(weight)]
-    squared = float(products_KK.sum())
-    noise = noise_and_signal(products_KK, counts_BK)
-    ratio_B, share_B = noise_ratio(*noise), noise_share(*noise)
-    if not products_KK.any():  # no gradient is neither noise nor signal
-        ratio_B = np.full_like(ratio_B, math.nan)
     return Row(
         loss=name,
         masked=reasons["above"] + reasons["below"],
         reasons=reasons,
         ess=effective_share(live) if len(live) else math.nan,
-        norm=math.sqrt(max(0.0, squared)),
-        cosine=float(cosine_L[0]),
-        cosine_exact=float(cosine_L[-1]),
-        variance=bootstrap_variance(products_KK) / squared if squared > 0 else math.nan,
-        noise=float(ratio_B[0]),
-        noise_interval=interval(ratio_B[1:]),
-        noise_share=float(share_B[0]),
-        excess=float(share_B[0] - first_B[0]),
-        excess_interval=interval((share_B - first_B)[1:]),
+        norm=norm,
     )

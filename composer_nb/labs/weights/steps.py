@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.labs.losses.stages import learn_once, raw_streams
+from composer_nb.labs.lessons import learn_once, raw_streams
 from composer_nb.labs.rewards.rescore import stored_batch, weights_of
 from composer_nb.labs.weights.prediction import Profile, adamw_direction, exact, expected_changes, exponents, profile
 from composer_nb.trainer.learning.learner import Learner
