@@ -1,4 +1,4 @@
-"""Optimiser steps on a stored batch: which published bits change, in which tensors, at which rate."""
+"""Optimiser steps on a stored batch: which published bits change, in which tensors, at which learning rate."""
 
 from __future__ import annotations
 
@@ -7,37 +7,29 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.labs.lessons import learn_once, raw_streams
 from composer_nb.labs.rewards.rescore import stored_batch, weights_of
-from composer_nb.labs.weights.prediction import Profile, adamw_direction, exact, expected_changes, exponents, profile
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.records.rundir import RunDir
 
-_BETAS = (0.9, 0.95)
-"""β of `FlatOptimizer`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
     """One optimiser step."""
 
-    lr: float
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
     """Published weights, bfloat16, under Hugging Face's names."""
-    predicted: Profile | None
-    """Measured before the step; None before the first one, when AdamW has no direction yet."""
 
     @property
     def changed(self) -> float:
         """Share of the weights whose bits changed."""
-        return exact(self.before, self.after)
+        return by_group(self, lambda name: "")[""]
 
 
 class Walk:
@@ -64,9 +56,9 @@ class Walk:
 
     def step(self, lr: float) -> Stepped:
         """Take one step at a learning rate."""
-        before, predicted = published(self._model), self._profile()
+        before = published(self._model)
         learn_once(self._learner, self._streams, self._rl, lr, 0)
-        return Stepped(lr=lr, before=before, after=published(self._model), predicted=predicted)
+        return Stepped(before=before, after=published(self._model))
 
     def try_step(self, lr: float) -> Stepped:
         """Take a step, then undo it."""
@@ -76,13 +68,6 @@ class Walk:
         finally:
             self._optimizer.load(state)
 
-    def _profile(self) -> Profile | None:
-        state = self._optimizer.state()
-        if "exp_avg" not in state:
-            return None
-        u = adamw_direction(state["exp_avg"], state["exp_avg_sq"], int(state["step"]), betas=_BETAS)
-        return profile(state["master"], u)
-
 
 def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
     """Return the share of changed weights by the name that `group` gives a tensor, in order of that name."""
@@ -90,19 +75,7 @@ def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
     for name in stepped.before:
         names.setdefault(group(name), []).append(name)
     return {
-        key: exact({n: stepped.before[n] for n in names[key]}, {n: stepped.after[n] for n in names[key]})
+        key: sum(int((stepped.before[n] != stepped.after[n]).sum()) for n in names[key])
+        / max(1, sum(stepped.before[n].numel() for n in names[key]))
         for key in sorted(names)
     }
-
-
-def by_exponent(stepped: Stepped) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return by exponent the number of weights, of changed ones, and of predicted changes. Raises ValueError for the first
-    step."""
-    if stepped.predicted is None:
-        raise ValueError("the first step of an optimiser cannot be predicted: it has no direction yet")
-    weights = torch.cat([stepped.before[name].reshape(-1) for name in stepped.before])
-    moved = torch.cat([(stepped.before[n] != stepped.after[n]).reshape(-1) for n in stepped.before]).numpy()
-    places = exponents(weights)
-    counted = np.bincount(places[moved], minlength=256).astype(float)
-    expected = expected_changes(stepped.predicted, stepped.lr)
-    return np.bincount(places, minlength=256).astype(float), counted, expected

@@ -14,7 +14,6 @@ from pathlib import Path
 from torch import Tensor
 
 from composer_nb.trainer.versions.manifest import (
-    DamagedVersion,
     ForeignBase,
     Manifest,
     MisplacedVersion,
@@ -173,12 +172,11 @@ class Receiver:
         self._held, self.version = {v: states[v] for v in keep}, new.version
         return new.hash
 
-    def report(self, wants: int | None = None) -> None:
-        """Writes into the store what runs here, which the publisher takes for an acknowledgement, and what is wanted next, which
-        it will not prune. For receivers without another line to it. Raises StoreError."""
+    def report(self) -> None:
+        """Writes into the store what runs here, which the publisher takes for an acknowledgement and will not prune. For
+        receivers without another line to it. Raises StoreError."""
         hash = self._held[self.version].hash if self.version in self._held else ""
-        wanted = self.version if wants is None else wants
-        report = Report(receiver=self._name, version=self.version, hash=hash, wants=wanted)
+        report = Report(receiver=self._name, version=self.version, hash=hash)
         self._store.write(f"receivers/{self._name}.json", report.dump())
 
 
@@ -189,22 +187,3 @@ def check_version(store: Store, version: int) -> None:
     check_chain(None, links)
     for _ in decoded(None, links):
         pass
-
-
-def copy_files(origin: Store, near: Store, step: Step, where: str) -> int:
-    """Copies the files of a version, without its manifest, into the folder `where`, and checks each; one that arrives damaged is
-    fetched once more. Returns the bytes that were read. Raises WeightFault that names the file; StoreError."""
-    read = 0
-    for name, file in step.manifest.files.items():
-        path, there = f"{step.where}/{name}", f"{where}/{name}"
-        for _ in range(2):
-            arrived = near.put(there, origin.chunks(path))
-            read += arrived.bytes
-            if arrived == file:
-                break
-        else:
-            near.remove(there)
-            raise DamagedVersion(
-                f"{origin.url}/{path} ({arrived.bytes} bytes of {file.bytes}) is not what was published"
-            )
-    return read

@@ -4,7 +4,7 @@
 <store>/v000012/               versions (`payload`); what has a manifest exists, what has none never did
 <store>/anchors/v000012/       the same weights in full, beside a delta, for whoever joins
 <store>/ledger/v000012.json    what was published, and who ran it; stays when the version is pruned
-<store>/receivers/<name>.json  what a receiver runs, and what it is about to fetch
+<store>/receivers/<name>.json  what a receiver runs
 <store>/refused/<name>.json    a receiver that could not use a version: the next one is full
 """
 
@@ -68,8 +68,6 @@ class Report(Record):
     receiver: str
     version: int
     hash: str
-    wants: int
-    """The version it fetches, or else the one it runs; it is kept, however far behind it is."""
 
 
 class Published(Record):
@@ -239,10 +237,6 @@ class Store:
             raise MisplacedVersion(f"{self.url}/{place} is a delta against version {manifest.base.version}")
         return manifest
 
-    def in_use(self, versions: Iterable[int]) -> set[int]:
-        """Those of `versions` that receivers report to run or to want. Raises StoreError."""
-        return set(versions) & {version for report in self.reports() for version in (report.version, report.wants)}
-
     def reach(self, needed: Iterable[int]) -> tuple[set[int], set[int]]:
         """Versions, and anchors, from which all of `needed` is decoded; the newest anchor always. Raises WeightFault for a
         manifest that does not say what its version builds on; StoreError."""
@@ -259,13 +253,14 @@ class Store:
         self, keep: int, needed: Iterable[int] = (), since: float = math.inf, last: float = math.inf
     ) -> list[int]:
         """Remove versions up to `last`, and anchors, and return the versions' numbers. Kept are the newest `keep`, those from
-        `since` on, `needed`, what receivers report to run or want (unless they lag by more than 2 · `keep` versions), and all
+        `since` on, `needed`, what receivers report to run (unless they lag by more than 2 · `keep` versions), and all
         bases of these. Removes nothing while a manifest on which this depends is unreadable. Raises StoreError."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         every = [v for v in self.folders() if v <= last]
         there = [v for v in every if self.exists(v)]
-        wanted = {*there[-keep:], *(v for v in there if v >= since), *needed, *self.in_use(there[-2 * keep :])}
+        wanted = {*there[-keep:], *(v for v in there if v >= since), *needed}
+        wanted |= {report.version for report in self.reports()} & set(there[-2 * keep :])
         try:
             kept, anchored = self.reach(wanted & set(there))
         except WeightFault:
@@ -335,14 +330,6 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
         sizes = [row["bytes"] for row in rows if (row["base"] is None) == full]
         found |= {name: len(sizes)} | ({f"{name}_bytes": sum(sizes) / len(sizes)} if sizes else {})
     return found
-
-
-def ready(url: str | Path, version: int, receivers: Iterable[str]) -> dict[str, bool]:
-    """Return whether each of these receivers runs this very version, by what they report. Raises StoreError, MissingVersion."""
-    store = Store(url)
-    wanted = store.manifest(version).hash
-    runs = {report.receiver: (report.version, report.hash) for report in store.reports()}
-    return {name: runs.get(name) == (version, wanted) for name in receivers}
 
 
 def check_file(store: Store, name: str, file: File) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from composer_nb.labs.weights import view as weights
 from composer_nb.views.style import Picture
 
@@ -15,9 +13,5 @@ def shown(picture: Picture) -> list[str]:
 
 
 def test_every_figure_is_drawn():
-    some = np.array([0.0, 10, 200, 3]), np.array([0.0, 10, 4, 0]), np.array([0.0, 9.5, 4.2, 0.1])
     assert shown(weights.shares({"norm": 0.0, "down_proj": 0.01}, "by kind")) == ["by kind"]
-    assert shown(weights.by_exponent(*map(list, some)))[0] == "weights by size"
-    assert shown(weights.predicted([1e-6, 1e-5], [0.01, 0.05], [0.0101, 0.049]))
-    assert shown(weights.warming([0.0, 0.001], np.linspace(0, 0.01, 50), 0.01))
     assert shown(weights.sizes({"raw": [800.0, 90.0], "rans": [8.0, 6.0]}, ["1e-6", "1e-5"]))

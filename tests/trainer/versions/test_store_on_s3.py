@@ -12,7 +12,6 @@ from test_version_store import FILES, assert_right, follow, weights
 from composer_nb.trainer.versions.manifest import DamagedVersion, MissingVersion
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
-from composer_nb.trainer.versions.relay import Relay
 from composer_nb.trainer.versions.store import Store, anchor, folder, log
 
 moto_server = pytest.importorskip("moto.server", reason="moto, a development dependency, serves S3")
@@ -86,16 +85,3 @@ def test_damage_and_loss_are_named_and_mended(bucket: str):
         Receiver(bucket, name="joiner").fetch(2)
     assert publisher.publish(3, weights(3), FILES).base is None
     assert_right(Receiver(bucket), 3)
-
-
-def test_a_relay_brings_versions_from_s3_to_a_folder(bucket: str, tmp_path):
-    publisher, relay = Publisher(bucket, owner="run"), Relay(bucket, tmp_path / "region", name="west")
-    engine = Receiver(tmp_path / "region", name="engine")
-    for version in range(3):
-        publisher.publish(version, weights(version), FILES)
-        assert relay.pull() == version
-        engine.install(engine.fetch(version))
-        engine.report()
-        relay.forward()
-    assert [row["base"] for row in log(bucket)] == [None, 0, 1]
-    assert_right(engine, 2)
