@@ -82,7 +82,7 @@ class RlSettings(Protocol):
 
 
 class Settings(Protocol):
-    """Some settings may change while a run is live: the loop reads them anew for every batch."""
+    """The loop reads them anew for every batch: `rl.steps` is less once the limit on time has come."""
 
     @property
     def rl(self) -> RlSettings: ...
