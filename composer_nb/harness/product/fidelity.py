@@ -1,24 +1,34 @@
 """Test that an agent sees the same in training as in the product.
 
-The workspace of a task is also given to the product as if it were a user's repository. Both places are opened by the functions
-that open them for agents: in training that of the attempts of RL, in the product that of `composer-nb agent`. The system texts
-and the descriptions of the tools are compared; every tool is called in the same ways in both sandboxes, also with mistakes, a
-terminal is asked about its surroundings, and the replies are compared.
+Two comparisons, for tasks whose workspace is also given to the product as if it were a user's repository. Both places are opened
+by the functions that open them for agents: in training that of the attempts of RL, in the product that of `composer-nb agent`.
 
-A model learns whatever distinguishes the place where it is graded from the place where it is used.
+* *byte by byte*: the system texts and the descriptions of the tools are compared; every tool is called in the same ways in both
+  sandboxes, also with mistakes, a terminal is asked about its surroundings, and the replies are compared;
+* *two samples*: a script holds conversations in both, and a classifier is trained to tell the two kinds apart by the answers of
+  the tools. It is scored on held-out conversations; chance is an area under the curve of 0.5.
+
+A model learns whatever distinguishes the place where it is graded from the place where it is used (D. Lopez-Paz, M. Oquab,
+"Revisiting Classifier Two-Sample Tests", ICLR 2017, is the test).
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.loop import converse
+from composer_nb.harness.agent.turns import Script, ScriptSpeaker
 from composer_nb.harness.attempt import Agent, open_session
 from composer_nb.harness.product import work
 from composer_nb.harness.product.checkout import read_checkout
@@ -29,6 +39,9 @@ from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.untrusted import beneath
 
 PLACES = ("training", "product")
+_WIDTH = 4096
+_RIDGE = 1.0
+_FOLDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +76,17 @@ class Difference:
         at = max(0, first - most // 8)
         parts = {place: getattr(self, place)[at : at + most] for place in PLACES}
         return {"what": self.what, "call": self.call and self.call.json, **parts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoSamples:
+    """Result of a classifier that tells conversations of two kinds apart."""
+
+    auc: float
+    """Area under the curve over the observations of held-out conversations."""
+    chance: float
+    """Share of shuffled labellings whose area is as large; small if the two can be told apart."""
+    observations: int
 
 
 @contextmanager
@@ -175,3 +199,66 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
         for what, call, first, second in rows
         if first != second
     ]
+
+
+def observations(place: str, task: Task, agent: Agent, script: Script) -> list[str]:
+    """Return the answers of the tools in a conversation of a script."""
+    with open_in(place, task, agent) as side:
+        done = converse(task.instruction, ScriptSpeaker(script), side.tools, side.session)
+    return [turn.observation for turn in done.turns if turn.call]
+
+
+def two_samples(
+    first: Sequence[Sequence[str]], second: Sequence[Sequence[str]], seed: int = 0, shuffles: int = 200
+) -> TwoSamples:
+    """Train a ridge classifier on counts of letter triples to tell the observations of two sets of conversations apart.
+
+    Conversations of the same place are a pair, as when both are about the same task. Whole pairs are held out, in five folds,
+    and labels are shuffled by swapping them within pairs. Raises ValueError for sets of different sizes, or fewer than five
+    conversations each.
+    """
+    pairs = len(first)
+    if pairs < _FOLDS or len(second) != pairs:
+        raise ValueError(f"two_samples: {pairs} and {len(second)} conversations; give at least {_FOLDS} pairs")
+    texts = [text for talk in (*first, *second) for text in talk]
+    owner = np.array([n for n, talk in enumerate((*first, *second)) for _ in talk])
+    label = np.repeat([1.0, -1.0], pairs)
+    fold = np.tile(np.arange(pairs), 2) % _FOLDS
+    kernel, random = _kernel(texts), np.random.default_rng(seed)
+    found = _area(kernel, label[owner], fold[owner])
+    swaps = (np.tile(random.choice([-1.0, 1.0], pairs), 2) for _ in range(shuffles))
+    by_chance = [_area(kernel, (label * swap)[owner], fold[owner]) for swap in swaps]
+    share = (1 + sum(area >= found for area in by_chance)) / (1 + shuffles)
+    return TwoSamples(auc=found, chance=share, observations=len(texts))
+
+
+def _kernel(texts: Sequence[str]) -> NDArray[np.float64]:
+    """Return inner products of texts as unit vectors of hashed counts of letter triples, and of their lengths."""
+    rows = np.zeros((len(texts), _WIDTH))
+    for row, text in zip(rows, texts, strict=True):
+        data = text.encode("utf-8", "surrogateescape")
+        places = [zlib.crc32(data[n : n + 3]) % (_WIDTH - 1) for n in range(max(1, len(data) - 2))]
+        row[: _WIDTH - 1] = np.sqrt(np.bincount(places, minlength=_WIDTH - 1))
+        row /= np.linalg.norm(row)
+        row[-1] = np.log1p(len(data)) / 10
+    return rows @ rows.T
+
+
+def _area(kernel: NDArray[np.float64], label: NDArray[np.float64], fold: NDArray[np.int64]) -> float:
+    """Return the area under the curve of each fold against the others, averaged; folds with one label are skipped."""
+    areas = []
+    for number in range(_FOLDS):
+        held, kept = np.flatnonzero(fold == number), np.flatnonzero(fold != number)
+        if len(set(label[held])) < 2 or len(set(label[kept])) < 2:
+            continue
+        inner = kernel[np.ix_(kept, kept)] + _RIDGE * np.eye(len(kept))
+        scores = kernel[np.ix_(held, kept)] @ np.linalg.solve(inner, label[kept] - label[kept].mean())
+        areas.append(_rank_area(scores, label[held] > 0))
+    return float(np.mean(areas)) if areas else 0.5
+
+
+def _rank_area(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
+    """Return the share of pairs whose positive member scores higher; ties, to nine digits, count half."""
+    scores = np.round(scores, 9)
+    above = scores[positive][:, None] - scores[~positive][None, :]
+    return float(np.mean((above > 0) + 0.5 * (above == 0)))

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from composer_nb.harness import environment
 from composer_nb.harness.agent.loop import LIMITS
+from composer_nb.harness.agent.scripts import expert
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.product import fidelity, work
@@ -19,8 +21,10 @@ from composer_nb.harness.product.fidelity import (
     PLACES,
     Side,
     differences,
+    observations,
     probes,
     tiny_probes,
+    two_samples,
 )
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools import files
@@ -136,3 +140,33 @@ def test_files_do_not_tell_when_they_were_written(task: Task, agent: Agent, plac
 def test_what_cannot_be_compared_is_refused(task: Task, agent: Agent) -> None:
     with pytest.raises(ValueError, match="needs a backend"):
         differences(task, replace(agent, backend=None))
+
+
+def test_two_samples_of_one_kind_and_of_two(task: Task, agent: Agent) -> None:
+    first, second = ([observations(place, task, agent, expert(task)) for _ in range(8)] for place in PLACES)
+    same = two_samples(first, second)
+    assert same.auc == pytest.approx(0.5) and same.chance > 0.5 and same.observations == 48
+    told = [[f"{text} (in {n} ms)" for n, text in enumerate(talk)] for talk in second]
+    apart = two_samples(first, told)
+    assert apart.auc == 1.0 and apart.chance < 0.05
+    with pytest.raises(ValueError, match="at least 5 pairs"):
+        two_samples(first[:4], second)
+
+
+def test_the_level_and_the_power_of_two_samples_in_pairs() -> None:
+    """Conversations about one thing are alike within a pair; a word more in a part of one side's answers is to be found."""
+    lot = np.random.default_rng(0)
+
+    def talks(word: str, noise: float) -> list[list[str]]:
+        topics = [f"topic {n} " * 5 for n in range(10)]
+        return [
+            [
+                topic + ("other " if lot.random() < noise else "") + (word if lot.random() < 0.3 else "")
+                for _ in range(4)
+            ]
+            for topic in topics
+        ]
+
+    false = [two_samples(talks("", 0.1), talks("", 0.1), seed, shuffles=39).chance for seed in range(40)]
+    found = [two_samples(talks("", 0.05), talks("added", 0.05), seed, shuffles=39).chance for seed in range(20)]
+    assert np.mean(np.array(false) <= 0.05) <= 0.15 and np.mean(np.array(found) <= 0.05) >= 0.4
