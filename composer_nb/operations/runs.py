@@ -230,6 +230,28 @@ def stop(given: argparse.Namespace) -> int:
     return 0
 
 
+@command("set", RUN, arg("pairs NAME=VALUE", "as services.bound=4", nargs="+"))
+def change(given: argparse.Namespace) -> int:
+    """Change a setting of a live run; the run records from which step on.
+
+    Names and types are checked before the run sees them.
+    """
+    from composer_nb.settings import from_dict
+    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.services.journal import change_live, request_change
+
+    run = open_run(given.path.resolve())
+    current, changes = from_dict(run.settings()), overrides(given.pairs)
+    for name, text in changes.items():
+        current = change_live(current, name, text)
+    if run.finished("rl") is not None:
+        raise ValueError(f"{run.path.name}: its RL is over; nothing is left to change")
+    for name, value in changes.items():
+        request_change(run, name, value)
+        print(f"asked: {name} = {value!r}")
+    return 0
+
+
 @command("replay", RUN, arg("--step N", "last step to repeat (all)", type=int), JSON, lines=True)
 def replay(given: argparse.Namespace) -> int:
     """Repeat the RL steps of a run from what it stored, and compare every weight version.

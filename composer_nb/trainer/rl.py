@@ -82,7 +82,7 @@ class RlSettings(Protocol):
 
 
 class Settings(Protocol):
-    """The loop reads them anew for every batch: `rl.steps` is less once the limit on time has come."""
+    """Some settings may change while a run is live: the loop reads them anew for every batch."""
 
     @property
     def rl(self) -> RlSettings: ...

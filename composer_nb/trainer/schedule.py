@@ -167,7 +167,7 @@ class Drain(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed(Event):
-    """Another schedule from now on: the limit on time has come, and the last step with it."""
+    """Settings changed while running. Groups under way keep their size; what is too old for a new bound is dropped."""
 
     schedule: Schedule
 

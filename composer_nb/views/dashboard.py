@@ -10,6 +10,7 @@ The board reads the run's directory, so it does not matter which process runs it
 from __future__ import annotations
 
 import html
+import json
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ from composer_nb.trainer.recipe.launch import LOCK
 from composer_nb.trainer.recipe.report import reward_trend
 from composer_nb.trainer.recipe.status import Status, read_status
 from composer_nb.trainer.services.head import holder
+from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style
 from composer_nb.views.curves import metric, step_times
 from composer_nb.views.page import Html, box, image
@@ -80,6 +82,12 @@ def facts(seen: Status) -> Iterator[tuple[str, str]]:
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
     if seen.steps:
         yield "reward", reward_trend(seen.steps)
+    for change in seen.changes:
+        since = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
+        yield (
+            f"{change.name} = {json.dumps(change.value)}",
+            since.get(change.step, f"from step {(change.step or 0) + 1} on"),
+        )
 
 
 def utilisation(seen: Status) -> float | None:
@@ -289,4 +297,4 @@ class Dashboard:
 
 def _drawn(seen: Status) -> tuple[Any, ...]:
     """Return the part of a status that the picture shows."""
-    return seen.state, len(seen.steps), seen.ledger, seen.slots, seen.stages
+    return seen.state, len(seen.steps), seen.ledger, seen.slots, seen.stages, seen.changes

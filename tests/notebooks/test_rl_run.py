@@ -43,6 +43,7 @@ def test_a_run_of_its_own_is_stopped_resumed_and_loses_nothing(tmp_path: Path) -
     seen = read_status(tmp_path / "runs" / "watched")
     said = (seen.path / "said.log").read_text()
     assert seen.state == "complete" and said.count("KeyboardInterrupt") == 1, "it was stopped once"
+    assert [(change.name, change.value) for change in seen.changes] == [("services.bound", 3)]
     assert seen.trained == 60 and sum(seen.ledger.values()) == seen.sampled
     assert json.loads((seen.path / "settings.json").read_text())["services"]["on"]
     assert not list((seen.path / "journal").iterdir()), "nothing is left on the machine"

@@ -15,6 +15,7 @@ Dimensions: R rollouts of a batch, P its groups, V gradients (at most two a roll
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.labs.gradient import flat_gradient, inner_products
-from composer_nb.settings import Settings, from_dict
+from composer_nb.settings import Settings, from_dict, override
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained
@@ -46,7 +47,7 @@ NO_SIGNAL = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """The batch of one RL step, and the run's settings."""
+    """The batch of one RL step, and the settings then in force."""
 
     step: int
     """Number of the RL step, from 1."""
@@ -68,7 +69,16 @@ def stored_batch(run: RunDir, step: int = -1) -> StoredBatch:
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
     files = sorted((run.path / "rollouts").glob(f"rl_{number - 1:05d}_*.parquet"))
     groups = tuple(tuple(group) for file in files for group in load_batch(file, tasks))
-    return StoredBatch(step=number, groups=groups, settings=from_dict(run.settings()))
+    return StoredBatch(step=number, groups=groups, settings=settings_at(run, number))
+
+
+def settings_at(run: RunDir, step: int) -> Settings:
+    """Return the settings that RL step `step` (from 1) ran with: those of the start, and what was changed since."""
+    settings = from_dict(run.settings())
+    if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):  # the plain loop takes no changes
+        return settings
+    changes = run.query("SELECT name, value FROM change WHERE step >= 0 AND step < ? ORDER BY number", step)
+    return override(settings, {name: json.loads(value) for name, value in changes})
 
 
 # Rewards and advantages

@@ -82,6 +82,16 @@ class Engine:
     """Part of that time without decoding."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A requested change of a live run's setting."""
+
+    name: str
+    value: Any
+    step: int | None
+    """Batches trained when the run applied it; None: not yet; REFUSED: refused."""
+
+
 def database(run: RunDir) -> dict[str, Any]:
     """Return RL's steps, stages, checkpoints and the state of services, read in one transaction. Raises ValueError for a
     database that a run would not write."""
@@ -107,12 +117,12 @@ def _step(number: Any, metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _services(db: sqlite3.Connection) -> dict[str, Any]:
-    """Return what only services record during RL: the state of the orchestrator, and versions."""
+    """Return what only services record during RL: the state of the orchestrator, versions, changes."""
     sums = db.execute("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason")
     ledger: Counter[str] = Counter({str(why): int(tokens) for why, tokens in sums})
     snapshot = _snapshot(db)
     if snapshot is None:
-        nothing: dict[str, Any] = {"slots": (), "versions": 0, "engines": ()}
+        nothing: dict[str, Any] = {"slots": (), "versions": 0, "engines": (), "changes": ()}
         return nothing | {"ledger": dict(ledger), "sampled": None, "served": None}
     if not db.execute("SELECT 1 FROM ledger WHERE stage = 'rl' AND step = 0").fetchone():  # written at RL's very end
         ledger.update({why: count for why, count in snapshot["ledger"].items() if why != "trained"})
@@ -128,6 +138,10 @@ def _services(db: sqlite3.Connection) -> dict[str, Any]:
         "engines": tuple(
             Engine(name=str(name), version=int(version), hash=str(hash), seconds=float(seconds), paused=float(paused))
             for name, version, hash, seconds, paused in db.execute(newest + "GROUP BY engine) ORDER BY rowid")
+        ),
+        "changes": tuple(
+            Change(name=str(name), value=json_of(value), step=None if step is None else int(step))
+            for name, value, step in db.execute("SELECT name, value, step FROM change ORDER BY number")
         ),
     }
 

@@ -19,10 +19,11 @@ import numpy as np
 
 from composer_nb.trainer.recipe import reader
 from composer_nb.trainer.recipe.launch import COMPLETE, LOCK
-from composer_nb.trainer.recipe.reader import Engine, ReadOnly, Slot
+from composer_nb.trainer.recipe.reader import Change, Engine, ReadOnly, Slot
 from composer_nb.trainer.recipe.report import STAGES
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.head import holder
+from composer_nb.trainer.services.journal import REFUSED
 
 State = Literal["live", "complete", "dead"]
 RECENT = 8
@@ -60,19 +61,20 @@ class Status:
     trained: int
     """Batches trained."""
     served: int | None
-    """Batches trained by the oldest weights that any engine serves; None for the synchronous loop, for which the next three
-    fields are empty."""
-
+    """Batches trained by the oldest weights that any engine serves; None for the synchronous loop, for which the next four fields
+    are empty."""
     slots: tuple[Slot, ...]
     versions: int
     """Weight versions made."""
     engines: tuple[Engine, ...]
+    changes: tuple[Change, ...]
 
     @property
     def bound(self) -> int:
-        """Bound on staleness, in batches; 0 for the synchronous loop."""
+        """Highest bound on staleness that was in force, in batches; 0 for the synchronous loop."""
         services = self.settings.get("services", {"on": False})
-        return services["bound"] if services["on"] else 0
+        asked = [int(c.value) for c in self.changes if c.name == "services.bound" and c.step not in (None, REFUSED)]
+        return max([services["bound"], *asked]) if services["on"] else 0
 
 
 def read_status(path: Path) -> Status:

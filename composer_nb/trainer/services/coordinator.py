@@ -51,7 +51,7 @@ from composer_nb.trainer.schedule import (
 )
 from composer_nb.trainer.services.actors import ActorDied, Actors, Remote
 from composer_nb.trainer.services.environments import Assignment, EnvironmentService, Outcome, Pair, prompt_order
-from composer_nb.trainer.services.journal import Journal
+from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, store_url
 from composer_nb.trainer.services.trainer_group import TrainerGroup
@@ -72,7 +72,11 @@ class Coordinator:
 
     def __init__(self, run: RunDir, settings: Settings, actors: Actors, say: Callable[[str], None]) -> None:
         self.run, self.settings, self.actors, self.say = run, settings, actors, say
+        self.started_with = settings
+        """Settings without live changes: the trainer goes by them, so that it repeats a batch exactly."""
         self.journal = Journal(run)
+        for name, value in self.journal.taken_up():
+            self.settings = change_live(self.settings, name, value)
         self.tasks = prompt_order(run.path / "data" / "rl.jsonl", settings.prompt_seed)
         self.by_id = {task.id: task for task in self.tasks}
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
@@ -132,7 +136,7 @@ class Coordinator:
             for future in wait(self.pending, timeout=0.25, return_when=FIRST_COMPLETED).done:
                 if future in self.pending:  # else it was of a service whose death was heard of just now
                     events += self._heard(*self.pending.pop(future), future)
-        self._handle([*events, *self._time_is_up(), Tick(at=time.monotonic())])
+        self._handle([*events, *self._changed(), *self._time_is_up(), Tick(at=time.monotonic())])
         self._end_hung()
         self._feed()
 
@@ -152,7 +156,7 @@ class Coordinator:
             self.journal.save(self.orchestrator.snapshot())
 
     def _make_trainer(self) -> None:
-        run, s = self.run.path, self.settings
+        run, s = self.run.path, self.started_with
         self.trainer = (
             TrainerGroup(self.actors, run, s) if s.meshed else self.actors.make(TrainerService, run, s, name="trainer")
         )
@@ -287,6 +291,21 @@ class Coordinator:
     def _served(self) -> list[Event]:
         slowest = min(pair.version for pair in self.pairs.values()) // self.per_step
         return [Served(at=time.monotonic(), version=min(slowest, self.orchestrator.version))]
+
+    def _changed(self) -> list[Event]:
+        """Takes up live settings; what is unknown or does not fit is refused with a line, and the run goes on."""
+        asked, before = self.journal.asked(), self.settings
+        for number, name, value in asked:
+            step: int | None = self.orchestrator.version
+            try:
+                self.settings = change_live(self.settings, name, value)
+                self.say(f"{name} is {value!r} from step {self.orchestrator.version + 1} on")
+            except ValueError as error:
+                step = None
+                self.say(f"refused: {error}")
+            with self.journal.transaction():
+                self.journal.judge(number, step)
+        return [Changed(at=time.monotonic(), schedule=self.settings.schedule())] if self.settings != before else []
 
     def _time_is_up(self) -> list[Event]:
         limit, o = self.settings.rl.max_seconds, self.orchestrator

@@ -16,6 +16,7 @@ from typing import Any
 
 from composer_nb.harness.plain import to_json
 from composer_nb.harness.untrusted import json_of
+from composer_nb.settings import Settings, override
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Train
 from composer_nb.trainer.services.environments import Outcome
@@ -28,8 +29,14 @@ CREATE TABLE IF NOT EXISTS version (version INTEGER PRIMARY KEY, step INTEGER NO
 CREATE TABLE IF NOT EXISTS served
   (version INTEGER, engine TEXT, hash TEXT NOT NULL, bytes INTEGER, seconds REAL, paused REAL);
 CREATE TABLE IF NOT EXISTS orchestrator (id INTEGER PRIMARY KEY CHECK (id = 0), snapshot TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS change
+  (number INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, step INTEGER);
 """
 
+LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
+"""Settings that can be changed while a run is live; and all of `reward`. The loss's denominator stays that of the start."""
+REFUSED = -1
+"""In place of the step of a change that could not be taken up."""
 Name = tuple[int, int, int]
 """(slot, attempt, place) of a rollout."""
 
@@ -133,5 +140,41 @@ class Journal:
         values = (report.version, engine, report.hash, report.read_bytes, report.seconds, report.paused)
         self._db.execute("INSERT INTO served VALUES (?, ?, ?, ?, ?, ?)", values)
 
+    # Live settings
+
+    def asked(self) -> list[tuple[int, str, Any]]:
+        """Changes of settings that nobody has judged yet: number, name and value."""
+        rows = self._db.execute("SELECT number, name, value FROM change WHERE step IS NULL ORDER BY number")
+        return [(number, name, json_of(value)) for number, name, value in rows]
+
+    def judge(self, number: int, step: int | None) -> None:
+        """Notes that a change is in force from `step` on; None: that it is refused."""
+        self._db.execute("UPDATE change SET step = ? WHERE number = ?", (REFUSED if step is None else step, number))
+
+    def taken_up(self) -> list[tuple[str, Any]]:
+        """Every change that is in force, in order."""
+        rows = self._db.execute("SELECT name, value FROM change WHERE step >= 0 ORDER BY number")
+        return [(name, json_of(value)) for name, value in rows]
+
     def close(self) -> None:
         self._db.close()
+
+
+def change_live(settings: Settings, name: str, value: Any) -> Settings:
+    """`settings` with one of them changed. Raises ValueError for one that a live run cannot change, or that does not fit."""
+    if name not in LIVE and not name.startswith("reward."):
+        raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* can")
+    return override(settings, {name: value})
+
+
+def request_change(run: RunDir, name: str, value: Any) -> None:
+    """Asks a live run to change a setting; it takes it up within a second, and notes from which step on."""
+    journal = Journal(run)
+    try:
+        with journal.transaction():
+            journal._db.execute(
+                "INSERT INTO change (at, name, value, step) VALUES (?, ?, ?, NULL)",
+                (time.time(), name, json.dumps(value)),
+            )
+    finally:
+        journal.close()

@@ -22,6 +22,7 @@ from composer_nb.labs.rewards.rescore import (
     open_lab,
     policy_gradients,
     rescore,
+    settings_at,
     shuffled,
     stored_batch,
     stored_scores,
@@ -34,6 +35,7 @@ from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.services.journal import Journal, request_change
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,23 @@ def test_a_step_that_is_not_there_is_refused(tiny_run: RunDir, copy_of: Callable
     (run.path / "rollouts" / "rl_00001_0.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match=r"rl_00001_0\.parquet: damaged"):
         stored_batch(run, 2)
+
+
+def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
+):
+    run = copy_of(tiny_run)
+    request_change(run, "reward.effort.weight", 0.25)
+    journal = Journal(run)
+    assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0, 0]
+    with journal.transaction():
+        journal.judge(1, 1)  # taken up when one step was done
+    journal.close()
+    request_change(run, "reward.effort.weight", 0.75)
+    journal = Journal(run)
+    journal.judge(2, None)  # refused: never in force
+    journal.close()
+    assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0.25, 0.25]
 
 
 # Gradients

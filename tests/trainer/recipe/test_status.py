@@ -20,7 +20,7 @@ from composer_nb.trainer.recipe.reader import ReadOnly
 from composer_nb.trainer.recipe.status import Status, prompts, read_status, wait_until
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Dispatch, Event, Finished, Joined, Schedule, Train, Trained
-from composer_nb.trainer.services.journal import Journal
+from composer_nb.trainer.services.journal import Journal, request_change
 from composer_nb.trainer.services.orchestrator import Orchestrator
 
 SAMPLED = 3
@@ -204,13 +204,20 @@ def test_work_under_way_is_that_of_the_orchestrator(run: RunDir) -> None:
     assert all(slot.size == 2 >= slot.done + slot.running for slot in seen.slots)
 
 
-def test_engines_are_the_newest(run: RunDir) -> None:
+def test_engines_and_changes_are_the_newest(run: RunDir) -> None:
     train(run, 2)
     rows = [(1, "engine-1", "a", 9, 0.5, 0.1), (1, "engine-2", "a", 9, 0.5, 0.1), (2, "engine-1", "b", 9, 0.2, 0.05)]
     with run.connect() as db:
         db.executemany("INSERT INTO served VALUES (?, ?, ?, ?, ?, ?)", rows)
+    request_change(run, "services.bound", "5")
     seen = read_status(run.path)
     assert [(e.name, e.version, e.hash) for e in seen.engines] == [("engine-2", 1, "a"), ("engine-1", 2, "b")]
+    assert [(c.name, c.value, c.step) for c in seen.changes] == [("services.bound", "5", None)] and seen.bound == 2
+    journal = Journal(run)
+    journal.judge(1, 2)
+    journal.close()
+    seen = read_status(run.path)
+    assert [c.step for c in seen.changes] == [2] and seen.bound == 5
 
 
 def test_waiting_ends_with_what_was_waited_for_with_the_run_or_with_patience(run: RunDir) -> None:

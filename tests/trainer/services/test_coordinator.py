@@ -32,6 +32,7 @@ from composer_nb.trainer.services import run as process
 from composer_nb.trainer.services import services
 from composer_nb.trainer.services.actors import ActorDied, ThreadRemote, Threads
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
+from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.services import EngineService, TrainerService, store_url
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.store import Store
@@ -289,6 +290,55 @@ def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: R
         cut_off(run, settings, after)
     go(run, settings)
     assert points(run) == points(loop) and weights(run) == weights(loop)
+
+
+def test_settings_change_while_a_run_is_live_and_are_noted(begun):
+    run, settings = begun("live", {"services.ahead": 1, "services.bound": 2, "rl.steps": 5})
+    request_change(run, "services.bound", 4)
+    request_change(run, "model.hidden_size", 8)
+    request_change(run, "reward.weights", {"solved": 3.0})
+    said: list[str] = []
+    actors = Threads()
+    try:
+        coordinator = Coordinator(run, settings, actors, said.append)
+        coordinator.go()
+    finally:
+        actors.close()
+    assert coordinator.settings.services.bound == 4 and coordinator.settings.reward.weights == {"solved": 3.0}
+    assert coordinator.settings.model == settings.model
+    assert any("model.hidden_size cannot be changed" in line for line in said)
+    assert run.query("SELECT name, step FROM change ORDER BY number") == [
+        ("services.bound", 0),
+        ("model.hidden_size", REFUSED),
+        ("reward.weights", 0),
+    ]
+
+
+WRONG: dict[str, Any] = {"services.bound": 0, "rl.prompts": 4, "reward.weights": {"nosuch": 1.0}, "rl.group": 0}
+
+
+def test_what_was_refused_is_not_in_force_after_a_resume_either(begun):
+    run, settings = begun("refused", {"services.ahead": 1, "services.bound": 2, "rl.steps": 4})
+    for name, value in WRONG.items():
+        request_change(run, name, value)
+    said = cut_off(run, settings, 2, "_learnt")
+    assert sum(line.startswith("refused: ") for line in said) == len(WRONG)
+    assert [step for (step,) in run.query("SELECT step FROM change")] == [REFUSED] * len(WRONG)
+    go(run, settings)
+    assert len(run.steps("rl")) == 4
+
+
+def test_a_change_that_came_after_a_checkpoint_does_not_change_what_is_done_again(begun):
+    """Steps since the checkpoint are trained again, on the group size that they had."""
+    run, settings = begun(
+        "regrouped", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.checkpoint_every": 5}
+    )
+    cut_off(run, settings, 2, "_learnt")
+    request_change(run, "rl.group", 6)
+    cut_off(run, settings, 2, "_learnt")
+    go(run, settings)
+    made = [len(tasks) for _, tasks in trained(run)]
+    assert len(run.steps("rl")) == 6 and made[:2] == [8, 8] and made[-1] == 12
 
 
 def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
