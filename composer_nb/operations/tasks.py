@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @command(
     "tasks make",
-    arg("path PATH", "a folder, checkout or source archive", type=Path),
+    arg("path PATH", "a folder or checkout", type=Path),
     arg("--out DIR", "folder for tasks; the same folder resumes", required=True, type=Path),
     arg("--limit N", "maximum number of tasks", 60),
     arg("--seed SEED", "the same seed gives the same tasks", "0"),

@@ -1,21 +1,16 @@
 """Reading a repository: the files that its tasks are made of, as text, without what would give answers away.
 
-A repository is a folder, a git checkout or a source distribution (`.tar.gz`, `.zip`). Nothing of it is executed, unpacked to disk
-or shown to git, whose settings in a hostile checkout can name programs to start. Left out are links, history, caches, bytecode,
-build folders, metadata of installed copies, and what is no UTF-8 text or is too large; `left_out` says which and why.
+A repository is a folder, such as a git checkout or an unpacked source distribution. Nothing of it is executed or shown to git,
+whose settings in a hostile checkout can name programs to start. Left out are links, history, caches, bytecode, build folders,
+metadata of installed copies, and what is no UTF-8 text or is too large; `left_out` says which and why.
 
 References: answers in `git log --all` (SWE-bench #465), in type-check caches and bytecode (Composer 2.5).
 """
 
 from __future__ import annotations
 
-import lzma
 import os
 import stat
-import tarfile
-import zipfile
-import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -23,15 +18,11 @@ from pathlib import Path, PurePosixPath
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
 from composer_nb.harness.tasks.harbor import decoded
 from composer_nb.harness.tasks.scope import in_scope, is_conftest, is_test_module
-from composer_nb.harness.untrusted import HISTORY, is_plain
+from composer_nb.harness.untrusted import HISTORY
 
 MAX_FILE_BYTES = 1 << 20
 MAX_BYTES = 16 << 20
 MAX_FILES = 4000
-LOOKED_AT = 16
-"""So many times as many files, and as much text, are looked at, whether they are left out or not."""
-DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError)
-"""Exceptions for archives that are cut, damaged, locked, or packed in an unknown way."""
 BUILT = {
     "dist", "wheelhouse", "htmlcov", "node_modules", "site-packages", "dist-packages", "venv", ".venv", "env", ".eggs",
 }  # fmt: skip
@@ -103,38 +94,28 @@ def unwanted(path: str) -> str:
 
 
 def read_repository(path: Path) -> Repository:
-    """Read a folder or a source distribution. Raises FileNotFoundError, and ValueError if it has no tests or is too large."""
-    if path.is_dir():
-        name, found = path.resolve().name, _of_folder(path)
-    elif not path.exists():
-        raise FileNotFoundError(f"{path}: no repository here; give a folder, a git checkout or a source distribution")
-    elif not path.is_file():
-        raise ValueError(f"{path}: not a folder and not a file")
-    elif path.name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar")):
-        name, found = path.name.partition(".tar")[0].removesuffix(".tgz"), _of_tar(path)
-    else:
-        raise ValueError(f"{path}: not a folder and not a source distribution (.tar.gz)")
-    much = ValueError(
-        f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
-    )
-    try:
-        held = list(_bounded(found, much))
-    except DAMAGED as error:
-        if path.is_dir() or getattr(error, "errno", None):
-            raise
-        raise ValueError(f"{path}: not a readable archive: {error}") from None
+    """Read a folder. Raises FileNotFoundError, and ValueError if it has no tests or is too large."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no repository here; give a folder or a git checkout")
+    if not path.is_dir():
+        raise ValueError(f"{path}: not a folder; unpack an archive first")
     files: dict[str, str] = {}
     left_out: dict[str, str] = {}
     total = 0
-    for file, content in sorted(dict(held if path.is_dir() else _without_top(held)).items()):
+    for file, content in _of_folder(path):
+        text = decoded(content) if isinstance(content, bytes) and b"\0" not in content else None
         if why := unwanted(file) or (content if isinstance(content, str) else ""):
             left_out[file] = why
-        elif isinstance(content, bytes):
-            files[file] = content.decode()
+        elif text is None:
+            left_out[file] = "no UTF-8 text"
+        else:
+            files[file] = text
             total += len(content)
-    if total > MAX_BYTES or len(files) > MAX_FILES:
-        raise much
-    repository = Repository(name=name, files=files, left_out=left_out)
+        if total > MAX_BYTES or len(files) > MAX_FILES:
+            raise ValueError(
+                f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
+            )
+    repository = Repository(name=path.resolve().name, files=dict(sorted(files.items())), left_out=left_out)
     if not repository.tests:
         raise ValueError(f"{path}: no test module (test_….py or …_test.py); some source distributions ship none")
     if not repository.sources:
@@ -142,23 +123,8 @@ def read_repository(path: Path) -> Repository:
     return repository
 
 
-Found = Iterator[tuple[str, bytes | str]]
-"""Path and content, or why there is none."""
-
-
-def _bounded(found: Found, much: ValueError) -> Found:
-    """Yield what is found, without the contents of binary files. Raises `much` before it fills the memory."""
-    total = 0
-    for count, (path, content) in enumerate(found, 1):
-        if isinstance(content, bytes):
-            content = "no UTF-8 text" if decoded(content) is None or b"\0" in content else content
-            total += len(content)
-        if total > LOOKED_AT * MAX_BYTES or count > LOOKED_AT * MAX_FILES:
-            raise much
-        yield path, content
-
-
-def _of_folder(root: Path) -> Found:
+def _of_folder(root: Path) -> Iterator[tuple[str, bytes | str]]:
+    """Yield paths, and the content of each or why there is none."""
     for at, folders, names in os.walk(root):
         here = Path(at).relative_to(root)
         for folder in list(folders):
@@ -179,31 +145,3 @@ def _read(path: Path) -> bytes | str:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     return data if len(data) <= MAX_FILE_BYTES else "too large"
-
-
-def _of_tar(path: Path) -> Found:
-    with tarfile.open(path, mode="r:*") as archive:
-        for count, member in enumerate(archive):
-            if count > LOOKED_AT * MAX_FILES:
-                raise ValueError(f"{path}: an archive of more than {LOOKED_AT * MAX_FILES} entries")
-            if member.isdir():
-                continue
-            if not member.isreg():
-                yield member.name, "a link or device"
-            elif member.size > MAX_FILE_BYTES:
-                yield member.name, "too large"
-            else:
-                file = archive.extractfile(member)
-                assert file is not None
-                yield member.name, file.read()
-        while archive.fileobj is not None and archive.fileobj.read(1 << 20):
-            pass  # up to the checksum at its end
-
-
-def _without_top(found: list[tuple[str, bytes | str]]) -> list[tuple[str, bytes | str]]:
-    """Return files without the one folder that all of a distribution lie in, and without paths that lead elsewhere."""
-    safe = [(plain, content) for path, content in found if is_plain(plain := path.removeprefix("./"))]
-    tops = Counter(path.split("/")[0] for path, _ in safe)
-    if len(tops) == 1 and all("/" in path for path, _ in safe):
-        return [(path.partition("/")[2], content) for path, content in safe]
-    return safe

@@ -9,11 +9,11 @@ import configparser
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
-from composer_nb.harness.tasks.making.repository import DAMAGED
 from composer_nb.harness.tasks.runtime import MAX_PACKAGES_BYTES
 from composer_nb.harness.untrusted import beneath, is_plain, visible
 
@@ -82,7 +82,7 @@ def _content(wheel: Path, version: tuple[int, int]) -> dict[str, bytes]:
             if any(info.compress_type not in BOUNDED for info in inside):
                 raise ValueError("packed in a way that is not known here")
             held = {info.filename: archive.read(info) for info in inside}
-    except (ValueError, *DAMAGED) as error:
+    except (ValueError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, zlib.error) as error:
         raise ValueError(f"{wheel}: not a wheel that can be read: {error}") from None
     platforms = list(tags.platform_tags())
     fit = {
