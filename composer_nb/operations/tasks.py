@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
     arg("--pytest-args ARGS", "-m, -k, --deselect … of pytest, in one word", ""),
     arg("--suite-seconds S", "time limit of a whole suite", 400.0),
     arg("--test-seconds S", "time limit of a test; slower tests do not count", 1.0),
-    arg("--wheels FOLDER", "wheels of packages that the tests need", type=Path),
+    arg("--packages FOLDER", "installed packages that the tests need, from pip install --target", type=Path),
     arg("--image NAME", "Docker image in which the tests run, with --backend docker", ""),
     REQUIRE,
     BACKEND,
@@ -48,7 +48,7 @@ def make(given: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.show import progress, table
 
     times = {"suite_s": given.suite_seconds, "test_s": given.test_seconds}
-    running = Running(**pick(given, "pytest_args", "wheels", "image"), **times)
+    running = Running(**pick(given, "pytest_args", "packages", "image"), **times)
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
         options = pick(given, "limit", "seed", "require")
         made = make(given.path, given.out, backend, running=running, told=told, **options)

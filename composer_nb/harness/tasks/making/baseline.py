@@ -167,7 +167,7 @@ def _passing(repository: Repository, ran: Ran, running: Running) -> tuple[dict[s
         )
     errors = [line.removeprefix("INTERNALERROR> ")[:200] for line in ran.output.splitlines() if "Error" in line]
     missing = re.findall(r"No module named '([\w.]+)'", ran.output)
-    remedy = f". Bring the wheel of {missing[0]} by --wheels FOLDER" if missing else ""
+    remedy = f". Bring {missing[0]} by --packages FOLDER" if missing else ""
     if "ended_early" in ran.flags:
         after = f"after {list(names.values())[-1]}" if names else "before its first test"
         cause = f": {errors[-1]}" if errors else ""
@@ -207,7 +207,7 @@ def _refuse_copies(repository: Repository, backend: Backend, spec: SandboxSpec) 
     named = {path.split("/")[0] for path in packages_of(whole(repository))}
     if both := sorted(named & {*tops, *(top.removesuffix(".py") for top in tops)}):
         raise ValueError(
-            f"{repository.name}: a copy of it is among the wheels: {both[0]}; an agent could look it up there"
+            f"{repository.name}: a copy of it is among the packages: {both[0]}; an agent could look it up there"
         )
     box = backend.create(spec)
     try:

@@ -23,7 +23,7 @@ from composer_nb.harness.grading.recorded import Guarding, guard_of, meets
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
-from composer_nb.harness.tasks.making.options import INI, Options, Running, read_options
+from composer_nb.harness.tasks.making.options import INI, Options, Running, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
 from composer_nb.harness.tasks.making.store import Store
 from composer_nb.harness.tasks.making.trial import Outcome, Subject, settle
@@ -82,7 +82,7 @@ def make(
         spec = SandboxSpec(image=running.image, memory_bytes=2 << 30) if running.image else SandboxSpec()
     repository = read_repository(path)
     with Store(out / RECORD) as store:
-        repository, options = _prepared(repository, running, out, backend, spec)
+        repository, options = _prepared(repository, running)
         _claim(store, repository, seed, out, [running.test_s, list(options.select), *options.paths, *options.ignored])
         if "baseline" not in store.facts:
             if options.dropped:
@@ -103,21 +103,17 @@ def make(
     return made
 
 
-def _prepared(
-    repository: Repository, running: Running, out: Path, backend: Backend, spec: SandboxSpec
-) -> tuple[Repository, Options]:
+def _prepared(repository: Repository, running: Running) -> tuple[Repository, Options]:
     """Return the repository with the packages that its tests need, and how they run. Raises ValueError."""
     settings: dict[str, str] = {"image": running.image} if running.image else {}
     plugins: list[str] = []
-    if running.wheels is not None:
-        from composer_nb.harness.tasks.making import wheels
-
-        folder = out.resolve() / PACKAGES
-        if not folder.exists():
-            wheels.unpack(running.wheels, folder, backend, spec)
+    if running.packages is not None:
+        folder = running.packages.resolve()
         held = read_packages(folder)
+        if not held:
+            raise ValueError(f"--packages {running.packages}: holds no file; fill it by pip install --target")
         settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(held)}
-        plugins = wheels.plugins(held)
+        plugins = plugins_in(folder)
     options = read_options(repository.files, running.pytest_args, plugins)
     settings |= {INI: options.ini} if options.ini else {}
     return replace(repository, settings=settings), options

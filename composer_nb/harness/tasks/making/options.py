@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ NOT_KEPT = (
 DROPPED = ("filterwarnings", "pythonpath", "python_files", "confcutdir")
 _KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 """A key whose line cannot be taken for another one."""
+_MODULE = re.compile(r"[\w.]+(\s*:\s*[\w.]+)?(\s*\[[\w, .-]*\])?")
+"""An entry point's value (`importlib.metadata`)."""
 OUTPUT = ("junit_", "log_", "console_", "tmp_path_", "faulthandler_", "doctest_", "cov", "verbosity_", "truncation_")
 
 
@@ -43,8 +46,8 @@ class Running:
     """Time limit of one run of the whole suite, in seconds."""
     test_s: float = 1.0
     """Time limit of a test that counts, in seconds, while calls are traced. A grade runs it three times."""
-    wheels: Path | None = None
-    """Folder of the wheels that the suite needs."""
+    packages: Path | None = None
+    """Folder of installed packages that the suite needs, from `pip install --target`."""
     image: str = ""
     """A Docker image in which the suite runs."""
 
@@ -52,8 +55,8 @@ class Running:
         for name, value in (("--suite-seconds", self.suite_s), ("--test-seconds", self.test_s)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} {value}: must be above 0")
-        if self.image and self.wheels:
-            raise ValueError("--image and --wheels: install the packages into the image instead")
+        if self.image and self.packages:
+            raise ValueError("--image and --packages: install the packages into the image instead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,18 @@ def read_options(files: Mapping[str, str], given: str = "", plugins: Sequence[st
         ignored=(*own.ignore, *own.ignore_glob, *asked.ignore, *asked.ignore_glob),
         dropped=(*dropped, *(visible(key[:60]) for key in odd)),
     )
+
+
+def plugins_in(folder: Path) -> list[str]:
+    """Return the modules of the pytest plugins among installed packages. Raises ValueError for what is no module."""
+    try:
+        entries = [each for held in distributions(path=[str(folder)]) for each in held.entry_points]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: entry points that cannot be read: {visible(str(error)[:200])}") from None
+    found = sorted(each.value for each in entries if each.group == "pytest11")
+    if odd := [value for value in found if not _MODULE.fullmatch(value)]:
+        raise ValueError(f"{folder}: announces {visible(odd[0][:60])!r} as a pytest plugin, which is no module")
+    return found
 
 
 def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import measure
 from composer_nb.harness.tasks.making.make import make
-from composer_nb.harness.tasks.making.options import Options, Running, read_options
+from composer_nb.harness.tasks.making.options import Options, Running, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository
-from composer_nb.harness.tasks.making.wheels import plugins, unpack
 from composer_nb.harness.tasks.runtime import (
     PACKAGES,
     PACKAGES_DIGEST,
@@ -82,19 +80,10 @@ def test_options_that_cannot_be_followed_are_named(files: dict[str, str], given:
         read_options(SUITE | files, given)
 
 
-def wheel(folder: Path, name: str, files: dict[str, str]) -> Path:
-    folder.mkdir(exist_ok=True)
-    with zipfile.ZipFile(folder / name, "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
-    return folder
-
-
 HELPER = {
     "helper/__init__.py": "LIMIT = 3\n",
     "helper/plugin.py": "import pytest\n\n\n@pytest.fixture\ndef limit():\n    return 3\n",
     "helper-1.dist-info/entry_points.txt": "[pytest11]\nhelper = helper.plugin\n",
-    "helper-1.data/scripts/run": "#!python\n",
 }
 SOURCE = "def clamp(value, high=10):\n    if value > high:\n        return high\n    return value\n"
 NEEDS = """\
@@ -121,36 +110,33 @@ REPOSITORY = {
 }
 
 
-def prepared(tmp_path: Path, backend: Backend) -> Repository:
-    unpack(wheel(tmp_path / "wheels", "helper-1-py3-none-any.whl", HELPER), tmp_path / "packages", backend)
-    held = read_packages(tmp_path / "packages")
-    options = read_options(REPOSITORY, "", plugins(held))
-    settings = {PACKAGES: str(tmp_path / "packages"), PACKAGES_DIGEST: packages_digest(held), "pytest.ini": options.ini}
+def laid(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def prepared(tmp_path: Path) -> Repository:
+    folder = laid(tmp_path / "packages", HELPER)
+    settings = {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(read_packages(folder))}
+    settings["pytest.ini"] = read_options(REPOSITORY, "", plugins_in(folder)).ini
     return Repository(name="shapes", files=REPOSITORY, left_out={}, settings=settings)
 
 
 def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backend: Backend) -> None:
-    """Its own options leave out what would take minutes; a plugin of a wheel gives a fixture."""
-    repository = prepared(tmp_path, backend)
-    held = read_packages(tmp_path / "packages")
-    assert (
-        "helper/__init__.py" in held
-        and any(path.endswith(".pyc") for path in held)
-        and not any("scripts" in p for p in held)
-    )
-    assert plugins(held) == ["helper.plugin"]
+    """Its own options leave out what would take minutes; a plugin of a package gives a fixture."""
+    repository = prepared(tmp_path)
+    assert plugins_in(tmp_path / "packages") == ["helper.plugin"]
     running = Running(suite_s=40.0)
-    found = measure(
-        repository, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY, "", plugins(held))
-    )
+    options = read_options(REPOSITORY, "", plugins_in(tmp_path / "packages"))
+    found = measure(repository, backend, SandboxSpec(), lambda doing: None, running, options)
     assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
     bare = Repository(name="shapes", files=REPOSITORY, left_out={}, settings={})
-    with pytest.raises(ValueError, match=r"only 0 of .*Bring the wheel of helper by --wheels FOLDER"):
+    with pytest.raises(ValueError, match=r"only 0 of .*Bring helper by --packages FOLDER"):
         measure(bare, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
     at_once = replace(bare, files=REPOSITORY | {"tests/conftest.py": "import helper\n"})
-    with pytest.raises(
-        ValueError, match=r"early, before its first test: ModuleNotFoundError.*Bring the wheel of helper"
-    ):
+    with pytest.raises(ValueError, match=r"early, before its first test: ModuleNotFoundError.*Bring helper"):
         measure(at_once, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
     with pytest.raises(ValueError, match=r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"):
         measure(
@@ -163,32 +149,13 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "files", "message"),
-    [
-        ("other-1-cp27-cp27m-win32.whl", {}, "not for the sandboxes' Python"),
-        ("other.whl", {}, "not a wheel that can be read"),
-        ("other-1-py3-none-any.whl", {"../x.py": ""}, "leads out of it"),
-        ("other-1-py3-none-any.whl", {"x.bin": "x" * (33 << 20)}, "more than 32 MiB unpacked"),
-        ("nothing.zip", {}, "holds no .whl file; fetch some by pip download"),
-    ],
-)
-def test_wheels_that_do_not_fit_are_refused(
-    name: str, files: dict[str, str], message: str, tmp_path: Path, backend: Backend
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        unpack(wheel(tmp_path / "wheels", name, files), tmp_path / "packages", backend)
-    assert not (tmp_path / "packages").exists()
-
-
-def test_a_copy_among_the_wheels_is_an_answer(tmp_path: Path, backend: Backend) -> None:
-    held = {"shapes.py": SOURCE}
-    (tmp_path / "source").mkdir()
-    for path, text in {"shapes.py": SOURCE, "test_shapes.py": "def test_f(): pass\n"}.items():
-        (tmp_path / "source" / path).write_text(text)
-    folder = wheel(tmp_path / "wheels", "shapes-1-py3-none-any.whl", held)
-    with pytest.raises(ValueError, match="a copy of it is among the wheels: shapes"):
-        make(tmp_path / "source", tmp_path / "out", backend, running=Running(wheels=folder))
+def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend) -> None:
+    source = laid(tmp_path / "source", {"shapes.py": SOURCE, "test_shapes.py": "def test_f(): pass\n"})
+    folder = laid(tmp_path / "packages", {"shapes.py": SOURCE})
+    with pytest.raises(ValueError, match="a copy of it is among the packages: shapes"):
+        make(source, tmp_path / "out", backend, running=Running(packages=folder))
+    with pytest.raises(ValueError, match="holds no file; fill it by pip install --target"):
+        make(source, tmp_path / "out", backend, running=Running(packages=tmp_path / "nothing"))
 
 
 def needing(tmp_path: Path, **settings: str) -> Task:
@@ -204,7 +171,7 @@ def needing(tmp_path: Path, **settings: str) -> Task:
 
 
 def test_packages_are_in_an_agents_sandbox_and_those_that_are_gone_are_named(tmp_path: Path, backend: Backend) -> None:
-    settings = prepared(tmp_path, backend).settings
+    settings = prepared(tmp_path).settings
     with start(needing(tmp_path, **settings), backend) as box:
         done = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
     assert done.stdout == b"3\n"
@@ -218,4 +185,4 @@ def test_a_task_in_an_image_is_for_docker(tmp_path: Path, backend: Backend) -> N
     ):
         spec_of(needing(tmp_path, image="python:3.12"), backend)
     with pytest.raises(ValueError, match="install the packages into the image"):
-        Running(image="x", wheels=tmp_path)
+        Running(image="x", packages=tmp_path)
