@@ -17,7 +17,7 @@ from composer_nb.harness.tasks.making.symptoms import MAX_QUOTE, Symptom, find
 SAYS = 5
 """Words that a docstring must have to say what a function is for."""
 # {c}: call, {w}: wanted, {o}: observed, {e}: exception, {m}: message, {x}: what should come instead
-WORDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
+WORDINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "value": (
         (
             "`{c}` gives {o}. It should give {w}.",
@@ -26,7 +26,6 @@ WORDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
             "why do I get {o} for `{c}`? it should be {w}",
         ),
         "{l} gives {o} there. It should give {w}.",
-        "There, `{c}` gives {o}. Expected: {w}.",
     ),
     "exception": (
         (
@@ -35,7 +34,6 @@ WORDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
             "`{c}` raises {e}{m}. {x} Please have a look.",
         ),
         "It fails with {e}{m}. {x}",
-        "There, `{c}` raises {e}{m}. {x}",
     ),
     "missing": (
         (
@@ -44,11 +42,9 @@ WORDINGS: dict[str, tuple[tuple[str, ...], str, str]] = {
             "`{c}` is accepted now. I expect {e}.",
         ),
         "It should raise {e}, but nothing is raised.",
-        "There, `{c}` should raise {e}, but nothing is raised.",
     ),
 }
-"""Kind of symptom -> wordings of a call that says everything, what follows lines that
-reproduce it, what follows the test's topic."""
+"""Kind of symptom -> wordings of a call that says everything, and what follows lines that reproduce it."""
 LEADS = ("This used to work:", "Can you look into this?", "There is a regression. To reproduce:", "please fix this:")
 EXTRAS = ("", "", "{n} of our tests fail because of it.", "Don't touch the tests.", "Keep the change small.")
 HEADS = ("Several things broke:", "please fix these:", "A few reports came in, likely not related:")
@@ -65,7 +61,7 @@ def write(symptoms: Sequence[Symptom], failing: int, seed: str) -> str:
 
 
 def _said(symptom: Symptom, rng: Random) -> str:
-    one_line, after_code, in_words = WORDINGS[symptom.kind]
+    one_line, after_code = WORDINGS[symptom.kind]
     words = {
         "c": symptom.call,
         "w": _quoted(symptom.wanted),
@@ -75,8 +71,6 @@ def _said(symptom: Symptom, rng: Random) -> str:
         "x": _instead(symptom),
         "l": f"`{symptom.call}`" if symptom.call else "The last line",
     }
-    if symptom.rank == 2:
-        return f"`{symptom.subject}` goes wrong in this case: {symptom.topic}. {in_words.format(**words)}"
     if not symptom.code:
         return rng.choice(one_line).format(**words)
     setup = " and ".join(f"`{name}`" for name in symptom.setup)

@@ -1,8 +1,8 @@
 """Read a symptom off a failing test: how it failed, as someone who ran into the bug could report it.
 
 A symptom *tells* if it names what was done, what should have come of it, and what came instead: a call with its arguments and
-both results, the lines of the test that reproduce it, or, in words, its topic with both results or the exception's message.
-Values of a test's parameters replace their names. The test's name and id are left out.
+both results, or the lines of the test that reproduce it. Values of a test's parameters replace their names. The test's name and
+id are left out.
 
 Everything that a symptom quotes comes out of a sandbox. It is treated as text, shortened, and kept on one line.
 """
@@ -13,8 +13,8 @@ import ast
 import builtins
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -50,10 +50,6 @@ UNITTEST = {
 class Symptom:
     """A failing test, as a report of a bug would tell it."""
 
-    subject: str
-    """The function that was called, as the test names it; else the test's module."""
-    topic: str
-    """Words of the test's name."""
     call: str = ""
     """The expression that goes wrong; empty if it is no short line."""
     alone: bool = False
@@ -72,16 +68,15 @@ class Symptom:
 
     @property
     def rank(self) -> int:
-        """Return how well it tells: 0 by a call, 1 by lines, 2 in words, 3 not at all."""
+        """Return how well it tells: 0 by a call, 1 by lines, 2 not at all."""
         known = bool(self.exception or self.missing or (self.wanted and self.seen))
         if known and self.alone and (self.call or self.code):
             return 1 if self.code else 0
-        said = set(self.topic.split()) - set(re.split(r"\W+|_", self.subject.lower()))
-        return 2 if known and self.call and len(said) >= 2 else 3
+        return 2
 
     @property
     def tells(self) -> bool:
-        return self.rank < 3
+        return self.rank < 2
 
     @property
     def kind(self) -> str:
@@ -89,26 +84,14 @@ class Symptom:
         return "exception" if self.exception else "missing" if self.missing else "value"
 
 
-def symptom(key: str, test: str, result: Result, failure: Failure | None, known: Iterable[str]) -> Symptom:
-    """Return the symptom of one failing test.
-
-    Args:
-        test: text of the test's module as it ran (`plan.normal`).
-        known: names of the repository's functions and classes.
-    """
-    path, *where = key.rpartition("#")[0].split("::")
+def symptom(key: str, test: str, result: Result, failure: Failure | None) -> Symptom:
+    """Return the symptom of one failing test. `test`: text of its module as it ran (`plan.normal`)."""
+    if failure is None:
+        return Symptom()
+    _, *where = key.rpartition("#")[0].split("::")
     tree = _parsed(test)
     function = find(tree, where)
-    statement = _failing(function, failure.line) if function and failure else None
-    names = set(known)
-    module = path.rpartition("/")[2].removesuffix(".py").removeprefix("test_").removesuffix("_test")
-    subject = _called(statement, names) or _called(function, names) or module
-    classes = [re.sub(r"^Tests?|Tests?$|TestCase$", "", each) for each in where[:-1]]
-    words = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", each) for each in classes]
-    words.append(where[-1].removeprefix("test"))
-    found = Symptom(subject=subject, topic=" ".join(" ".join(words).replace("_", " ").lower().split()))
-    if failure is None:
-        return found
+    statement = _failing(function, failure.line) if function else None
     facts: dict[str, Any] = {}
     if statement is not None and (gone := _not_raised(failure.message)):
         facts = {"missing": gone}
@@ -117,7 +100,7 @@ def symptom(key: str, test: str, result: Result, failure: Failure | None, known:
         expected = _expected(function, statement) if function and statement else ""
         facts |= {"missing": expected} if expected else {}
     if function is None or statement is None or isinstance(statement, ast.Raise):
-        return replace(found, **facts)  # a test that raises by itself shows no call
+        return Symptom(**facts)  # a test that raises by itself shows no call
     given = _given(function, failure.values)
     filled = _as_assert(_Fill(given).visit(copy.deepcopy(statement)))
     call, wanted, seen = _sides(filled, failure)
@@ -133,7 +116,7 @@ def symptom(key: str, test: str, result: Result, failure: Failure | None, known:
     facts |= {"call": call if plain else "", "code": code or (ast.unparse(filled) if alone and not plain else "")}
     for name, text in facts.items():
         facts[name] = re.sub(rf"\b{re.escape(where[-1])}\b(\.<locals>\.)?", "", text)
-    return replace(found, setup=setup, alone=alone, **facts)
+    return Symptom(setup=setup, alone=alone, **facts)
 
 
 @lru_cache(maxsize=32)
@@ -169,16 +152,6 @@ def _failing(function: ast.AST, line: int) -> ast.stmt | None:
         if isinstance(node, ast.stmt) and node is not function and node.lineno <= line <= (node.end_lineno or 0)
     ]
     return min(around, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
-
-
-def _called(node: ast.AST | None, known: set[str]) -> str:
-    """Return the first function of the repository that is called, as it is written."""
-    for call in (each for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.Call)):
-        name = last_name(call.func)
-        if name in known and not name.startswith(("assert", "_")) and name not in dir(builtins):
-            owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-            return f"{owner.id}.{name}" if isinstance(owner, ast.Name) and owner.id[:1].isupper() else name
-    return ""
 
 
 # What was done, what should have come of it, what came.

@@ -68,7 +68,6 @@ class Subject:
     ) -> None:
         self.repository, self.baseline, self.backend, self.spec, self.seed = repository, baseline, backend, spec, seed
         self.units = [unit for path in repository.sources for unit in units(path, repository.files[path])]
-        self.names = frozenset(unit.name.rpartition(".")[2] for unit in self.units)
 
     def boxes(self, timeout_s: float) -> Boxes:
         return Boxes(backend=self.backend, spec=self.spec, timeout_s=timeout_s)
@@ -303,4 +302,4 @@ def _best(subject: Subject, ran: Ran, keys: Sequence[str]) -> Symptom | None:
 
 def _symptom(subject: Subject, ran: Ran, key: str) -> Symptom:
     text = normal(plain_lines(subject.repository.hidden[key.partition("::")[0]]))
-    return symptom(key, text, ran.result(key), ran.failures.get(key), subject.names)
+    return symptom(key, text, ran.result(key), ran.failures.get(key))
