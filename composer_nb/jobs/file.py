@@ -39,8 +39,6 @@ from composer_nb.jobs.check import check_outputs, check_parameters, check_type, 
 REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
 JOB, DIR = "job", "dir"
-MOST_NODES, MOST_DEPTH = 10_000, 100
-"""Limits of a YAML document with its aliases written out: each may stand for thousands of others."""
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, which takes over what an anchor holds."""
 PLACES = ("run_dir", "runs", "first", "second")
@@ -184,21 +182,9 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[e
 
 
 def _yaml(text: str) -> Any:
-    """Read YAML. Raises ValueError for whatever is wrong with it, before it fills the memory."""
+    """Read YAML. Raises ValueError for whatever is wrong with it."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        todo, count = [(node, 1)], 0
-        while todo:
-            at, depth = todo.pop()
-            count += 1
-            if count > MOST_NODES or depth > MOST_DEPTH:
-                raise ValueError(f"more than {MOST_NODES} values, or {MOST_DEPTH} in one another")
-            inner = [each for pair in at.value for each in pair] if isinstance(at, yaml.MappingNode) else at.value
-            todo += [(each, depth + 1) for each in inner if isinstance(each, yaml.Node)]
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(visible(" ".join(str(error).split()))) from None
 

@@ -43,7 +43,7 @@ class Grade:
     """End of the output of the grader `script`, or why no sandbox could run it. For people, never for agents: it may quote hidden
     tests."""
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Seconds: `wall_s` by the host's clock, `tests_s` by the runner's. `repeats`: 1 if the grade was looked up (`repeats.py`).
+    """Seconds: `wall_s` by the host's clock, `tests_s` by the runner's. `repeats`: 1 if the grade was looked up (`front.py`).
     Comparisons of grades ignore it."""
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.grading import repeats
+from composer_nb.harness.grading import front
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import Plan, with_plan
@@ -41,11 +41,11 @@ def files(task: Task, **changed: str) -> dict[str, bytes]:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(repeats, "_known", type(repeats._known)())
+    monkeypatch.setattr(front, "_known", type(front._known)())
 
     def use(*answers: Grade) -> Counted:
         grader = Counted(*answers)
-        monkeypatch.setattr(repeats, "grade_pytest", grader)
+        monkeypatch.setattr(front, "grade_pytest", grader)
         return grader
 
     return use
@@ -103,7 +103,7 @@ def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any, unclean:
 
 def test_the_number_of_remembered_grades_is_limited(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     grader = ask(CLEAN)
-    monkeypatch.setattr(repeats, "KEPT", 1)
+    monkeypatch.setattr(front, "KEPT", 1)
     one()
     one(left=files(TARGET, **{MODULE: RIGHT}))
     one()

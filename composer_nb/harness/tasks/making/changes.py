@@ -1,7 +1,7 @@
 """Changes of a repository that make a task: a planted bug, several bugs, or a missing feature.
 
 Bugs are drawn function by function. Each round plants one bug in each function, of the kind that was used least so far, so even a
-few candidates cover many kinds and places. libcst parses the lines of one function or class at a time; the rest of a file stays
+few candidates cover many kinds and places. libcst parses the lines of one function at a time; the rest of a file stays
 byte for byte as it is.
 """
 
@@ -21,11 +21,10 @@ import libcst as cst
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Place
 from composer_nb.harness.grading.source import Function
-from composer_nb.harness.tasks.making.mutations import KINDS, OF_CLASSES
+from composer_nb.harness.tasks.making.mutations import KINDS
 
 MIN_LINES, MAX_LINES = 3, 160
 """Lines of a function in which a bug may be planted."""
-MAX_CLASS_LINES = 600
 MAX_CHANGED = 24
 """Maximum lines that one bug adds and removes, together."""
 FEATURE_LINES = (6, 120)
@@ -34,7 +33,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Whole lines of a file that hold a class, or a function or method that is in no other."""
+    """Whole lines of a file that hold a function or method that is in no other."""
 
     path: str
     name: str
@@ -42,9 +41,11 @@ class Unit:
     start: int
     """First line, decorators included, from 1."""
     end: int
-    is_class: bool
-    places: tuple[Place, ...]
-    """The function, or all methods of the class, by which tests that reach it are found."""
+
+    @property
+    def place(self) -> Place:
+        """The function, by which tests that reach it are found."""
+        return self.path, self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +86,12 @@ class Change:
 
 
 def header_of(text: str) -> str:
-    """Return the line that must stand before the lines of a function or class to make them a module."""
+    """Return the line that must stand before the lines of a function to make them a module."""
     return "if 1:\n" if text[:1].isspace() else ""
 
 
 def normalised(text: str) -> str:
-    """Return a function's or class's text without layout, comments and docstrings."""
+    """Return a function's text without layout, comments and docstrings."""
     tree = syntax.parse(header_of(text) + text)
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
@@ -108,20 +109,12 @@ def units(path: str, text: str) -> list[Unit]:
 
 def _units(path: str, body: Iterable[ast.AST], base: str) -> Iterator[Unit]:
     for node in body:
-        if isinstance(node, Function | ast.ClassDef):
+        if isinstance(node, ast.ClassDef):
+            yield from _units(path, node.body, f"{base}{node.name}.")
+        elif isinstance(node, Function):
             start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             assert node.end_lineno is not None
-            inner = list(_units(path, node.body, f"{base}{node.name}.")) if isinstance(node, ast.ClassDef) else []
-            places = tuple(place for each in inner if not each.is_class for place in each.places)
-            yield Unit(
-                path=path,
-                name=base + node.name,
-                start=start,
-                end=node.end_lineno,
-                is_class=isinstance(node, ast.ClassDef),
-                places=places if isinstance(node, ast.ClassDef) else ((path, start),),
-            )
-            yield from inner
+            yield Unit(path=path, name=base + node.name, start=start, end=node.end_lineno)
         elif isinstance(node, ast.If | ast.Try):
             yield from _units(path, ast.iter_child_nodes(node), base)
 
@@ -150,14 +143,14 @@ def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator
 def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[Change]:
     """Yield changes of a unit at one place, the least used kinds first."""
     lines = text.count("\n") + 1
-    if not MIN_LINES <= lines <= (MAX_CLASS_LINES if unit.is_class else MAX_LINES):
+    if not MIN_LINES <= lines <= MAX_LINES:
         return
     header = header_of(text)
     try:
         tree = cst.parse_module(f"{header}{text}\n")
     except (cst.ParserSyntaxError, RecursionError):
         return
-    found = _sites(tree, bool(header), unit.is_class, rng)
+    found = _sites(tree, bool(header), rng)
     rng.shuffle(found)
     found.sort(key=lambda site: used[site[0]])  # stable
     for kind, old, new in found:
@@ -166,7 +159,7 @@ def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[C
         new_text = replaced.code.removeprefix(header).removesuffix("\n")
         if _fits(text, new_text):
             edit = Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=new_text)
-            yield Change(kind=kind, edits=(edit,), places=unit.places)
+            yield Change(kind=kind, edits=(edit,), places=(unit.place,))
 
 
 def _fits(old: str, new: str) -> bool:
@@ -184,19 +177,19 @@ def changed_lines(old: str, new: str) -> int:
     return sum(line.startswith(("+", "-")) for line in list(diff)[2:])
 
 
-def _sites(tree: cst.Module, nested: bool, is_class: bool, rng: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:
-    """Return (kind, node, replacement) for each possible change. Of a class only its own statement changes."""
+def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:
+    """Return (kind, node, replacement) for each possible change."""
     root: cst.CSTNode = tree.body[0]
     if nested:
         assert isinstance(root, cst.If)
         root = root.body.body[0]
-    seen = _Seen(root if is_class else None)
+    seen = _Seen()
     root.visit(seen)
     names = sorted(seen.names)
     return [
         (kind, node, new)
         for node in seen.nodes
-        for kind, (mutate, types) in (OF_CLASSES if is_class else KINDS).items()
+        for kind, (mutate, types) in KINDS.items()
         if isinstance(node, types)
         for new in mutate(node, rng, names)
     ]
@@ -205,8 +198,7 @@ def _sites(tree: cst.Module, nested: bool, is_class: bool, rng: Random) -> list[
 class _Seen(cst.CSTVisitor):
     """Nodes in the order of the text, annotations left out, with the function's parameters and variables."""
 
-    def __init__(self, only: cst.CSTNode | None) -> None:
-        self.only = only
+    def __init__(self) -> None:
         self.nodes: list[cst.CSTNode] = []
         self.names: set[str] = set()
 
@@ -216,12 +208,12 @@ class _Seen(cst.CSTVisitor):
             self.names.add(node.name.value)
         elif isinstance(node, cst.AssignTarget) and isinstance(node.target, cst.Name):
             self.names.add(node.target.value)
-        return not isinstance(node, cst.Annotation) and node is not self.only
+        return not isinstance(node, cst.Annotation)
 
 
 def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
     """Yield changes that remove the body of a public function, with the private functions that only it uses."""
-    order = [unit for unit in where if not unit.is_class and not re.search(r"(^|\.)_", unit.name)]
+    order = [unit for unit in where if not re.search(r"(^|\.)_", unit.name)]
     Random(f"features {seed}").shuffle(order)
     for unit in order:
         text = text_of(unit, files)
@@ -230,7 +222,7 @@ def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iter
         if gone and not any(each.start <= unit.end and unit.start <= each.end for each in helpers):
             edits = [Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=gone)]
             edits += [Edit(path=each.path, name=each.name, start=each.start, end=each.end, text="") for each in helpers]
-            yield Change(kind="feature", edits=tuple(edits), places=unit.places)
+            yield Change(kind="feature", edits=tuple(edits), places=(unit.place,))
 
 
 def function_of(text: str) -> Function | None:
@@ -257,7 +249,7 @@ def _without_body(text: str) -> str:
 
 def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
     """Return whether a private function is mentioned nowhere but in itself and in `text`."""
-    if unit.is_class or "." in unit.name or not unit.name.startswith("_") or unit.name.startswith("__"):
+    if "." in unit.name or not unit.name.startswith("_") or unit.name.startswith("__"):
         return False
     word = re.compile(rf"\b{re.escape(unit.name)}\b")
     inside = len(word.findall(text))

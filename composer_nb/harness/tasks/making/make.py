@@ -137,7 +137,7 @@ class Maker:
         self, subject: Subject, store: Store, told: Callable[[State], None], limit: int, require: Guarding
     ) -> None:
         reached = {place for reach in subject.baseline.reach.values() for place in reach.depths}
-        self.units = [unit for unit in subject.units if not reached.isdisjoint(unit.places)]
+        self.units = [unit for unit in subject.units if unit.place in reached]
         self.subject, self.store, self.told, self.limit, self.require = subject, store, told, limit, require
         self.tried = 0
         self.found: dict[str, tuple[Change, Task]] = {}

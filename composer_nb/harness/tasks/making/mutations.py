@@ -1,6 +1,6 @@
 """Bugs to plant: for a node of libcst's tree, nodes that may stand in its place and mean something else.
 
-Each kind is a generator `(node, rng, names) -> replacements`; `KINDS` and `OF_CLASSES` say which nodes it looks at. None knows
+Each kind is a generator `(node, rng, names) -> replacements`; `KINDS` says which nodes it looks at. None knows
 where its node stands. Running tests shows whether a change matters, so a kind may also propose what changes nothing. Comments go
 with the statement above which they stand, so that nothing tells what was there.
 
@@ -161,7 +161,7 @@ def exception(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTN
         yield node.with_changes(**{field: wanted.with_changes(func=new) if isinstance(wanted, cst.Call) else new})
 
 
-# Statements and classes.
+# Statements.
 
 
 def flow(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
@@ -189,15 +189,8 @@ def order(node: Block, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNod
             yield node.with_changes(body=[*node.body[:place], other, one, *node.body[place + 2 :]])
 
 
-def method(node: cst.ClassDef, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
-    """A class loses a method, and inherits what its bases have instead."""
-    if isinstance(node.body, Block):
-        for body in _lost("body", lambda each: isinstance(each, cst.FunctionDef))(node.body, rng, names):
-            yield node.with_changes(body=body)
-
-
 def _lost(field: str, fits: Callable[[Any], bool]) -> Mutate:
-    """Return the kind that loses one item of a list: a statement of a block, an argument, a base, a decorator."""
+    """Return the kind that loses one item of a list: a statement of a block, an argument, a decorator."""
 
     def without(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
         items = getattr(node, field)
@@ -263,8 +256,4 @@ KINDS: Kinds = {
         _lost("decorators", lambda each: getattr(each.decorator, "value", "") not in KEPT_DECORATORS),
         (cst.FunctionDef,),
     ),
-}
-OF_CLASSES: Kinds = {
-    "bases": (_lost("bases", lambda each: True), (cst.ClassDef,)),
-    "method": (method, (cst.ClassDef,)),
 }
