@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.harness.grading.mutate import Suite, _cases, _grams, _relation
+from composer_nb.harness.grading.mutate import Suite, _cases, _grams
 from composer_nb.harness.grading.plan import changed_text
 from composer_nb.harness.grading.source import cells_of, last_name, values
 from composer_nb.harness.grading.twins import Candidate, _Hidden, candidates_of
@@ -34,6 +34,21 @@ MOST = 80
 """Expectations of one suite."""
 Fact = tuple[str, list[str], str]
 """Name of a function, its literal arguments, and what is expected, as Python writes them."""
+
+
+def _alike(one: str, two: str) -> int:
+    """Return the number of letters with which both texts begin."""
+    pairs = zip(one, two, strict=False)
+    return next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(two)))
+
+
+def _relation(text: str, given: str) -> tuple[float, ...]:
+    """Return measures, from 0 to 1, of how a text relates to an input."""
+    one, two = text.casefold(), given.casefold()
+    longest = max(len(one), len(two), 1)
+    begin, end = _alike(one, two), _alike(one[::-1], two[::-1])
+    shared = (Counter(one) & Counter(two)).total()
+    return begin / longest, end / longest, shared / longest, float(one in two), float(two in one), float(text == given)
 
 
 def facts(texts: Mapping[str, str]) -> Iterator[Fact]:

@@ -1,9 +1,8 @@
 """Draw other values than the expected one, which the same suite might have expected.
 
 Whoever reads a changed expectation must not tell it from an original by its form. It keeps type, length, letter case, sign, and
-number of digits and decimals. Among many proposals the one is chosen that resembles the original most in the rest: how common its
-letters are in the suite (trigrams), how often it occurs there, how it relates to the inputs beside it, and the order of the
-display that it stands in.
+number of digits and decimals. Among many proposals the one is chosen that resembles the original most in how common its letters
+are in the suite (trigrams) and how often it occurs there. `scripts/twin_classifier.py` measures how well that works.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import builtins
 import math
 import random
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,9 +32,6 @@ class Place:
 
     inputs: tuple[Value, ...] = ()
     """Literals on the other side of the equation, or in the other cells of the row."""
-    before: tuple[Value, ...] = ()
-    after: tuple[Value, ...] = ()
-    """Its neighbours in a list or a tuple."""
     apart: float = 0.0
     """Least difference of two numbers, relative to the larger, at which no tolerance accepts both."""
     apart_by: float = 0.0
@@ -53,11 +50,8 @@ class Suite:
     grams: Counter[str] = field(default_factory=Counter)
     texts: dict[int, list[str]] = field(default_factory=dict)
     """By length."""
-    words: dict[str, list[str]] = field(default_factory=dict)
-    """By the case of their letters."""
     numbers: dict[tuple[type, Form], Counter[float]] = field(default_factory=dict)
     """By type and number of digits."""
-    digits: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, trees: Iterable[ast.AST]) -> Suite:
@@ -83,12 +77,9 @@ class Suite:
         if type(value) in (int, float):
             assert isinstance(value, int | float)
             self.numbers.setdefault((type(value), _number_form(value)), Counter())[value] += 1
-            self.digits.update(repr(value).strip("0.inaf"))
         if isinstance(value, str):
             self.grams.update(_grams(value))
             self.texts.setdefault(len(value), []).append(value)
-            for word in re.findall(r"[^\W\d_]+", value):
-                self.words.setdefault(_cases(word), []).append(word)
 
     def count(self, value: Value) -> int:
         return self.seen[type(value), value]
@@ -140,12 +131,10 @@ def _best(
 ) -> list[Value]:
     """Return the proposals that differ least from the original; sometimes, as often as in the suite, the input itself."""
     often = suite.count(value) > 1
-    traits = _traits(value, place)
     times = Counter(new for new in proposed if not _same(new, value))
 
     def distance(new: Value) -> float:
-        unlike = sum(one != two for one, two in zip(traits, _traits(new, place), strict=True))
-        unlike += often != (suite.count(new) > 0)
+        unlike = often != (suite.count(new) > 0)
         return away(new) + 2 * unlike + rng.expovariate(4 * times[new])  # of equals the one proposed most often
 
     ranked = sorted((distance(new), repr(new), new) for new in times)
@@ -157,17 +146,6 @@ def _best(
                 found[number] = alike.pop(rng.randrange(len(alike)))
     rng.shuffle(found)
     return found
-
-
-def _traits(value: Value, place: Place) -> tuple[object, ...]:
-    """Return what a reader could notice about a value in its place, besides its own form."""
-    row = [*place.before, value, *place.after]
-    ordered = _sorted(row)
-    return (
-        len(row) > 1 and (row == ordered, row == ordered[::-1]),
-        any(_same(value, each) for each in (*place.before, *place.after)),
-        any(_same(value, each) for each in place.inputs),
-    )
 
 
 def _same(one: Value, two: Value) -> bool:
@@ -186,7 +164,7 @@ def _numbers(value: float, rng: random.Random, suite: Suite, place: Place, count
     proposed: list[float] = rng.choices([*known], [n * n for n in known.values()], k=TRIES) if known else []
     if isinstance(value, int):
         proposed += [value + step for step in (-3, -2, -1, 1, 2, 3) if value + step >= 0]
-    proposed += [type(value)(_other_digits(repr(value), rng, suite)) for _ in range(TRIES // 2)]
+    proposed += [type(value)(_other_digit(repr(value), rng)) for _ in range(TRIES // 2)]
     least = [
         new
         for new in proposed
@@ -209,25 +187,11 @@ def _zeros(value: Value) -> int:
     return len(digits) - len(digits.rstrip("0.")) if value else 0
 
 
-def _other_digits(text: str, rng: random.Random, suite: Suite) -> str:
-    """Return a number with its first digit other than 0 changed, and perhaps more, to digits that are common in the suite."""
-    digits, mark, rest = text.partition("e")
-    places = [place for place, digit in enumerate(digits) if digit.isdigit()]
-    tail = len(digits.rstrip("0."))
-    first = next((place for place in places if digits[place] != "0"), rng.choice(places))
-    small = len(places) < 2 or rng.random() < 0.5
-
-    def another(place: int) -> str:
-        choice = "123456789" if place in (first, tail - 1) else "0123456789"
-        return rng.choices(choice, [1 + suite.digits[each] for each in choice])[0]
-
-    changed = [
-        another(place)
-        if digit.isdigit() and (place == first or (first < place < tail and not small and rng.random() < 0.5))
-        else digit
-        for place, digit in enumerate(digits)
-    ]
-    return "".join(changed) + mark + rest
+def _other_digit(text: str, rng: random.Random) -> str:
+    """Return a number with its first digit other than 0 changed, so that it differs by more than any usual tolerance."""
+    places = [place for place, digit in enumerate(text.partition("e")[0]) if digit.isdigit()]
+    place = next((place for place in places if text[place] != "0"), rng.choice(places))
+    return text[:place] + rng.choice("123456789") + text[place + 1 :]
 
 
 # Texts.
@@ -236,16 +200,11 @@ def _other_digits(text: str, rng: random.Random, suite: Suite) -> str:
 def _texts(text: str, rng: random.Random, suite: Suite, place: Place, count: int) -> list[Value]:
     inputs = [each for each in place.inputs if isinstance(each, str)]
     own = _grams(text) if suite.count(text) else Counter[str]()
-    level, relation = suite.likelihood(text, own), [_relation(text, each) for each in inputs]
+    level = suite.likelihood(text, own)
 
     def away(new: Value) -> float:
         assert isinstance(new, str)
-        moved = sum(
-            abs(one - two)
-            for each, old in zip(inputs, relation, strict=True)
-            for one, two in zip(old, _relation(new, each), strict=True)
-        )
-        return 3 * abs(suite.likelihood(new, own) - level) + moved + abs(len(new) - len(text)) / 4
+        return 3 * abs(suite.likelihood(new, own) - level) + abs(len(new) - len(text)) / 4
 
     proposed = [*_proposed_texts(text, rng, suite, inputs)]
     if not text or rng.random() * suite.seen.total() < suite.count(""):
@@ -266,26 +225,15 @@ def _proposed_texts(text: str, rng: random.Random, suite: Suite, inputs: Sequenc
     places = [place for place, letter in enumerate(text) if letter.isascii() and letter.isalnum()]
     for _ in range(TRIES if places else 0):
         place = rng.choice(places)
-        yield text[:place] + _other_letter(text, place, rng, suite) + text[place + 1 :]
+        yield text[:place] + _other_letter(text[place], rng) + text[place + 1 :]
         if place + 1 in places and _cases(text[place]) == _cases(text[place + 1]):
             yield text[:place] + text[place + 1] + text[place] + text[place + 2 :]
-    for found in re.finditer(r"[^\W\d_]{2,}", text):
-        for word in rng.choices(suite.words.get(_cases(found[0])) or [found[0]], k=8):
-            yield text[: found.start()] + word + text[found.end() :]
 
 
-def _other_letter(text: str, place: int, rng: random.Random, suite: Suite) -> str:
-    """Return another letter of the same kind, drawn by how often the suite has it after the two before it."""
-    letter = text[place]
-    kind = next(
-        kind for kind in ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ") if letter in kind
-    )
-    if letter == "0" or (letter.isdigit() and not text[place - 1 : place].isdigit()):
-        kind = kind[1:]  # no number begins with 0 because of us
-    kind = kind.replace(letter, "")
-    before, after = f"\2\2{text}"[place : place + 2], f"{text}\3"[place + 1]
-    weights = [0.02 + suite.grams[before + each] + suite.grams[each + after] / 8 for each in kind]
-    return rng.choices(kind, weights)[0]
+def _other_letter(letter: str, rng: random.Random) -> str:
+    """Return another letter of the same kind; no number begins with 0 because of it."""
+    kind = "123456789" if letter.isdigit() else string.ascii_lowercase if letter.islower() else string.ascii_uppercase
+    return rng.choice(kind.replace(letter, ""))
 
 
 def _grams(text: str) -> Counter[str]:
@@ -296,21 +244,6 @@ def _grams(text: str) -> Counter[str]:
 def _cases(text: str) -> str:
     """Return a text's form: a letter for the case of each character."""
     return "".join(next((mark for mark, holds in zip("aAd", CASES, strict=True) if holds(each)), each) for each in text)
-
-
-def _alike(one: str, two: str) -> int:
-    """Return the number of letters with which both texts begin."""
-    pairs = zip(one, two, strict=False)
-    return next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(two)))
-
-
-def _relation(text: str, given: str) -> tuple[float, ...]:
-    """Return measures, from 0 to 1, of how a text relates to an input."""
-    one, two = text.casefold(), given.casefold()
-    longest = max(len(one), len(two), 1)
-    begin, end = _alike(one, two), _alike(one[::-1], two[::-1])
-    shared = (Counter(one) & Counter(two)).total()
-    return begin / longest, end / longest, shared / longest, float(one in two), float(two in one), float(text == given)
 
 
 # Exceptions.
@@ -351,28 +284,3 @@ def _builtin(name: str) -> type | None:
 
 def _expression_form(text: str) -> str:
     return re.sub(r"\w+", "x", text)
-
-
-def swapped_order(displays: Sequence[list[ast.expr]], rng: random.Random) -> tuple[list[ast.expr], str] | None:
-    """Return a part of a list or tuple of literals with two of them swapped; None for a sorted one."""
-    for elements in displays:
-        held = [each.value for each in elements if isinstance(each, ast.Constant)]
-        pairs = [
-            (one, two)
-            for two in range(len(held))
-            for one in range(two)
-            if held[one] != held[two] and type(held[one]) is type(held[two]) and not isinstance(held[one], bool)
-        ]
-        if len(held) == len(elements) and pairs and len(held) < 30 and repr(held) != repr(_sorted(held)):
-            one, two = rng.choice(pairs)
-            part = [repr(each) for each in held]
-            part[one], part[two] = part[two], part[one]
-            return elements[one : two + 1], ", ".join(part[one : two + 1])
-    return None
-
-
-def _sorted(held: Sequence[object]) -> list[object]:
-    try:
-        return sorted(held)  # type: ignore[type-var]
-    except TypeError:
-        return []

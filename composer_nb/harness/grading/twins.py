@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from composer_nb.harness import syntax
-from composer_nb.harness.grading.mutate import Place, Suite, other_exceptions, others, swapped_order, telling
+from composer_nb.harness.grading.mutate import Place, Suite, other_exceptions, others, telling
 from composer_nb.harness.grading.plan import Kind, Twin, plain_lines
 from composer_nb.harness.grading.source import (
     PLAIN,
@@ -297,21 +297,13 @@ class _Test:
         place = place or Place(inputs=values(answer) if answer else ())
         leaves = list(constants(side))
         self.rng.shuffle(leaves)
-        displays = [each.elts for each in ast.walk(side) if isinstance(each, ast.List | ast.Tuple)]
         minus = {each.operand for each in ast.walk(side) if isinstance(each, ast.UnaryOp)}
         found = []
         for leaf in leaves[:VALUES]:
-            [row_of] = [each for each in displays if leaf in each][:1] or [[leaf]]
-            at = row_of.index(leaf)
-            before, after = [tuple(v for n in part for v in values(n)) for part in (row_of[:at], row_of[at + 1 :])]
-            suited = replace(place, before=before, after=after, signed=leaf in minus)
+            suited = replace(place, signed=leaf in minus)
             texts = others(leaf.value, self.rng, self.hidden.suite, suited, -(-VALUES // len(leaves)))
             tells = telling(leaf.value, self.hidden.suite)
             found += [self._change(leaf, text, "value", row=row, weak=weak, telling=tells) for text in texts]
-        if found and (swapped := swapped_order(displays, self.rng)):
-            whole, text = swapped
-            span = self.source.span(whole[0])[0], self.source.span(whole[-1])[1]
-            found[self.rng.randrange(len(found))] = self._change(span, text, "value", row=row, weak=weak)
         return [each for each in found if not each.telling] or found
 
     # Inputs that should come out differently.
