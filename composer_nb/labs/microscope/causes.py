@@ -26,9 +26,6 @@ class Cause(NamedTuple):
 
 
 CAUSES = (
-    Cause("tokens", ("written",)),
-    Cause("template", ("read",)),
-    Cause("log-prob mode", ("temperature", "top_p")),
     Cause("head dtype", ("head",)),
     Cause("route ids", ("replay",), "ids"),
     Cause("order", ("replay",), "ids+order"),
@@ -38,12 +35,6 @@ CAUSES = (
     Cause("weights", ("model",)),
 )
 """Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them."""
-
-
-def trainer_of(model: Model, batch: Batch) -> Program:
-    """Return the trainer's own computation: texts rendered again if the batch has them, float32, own routes."""
-    tokens = not batch.rendered
-    return Program(model=model, written=tokens, read=tokens)
 
 
 def recorded_engine(model: Model, batch: Batch) -> Program:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from composer_nb.labs.microscope.frozen import Batch, runs
+from composer_nb.labs.microscope.frozen import Batch
 from composer_nb.labs.microscope.numerics import Forwarded, Place
 from composer_nb.trainer.models.checkpoint import hugging_face_views
 from composer_nb.trainer.models.transformer import Model
@@ -60,23 +60,6 @@ class Streams:
     """Forwarded tokens of each row."""
 
 
-def token_findings(batch: Batch) -> Iterator[Finding]:
-    """Compare the rendering with the record, where the policy wrote and where it read."""
-    for cause, kind, verb in (("tokens", True, "wrote"), ("template", False, "read")):
-        hits: list[Where] = []
-        for number, (row, made) in enumerate(zip(batch.rows, batch.rendered, strict=False)):
-            for (wrote, there), (_, here) in zip(runs(row.acted), runs(made.acted), strict=True):
-                recorded_T, own_T = row.token_ids[there], made.token_ids[here]
-                if wrote == kind and not np.array_equal(recorded_T, own_T):
-                    length = min(len(recorded_T), len(own_T))
-                    unlike = np.append(recorded_T[:length] != own_T[:length], True)
-                    hits.append(Where(row=number, token=there.start + int(unlike.argmax())))
-                    break
-        if hits:
-            text = f"{len(hits)} of {len(batch.rows)} rows are rendered otherwise where the policy {verb}"
-            yield Finding(cause=cause, text=text, where=hits[0])
-
-
 def other_weights(one: Model, other: Model) -> list[str]:
     """Return the Hugging Face names of tensors that differ."""
     theirs = hugging_face_views(other)
@@ -85,7 +68,7 @@ def other_weights(one: Model, other: Model) -> list[str]:
 
 def unexplained(gap_S: NDArray[np.float64], batch: Batch, tolerance: float, gate: Where | None) -> Finding:
     """Describe a gap that is left with all causes the engine's; `gate` is where recorded gates first disagree."""
-    size_S = np.nan_to_num(np.abs(gap_S))
+    size_S = np.abs(gap_S)
     row_S = np.repeat(np.arange(len(batch.rows)), [len(at_W) for at_W in batch.written])
     at = int((size_S > tolerance).argmax())
     inside = "" if gate is None else f"; gates first disagree in layer {gate.layer}, row {gate.row}, token {gate.token}"

@@ -14,7 +14,6 @@ Dimensions: S tokens that the policy wrote, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Attempt
 from composer_nb.labs.microscope.causes import (
     CAUSES,
@@ -33,7 +31,6 @@ from composer_nb.labs.microscope.causes import (
     engines,
     path,
     recorded_engine,
-    trainer_of,
     with_cause,
 )
 from composer_nb.labs.microscope.evidence import (
@@ -45,13 +42,11 @@ from composer_nb.labs.microscope.evidence import (
     first_apart,
     other_weights,
     streams_apart,
-    token_findings,
     unexplained,
 )
 from composer_nb.labs.microscope.frozen import Batch
 from composer_nb.labs.microscope.numerics import Program, Seen, observe, record
 from composer_nb.labs.rewards.rescore import model_before, stored_batch
-from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.mismatch import gap_figures
 from composer_nb.trainer.records.rundir import RunDir
@@ -64,7 +59,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Trainer minus engine over the tokens that both have, in nats."""
+    """Trainer minus engine, in nats."""
 
     p50: float
     p99: float
@@ -76,8 +71,6 @@ class Figures:
     kl: float
     """KL(engine ‖ trainer) over the whole vocabulary, mean over the places that predict these tokens. The engine's distributions
     are recomputed from its choices."""
-    missing: float
-    """Share of the engine's tokens that the trainer does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +83,8 @@ class Step:
     figures: Figures
     alone: float
     """Largest |Δ log p| when this cause alone is put into the trainer, or alone taken out of the engine on routes of its own,
-    whichever is less: coarse arithmetic elsewhere amplifies any rounding. 0 for tokens, template and routes, which the record
-    itself decides."""
+    whichever is less: coarse arithmetic elsewhere amplifies any rounding. 0 for routes, which the record itself
+    decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +140,10 @@ def examine(
     """
     batch = attempts if isinstance(attempts, Batch) else Batch.of(attempts)
     _require_routes(batch, trainer)
-    own, known = trainer_of(trainer, batch), recorded_engine(trainer, batch) if engine is None else engine
-    return _examine(own, replace(known, replay="weights") if batch.routed else known, batch, tolerance)
+    known = recorded_engine(trainer, batch) if engine is None else engine
+    return _examine(
+        Program(model=trainer), replace(known, replay="weights") if batch.routed else known, batch, tolerance
+    )
 
 
 def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Report:
@@ -164,7 +159,7 @@ def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollou
     choices = engines(model)
     if engine not in ("recorded", *choices):
         raise ValueError(f"engine {engine!r}: must be one of recorded, {', '.join(choices)}")
-    frozen = Batch.of(batch.attempts[:rollouts], CompactRenderer(load_tokenizer(run.path / "data")))
+    frozen = Batch.of(batch.attempts[:rollouts])
     if engine == "recorded":
         return examine(model, frozen)
     return examine(model, record(choices[engine], frozen), choices[engine])
@@ -193,32 +188,26 @@ def kl_divergence(engine_SV: Tensor, trainer_SV: Tensor) -> Tensor:
 
 
 def figures(gap_S: Floats, kl_S: Floats) -> Figures:
-    """Summarise gaps (NaN: no such token) and divergences."""
-    there = ~np.isnan(gap_S)
-    if not there.any():
-        return Figures(**dict.fromkeys(("p50", "p99", "most", "k1", "k3", "kl"), math.nan), missing=1.0)
-    gap = gap_S[there]
-    tail = gap_figures(gap)
+    """Summarise gaps and divergences."""
+    tail = gap_figures(gap_S)
     return Figures(
         p50=tail["logprob_gap_p50"],
         p99=tail["logprob_gap_p99"],
-        most=float(np.abs(gap).max()),
-        k1=float(-gap.mean()),
+        most=float(np.abs(gap_S).max()),
+        k1=float(-gap_S.mean()),
         k3=tail["k3"],
-        kl=float(kl_S[there].mean()),
-        missing=float(1 - there.mean()),
+        kl=float(kl_S.mean()),
     )
 
 
 def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> Report:
     made: dict[Any, Model] = {}
     programs = path(own, engine)
-    same = programs[1]  # the engine's tokens, everything else the trainer's
     top = observe(engine, batch, streams=True, made=made)
-    below = observe(same, batch, streams=True, made=made)
-    sparse = same.model.config.sparse_layers
-    gaps = _gaps([own, *programs], {same: below, engine: top}, top, batch, made)
-    alone = _alone(own, same, below, engine, top, batch, made)
+    below = observe(own, batch, streams=True, made=made)
+    sparse = own.model.config.sparse_layers
+    gaps = _gaps([own, *programs], {own: below, engine: top}, top, batch, made)
+    alone = _alone(own, below, engine, top, batch, made)
     steps = tuple(
         Step(
             cause=cause.name,
@@ -231,7 +220,7 @@ def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> R
     streams = streams_apart(below.forwarded, top.forwarded, batch)
     first, first_in = first_apart(streams, top.forwarded, sparse)
     gap_S, kl_S = gaps[engine]
-    findings = [*token_findings(batch), *_choices(own, engine, steps, tolerance, first)]
+    findings = list(_choices(own, engine, steps, tolerance, first))
     checks = check_routes(batch, top.forwarded, sparse) if batch.routed else None
     of_routes = list(checks.findings()) if checks else []
     if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
@@ -255,31 +244,30 @@ def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> R
 def _gaps(
     programs: Sequence[Program], seen: Mapping[Program, Seen], engine: Seen, batch: Batch, made: dict[Any, Model]
 ) -> dict[Program, tuple[Floats, Floats]]:
-    """Return each program's gap and KL divergence [S] to the record and the engine; NaN where it lacks the token."""
+    """Return each program's gap and KL divergence [S] to the record and the engine."""
     found: dict[Program, tuple[Floats, Floats]] = {}
     for program in programs:
         if program not in found:
             one = seen.get(program) or observe(program, batch, made=made)
             gap_S = one.logprob_S.numpy() - batch.of_written("logprob").astype(np.float64)
-            kl_S = kl_divergence(engine.logprob_SV, one.logprob_SV).numpy()
-            found[program] = gap_S, np.where(np.isnan(gap_S), np.nan, kl_S)
+            found[program] = gap_S, kl_divergence(engine.logprob_SV, one.logprob_SV).numpy()
     return found
 
 
 def _alone(
-    own: Program, same: Program, below: Seen, engine: Program, top: Seen, batch: Batch, made: dict[Any, Model]
+    own: Program, below: Seen, engine: Program, top: Seen, batch: Batch, made: dict[Any, Model]
 ) -> dict[str, float]:
     """Return `Step.alone` of each cause that is a choice of arithmetic."""
-    judged = [cause for cause in differing(own, engine) if cause.fields[0] not in ("written", "read")]
+    judged = differing(own, engine)
     free = replace(engine, replay="none")  # replayed routes would hide what moves routers
     live = observe(free, batch, made=made) if judged and free != engine else top
 
     def moved(program: Program, base: Seen) -> float:
-        apart = (observe(program, batch, made=made).logprob_S - base.logprob_S).abs().nan_to_num(0.0)
+        apart = (observe(program, batch, made=made).logprob_S - base.logprob_S).abs()
         return float(apart.max()) if len(apart) else 0.0
 
     return {
-        cause.name: min(moved(with_cause(same, engine, cause), below), moved(with_cause(free, own, cause), live))
+        cause.name: min(moved(with_cause(own, engine, cause), below), moved(with_cause(free, own, cause), live))
         for cause in judged
     }
 

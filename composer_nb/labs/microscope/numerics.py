@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer_nb.kernels.moe.routing import Replay, Routing, Rule
-from composer_nb.labs.microscope.frozen import Batch, Row, row_of
+from composer_nb.labs.microscope.frozen import Batch
 from composer_nb.labs.retrace import trace_of
 from composer_nb.trainer.learning.replay_settings import ReplayLevel
 from composer_nb.trainer.models.transformer import Model, PackedRows
@@ -41,15 +41,6 @@ class Program:
 
     model: Model
     """Weights in float32."""
-    written: bool = True
-    """Take what the policy wrote as recorded tokens, not from texts that are rendered again."""
-    read: bool = True
-    """The same for what it read: prompts, observations, and the special tokens around them."""
-    temperature: float = 1.0
-    """Temperature of the reported distributions, whatever was sampled at; 0 reports those of temperature 1, as greedy engines
-    do."""
-    top_p: float = 1.0
-    """Nucleus of the reported distributions; the token itself always counts as inside."""
     head: torch.dtype = torch.float32
     """Dtype of the output layer's product."""
     replay: ReplayLevel = "none"
@@ -84,9 +75,9 @@ class Seen:
     """A program's values at the S written tokens of a batch."""
 
     logprob_S: Tensor
-    """float64, as the program reports them; NaN where it has no such token."""
+    """float64."""
     logprob_SV: Tensor
-    """float32 distributions; rows of missing tokens are meaningless."""
+    """float32 distributions."""
     forwarded: Forwarded
 
 
@@ -109,38 +100,19 @@ def observe(
 
 
 def _observe(program: Program, batch: Batch, streams: bool, made: dict[Any, Model]) -> Seen:
-    p = program
-    rows = [row_of(batch, number, written=p.written, read=p.read) for number in range(len(batch.rows))]
-    model = _prepared(program, made)
-    found = _forwarded(program, model, batch, rows, streams)
-    starts = np.cumsum([0, *(len(row.token_ids) - 1 for row in rows)])[:-1]
-    before_S = np.concatenate([start + np.maximum(row.at_W - 1, 0) for start, row in zip(starts, rows, strict=True)])
-    token_S = torch.from_numpy(np.concatenate([row.token_ids[row.at_W] for row in rows])).long()
-    logits_SV = F.linear(found.hidden_ND[torch.from_numpy(before_S)].to(p.head), model.output_weight.to(p.head)).float()
-    logprob_SV = distributions(logits_SV, token_S, p.temperature, p.top_p)
+    model, head = _prepared(program, made), program.head
+    found = _forwarded(program, model, batch, streams)
+    starts = np.cumsum([0, *batch.lengths])[:-1]
+    before_S = np.concatenate([start + at_W - 1 for start, at_W in zip(starts, batch.written, strict=True)])
+    token_S = torch.from_numpy(batch.of_written("token_ids")).long()
+    logits_SV = F.linear(found.hidden_ND[torch.from_numpy(before_S)].to(head), model.output_weight.to(head)).float()
+    logprob_SV = logits_SV.log_softmax(-1)
     logprob_S = logprob_SV.gather(1, token_S[:, None])[:, 0].double()
-    there_S = torch.from_numpy(np.concatenate([row.at_W for row in rows]) >= 0)
-    logprob_S = torch.where(there_S, logprob_S, torch.nan)
     return Seen(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=found)
 
 
-def distributions(logits_SV: Tensor, token_S: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Return reported log-probabilities; `token_S` count as part of every nucleus."""
-    logprob_SV = (logits_SV / (temperature or 1.0)).log_softmax(-1)
-    if top_p >= 1:
-        return logprob_SV
-    order = logprob_SV.sort(stable=True, dim=-1, descending=True)
-    above_SV = order.values.exp().cumsum(-1) - order.values.exp()
-    kept_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
-    kept_SV.scatter_(1, token_S[:, None], True)
-    return logprob_SV.masked_fill(~kept_SV, -torch.inf).log_softmax(-1)
-
-
 def record(program: Program, batch: Batch) -> Batch:
-    """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records. Raises
-    ValueError for an engine that does not read the tokens on record."""
-    if not (program.written and program.read):
-        raise ValueError("an engine records the tokens that it read and wrote: written and read must be on")
+    """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records."""
     seen = observe(program, batch)
     found = seen.forwarded
     routed = (values.split(batch.lengths) for values in (found.experts_NLK, found.gates_NLK, found.margin_NL))
@@ -172,9 +144,9 @@ def joined(parts: Sequence[Forwarded]) -> Forwarded:
     return Forwarded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, streams=streams)
 
 
-def _forwarded(program: Program, model: Model, batch: Batch, rows: Sequence[Row], streams: bool) -> Forwarded:
-    ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long()
-    packed = PackedRows.of_lengths([len(row.token_ids) - 1 for row in rows], model.config)
+def _forwarded(program: Program, model: Model, batch: Batch, streams: bool) -> Forwarded:
+    ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch.rows])).long()
+    packed = PackedRows.of_lengths(batch.lengths, model.config)
     inner = packed.attend if program.layout == "rows" else packed.attend_one_by_one
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -12,12 +12,12 @@ from composer_nb.labs.microscope.microscope import Figures, Report, Step
 
 
 def figures(k3: float, p99: float) -> Figures:
-    return Figures(p50=p99 / 10, p99=p99, most=2 * p99, k1=0.0, k3=k3, kl=k3, missing=0.0)
+    return Figures(p50=p99 / 10, p99=p99, most=2 * p99, k1=0.0, k3=k3, kl=k3)
 
 
 def report() -> Report:
     random = np.random.default_rng(0)
-    left = [1e-2, 1e-2, 1e-2, 3e-2, 1e-3, 1e-3, 1e-4, 1e-4, 0.0, 0.0]
+    left = [1e-2, 3e-2, 1e-3, 1e-3, 1e-4, 0.0, 0.0]
     places = ((-1, "embedding"), (0, "attention"), (0, "experts"))
     return Report(
         start=figures(1e-2, 0.3),
