@@ -1,7 +1,7 @@
 """Rollouts on disk: one Parquet table that pandas reads, and the tensors beside it in safetensors.
 
-A row is an attempt; token streams are list columns. Routes, gates and margins of all rows lie one after another in the tensor
-file, in the order of the rows. Both files are renamed into place when complete.
+An attempt becomes bytes once (`pack_attempt`), where it ends; files are made of these. A row is an attempt; token streams are
+list columns. Routes, gates and margins of all rows lie one after another in the tensor file, in the order of the rows. Both files are renamed into place when complete.
 """
 
 from __future__ import annotations
@@ -58,13 +58,19 @@ def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str,
 
     Raises ValueError when some attempts have a trace and others have none.
     """
-    rows = [_row(done) for done in attempts]
-    traces = [segment.trace for done in attempts for segment in done.rollout.segments] or [Trace()]
-    if len({len(trace.route_valid) > 0 for trace in traces}) > 1:
+    save_packed(path, [pack_attempt(done) for done in attempts], columns)
+
+
+def save_packed(path: Path, packed: Sequence[bytes], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
+    """Write attempts that `pack_attempt` has made bytes of, as `save_attempts` does."""
+    arrays = [load(data) for data in packed]
+    rows = [each | json.loads(each["row"].tobytes()) for each in arrays]
+    if len({len(each["route_valid"]) > 0 for each in arrays}) > 1:
         raise ValueError(f"{path}: some of these rollouts have a trace and some have none; store them apart")
     own = {name: pa.array([row[name] for row in rows], kind) for name, kind in _COLUMNS.items()}
     table = pa.table(own | dict(columns or {}))
-    tensors = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _TENSORS}
+    empty = Trace()
+    tensors = {name: np.concatenate([each[name] for each in arrays] or [getattr(empty, name)]) for name in _TENSORS}
     for target, write in (
         (path.with_suffix(".safetensors"), lambda part: save_file(tensors, part)),
         (path, lambda part: pq.write_table(table, part, compression="zstd")),
@@ -98,7 +104,7 @@ def pack_attempt(done: Attempt) -> bytes:
     """Return one attempt as bytes, for a message or a database: safetensors that include the row of the table as JSON."""
     [segment] = done.rollout.segments
     row = _row(done)
-    streams = {name: row.pop(name) for name in _STREAMS}
+    streams = {name: np.asarray(getattr(segment, name), kind) for name, (kind, _) in _STREAMS.items()}
     traces = {name: np.ascontiguousarray(getattr(segment.trace, name)) for name in _TENSORS}
     text = np.frombuffer(json.dumps(row).encode(), np.uint8)  # no metadata: a header may not be large
     return save(streams | traces | {"row": text})
@@ -132,7 +138,6 @@ def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[T
 
 
 def _row(done: Attempt) -> dict[str, Any]:
-    [segment] = done.rollout.segments
     return {
         "task_id": done.task.id,
         "stop": done.rollout.stop,
@@ -142,7 +147,6 @@ def _row(done: Attempt) -> dict[str, Any]:
         "flags": list(done.grade.flags),
         "turns": json.dumps([asdict(turn) for turn in done.rollout.turns]),
         "files": json.dumps(_changed(done)),
-        **{name: getattr(segment, name) for name in _STREAMS},
         "read_tokens": done.rollout.counted[0],
         "written_tokens": done.rollout.counted[1],
         "seconds": done.rollout.seconds,

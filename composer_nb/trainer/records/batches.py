@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from composer_nb.harness.rewards import Reward
-from composer_nb.harness.store import load_attempts, save_attempts
+from composer_nb.harness.store import load_attempts, pack_attempt, save_packed
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.rl import Scored
 
@@ -20,13 +20,17 @@ def batch_file(run: Path, step: int, rank: int = 0) -> Path:
 
 
 def save_batch(
-    file: Path, groups: Sequence[Sequence[Scored]], columns: Mapping[str, Sequence[Any]] | None = None
+    file: Path,
+    groups: Sequence[Sequence[Scored]],
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    packed: Sequence[bytes] | None = None,
 ) -> None:
-    """Writes groups, and the tensors of their traces beside them. `columns` adds further ones, a value a rollout."""
+    """Writes groups, and the tensors of their traces beside them. `columns` adds further ones, a value a rollout. `packed`: the
+    attempts as bytes, where they are known."""
     everyone = [scored for group in groups for scored in group]
-    save_attempts(
+    save_packed(
         file,
-        [scored.attempt for scored in everyone],
+        packed or [pack_attempt(scored.attempt) for scored in everyone],
         {
             "group": [place for place, group in enumerate(groups) for _ in group],
             "reward": [scored.reward.total for scored in everyone],

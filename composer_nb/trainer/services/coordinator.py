@@ -398,7 +398,8 @@ class Coordinator:
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
         [train] = self.journal.batches(batch.step, batch.step + 1)
         slots, dispatches, _ = zip(*train.rollouts, strict=True)
-        save_batch(batch_file(self.run.path, batch.step), groups, {"slot": slots, "dispatch": dispatches})
+        columns = {"slot": slots, "dispatch": dispatches}
+        save_batch(batch_file(self.run.path, batch.step), groups, columns, self.journal.packed(train.rollouts))
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any] | None:
         self.live = batch.step if streams else self.live
