@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -105,39 +104,3 @@ def differing(x_TK: Tensor, how: Division) -> dict[str, float]:
         "codes": float(q_TK.float().mean()),
         "tokens with any": float((g_T | s_TB.any(1) | q_TK.any(1)).float().mean()),
     }
-
-
-# -- how fast it could be ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chip:
-    """Peaks that a maker states, dense, without sparsity: bytes a second, and operations a second by format."""
-
-    name: str
-    bandwidth: float
-    peak: dict[str, float]
-
-
-H200 = Chip(name="H200", bandwidth=4.8e12, peak={"bf16": 989e12, "fp8": 1979e12})
-B200 = Chip(name="B200", bandwidth=8.0e12, peak={"bf16": 2250e12, "mxfp8": 4500e12, "nvfp4": 9000e12})
-
-
-def attainable(chip: Chip, form: str, intensity: float) -> float:
-    """Operations a second at `intensity` operations a byte: the roofline (Williams et al., 2009)."""
-    return min(chip.peak[form], chip.bandwidth * intensity)
-
-
-BITS = {"bf16": 16.0, "fp8": 8.0 + 8 / 128, "mxfp8": 8.0 + 8 / 32, "nvfp4": 4.0 + 8 / 16}
-"""An element with its share of the scales; NVFP4's float32 scale of a token is nothing beside these."""
-
-
-def product_intensity(rows: int, columns: int, inner: int, form: str) -> float:
-    """Operations a byte of a product [rows, inner] · [inner, columns] that reads each operand once and writes bf16."""
-    read = (rows + columns) * inner * BITS[form] / 8
-    return 2.0 * rows * columns * inner / (read + 2.0 * rows * columns)
-
-
-def quantize_intensity(form: str) -> float:
-    """Operations a byte of quantisation of bf16, at about four operations a number: far under every roof."""
-    return 4.0 / (2.0 + BITS[form] / 8)

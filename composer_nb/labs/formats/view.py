@@ -1,4 +1,4 @@
-"""Figures of number formats: bits, errors, tokens that affect each other through a shared scale, divisions, rooflines, losses.
+"""Figures of number formats: bits, errors, tokens that affect each other through a shared scale, divisions, losses.
 
 The numbers come from `findings.py` and `trial.py`.
 """
@@ -13,13 +13,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from composer_nb.kernels.formats.microscaling import E2M1_VALUES, MXTensor, NVFP4Tensor, unpack_e2m1
-from composer_nb.labs.formats.findings import (
-    FORMATS,
-    Chip,
-    attainable,
-    product_intensity,
-    quantize_intensity,
-)
+from composer_nb.labs.formats.findings import FORMATS
 from composer_nb.labs.formats.trial import Curve
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title
@@ -114,26 +108,6 @@ def divisions(found: Mapping[str, Mapping[str, float]]) -> Picture:
     style.grouped(ax, list(next(iter(found.values()))), sides, ".2g", 1e-6)
     key(ax)
     title(ax, "NVFP4 divided otherwise than IEEE 754 says: share that differs", "", "share")
-    return picture
-
-
-def roofline(chips: Sequence[Chip], shape: tuple[int, int, int]) -> Picture:
-    """Draw each chip's roofs, with a product of this shape (rows, columns, inner width) and the quantisation before it."""
-    picture = Picture(9.5, 3.2)
-    panels = picture.panels(1, len(chips), sharey=True)
-    intensity = np.logspace(-1, 4, 200)
-    for ax, chip in zip(panels, chips, strict=True):
-        for (form, _), color in zip(chip.peak.items(), LINES, strict=False):
-            ax.plot(intensity, [attainable(chip, form, at) / 1e12 for at in intensity], color=color, label=form)
-            places = {"o": product_intensity(*shape, form)} | (
-                {} if form == "bf16" else {"s": quantize_intensity(form)}
-            )
-            for marker, at in places.items():
-                ax.plot(at, attainable(chip, form, at) / 1e12, marker, color=color)
-        ax.set(xscale="log", yscale="log")
-        key(ax)
-        title(ax, f"{chip.name}, as its maker states it", "operations a byte")
-    panels[0].set_ylabel("10¹² operations a second", fontsize=8.5)
     return picture
 
 

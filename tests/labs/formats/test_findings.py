@@ -7,15 +7,11 @@ import torch
 
 from composer_nb.kernels.formats.microscaling import nvfp4_quantize_reference
 from composer_nb.labs.formats.findings import (
-    BITS,
     FORMATS,
-    H200,
-    attainable,
     changed_alone,
     changed_past,
     differing,
     dividing,
-    product_intensity,
     quotient,
 )
 
@@ -82,9 +78,3 @@ def test_the_division_comes_back_also_after_an_error():
     with pytest.raises(ValueError, match="must be one of ieee, inverse, approximate"), dividing("fast"):
         pass
     assert torch.equal(nvfp4_quantize_reference(x).global_scale, before.global_scale)
-
-
-def test_bits_and_roofs():
-    assert BITS["mxfp8"] == 8.25 and BITS["nvfp4"] == 4.5
-    assert attainable(H200, "bf16", 1e9) == 989e12 and attainable(H200, "bf16", 1.0) == 4.8e12
-    assert product_intensity(64, 64, 64, "bf16") == pytest.approx(2 * 64**3 / (3 * 2 * 64**2))
