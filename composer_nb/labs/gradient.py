@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,51 +48,6 @@ def flat_gradient(of: Tensor, weights: Sequence[Tensor], slope: Tensor | None = 
     """Return the gradient [W] of `of`, times `slope` where it has several elements. The graph stays for further gradients."""
     parts = torch.autograd.grad(of, weights, slope, retain_graph=True)
     return torch.cat([part.reshape(-1) for part in parts])
-
-
-class Pulled(NamedTuple):
-    """A sampled token that a mismatch gives another weight in the loss."""
-
-    stream: int
-    token: int
-    """Its place in the stream."""
-    ratio: float
-    """The trainer's probability over that on record."""
-    advantage: float
-    excess: float
-    """Change of the token's weight, which is 1 without a mismatch: ratio − 1, or −1 where the loss drops the token."""
-
-
-def most_pulled(
-    streams: Sequence[Stream], own: Sequence[Stream], settings: LossSettings, count: int
-) -> tuple[list[Pulled], list[Stream]]:
-    """Return the `count` tokens whose part in the loss is furthest from that without a mismatch, furthest first, and `streams`
-    with the log-probabilities of `own`, which are the trainer's, at these. Raises ValueError where the two are not of the same
-    tokens."""
-    if [len(stream.token_ids) for stream in streams] != [len(stream.token_ids) for stream in own]:
-        raise ValueError("`own` must hold the same streams as `streams`")
-    at_S = [(number, int(t)) for number, each in enumerate(streams) for t in np.flatnonzero(each.acted[1:]) + 1]
-    sampled_S, logprob_S, advantage_S = (
-        torch.tensor([float(getattr(held[number], name)[token]) for number, token in at_S])
-        for held, name in ((streams, "logprob"), (own, "logprob"), (streams, "advantage"))
-    )
-    rollout_S = torch.tensor([number for number, _ in at_S], dtype=torch.int64)
-
-    def slope_S(sampled_S: Tensor) -> Tensor:
-        leaf_S = logprob_S.clone().requires_grad_()
-        loss, _ = policy_loss(leaf_S, sampled_S, advantage_S, rollout_S, settings, 1.0)
-        return torch.autograd.grad(loss, leaf_S)[0]
-
-    exact_S = slope_S(logprob_S)
-    moved_S = slope_S(sampled_S) - exact_S
-    ratio_S = (logprob_S - sampled_S).exp()
-    found, calmed = [], [replace(stream, logprob=stream.logprob.copy()) for stream in streams]
-    for place in moved_S.abs().argsort(descending=True, stable=True)[:count].tolist():
-        number, token = at_S[place]
-        excess = float(moved_S[place] / exact_S[place]) if exact_S[place] else 0.0
-        found.append(Pulled(number, token, float(ratio_S[place]), float(advantage_S[place]), excess))
-        calmed[number].logprob[token] = own[number].logprob[token]
-    return found, calmed
 
 
 def cosine(one: Tensor, other: Tensor) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from composer_nb.harness.rewards import Reward
-from composer_nb.labs.gradient import cosine, inner_products, most_pulled, policy_gradient
+from composer_nb.labs.gradient import cosine, inner_products, policy_gradient
 from composer_nb.labs.retrace import retrace
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
@@ -79,48 +79,6 @@ def test_routes_that_are_not_the_streams_own_are_refused(make_model, attempts):
 def test_a_penalty_without_its_reference_is_refused_not_left_out(make_model, attempts):
     with pytest.raises(ValueError, match="loss.beta"):
         policy_gradient(make_model(3), streams(attempts, SIGNS), LossSettings(beta=0.1), replay=NO_REPLAY)
-
-
-def off_by(stream, token: int, gap: float):
-    """The stream as of an engine that found one token so many nats less likely than the trainer does."""
-    logprob = stream.logprob.copy()
-    logprob[token] -= gap
-    return replace(stream, logprob=logprob)
-
-
-def test_a_token_that_nothing_bounds_turns_the_gradient_and_is_named(make_model, attempts):
-    model, loss = make_model(3), LossSettings()
-    own = streams(retrace(model, attempts), SIGNS)
-    first = [int(np.flatnonzero(stream.acted)[0]) for stream in own]
-    off = [
-        off_by(own[0], first[0], 4.0),
-        off_by(own[1], first[1], 7.0),
-        off_by(own[2], first[2], -0.1),
-        off_by(own[3], first[3], -1.0),
-    ]
-    found, calmed = most_pulled(off, own, loss, 3)
-    assert [(one.stream, one.token) for one in found] == [(n, first[n]) for n in (1, 0, 3)]
-    assert found[0].ratio == pytest.approx(np.exp(7), rel=1e-4) and found[0].excess == pytest.approx(
-        np.exp(7) - 1, rel=1e-4
-    )
-    assert [one.excess for one in found[1:]] == [-1.0, -1.0], "clipped, above and below"
-    assert (
-        calmed[1].logprob[first[1]] == own[1].logprob[first[1]] and off[1].logprob[first[1]] != own[1].logprob[first[1]]
-    )
-    exact, turned, mended = (policy_gradient(model, each, loss, replay=NO_REPLAY)[0] for each in (own, off, calmed))
-    assert cosine(exact, turned) < 0.9 and (turned - mended).norm() > 0.9 * turned.norm()
-    assert cosine(exact, mended) > 0.999
-
-
-def test_a_loss_with_a_bound_is_pulled_by_no_more_than_it(make_model, attempts):
-    own = streams(retrace(make_model(3), attempts), SIGNS)
-    token = int(np.flatnonzero(own[1].acted)[0])
-    off = [own[0], off_by(own[1], token, 7.0), *own[2:]]
-    for settings, excess in ((LossSettings(ratio="tis", tis_cap=2.0), 1.0), (LossSettings(ratio="icepop"), -1.0)):
-        [found], _ = most_pulled(off, own, settings, 1)
-        assert (found.stream, found.token) == (1, token) and found.excess == pytest.approx(excess, rel=1e-5)
-    with pytest.raises(ValueError, match="same streams"):
-        most_pulled(off[:2], own, LossSettings(), 1)
 
 
 def test_inner_products_are_those_of_float64_however_columns_are_cut():
