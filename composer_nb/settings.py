@@ -245,9 +245,6 @@ class EngineSettings:
     numerics: EngineName = "float32"
     """Arithmetic of the engine that samples for RL (`variants.py`). The trainer always computes in float32, so any other value
     makes a mismatch on purpose."""
-    batch_invariant: bool = False
-    """Make sampled tokens independent, to the last bit, of the rest of the batch. The compiled float32 engine of small models
-    always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,6 @@ from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
-from composer_nb.trainer.models.variants import batch_invariant
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.rl import to_stream
 
@@ -239,7 +238,6 @@ def invariance(rounds: int) -> None:
 
     forms = {
         "torch": decode(model),
-        "torch, batch-invariant": decode(batch_invariant(model)),
         "compiled": decode(model, compiled=True),
     }
     found = {name: statistics.median(times) for name, times in timed(forms, rounds).items()}

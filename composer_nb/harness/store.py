@@ -1,7 +1,8 @@
 """Rollouts on disk: one Parquet table that pandas reads, and the tensors beside it in safetensors.
 
 An attempt becomes bytes once (`pack_attempt`), where it ends; files are made of these. A row is an attempt; token streams are
-list columns. Routes, gates and margins of all rows lie one after another in the tensor file, in the order of the rows. Both files are renamed into place when complete.
+list columns. Routes, gates and margins of all rows lie one after another in the tensor file, in the order of the rows. Both
+files are renamed into place when complete.
 """
 
 from __future__ import annotations

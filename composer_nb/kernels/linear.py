@@ -1,9 +1,7 @@
-"""Products with weights and what stands between them, on request the same for a row whatever is beside it.
+"""Products with weights, in float32 where a processor has no bf16.
 
 A GEMM library picks its kernel, and with it the order in which it sums, by the number of rows. So what comes out for a token
-depends in its last bits on how many others are computed beside it ("Defeating Nondeterminism in LLM Inference", Thinking
-Machines, 2025). Here every call has the same shape when `tile` is set: the rows are cut into tiles, the last one filled up with
-zeros. A row's result is then a function of that row and the weights alone.
+depends in its last bits on how many others are computed beside it.
 
 Dimensions: N rows, A input width, B output width, E experts, M rows sorted by expert.
 """
@@ -16,8 +14,6 @@ from torch import Tensor
 
 HALF_IS_SLOW = not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """True if oneDNN has no bf16 on this processor: torch then multiplies number by number, 3 to 30 times slower than float32."""
-TILE = 16
-"""Rows of a tile in batch-invariant mode: few enough not to waste much on a step of few tokens."""
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -28,39 +24,23 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def linear(x_NA: Tensor, w_BA: Tensor, tile: int = 0) -> Tensor:
-    """x · wᵀ, [N, B]; in tiles of `tile` rows unless that is 0."""
-    if tile:
-        return matmul(x_NA, w_BA.T, tile)
+def linear(x_NA: Tensor, w_BA: Tensor) -> Tensor:
+    """x · wᵀ, [N, B]."""
     return F.linear(*widened(x_NA, w_BA)).to(x_NA.dtype)
 
 
-def matmul(x_NA: Tensor, w_AB: Tensor, tile: int = 0) -> Tensor:
-    """x · w, [N, B]; in tiles of `tile` rows unless that is 0."""
+def matmul(x_NA: Tensor, w_AB: Tensor) -> Tensor:
+    """x · w, [N, B]."""
     x, w = widened(x_NA, w_AB)
-    if not tile or not len(x):
-        return (x @ w).to(x_NA.dtype)
-    padded = F.pad(x, (0, 0, 0, -len(x) % tile))  # always new memory, so that alignment is the same each time
-    return torch.cat([part @ w for part in padded.split(tile)])[: len(x)].to(x_NA.dtype)
+    return (x @ w).to(x_NA.dtype)
 
 
-def sigmoid(x: Tensor, tile: int = 0) -> Tensor:
-    """1 / (1 + e^-x). torch's own rounds the last elements of an array, which no whole vector is left for, in another way than
-    those before; its exponential does not."""
-    return 1 / (1 + (-x).clamp_max(80).exp()) if tile else x.sigmoid()
-
-
-def silu(x: Tensor, tile: int = 0) -> Tensor:
-    """x · sigmoid(x)."""
-    return x / (1 + (-x).clamp_max(80).exp()) if tile else F.silu(x)
-
-
-def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor, tile: int = 0) -> Tensor:
-    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. In tiles, and where torch's kernel
-    does not know the dtype (float64) or the widths (rows of other than whole 16 bytes), expert by expert."""
+def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor) -> Tensor:
+    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. Where torch's kernel does not know
+    the dtype (float64) or the widths (rows of other than whole 16 bytes), expert by expert."""
     whole = all(width * x_MA.itemsize % 16 == 0 for width in w_EAB.shape[1:])
-    if not tile and x_MA.dtype != torch.float64 and whole:
+    if x_MA.dtype != torch.float64 and whole:
         x, w = widened(x_MA, w_EAB)
         return F.grouped_mm(x, w, offs=offsets_E).to(x_MA.dtype)
     sizes = offsets_E.diff(prepend=offsets_E.new_zeros(1)).tolist()
-    return torch.cat([matmul(part, w, tile) for part, w in zip(x_MA.split(sizes), w_EAB, strict=True)])
+    return torch.cat([matmul(part, w) for part, w in zip(x_MA.split(sizes), w_EAB, strict=True)])

@@ -27,17 +27,15 @@ PIECE = 256
 """Rows at a time."""
 
 
-def logprob_entropy(
-    hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor, *, tile: int = 0
-) -> tuple[Tensor, Tensor]:
+def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor) -> tuple[Tensor, Tensor]:
     """log p of `token_S` by the rows `from_S` (int64), [S], and the entropy of every row in nats, [U], which takes no part in
-    gradients. Both in float32, or float64 where the hidden states are. `tile`: as in `linear.py`."""
-    if not tile and hidden_UD.dtype != torch.float64 and choose(hidden_UD.device)[0] == "triton":
+    gradients. Both in float32, or float64 where the hidden states are."""
+    if hidden_UD.dtype != torch.float64 and choose(hidden_UD.device)[0] == "triton":
         from composer_nb.kernels import logprob_triton
 
         return logprob_triton.logprob_entropy(hidden_UD, weight_VD, from_S, token_S)
     keep = torch.is_grad_enabled() and (hidden_UD.requires_grad or weight_VD.requires_grad)
-    return _LogprobEntropy.apply(hidden_UD, weight_VD, from_S, token_S, tile, keep)
+    return _LogprobEntropy.apply(hidden_UD, weight_VD, from_S, token_S, keep)
 
 
 def _normalise(logit_PV: Tensor, total_P: Tensor, entropy_P: Tensor) -> Tensor:
@@ -80,7 +78,7 @@ def _normalise_compiled(prob, total, entropy):  # type: ignore[no-untyped-def]
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor, tile: int, keep: bool
+        ctx: Any, hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor, keep: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_UD.dtype, torch.float32)
         rows = len(hidden_UD)
@@ -91,10 +89,10 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx.pieces = [
             (slice(PIECE * n, PIECE * (n + 1)), slice(*ends)) for n, ends in enumerate(pairwise(bounds.tolist()))
         ]
-        wide_UD, wide_VD = (hidden_UD, weight_VD) if tile else widened(hidden_UD, weight_VD)
+        wide_UD, wide_VD = widened(hidden_UD, weight_VD)
         kept = []
         for part, tokens in ctx.pieces:
-            logit_PV = linear(wide_UD[part], wide_VD, tile).to(hidden_UD.dtype).to(dtype)
+            logit_PV = linear(wide_UD[part], wide_VD).to(hidden_UD.dtype).to(dtype)
             mine_S = order_S[tokens]
             logit_S[mine_S] = logit_PV[from_S[mine_S] - part.start, token_S[mine_S]]
             prob_PV = _normalise(logit_PV, total_U[part], entropy_U[part])
@@ -106,7 +104,7 @@ class _LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """d logits = Σ g · (one-hot − p) over the tokens of a row; a piece at a time, which is memory that was just in use."""
         hidden_UD, weight_VD, from_S, token_S, order_S, *kept = ctx.saved_tensors
         g_S = gradients[0]
@@ -124,4 +122,4 @@ class _LogprobEntropy(torch.autograd.Function):
                 d_VD.addmm_(d_PV.T, wide_UD[part])
             else:
                 d_VD += d_PV.T @ wide_UD[part]
-        return d_UD, d_VD.to(weight_VD.dtype), None, None, None, None
+        return d_UD, d_VD.to(weight_VD.dtype), None, None, None

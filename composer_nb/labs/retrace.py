@@ -23,6 +23,7 @@ from torch import Tensor
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.policy import Trace, route_checks, route_dtype
 from composer_nb.harness.rollout import Segment
+from composer_nb.kernels.linear import linear
 from composer_nb.trainer.learning.data import within
 from composer_nb.trainer.models.transformer import Model, PackedRows
 
@@ -45,8 +46,8 @@ class Recomputed:
 def recompute(model: Model, segments: Sequence[Segment]) -> list[Recomputed]:
     """Forward each segment as a row of its own.
 
-    Attention runs in float32, and logits become float32 before the softmax, as in the engine. In batch-invariant mode the results
-    are the engine's to the bit. Raises ValueError for rows that are too long.
+    Attention runs in float32, and logits become float32 before the softmax, as in the engine. Raises
+    ValueError for rows that are too long.
     """
     found: list[Recomputed] = []
     for part in within(BUDGET, segments):
@@ -54,15 +55,14 @@ def recompute(model: Model, segments: Sequence[Segment]) -> list[Recomputed]:
         packed = PackedRows.of_lengths(lengths, model.config)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, packed: PackedRows = packed) -> Tensor:
-            attend = packed.attend_one_by_one if model.tile else packed.attend
-            return attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
+            return packed.attend(layer, q.float(), k.float(), v.float(), scale).to(q.dtype)
 
         ids_N, next_N = (
             torch.from_numpy(np.concatenate([segment.token_ids[cut] for segment in part])).long()
             for cut in (slice(None, -1), slice(1, None))
         )
         hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend)
-        logprob_NV = model.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
+        logprob_NV = linear(hidden_ND, model.output_weight).float().log_softmax(-1)
         streams_N = (
             logprob_NV.gather(1, next_N[:, None])[:, 0],
             -(logprob_NV.exp() * logprob_NV).sum(-1),

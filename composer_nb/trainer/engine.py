@@ -5,8 +5,8 @@ a whole prompt or observation for one that starts the next. There is no prefill 
 Rollouts that have read and written the same tokens so far, as those of a group do until their first differing choice, are
 forwarded once; each has its own copy of the cache.
 
-With a model in batch-invariant mode (`variants.batch_invariant`) all that is recorded of a rollout is the same to the last bit
-whatever else is under way, for any model in float32 or bf16 on a CPU; the compiled kernel of small float32 models always is so.
+With the compiled kernel of small float32 models all that is recorded of a rollout is the same to the last bit whatever else is
+under way.
 
 What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
 what else is under way. Weights can be swapped between two steps: the cache stays, and each token notes the version that drew it.
@@ -29,6 +29,7 @@ from torch import Tensor
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, Trace, route_checks, route_dtype
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, fits, project
+from composer_nb.kernels.linear import linear
 from composer_nb.trainer.models.transformer import Model
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
@@ -263,7 +264,7 @@ class Engine:
         gates = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()
         margins = torch.stack([r.margin_N for r in routings], 1).float().cpu().numpy()
         hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
-        return self.model.linear(hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
+        return linear(hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
 
     def _alike(self, slots: list[_Slot]) -> tuple[list[int], NDArray[np.int64]]:
         """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
@@ -342,7 +343,6 @@ def pack(model: Model) -> DecodeWeights | None:
         and not model.config.latent
         and model.config.norm_topk_prob
         and model.config.moe_layers == model.config.num_hidden_layers
-        and not model.tile
         and model.kernels.recipe == "bf16"
         and model.router_dtype in (None, torch.float32)
     )

@@ -22,11 +22,8 @@ ALIGN = 32
 number of rows that it has not met lately."""
 
 
-def grouped_experts(
-    x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor, *, tile: int = 0
-) -> Tensor:
-    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H. `tile`: as in
-    `linear.py`.
+def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:
+    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H.
 
     A token's K results are added up in the order of its experts, so that the order on record can matter, and nothing that
     other tokens do can. Where rows are filled up to a multiple (`ALIGN`), those that are nobody's hold some token with gate 0:
@@ -36,7 +33,7 @@ def grouped_experts(
     experts_M = experts_NK.reshape(-1)
     order_M = torch.argsort(experts_M, stable=True)
     counts_E = torch.bincount(experts_M, minlength=w_in_EDF.shape[0])
-    align = ALIGN if x_ND.dtype == torch.bfloat16 and x_ND.device.type == "cpu" and not tile and not HALF_IS_SLOW else 1
+    align = ALIGN if x_ND.dtype == torch.bfloat16 and x_ND.device.type == "cpu" and not HALF_IS_SLOW else 1
     room_E = -(-counts_E // align) * align
     offsets_E = room_E.cumsum(0)
     shift_E = (offsets_E - room_E) - (counts_E.cumsum(0) - counts_E)
@@ -46,9 +43,9 @@ def grouped_experts(
     token_P = order_M.new_zeros(rows).scatter_(0, at_M, order_M // chosen)
     gate_P = x_ND.new_zeros(rows).scatter(0, at_M, gates_NK.reshape(-1)[order_M].to(x_ND.dtype))
     ends_E = offsets_E.to(torch.int32)
-    hidden_PF = grouped_mm(_Dispatch.apply(x_ND, token_P, place_NK), w_in_EDF, ends_E, tile)
-    act_PH = swiglu(hidden_PF, gate_P, tile)
-    return _Combine.apply(grouped_mm(act_PH, w_out_EHD, ends_E, tile), token_P, place_NK)
+    hidden_PF = grouped_mm(_Dispatch.apply(x_ND, token_P, place_NK), w_in_EDF, ends_E)
+    act_PH = swiglu(hidden_PF, gate_P)
+    return _Combine.apply(grouped_mm(act_PH, w_out_EHD, ends_E), token_P, place_NK)
 
 
 def _gathered_sum(x_PD: Tensor, place_NK: Tensor) -> Tensor:

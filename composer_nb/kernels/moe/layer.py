@@ -53,7 +53,7 @@ def moe(
     name = _backend(x, backend)
     _check(x, router_logits, w_gate_up, w_down, k)
     x_ND, logits_NE = x.flatten(0, -2), router_logits.flatten(0, -2)
-    experts_NK = _steps(name, x.device, 0).choose(logits_NE.detach(), k)
+    experts_NK = _steps(name, x.device).choose(logits_NE.detach(), k)
     wide_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
     gates_NK = wide_NE.gather(1, experts_NK).softmax(-1)
     out_ND = experts(x_ND, experts_NK, gates_NK, w_gate_up, w_down, recipe=chosen, backend=name)
@@ -69,18 +69,15 @@ def experts(
     *,
     recipe: str | Recipe = "bf16",
     backend: str | None = None,
-    tile: int = 0,
 ) -> Tensor:
-    """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. `tile`, of torch's back end:
-    as in `linear.py`. Raises ValueError as `moe` does."""
+    """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. Raises ValueError as
+    `moe` does."""
     chosen = as_recipe(recipe)
     name = _backend(x_ND, backend)
     _check_widths(w_up_EFD, w_down_EDI, chosen)
     if name == "torch" and chosen.forward is None and chosen.dgrad is None:
-        return grouped_experts(
-            x_ND, experts_NK, gates_NK, w_up_EFD.transpose(1, 2), w_down_EDI.transpose(1, 2), tile=tile
-        )
-    steps = _steps(name, x_ND.device, tile)
+        return grouped_experts(x_ND, experts_NK, gates_NK, w_up_EFD.transpose(1, 2), w_down_EDI.transpose(1, 2))
+    steps = _steps(name, x_ND.device)
     return _Experts.apply(x_ND.contiguous(), gates_NK, w_up_EFD, w_down_EDI, experts_NK, chosen, steps)
 
 
@@ -104,7 +101,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
     if len({a.device, b.device, offs.device}) > 1:
         raise ValueError(f"a is on {a.device}, b on {b.device}, offs on {offs.device}: must be on one device")
     name = _backend(a, backend)
-    return _GroupedMm.apply(a.contiguous(), b, offs, _steps(name, a.device, 0))
+    return _GroupedMm.apply(a.contiguous(), b, offs, _steps(name, a.device))
 
 
 class _GroupedMm(torch.autograd.Function):
@@ -140,9 +137,9 @@ def _backend(x: Tensor, backend: str | None) -> BackendName:
     return name
 
 
-def _steps(name: BackendName, device: torch.device, tile: int) -> PlainSteps:
+def _steps(name: BackendName, device: torch.device) -> PlainSteps:
     if name == "torch":
-        return PlainSteps(tile)
+        return PlainSteps()
     from composer_nb.kernels.moe.triton_steps import TritonSteps
 
     return TritonSteps(architecture(device))

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer_nb.kernels.linear import grouped_mm, matmul
-from composer_nb.kernels.linear import sigmoid as steady_sigmoid
 from composer_nb.kernels.moe.recipes import Format, Operand, as_numbers, quantise_rows, quantise_weights
 from composer_nb.kernels.moe.routing import choose_experts
 
@@ -35,14 +34,10 @@ class Plan:
 
 
 class PlainSteps:
-    """The steps of a back end for `layer.py`. With `tile` (as in `linear.py`) rows come out the same to the last bit whatever is
-    beside them."""
+    """The steps of a back end for `layer.py`."""
 
     backend: str | None = None
     """Back end that quantises."""
-
-    def __init__(self, tile: int = 0) -> None:
-        self.tile = tile
 
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
         """Return int64 [N, K]; see `routing.choose_experts`."""
@@ -71,7 +66,7 @@ class PlainSteps:
         wide = torch.promote_types(dtype, torch.float32)
         x_RA, w_EBA = as_numbers(x, wide), as_numbers(w, wide)
         x_MA = x_RA.index_select(0, plan.token_M) if gather else x_RA
-        return grouped_mm(x_MA, w_EBA.transpose(1, 2), plan.ends_E, self.tile).to(dtype)
+        return grouped_mm(x_MA, w_EBA.transpose(1, 2), plan.ends_E).to(dtype)
 
     def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
         """Return [E, B, A] in the layout of `like`: for each expert Σ over its rows of g [B] ⊗ x [A]. With `gather_…`, a row per
@@ -89,7 +84,7 @@ class PlainSteps:
         """Return silu(h[:, :I]) · h[:, I:] · gate, computed in float32, rounded to the dtype of h, quantised."""
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         a_MI, b_MI = h_MF.to(wide).chunk(2, dim=-1)
-        act_MI = a_MI * self._sigmoid(a_MI) * b_MI * gate_M.to(wide)[:, None]
+        act_MI = a_MI * a_MI.sigmoid() * b_MI * gate_M.to(wide)[:, None]
         return quantise_rows(act_MI.to(h_MF.dtype), format)
 
     def swiglu_backward(
@@ -101,7 +96,7 @@ class PlainSteps:
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         d, gate = d_MI.to(wide), gate_M.to(wide)[:, None]
         a, b = h_MF.to(wide).chunk(2, dim=-1)
-        s = self._sigmoid(a)
+        s = a.sigmoid()
         dh_MF = torch.cat([d * gate * b * s * (1 + a * (1 - s)), d * gate * a * s], dim=-1)
         act_MI = a * s * b
         dgate_M = (d * act_MI).sum(-1)
@@ -115,6 +110,3 @@ class PlainSteps:
         for place in range(1, plan.row_NK.shape[1]):
             out_ND = out_ND + y_MD[plan.row_NK[:, place]].to(wide)
         return out_ND.to(y_MD.dtype)
-
-    def _sigmoid(self, a: Tensor) -> Tensor:
-        return steady_sigmoid(a, self.tile)

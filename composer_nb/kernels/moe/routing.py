@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.compiled import compiled
-from composer_nb.kernels.linear import linear, sigmoid
+from composer_nb.kernels.linear import linear
 
 Level = Literal["ids", "ids+order", "weights"]
 """The part of recorded routes that is replayed: the set of experts (in the order of the live scores), their order too, or also
@@ -86,8 +86,6 @@ def route(
     rule: Rule,
     bias_E: Tensor | None = None,
     replay: Replay | None = None,
-    *,
-    tile: int = 0,
 ) -> Routing:
     """Scores of all experts, the choice of K, and gates.
 
@@ -96,10 +94,10 @@ def route(
     float64 where that is. With `replay` the experts are those given while the gates come from the live scores (but at level
     `weights`), so that the router learns (R3, arXiv 2510.11370). Raises ValueError where routes do not fit the tokens.
     """
-    logits_NE = linear(x_ND.to(router_ED.dtype), router_ED, tile)
+    logits_NE = linear(x_ND.to(router_ED.dtype), router_ED)
     logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
     if rule.sigmoid:
-        score_NE = sigmoid(logits_NE, tile)
+        score_NE = logits_NE.sigmoid()
         choice_NE = score_NE if bias_E is None else score_NE + bias_E.to(score_NE.device)
         probs_NE = score_NE / score_NE.sum(-1, keepdim=True)
     else:

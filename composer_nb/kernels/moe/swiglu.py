@@ -20,17 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled, dot3, exp2
-from composer_nb.kernels.linear import silu
 
 
-def swiglu(hidden_MF: Tensor, gate_M: Tensor | None = None, tile: int = 0) -> Tensor:
-    """silu(hidden[:, :H]) · hidden[:, H:] · gate, [M, H]; `gate_M` is of the dtype of `hidden_MF`, None is 1. With `tile` (as in
-    `linear.py`) a row's result does not depend on its place, which torch's sigmoid does not promise."""
+def swiglu(hidden_MF: Tensor, gate_M: Tensor | None = None) -> Tensor:
+    """silu(hidden[:, :H]) · hidden[:, H:] · gate, [M, H]; `gate_M` is of the dtype of `hidden_MF`, None is 1."""
     if gate_M is None:
         gate_M = hidden_MF.new_ones(len(hidden_MF))
-    if tile and not _plain(hidden_MF):
-        a_MH, b_MH = hidden_MF.chunk(2, dim=-1)
-        return silu(a_MH, tile) * b_MH * gate_M[:, None]
     return _SwiGlu.apply(hidden_MF, gate_M)
 
 

@@ -208,7 +208,7 @@ def score(
     if seen is not None:
         seen += routings
     hidden_UD = hidden_ND.index_select(0, batch.place_U)
-    logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S, tile=model.tile)
+    logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S)
     return batch.collect(logprob_S), batch.collect(entropy_U[batch.from_S])
 
 

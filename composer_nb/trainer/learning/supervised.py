@@ -121,7 +121,7 @@ def _losses(model: Model, batch: Batch) -> tuple[Tensor, list[Routing]]:
     packed = PackedRows.of_lengths(batch.lengths, model.config)
     hidden_ND, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
     every_N = torch.arange(len(hidden_ND))
-    logprob_N, _ = logprob_entropy(hidden_ND, model.output_weight, every_N, batch.targets_N, tile=model.tile)
+    logprob_N, _ = logprob_entropy(hidden_ND, model.output_weight, every_N, batch.targets_N)
     return -logprob_N, routings
 
 

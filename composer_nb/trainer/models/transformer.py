@@ -132,9 +132,6 @@ class Model(nn.Module):
         self.recompute = False
         """Recompute layers in the backward pass instead of keeping activations: less memory, a third more time."""
         self.kernels = Kernels()
-        self.tile = 0
-        """Rows per matrix product; 0: all. With any other number the result for a token, except in attention, does not depend on
-        the rest of the batch, to the last bit (`kernels/linear.py`)."""
         self.watch: Watch | None = None
         """Observer of the residual stream in `trunk`, to compare two forward passes."""
         self._rope: Tensor | None = None
@@ -180,10 +177,6 @@ class Model(nn.Module):
             routings += [] if routing is None else [routing]
         return rms_norm(x_ND, self.final_norm, c.rms_norm_eps), routings
 
-    def linear(self, x_NA: Tensor, w_BA: Tensor) -> Tensor:
-        """Return x · wᵀ, in tiles if the model has them."""
-        return linear(x_NA, w_BA, self.tile)
-
     def _recomputed(self, layer: Layer, *values: Any) -> tuple[Tensor, Routing | None]:
         found: tuple[Tensor, Routing | None] = checkpoint(self._layer, layer, *values, use_reentrant=False)
         return found
@@ -203,19 +196,19 @@ class Model(nn.Module):
         h_ND = rms_norm(x_ND, layer.attention_norm, c.rms_norm_eps)
         qkv = self._latent_qkv if c.latent else self._grouped_qkv
         q, k, v = qkv(layer, h_ND, rope_N, gather)
-        x_ND = x_ND + self.linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
+        x_ND = x_ND + linear(attend(index, q, k, v, self.attention_scale).flatten(1), layer.o)
         if self.watch is not None:
             self.watch(index, "attention", x_ND)
         h_ND = rms_norm(x_ND, layer.moe_norm, c.rms_norm_eps)
         if layer.dense:
-            return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out, self.tile), None
+            return x_ND + _feed_forward(h_ND, layer.dense_in, layer.dense_out), None
         routing = self._route(layer, h_ND, replay)
         if layer.experts is None:
             y_ND = self._experts(h_ND, routing.experts_NK, routing.gates_NK, layer.w_in, layer.w_out)
         else:
             y_ND = layer.experts(h_ND, routing, self._experts)
         if c.n_shared_experts:
-            y_ND = y_ND + _feed_forward(h_ND, layer.shared_in, layer.shared_out, self.tile)
+            y_ND = y_ND + _feed_forward(h_ND, layer.shared_in, layer.shared_out)
         return x_ND + y_ND, routing
 
     def _experts(
@@ -224,20 +217,20 @@ class Model(nn.Module):
         """Compute the routed experts with this model's recipe and back end."""
         recipe, backend = self.kernels.recipe, None if self.kernels.backend == "auto" else self.kernels.backend
         weights = w_in_EDF.mT, w_out_EHD.mT
-        return experts(x_ND, experts_NK, gates_NK, *weights, recipe=recipe, backend=backend, tile=self.tile)
+        return experts(x_ND, experts_NK, gates_NK, *weights, recipe=recipe, backend=backend)
 
     def _route(self, layer: Layer, h_ND: Tensor, replay: Replay | None) -> Routing:
         router: Tensor = layer.router
         if self.router_dtype is not None and router.dtype != torch.float64:
             router = router.to(self.router_dtype)
-        return route(h_ND, router, self.config.rule, layer.router_bias, replay, tile=self.tile)
+        return route(h_ND, router, self.config.rule, layer.router_bias, replay)
 
     def _grouped_qkv(
         self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         queries, keys = c.num_attention_heads, c.num_key_value_heads
-        turned, v = self.linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
+        turned, v = linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
         weight_HC = torch.cat([layer.q_norm.expand(queries, -1), layer.k_norm.expand(keys, -1)])
         q, k = norm_rope(turned, weight_HC, rope_N, c.rms_norm_eps).split([queries, keys], dim=1)
         if gather is not None:
@@ -249,15 +242,15 @@ class Model(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of each head. (A cache of the latents alone would be smaller; it is not built.)"""
         c = self.config
-        low = rms_norm(self.linear(h_ND, layer.q_a), layer.q_a_norm, LATENT_EPS) if c.q_lora_rank else h_ND
-        q = self.linear(low, layer.q_b).unflatten(-1, (-1, c.head_dim))
-        latent, k_turned = self.linear(h_ND, layer.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        low = rms_norm(linear(h_ND, layer.q_a), layer.q_a_norm, LATENT_EPS) if c.q_lora_rank else h_ND
+        q = linear(low, layer.q_b).unflatten(-1, (-1, c.head_dim))
+        latent, k_turned = linear(h_ND, layer.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         latent = rms_norm(latent, layer.kv_a_norm, LATENT_EPS)
         k_turned = rotate(_half_split(k_turned[:, None]), rope_N).squeeze(1)
         if gather is not None:  # hundreds of numbers per token, while keys and values are tens of thousands
             parts = [c.kv_lora_rank, c.qk_rope_head_dim]
             latent, k_turned = gather(torch.cat([latent, k_turned], dim=-1)).split(parts, dim=-1)
-        kv = self.linear(latent, layer.kv_b).unflatten(-1, (c.num_attention_heads, -1))
+        kv = linear(latent, layer.kv_b).unflatten(-1, (c.num_attention_heads, -1))
         q_plain, q_turned = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         k_plain, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         k_turned = k_turned[:, None].expand(-1, c.num_attention_heads, -1)
@@ -300,7 +293,7 @@ class Model(nn.Module):
         batch = PackedRows.of_lengths([T] * B, self.config, token_ids.device)
         given = None if replay is None else Replay(experts=replay.flatten(0, 1))
         hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, given)
-        logits = self.linear(hidden_ND, self.output_weight)
+        logits = linear(hidden_ND, self.output_weight)
         routes = torch.stack([routing.experts_NK for routing in routings], dim=1)
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])
 
@@ -311,8 +304,8 @@ def _require_range(name: str, values: Tensor, count: int, what: str) -> None:
         raise ValueError(f"{name}: holds {low if low < 0 else high}; there are {count} {what}, from 0")
 
 
-def _feed_forward(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor, tile: int) -> Tensor:
-    return matmul(swiglu(matmul(x_ND, w_in_DF, tile), tile=tile), w_out_HD, tile)
+def _feed_forward(x_ND: Tensor, w_in_DF: Tensor, w_out_HD: Tensor) -> Tensor:
+    return matmul(swiglu(matmul(x_ND, w_in_DF)), w_out_HD)
 
 
 def _half_split(x: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from composer_nb.kernels.formats.groupwise import rounded
-from composer_nb.kernels.linear import TILE
 from composer_nb.trainer.models.transformer import Model
 
 
@@ -83,15 +82,6 @@ def variant(model: Model, numerics: Numerics) -> Model:
     return made.to(numerics.dtype)
 
 
-def as_engine(model: Model, name: EngineName, invariant: bool = False) -> Model:
+def as_engine(model: Model, name: EngineName) -> Model:
     """Return the model that an engine of that name makes of the published weights; float32 takes the model as it is."""
-    made = model if name == "float32" else variant(model, ENGINES[name])
-    return batch_invariant(made) if invariant else made
-
-
-def batch_invariant(model: Model) -> Model:
-    """The same weights (not a copy) with products in tiles of a fixed height: no row depends on the rows beside it. Attention
-    over a whole sequence still sums by how long that is; the engine's, over its cache, does not."""
-    made = copy.copy(model)
-    made.tile = TILE
-    return made
+    return model if name == "float32" else variant(model, ENGINES[name])

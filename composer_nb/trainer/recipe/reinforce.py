@@ -69,7 +69,7 @@ class InProcess:
             return None
         self._begin, self._lr = time.perf_counter(), rl.rate(self.step, seconds)
         slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[self.ranks.rank :: self.ranks.world]
-        sampler = as_engine(self.learner.model, self.settings.engine.numerics, self.settings.engine.batch_invariant)
+        sampler = as_engine(self.learner.model, self.settings.engine.numerics)
         engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
         tasks = {slot: self.tasks[slot] for slot in slots}
         groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes)

@@ -63,7 +63,7 @@ class EngineService:
             name,
             load_pretrained(run / "weights" / "start").config,
             kernels=settings.kernels,
-            computes=(settings.engine.numerics, settings.engine.batch_invariant),
+            numerics=settings.engine.numerics,
         )
         model = self._updates.first(
             version

@@ -66,11 +66,11 @@ class Updates:
         config: ModelConfig,
         *,
         kernels: Any = None,
-        computes: tuple[EngineName, bool] = ("float32", False),
+        numerics: EngineName = "float32",
     ) -> None:
-        """`computes`: the engine's number format, and whether it is batch-invariant."""
+        """`numerics`: the engine's number format."""
         self.receiver = Receiver(url, name=name)
-        self.config, self.kernels, self.computes = config, kernels, computes
+        self.config, self.kernels, self.numerics = config, kernels, numerics
 
     def model(self, tensors: Mapping[str, Tensor]) -> Model:
         model = empty_model(self.config)
@@ -81,7 +81,7 @@ class Updates:
     def first(self, version: int) -> Model:
         """Return the model that an engine begins with. Raises like `fetch`."""
         fetched = fetch(self.receiver, version)
-        model = as_engine(self.model(fetched.tensors), *self.computes)
+        model = as_engine(self.model(fetched.tensors), self.numerics)
         self.receiver.install(fetched)
         return model
 
@@ -98,7 +98,7 @@ class Updates:
         tensors = full if fetched is None else fetched.tensors
         assert tensors is not None
         plain = self.model(tensors)
-        model = as_engine(plain, *self.computes)
+        model = as_engine(plain, self.numerics)
         pause = time.perf_counter()
         between(lambda: engine.swap(model, version))
         now = time.perf_counter()
