@@ -17,7 +17,7 @@ from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.driver import Job, Seat
 from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse
 from composer_nb.harness.agent.turns import Limits, Speaker, TokenSpeaker
-from composer_nb.harness.carry import LINK, Blob, add_history, carry_back
+from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
@@ -153,9 +153,8 @@ def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: 
 
 def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
     """Return the files of a workspace without our own. Raises OSError for changes that are too large to keep."""
-    files = {path: blob.data for path, blob in found.items() if blob.mode != LINK}
     ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
-    own = {path: data for path, data in files.items() if not path.startswith(ours)}
+    own = {path: blob.data for path, blob in found.items() if not path.startswith(ours)}
     if not task.image:
         before = workspace(task)
         size = sum(len(data) for path, data in own.items() if before.get(path) != data)

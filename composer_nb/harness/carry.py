@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -11,22 +10,19 @@ from typing import Literal
 from composer_nb.harness.sandbox.contract import Sandbox, members
 from composer_nb.harness.tools.session import FOLDER
 
-Mode = Literal["100644", "100755", "120000"]
+Mode = Literal["100644", "100755"]
 PLAIN: Mode = "100644"
 EXECUTABLE: Mode = "100755"
-LINK: Mode = "120000"
 HISTORY_S = 120.0
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
-    """A file or link of a repository."""
+    """A file of a repository."""
 
     data: bytes
-    """Content; the target of a link."""
     mode: Mode = PLAIN
-    """Plain file, executable file, or link."""
 
     @property
     def unreadable(self) -> bool:
@@ -61,19 +57,20 @@ rm -rf .git
 
 
 def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
-    """Return what an agent left: all files and links, and the paths of everything else but folders. Ends all that runs.
+    """Return what an agent left: all files, and the paths of everything else but folders. Ends all that runs.
 
     Files that it made unreadable are read all the same. Raises OSError for more than can be carried.
     """
     box.end_all()
     box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)
-    strange = ["find", ".", "!", "-type", "f", "!", "-type", "d", "!", "-type", "l", "-print0"]  # busybox too
+    strange = ["find", ".", "!", "-type", "f", "!", "-type", "d", "-print0"]  # busybox too
     found = box.exec(strange, output_bytes=4 << 20)
     if found.exit_code or found.truncated:
         raise OSError(errno.EFBIG, "its folders cannot be listed")
     others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    files: dict[str, Blob] = {}
-    for info, data in members(box.snapshot().archive):
-        mode = LINK if info.issym() else EXECUTABLE if info.mode & 0o100 else PLAIN
-        files[info.name] = Blob(data=os.fsencode(info.linkname) if info.issym() else data, mode=mode)
+    files = {
+        info.name: Blob(data=data, mode=EXECUTABLE if info.mode & 0o100 else PLAIN)
+        for info, data in members(box.snapshot().archive)
+        if info.isreg()
+    }
     return files, {path.removeprefix("./") for path in others}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from composer_nb.harness.carry import LINK, Blob
+from composer_nb.harness.carry import Blob
 from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import changed, read_checkout
 from composer_nb.harness.tasks import harbor
@@ -131,13 +131,6 @@ def test_an_agents_diff_brings_no_protected_name(repository: Path, path: str) ->
     with pytest.raises(Conflict, match="nothing was written"):
         accept(seen.root, held, {"a.py": Blob(data=b"x = 2\n"), path: Blob(data=b"#!/bin/sh\n")})
     assert sorted(repository.rglob("*")) == before and (repository / "a.py").read_text() == "x = 1\n"
-
-
-@pytest.mark.parametrize("target", [".GIT/hooks", "git~1", "sub/../.Git"])
-def test_a_link_to_a_protected_name_stays_behind(repository: Path, target: str) -> None:
-    seen = read_checkout(repository)
-    after = {name: blob for name in seen.files if (blob := seen.blob(name))}
-    assert changed(seen, after | {"l": Blob(data=target.encode(), mode=LINK)}) == ({}, frozenset({"l"}))
 
 
 def test_a_tracked_file_of_a_protected_name_can_be_changed(repository: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob
+from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
 from composer_nb.harness.product.diff import Changes
 from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.untrusted import UnsafeName, beneath, protected
@@ -120,9 +120,6 @@ def _file(target: Path) -> os.stat_result | None:
 def _write(at: Path, blob: Blob, before: os.stat_result | None) -> None:
     """Write a file, with the owner and the permissions of the file before, if there is one; the blob says whether it can be
     executed."""
-    if blob.mode == LINK:
-        os.symlink(os.fsdecode(blob.data), at)
-        return
     runs = blob.mode == EXECUTABLE
     with open(
         os.open(at, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o777 if runs else 0o666), "wb"

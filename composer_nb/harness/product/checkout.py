@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob, add_history
+from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob, add_history
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxSpec
 from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
@@ -24,8 +24,6 @@ from composer_nb.harness.untrusted import HISTORY, is_plain, protected
 MAX_FILE_BYTES = 4 << 20
 MAX_BYTES = 128 << 20
 MAX_FILES = 20_000
-_MOST_LINKS = 40
-"""Maximum links on the way of one link, as in Linux."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,50 +143,20 @@ def _read(root: Path, path: str) -> bytes:
 def changed(
     checkout: Checkout, after: Mapping[str, Blob], others: Set[str] = frozenset()
 ) -> tuple[dict[str, Blob | None], frozenset[str]]:
-    """Return what an agent changed, and the paths that cannot come back: `others`, links that lead out of what it saw, and paths
-    that are protected or not plain.
+    """Return what an agent changed, and the paths that cannot come back: `others`, such as links, and those that are protected or
+    not plain.
 
     Caches, our own files and files that stayed behind on the way in are part of neither. A file of the repository that was
     replaced by something that cannot come back is not deleted.
     """
     strange = others | {
-        path
-        for path, blob in after.items()
-        if (path not in checkout.files and (protected(path) or not is_plain(path)))
-        or (blob.mode == LINK and not _leads_inside(checkout, after, path))
+        path for path in after if path not in checkout.files and (protected(path) or not is_plain(path))
     }
     gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, strange))
     new = {path: blob for path, blob in after.items() if path not in strange and checkout.blob(path) != blob}
     both = {path: blob for path, blob in (gone | new).items() if path in checkout.files or not _stays(checkout, path)}
     named = frozenset(path for path in strange if path in checkout.files or not _stays(checkout, path))
     return dict(sorted(both.items())), named
-
-
-def _leads_inside(checkout: Checkout, after: Mapping[str, Blob], path: str) -> bool:
-    """Return whether a link, and every link on its way, leads to a place that an agent may write to."""
-    at, ahead, links = [*PurePosixPath(path).parent.parts], [PurePosixPath(path).name], 0
-    while ahead:
-        part = ahead.pop(0)
-        if part in ("", "."):
-            continue
-        if part == "..":
-            if not at:
-                return False
-            at.pop()
-            continue
-        here = "/".join([*at, part])
-        blob = after.get(here)
-        if blob is None or blob.mode != LINK:
-            if here in checkout.left_out:  # it may be a link itself
-                return False
-            at.append(part)
-            continue
-        target, links = os.fsdecode(blob.data), links + 1
-        if links > _MOST_LINKS or target.startswith("/"):
-            return False
-        ahead = [*target.split("/"), *ahead]
-    end = "/".join(at)
-    return not at or not (protected(end) or _stays(checkout, end))
 
 
 def _inside(path: str, others: Set[str]) -> bool:

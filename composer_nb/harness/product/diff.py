@@ -1,4 +1,4 @@
-"""Show what an agent changed as a patch that `git apply` takes, binary files, links and permissions included.
+"""Show what an agent changed as a patch that `git apply` takes, binary files and permissions included.
 
 Git compares two commits that are made for this in an empty repository of its own: no work tree, hook, attribute or setting of the
 user's repository takes part.

@@ -65,7 +65,7 @@ def decide(work: Work, verdict: str, console: Console) -> int:
         say(f"\nstayed behind: {text}", style="dim")
     say(f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {visible(done.why)}".rstrip(), style="dim")
     for path in sorted(work.others):
-        what = "a device, a protected name, or a link that leads out of what the agent saw"
+        what = "a link, a device, or a protected name"
         say(f"not carried back, {what}: {visible(path)}", style="red")
     if work.lost:
         say(f"its files could not be carried out of the sandbox: {visible(work.lost)}", style="red")

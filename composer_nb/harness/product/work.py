@@ -15,7 +15,7 @@ from typing import Any, Literal
 from composer_nb.harness.agent.loop import Conversation
 from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.carry import EXECUTABLE, LINK, PLAIN, Blob
+from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.product.accept import Conflict, accept
@@ -43,7 +43,7 @@ class Work:
     conversation: Conversation
     changes: Changes
     others: frozenset[str] = frozenset()
-    """Paths that cannot come back: devices, links that lead elsewhere."""
+    """Paths that cannot come back: links, devices, protected names."""
     lost: str = ""
     """Reason why its files could not be carried out of the sandbox; then there are no changes."""
 
@@ -139,7 +139,7 @@ def _unpack(held: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
     """Return the repository, its changed files as the agent saw them, and the changes: the inverse of `_pack`."""
 
     def unpacked(blob: Mapping[str, Any] | None) -> Blob | None:
-        if blob is not None and blob["mode"] not in (PLAIN, EXECUTABLE, LINK):
+        if blob is not None and blob["mode"] not in (PLAIN, EXECUTABLE):
             raise ValueError(f"mode {blob['mode']!r}")
         return None if blob is None else Blob(data=base64.b64decode(blob["data"]), mode=blob["mode"])
 
@@ -160,7 +160,7 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
     after = dict(before)
     for path, blob in work.changes.items():
         after.pop(path, None)
-        if blob is not None and blob.mode != LINK:
+        if blob is not None:
             after[path] = blob.data.decode("utf-8", "surrogateescape")
     rollout = done.rollout(name, segment, after)
     changed = {path: before[path] for path in work.changes if path in before}
