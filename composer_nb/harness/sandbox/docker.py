@@ -9,8 +9,8 @@ When the process that made a container dies, the engine closes the streams, at w
 in the container with it. The stopped container stays until `reap` removes it.
 
 Covers engines of version 20.10 and newer with Linux containers, on control groups 1 and 2, and images that have python3, 3.9 or
-newer, and no VOLUME. Does not pull images. That memory was used up is told in every result where the container's control group
-can be read, as on the engine's own machine; elsewhere only when it ended the sandbox.
+newer, and no VOLUME. Does not pull images. Where the container's control group can be read, as on the engine's own machine, its
+use of memory and CPU is known, and every result tells that memory was used up; elsewhere only that it ended the sandbox is told.
 """
 
 from __future__ import annotations
@@ -187,9 +187,6 @@ class _Machine(Machine):
             self.channel.close()
         self.backend.remove(self)
 
-    def usage(self) -> tuple[int | None, float | None]:
-        return self.backend.usage(self.id) if self.group is None else Machine.usage(self)
-
     def kills(self) -> int:
         if self.group is not None and not self.channel.ended:
             with contextlib.suppress(OSError):  # it goes with the last process
@@ -244,14 +241,6 @@ class DockerBackend(ResidentBackend):
         except OSError as error:
             raise SandboxFailure(str(error)) from error
         self.forget(made.id, made.noted)
-
-    def usage(self, name: str) -> tuple[int | None, float | None]:
-        """Return (bytes of memory, seconds of CPU) as the engine counts them."""
-        try:
-            facts = self._client.api.stats(name, stream=False, one_shot=True)
-            return facts["memory_stats"].get("usage"), facts["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9
-        except errors():
-            return None, None
 
     def kills(self, name: str, ended: bool) -> int:
         """Return 1 if something in a container was killed for memory before it ended. The engine knows that a moment later."""
