@@ -47,7 +47,9 @@ def main() -> None:
         asked = Random(0).sample(asked, min(arguments.questions, len(asked)))
         index = CodeIndex.build(mined.files, embedding)
         each = ranks(index, asked)
-        show(f"{name}: {len(asked)} questions, {index.report['files']} files, {index.report['chunks']} chunks", each)
+        show(
+            f"{name}: {len(asked)} questions, {len(index.table().paths)} files, {len(index.table().file)} chunks", each
+        )
         for way, rank in each.items():
             found.setdefault(way, []).append(rank)
     total = {way: np.concatenate(rank) for way, rank in found.items()}

@@ -44,7 +44,7 @@ def main() -> None:
     print(f"{len(files)} files, {size:.0f} MB, {lines} lines", flush=True)
     with timed("indexed"):
         index = CodeIndex.build(files, embedding)
-    print(dict(index.report))
+    print(f"{len(index.table().paths)} files, {len(index.table().file)} chunks")
     small = dict(Random(1).sample(sorted(files.items()), 200))
     questions = [question.text for question in mine(small).questions if question.kind == "docstring"][:200]
     series("query", [lambda text=text: index.search(text) for text in questions])

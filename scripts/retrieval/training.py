@@ -121,7 +121,7 @@ def prepare(
     for path, data in sorted(files.items()):
         if not unfit(data):
             found[path] = chunk_file(path, data)
-            names += [span.name for span in cut(path, data, text_lines(data))[0]]
+            names += [span.name for span in cut(path, data, text_lines(data))]
     starts = np.cumsum([0, *(len(each.spans) for each in found.values())])
     first = dict(zip(found, starts.tolist(), strict=False))
     asked: list[dict[int, float]] = []

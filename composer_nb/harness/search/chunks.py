@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import tree_sitter_python
@@ -19,9 +18,6 @@ from numpy.typing import NDArray
 from tree_sitter import Language, Node, Parser
 
 from composer_nb.harness.search.embedding import weigh
-
-How = Literal["parsed", "plain", "unparsable"]
-"""Way in which a file was cut: as Python, or into windows because it is not Python or cannot be parsed."""
 
 LONGEST_FILE = 1 << 20
 """Maximum bytes of an indexed file; longer files are data or generated."""
@@ -68,26 +64,18 @@ class FileChunks:
     """[N]"""
     weights: NDArray[np.float32]
     """[N]"""
-    how: How
 
 
-def unfit(data: bytes) -> str | None:
-    """Return why a file is not indexed (`empty`, `too_large`, `binary`, `minified`), or None if it is."""
-    if not data:
-        return "empty"
-    if len(data) > LONGEST_FILE:
-        return "too_large"
-    if b"\0" in data:
-        return "binary"
-    if len(data) > 20_000 and len(data) > _LONG_LINE * (data.count(b"\n") + 1):
-        return "minified"
-    return None
+def unfit(data: bytes) -> bool:
+    """Return whether a file is not indexed: an empty, too large, binary or minified one."""
+    minified = len(data) > 20_000 and len(data) > _LONG_LINE * (data.count(b"\n") + 1)
+    return not data or len(data) > LONGEST_FILE or b"\0" in data or minified
 
 
 def chunk_file(path: str, data: bytes) -> FileChunks:
     """Cut a file that is not `unfit`."""
     lines = text_lines(data)
-    spans, how = cut(path, data, lines)
+    spans = cut(path, data, lines)
     rows = [_weights(path, span, lines) for span in spans]
     counts = np.array([len(row) for row in rows], np.int32)
     size = int(counts.sum())
@@ -96,7 +84,6 @@ def chunk_file(path: str, data: bytes) -> FileChunks:
         counts=counts,
         terms=np.fromiter((term for row in rows for term in row), np.uint64, size),
         weights=np.fromiter((weight for row in rows for weight in row.values()), np.float32, size),
-        how=how,
     )
 
 
@@ -111,16 +98,15 @@ def _weights(path: str, span: Span, lines: Sequence[str]) -> dict[int, float]:
     return weigh([(text, 1.0), (span.name, _NAME), (path.removesuffix(".py"), _PATH), (comment, _COMMENT)])
 
 
-def cut(path: str, data: bytes, lines: Sequence[str]) -> tuple[list[Span], How]:
-    """Return the chunks of a file in order, and how they were found."""
-    python = path.endswith((".py", ".pyi"))
-    if python:
+def cut(path: str, data: bytes, lines: Sequence[str]) -> list[Span]:
+    """Return the chunks of a file in order."""
+    if path.endswith((".py", ".pyi")):
         root = Parser(_PYTHON).parse(data).root_node
         imports: set[int] = set()
         found = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
         if found or not root.has_error:
-            return list(_chunks(found, lines, imports)), "parsed"
-    return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW)), "unparsable" if python else "plain"
+            return list(_chunks(found, lines, imports))
+    return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW))
 
 
 def _definitions(root: Node, imports: set[int]) -> Iterator[Span]:

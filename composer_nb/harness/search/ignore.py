@@ -55,8 +55,6 @@ class Ignore:
 
     rules: Mapping[str, Sequence[_Pattern]]
     """Folder of the ignore files -> rules, the last one first. The root folder is the empty string."""
-    left_out: int = 0
-    """Number of rules that do not apply because they exceed a bound or are invalid."""
     under: str = ""
     """Folder of the repository that paths are relative to. It is never ignored itself, because the user named it."""
     _known: dict[str, bool] = field(default_factory=dict)
@@ -90,21 +88,19 @@ def read_ignore(files: Mapping[str, bytes], default: bytes = DEFAULT) -> Ignore:
     texts = [("", default)]
     texts += [(path.rpartition("/")[0], files[path]) for path in sorted(files) if path.rpartition("/")[2] in NAMES]
     rules: dict[str, list[_Pattern]] = {}
-    count = left_out = 0
+    count = 0
     for folder, data in texts:
         for line in data.decode(errors="replace").splitlines():
             if not line.strip() or line.startswith("#"):
                 continue
-            pattern = _pattern(line) if count < _MOST_RULES else None
-            if pattern is None:
-                left_out += 1
-            else:
+            if count < _MOST_RULES and (pattern := _pattern(line)) is not None:
                 rules.setdefault(folder, []).insert(0, pattern)
                 count += 1
-    return Ignore(rules, left_out)
+    return Ignore(rules)
 
 
 def _pattern(line: str) -> _Pattern | None:
+    """Return a rule; None for one that exceeds a bound or is invalid, which does not apply."""
     line = re.sub(r"(?<![^/!])(?:\*\*/)+(?=\*\*)", "", line)
     line = re.sub(r"/\*\*/ *$", "/**/*/", line)  # folders below, not the folder itself
     if len(line) > _LONGEST_RULE or line.split("/").count("**") > _MOST_DEEP:

@@ -9,7 +9,6 @@ There is no inverted index: an edit replaces the chunks of one file, and the nex
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -23,7 +22,7 @@ from composer_nb.harness.search.ignore import read_ignore
 
 K1, B = 1.2, 0.75
 MOST_BYTES = 256 << 20
-"""Maximum total size of the indexed files; later ones, in the order of their paths, are left out and counted."""
+"""Maximum total size of the indexed files; later ones, in the order of their paths, are left out."""
 _DEPTH = 200
 """Number of top chunks of each ranking that are fused."""
 _DENSE = 0.8
@@ -91,10 +90,6 @@ class Table:
 class CodeIndex:
     """The index of one workspace. Paths are relative, with `/` between their parts."""
 
-    report: Counter[str]
-    """Counts when the workspace was last read as a whole: `files`, `chunks`; files by how they were cut (`chunks.How`); files
-    that are not indexed, by reason (`ignored`, `over_budget`, `chunks.unfit`); `rules_left_out`, ignore rules beyond a bound."""
-
     def __init__(self, embedding: Embedding | None = None) -> None:
         self._embedding = embedding or shipped()
         self._files: dict[str, _File] = {}
@@ -111,7 +106,7 @@ class CodeIndex:
     def fork(self) -> CodeIndex:
         """Return an index with the same content, whose edits do not affect this one. Shares everything large."""
         other = CodeIndex(self._embedding)
-        other._files, other._ignore, other.report = dict(self._files), self._ignore, self.report
+        other._files, other._ignore = dict(self._files), self._ignore
         other._table = self.table()
         return other
 
@@ -122,26 +117,17 @@ class CodeIndex:
             self._files[path] = self._cut(path, data)
         self._table = None
 
-    def sync(self, files: Mapping[str, bytes]) -> int:
-        """Update the index to the whole workspace `files`, and return the number of files that had changed."""
-        self._ignore, before = read_ignore(files), self._files
-        self.report = Counter(rules_left_out=self._ignore.left_out)
-        now: dict[str, _File] = {}
-        budget = MOST_BYTES
+    def sync(self, files: Mapping[str, bytes]) -> None:
+        """Update the index to the whole workspace `files`."""
+        before = self._files
+        self._ignore, self._files, self._table = read_ignore(files), {}, None
+        room = MOST_BYTES
         for path, data in sorted(files.items()):
-            why = "ignored" if self._ignore.ignored(path) else unfit(data)
-            if why is None and len(data) > budget:
-                why = "over_budget"
-            if why is not None:
-                self.report[why] += 1
+            if self._ignore.ignored(path) or unfit(data) or len(data) > room:
                 continue
-            budget -= len(data)
+            room -= len(data)
             known = before.get(path)
-            now[path] = known if known and known.data == data else self._cut(path, data)
-        self._files, self._table = now, None
-        self.report.update(each.chunks.how for each in now.values())
-        self.report.update(files=len(now), chunks=sum(len(each.chunks.counts) for each in now.values()))
-        return sum(before.get(path) is not now.get(path) for path in before.keys() | now.keys())
+            self._files[path] = known if known and known.data == data else self._cut(path, data)
 
     def _cut(self, path: str, data: bytes) -> _File:
         chunks = chunk_file(path, data)

@@ -58,18 +58,16 @@ def test_only_in_directories() -> None:
         built.search("open", limit=0)
 
 
-def test_the_report_counts_what_became_of_the_files() -> None:
+def test_files_that_hold_no_text_are_left_out() -> None:
     files = FILES | {"image.png": b"\0\1", "empty.py": b"", "big.txt": b"word\n" * (1 << 18)}
-    report = CodeIndex.build(files, embedding()).report
-    counts = {"files": 4, "chunks": 6, "parsed": 2, "plain": 2}  # .gitignore is text as well
-    left_out = {"binary": 1, "empty": 1, "too_large": 1, "ignored": 1, "rules_left_out": 0}
-    assert report == counts | left_out
+    built = CodeIndex.build(files, embedding())
+    assert len(built.table().paths) == 4 and not set(built.table().paths) & {"image.png", "empty.py", "big.txt"}
+    assert len(built.table().file) == 6
 
 
 def test_a_repository_beyond_the_bound_is_indexed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "MOST_BYTES", 120)
-    report = CodeIndex.build(FILES, embedding()).report
-    assert 0 < report["files"] < 4 and report["over_budget"] == 4 - report["files"]
+    assert 0 < len(CodeIndex.build(FILES, embedding()).table().paths) < 4
 
 
 def test_bm25_is_the_formula() -> None:
@@ -115,14 +113,14 @@ def test_edits_leave_what_a_new_index_would_hold(first: list, second: list, one:
 
     assert found(edited) == found(fresh)
     assert found(before) == found(CodeIndex.build(files, embedding()))
-    changed = {path for path in files.keys() | now.keys() if (files.get(path) or b"") != (now.get(path) or b"")}
-    assert edited.sync(now) == 0 and before.sync(now) == len(changed), "an empty file is not indexed"
-    assert found(before) == found(fresh)
+    edited.sync(now)
+    before.sync(now)
+    assert found(edited) == found(before) == found(fresh)
 
 
 def test_sync_heeds_a_changed_ignore_file() -> None:
     built = CodeIndex.build(FILES, embedding())
-    assert built.sync(FILES | {".gitignore": b"src/\n"}) == 4  # itself, two files less, one more
+    built.sync(FILES | {".gitignore": b"src/\n"})
     assert {hit.path for hit in built.search("rotate evict")} == {"build/out.py", "docs/guide.md"}
     built.edit("src/new.py", b"def rotate(): pass\n")
     assert {hit.path for hit in built.search("rotate evict")} == {"build/out.py", "docs/guide.md"}
