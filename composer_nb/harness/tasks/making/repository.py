@@ -2,7 +2,7 @@
 
 A repository is a folder, such as a git checkout or an unpacked source distribution. Nothing of it is executed or shown to git,
 whose settings in a hostile checkout can name programs to start. Left out are links, history, caches, bytecode, build folders,
-metadata of installed copies, and what is no UTF-8 text or is too large; `left_out` says which and why.
+metadata of installed copies, and what is no UTF-8 text or is too large.
 
 References: answers in `git log --all` (SWE-bench #465), in type-check caches and bytecode (Composer 2.5).
 """
@@ -40,8 +40,6 @@ class Repository:
     name: str
     files: dict[str, str]
     """Relative POSIX path -> text, tests included."""
-    left_out: dict[str, str]
-    """Path of a file or folder -> why it is no part of it."""
     settings: dict[str, str] = field(default_factory=dict)
     """Metadata that each of its tasks has: how its tests run."""
 
@@ -79,18 +77,13 @@ def _supports_tests(path: str) -> bool:
     return bool(set(PurePosixPath(path).parts[:-1]) & TEST_FOLDERS)
 
 
-def unwanted(path: str) -> str:
-    """Return why a file or folder of this path is no part of a task; empty if it is one."""
+def unwanted(path: str) -> bool:
+    """Return whether a file or folder of this path is no part of a task: history, built or cached files, metadata of an installed
+    copy, and what belongs to an editor, a service or a patch."""
     name, folders = PurePosixPath(path).name, set(PurePosixPath(path).parts)
-    if folders & HISTORY:
-        return "history"
-    if folders & (CACHE_FOLDERS | BUILT) or path.startswith("build/") or name.endswith(CACHE_ENDINGS):
-        return "built or cached"
-    if any(part.endswith((".egg-info", ".dist-info")) for part in folders) or name == "PKG-INFO":
-        return "metadata of an installed copy"
-    if folders & EDITORS or name.endswith(LEFTOVERS):
-        return "of an editor, a service or a patch"
-    return ""
+    built = folders & (CACHE_FOLDERS | BUILT) or path.startswith("build/") or name.endswith(CACHE_ENDINGS)
+    copied = any(part.endswith((".egg-info", ".dist-info")) for part in folders) or name == "PKG-INFO"
+    return bool(folders & (HISTORY | EDITORS) or built or copied or name.endswith(LEFTOVERS))
 
 
 def read_repository(path: Path) -> Repository:
@@ -100,22 +93,18 @@ def read_repository(path: Path) -> Repository:
     if not path.is_dir():
         raise ValueError(f"{path}: not a folder; unpack an archive first")
     files: dict[str, str] = {}
-    left_out: dict[str, str] = {}
     total = 0
-    for file, content in _of_folder(path):
-        text = decoded(content) if isinstance(content, bytes) and b"\0" not in content else None
-        if why := unwanted(file) or (content if isinstance(content, str) else ""):
-            left_out[file] = why
-        elif text is None:
-            left_out[file] = "no UTF-8 text"
-        else:
-            files[file] = text
-            total += len(content)
+    for file, data in _of_folder(path):
+        text = None if b"\0" in data else decoded(data)
+        if text is None:
+            continue
+        files[file] = text
+        total += len(data)
         if total > MAX_BYTES or len(files) > MAX_FILES:
             raise ValueError(
                 f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
             )
-    repository = Repository(name=path.resolve().name, files=dict(sorted(files.items())), left_out=left_out)
+    repository = Repository(name=path.resolve().name, files=dict(sorted(files.items())))
     if not repository.tests:
         raise ValueError(f"{path}: no test module (test_….py or …_test.py); some source distributions ship none")
     if not repository.sources:
@@ -123,25 +112,18 @@ def read_repository(path: Path) -> Repository:
     return repository
 
 
-def _of_folder(root: Path) -> Iterator[tuple[str, bytes | str]]:
-    """Yield paths, and the content of each or why there is none."""
+def _of_folder(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and content of each regular file that is wanted and not too large."""
     for at, folders, names in os.walk(root):
         here = Path(at).relative_to(root)
-        for folder in list(folders):
-            path = (here / folder).as_posix()
-            if why := "a link" if (Path(at) / folder).is_symlink() else unwanted(path):
-                folders.remove(folder)
-                yield path, why
+        folders[:] = [
+            each for each in folders if not (Path(at, each).is_symlink() or unwanted((here / each).as_posix()))
+        ]
         for name in names:
-            yield (here / name).as_posix(), _read(Path(at) / name)
-
-
-def _read(path: Path) -> bytes | str:
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        return "a link or device"
-    if status.st_size > MAX_FILE_BYTES:
-        return "too large"
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
-    return data if len(data) <= MAX_FILE_BYTES else "too large"
+            file, path = Path(at, name), (here / name).as_posix()
+            if unwanted(path) or not stat.S_ISREG(file.lstat().st_mode):
+                continue
+            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as held:
+                data = held.read(MAX_FILE_BYTES + 1)
+            if len(data) <= MAX_FILE_BYTES:
+                yield path, data

@@ -121,7 +121,7 @@ def prepared(tmp_path: Path) -> Repository:
     folder = laid(tmp_path / "packages", HELPER)
     settings = {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(read_packages(folder))}
     settings["pytest.ini"] = read_options(REPOSITORY, "", plugins_in(folder)).ini
-    return Repository(name="shapes", files=REPOSITORY, left_out={}, settings=settings)
+    return Repository(name="shapes", files=REPOSITORY, settings=settings)
 
 
 def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backend: Backend) -> None:
@@ -132,7 +132,7 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
     options = read_options(REPOSITORY, "", plugins_in(tmp_path / "packages"))
     found = measure(repository, backend, SandboxSpec(), lambda doing: None, running, options)
     assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
-    bare = Repository(name="shapes", files=REPOSITORY, left_out={}, settings={})
+    bare = Repository(name="shapes", files=REPOSITORY, settings={})
     with pytest.raises(ValueError, match=r"only 0 of .*Bring helper by --packages FOLDER"):
         measure(bare, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
     at_once = replace(bare, files=REPOSITORY | {"tests/conftest.py": "import helper\n"})

@@ -18,17 +18,11 @@ def laid(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def test_a_checkout_without_what_gives_answers_away(
-    checkout: Path, files: dict[str, str], leaks: dict[str, str]
-) -> None:
+def test_a_checkout_without_what_gives_answers_away(checkout: Path, files: dict[str, str]) -> None:
     found = read_repository(checkout)
     assert found.files == files and found.name == "shapes"
     assert found.sources == ("shapes/__init__.py", "shapes/core.py")
     assert set(found.tests) == {"tests/test_core.py", "tests/test_odd.py"} and found.scope == ("shapes/**",)
-    left_out = {path.split("/")[0] for path in leaks} - {"shapes"}
-    assert left_out <= {path.split("/")[0] for path in found.left_out}
-    assert found.left_out["shapes/link.py"] == "a link or device" and found.left_out["logo.png"] == "no UTF-8 text"
-    assert found.left_out[".git"] == "history" and "shapes/core.py.orig" in found.left_out
 
 
 def test_support_of_tests_in_the_package_comes_with_the_grade(tmp_path: Path) -> None:
@@ -60,7 +54,7 @@ def test_what_is_too_large_is_left_out_or_refused(
     held = {path: text.encode() for path, text in files.items()}
     path = laid(tmp_path, held | {"data.sql": b"x" * 5000})
     monkeypatch.setattr(reading, "MAX_FILE_BYTES", 4000)
-    assert read_repository(path).left_out["data.sql"] == "too large"
+    assert "data.sql" not in read_repository(path).files
     monkeypatch.setattr(reading, "MAX_BYTES", 2000)
     with pytest.raises(ValueError, match="name the package's own folder"):
         read_repository(path)
@@ -71,4 +65,4 @@ def test_a_pipe_does_not_stop_the_reading(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("")
     (tmp_path / "a.py").write_text("")
     os.mkfifo(tmp_path / "pipe.py")
-    assert read_repository(tmp_path).left_out == {"pipe.py": "a link or device"}
+    assert set(read_repository(tmp_path).files) == {"test_a.py", "a.py"}
