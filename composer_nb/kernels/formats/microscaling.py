@@ -156,11 +156,11 @@ def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tenso
     a_B = blocks.abs().amax(-1)
     global_scale = nvfp4_global_scale(a_B.amax(-1, keepdim=True) if share == "token" else a_B.amax())
     bad = global_scale.isnan()
-    wanted_B = divide(divide(a_B, torch.full_like(a_B, E2M1_MAX)), global_scale)
+    wanted_B = a_B / torch.full_like(a_B, E2M1_MAX) / global_scale
     scale_B = wanted_B.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     step_B = scale_B.float() * global_scale
     step_B = torch.where(step_B > 0, step_B, math.inf)
-    code = e2m1_codes(divide(blocks, step_B[..., None])).flatten(-2).masked_fill(bad, 0)
+    code = e2m1_codes(blocks / step_B[..., None]).flatten(-2).masked_fill(bad, 0)
     scale_B = scale_B.view(torch.uint8).masked_fill(bad, E4M3_NAN).view(torch.float8_e4m3fn)
     qdata = pack_e2m1(code)
     return NVFP4Tensor(qdata=qdata, scale=scale_B, global_scale=global_scale, share=share)
@@ -188,18 +188,12 @@ def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = N
     return quantize_triton.nvfp4_quantize(x, share)
 
 
-def divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, rounded as IEEE 754 says, of two tensors: by a Python number torch multiplies with its inverse on a GPU. All of
-    NVFP4's divisions are this one; `findings.dividing` puts another in its place."""
-    return a / b
-
-
 def nvfp4_global_scale(largest: Tensor) -> Tensor:
     """float32 scales for largest magnitudes: NaN where those are not finite."""
     divisor = torch.full_like(
         largest, E4M3_MAX * E2M1_MAX
     )  # a tensor: by a number torch multiplies with its inverse on a GPU
-    return divide(largest, divisor).clamp_min(SMALLEST_GLOBAL).masked_fill(~largest.isfinite(), math.nan)
+    return (largest / divisor).clamp_min(SMALLEST_GLOBAL).masked_fill(~largest.isfinite(), math.nan)
 
 
 def mx_scale_shape(shape: torch.Size, block: int, rows: int) -> tuple[int, ...]:

@@ -1,22 +1,57 @@
-"""Figures of number formats: bits, errors, tokens that affect each other through a shared scale, divisions, losses.
+"""Number formats: bits, rounding errors, and tokens that affect each other through a shared scale.
 
-The numbers come from `findings.py` and `trial.py`.
+NVFP4 as NVIDIA has it shares one float32 scale among all tokens of a tensor. So a token's numbers depend on tokens beside it, and
+on later ones (Composer 2 technical report, §6.1). Nothing here needs a GPU.
+
+Dimensions: T tokens, K columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from composer_nb.kernels.formats.microscaling import E2M1_VALUES, MXTensor, NVFP4Tensor, unpack_e2m1
-from composer_nb.labs.formats.findings import FORMATS
-from composer_nb.labs.formats.trial import Curve
+from composer_nb.kernels.formats.microscaling import (
+    E2M1_VALUES,
+    MXTensor,
+    NVFP4Tensor,
+    mx_quantize_reference,
+    nvfp4_quantize_reference,
+    unpack_e2m1,
+)
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title
+
+Quantize = Callable[[Tensor], MXTensor | NVFP4Tensor]
+
+FORMATS: dict[str, Quantize] = {
+    "MXFP8": mx_quantize_reference,
+    "MXFP8, floor": lambda x: mx_quantize_reference(x, rule="floor"),
+    "MXFP8, blocks of 128": lambda x: mx_quantize_reference(x, block=128),
+    "NVFP4, a scale per token": nvfp4_quantize_reference,
+    "NVFP4, a scale per tensor": lambda x: nvfp4_quantize_reference(x, share="tensor"),
+}
+"""Quantisers by the names that figures have."""
+
+
+def changed_past(quantize: Quantize, x_TK: Tensor, factor: float = 3.0) -> Tensor:
+    """[T − 1]: by how much the quantised numbers of each earlier token change, relative to their length, when the last token is
+    multiplied by `factor`. Any but 0 lets the future into the past. (A power of two moves a shared scale and no rounding.)"""
+    later_TK = x_TK.clone()
+    later_TK[-1] *= factor
+    before_TK, after_TK = quantize(x_TK).dequantize()[:-1], quantize(later_TK).dequantize()[:-1]
+    return (after_TK - before_TK).norm(dim=1) / before_TK.norm(dim=1)
+
+
+def changed_alone(quantize: Quantize, x_TK: Tensor) -> Tensor:
+    """[T]: by how much each token's quantised numbers change, relative to their length, when it is alone in its batch."""
+    together_TK = quantize(x_TK).dequantize()
+    alone_TK = torch.cat([quantize(token_TK).dequantize() for token_TK in x_TK.split(1)])
+    return (alone_TK - together_TK).norm(dim=1) / together_TK.norm(dim=1)
+
 
 LINES = (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.PURPLE, style.SKY)
 FIELDS = {"sign": style.VERMILION, "exponent": style.SKY, "mantissa": style.YELLOW}
@@ -95,47 +130,4 @@ def by_token(found: Mapping[str, Tensor], heading: str, y: str) -> Picture:
         title(ax, f"{name}: {int((value != 0).sum())} of {len(value)}", "token")
     panels[0].set_ylabel(y, fontsize=8.5)
     picture.suptitle(heading, fontsize=10, x=0.01, ha="left")
-    return picture
-
-
-def divisions(found: Mapping[str, Mapping[str, float]]) -> Picture:
-    """Draw the shares of stored numbers that another division changes, on a logarithmic axis."""
-    picture, ax = style.one_panel(9.5, 2.4)
-    sides = [
-        style.Side(name, color, list(one.values())) for (name, one), color in zip(found.items(), LINES, strict=False)
-    ]
-    ax.set(yscale="log", ylim=(1e-6, 5))
-    style.grouped(ax, list(next(iter(found.values()))), sides, ".2g", 1e-6)
-    key(ax)
-    title(ax, "NVFP4 divided otherwise than IEEE 754 says: share that differs", "", "share")
-    return picture
-
-
-def losses(curves: Sequence[Curve], smooth: int = 20) -> Picture:
-    """Draw training losses, and the distance of each from the first."""
-    picture = Picture(9.5, 2.8)
-    left, right = picture.panels(1, 2)
-    means = [np.convolve(curve.losses, np.ones(smooth) / smooth, "valid") for curve in curves]
-    for curve, mean, color in zip(curves, means, LINES, strict=False):
-        label = curve.recipe if curve.division == "ieee" else f"{curve.recipe}, {curve.division}"
-        steps = np.arange(len(mean)) + smooth
-        left.plot(steps, mean, color=color, linewidth=1.1, label=label)
-        right.plot(steps, 100 * (mean / means[0] - 1), color=color, linewidth=1.1)
-    key(left)
-    title(left, f"loss, mean of {smooth} steps", "step", "nats a byte")
-    title(right, f"away from {curves[0].recipe}'s", "step", "%")
-    return picture
-
-
-def gaps(curves: Sequence[Curve]) -> Picture:
-    """Draw mean |Δ log p| between a trainer that divides as IEEE 754 says and an engine that does not, at the same published
-    weights, beside the effect of publishing them in bfloat16."""
-    picture, ax = style.one_panel(9.5, 2.4)
-    for curve, color in zip(curves, LINES, strict=False):
-        steps, gap, cast = zip(*curve.gap, strict=True)
-        ax.plot(steps, gap, "o-", color=color, linewidth=1.1, markersize=3, label=f"division: {curve.division}")
-        ax.plot(steps, cast, "--", color=style.GREY, linewidth=1.1, label="bfloat16 instead of float32")
-    ax.set_yscale("log")
-    key(ax)
-    title(ax, "what another division adds to the mismatch", "step", "mean |Δ log p|")
     return picture

@@ -1,4 +1,4 @@
-"""Figures of number formats draw what was computed."""
+"""What formats do to numbers, and figures that draw what was computed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,41 @@ import pytest
 import torch
 
 from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
-from composer_nb.labs.formats import view as formats
-from composer_nb.labs.formats.findings import FORMATS, changed_past
-from composer_nb.labs.formats.trial import Curve
+from composer_nb.labs import formats
+from composer_nb.labs.formats import FORMATS, changed_alone, changed_past
+
+
+def tokens(seed: int, count: int = 32, width: int = 128) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.exp(torch.randn(count, 1, generator=random))
+    return (torch.randn(count, width, generator=random) * sizes).bfloat16().float()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_a_scale_that_tokens_share_carries_anything_between_them(name: str, seed: int):
+    x = tokens(seed)
+    x[-1] = x.abs().max()
+    past, alone = changed_past(FORMATS[name], x), changed_alone(FORMATS[name], x)
+    assert past.shape == (31,) and alone.shape == (32,)
+    if name.endswith("per tensor"):
+        assert (past != 0).float().mean() > 0.5 and (alone != 0).float().mean() > 0.5
+    else:
+        assert not past.any() and not alone.any()
+
+
+def test_a_power_of_two_moves_a_shared_scale_and_no_rounding():
+    x = tokens(1)
+    x[-1] = x.abs().max()
+    assert not changed_past(FORMATS["NVFP4, a scale per tensor"], x, factor=4.0).any()
+
+
+def test_small_tokens_pay_for_large_ones_when_they_share_a_scale():
+    x = tokens(0)
+    x[0] *= 2.0**-14
+    quantised = (FORMATS[f"NVFP4, a scale per {who}"](x[:]).dequantize()[0] for who in ("token", "tensor"))
+    own, shared = ((q - x[0]).norm() / x[0].norm() for q in quantised)
+    assert own < 0.15 and shared > 1.5 * own
 
 
 def test_bits_spell_the_numbers():
@@ -36,29 +68,4 @@ def test_a_bar_for_each_token():
     own, shared = formats.by_token(found, "leak", "change").axes
     assert [bar.get_height() for bar in own.patches] == [0] * 4
     assert [bar.get_height() for bar in shared.patches] == pytest.approx(found["NVFP4, a scale per tensor"].tolist())
-
-
-def test_divisions_show_their_shares():
-    one = {"float32 scales": 0.5, "e4m3 scales": 0.01, "codes": 0.0, "tokens with any": 1.0}
-    [ax] = formats.divisions({"inverse": one}).axes
-    assert [text.get_text() for text in ax.texts] == ["0.5", "0.01", "0", "1"]
-
-
-def test_curves():
-    curves = [
-        Curve(recipe="bf16", division="ieee", losses=[2.0] * 9, held_out=2.0, gap=[], weights=torch.ones(1)),
-        Curve(
-            recipe="nvfp4",
-            division="inverse",
-            losses=[2.2] * 9,
-            held_out=2.2,
-            gap=[(1, 0.1, 0.2)],
-            weights=torch.ones(1),
-        ),
-    ]
-    left, right = formats.losses(curves, smooth=3).axes
-    assert [text.get_text() for text in left.get_legend().get_texts()] == ["bf16", "nvfp4, inverse"]
-    assert right.get_lines()[1].get_ydata() == pytest.approx([10.0] * 7)
-    [ax] = formats.gaps(curves[1:]).axes
-    assert [line.get_ydata().tolist() for line in ax.get_lines()] == [[0.1], [0.2]]
     assert formats.values().png().startswith(b"\x89PNG")
