@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from composer_nb.harness.grading.plan import Twin
@@ -175,7 +174,7 @@ def matrix(verdicts: Mapping[str, Mapping[str, Verdict]], honest: str) -> Pictur
     return picture
 
 
-# Limits and fleets.
+# Limits.
 
 
 def cases(found: Sequence[tuple[str, Judged, float]]) -> Html:
@@ -187,34 +186,3 @@ def cases(found: Sequence[tuple[str, Judged, float]]) -> Html:
         detail = f'<span class="quiet">{html.escape(judged.detail)} · {seconds:.1f} s</span>'
         rows.append(f'<div class="head">{html.escape(name)} {chip}</div><div>{detail}</div>')
     return page.box(*rows)
-
-
-def lateness(late: Mapping[str, Sequence[float]]) -> Picture:
-    """Draw how many ms each kind of command outlived its time limit, one dot per try."""
-    picture, ax = style.one_panel(9.5, 0.32 * len(late) + 1.1)
-    for y, values in enumerate(late.values()):
-        ax.plot(values, [y] * len(values), "o", color=style.BLUE, markersize=5, alpha=0.6)
-        ax.plot(np.median(values), y, "|", color=style.INK, markersize=14, markeredgewidth=2)
-    style.rows(ax, list(late))
-    ax.set_xlim(0, max(max(values) for values in late.values()) * 1.08)
-    title(ax, "how late a command is over (bar: median)", "ms after its time limit")
-    return picture
-
-
-def neighbour(parts: Mapping[str, Sequence[tuple[float, float]]], during: str) -> Picture:
-    """Draw ms of a small command in one sandbox over consecutive parts; another sandbox misbehaves in the part `during`."""
-    picture, ax = style.one_panel(9.5, 2.8)
-    zero = min(at for points in parts.values() for at, _ in points)
-    most = max(ms for points in parts.values() for _, ms in points)
-    for name, points in parts.items():
-        at, ms = np.array([at - zero for at, _ in points]), np.array([ms for _, ms in points])
-        hue = style.VERMILION if name == during else style.BLUE
-        ax.plot(at, ms, "D" if name == during else "o", color=hue, markersize=3.5, alpha=0.7)
-        ax.plot([at[0], at[-1]], [np.median(ms)] * 2, color=style.INK, linewidth=1.5)
-        text = f"{name}\nmedian {np.median(ms):.0f} ms, 95 % below {np.quantile(ms, 0.95):.0f} ms"
-        ax.text((at[0] + at[-1]) / 2, 1.35 * most, text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
-    ax.set_yscale("log")
-    ax.set_ylim(top=3.2 * most)
-    style.log_axis(ax.yaxis)
-    title(ax, "a small command in the sandbox next door", "seconds", "ms")
-    return picture

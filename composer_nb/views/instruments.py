@@ -1,5 +1,5 @@
-"""Instruments that record sandboxes for a notebook: calls of a rollout, common graders, response times, episodes of a fleet, and
-what a killed run left. `environments.py` draws the records."""
+"""Instruments that record sandboxes for a notebook: calls of a rollout, common graders, and what a killed run left.
+`environments.py` draws the records."""
 
 from __future__ import annotations
 
@@ -124,18 +124,7 @@ def verdict(grade: Grade) -> Verdict:
     return "accepted" if grade.passed else "tampered" if grade.status == "tampered" else "rejected"
 
 
-# Limits, fleets, what is left behind.
-
-
-def pulse(sandbox: Sandbox, seconds: float) -> list[tuple[float, float]]:
-    """Run `true` repeatedly; return (start, ms) of each."""
-    found: list[tuple[float, float]] = []
-    end = time.perf_counter() + seconds
-    while (begin := time.perf_counter()) < end:
-        sandbox.exec(["true"])
-        found.append((begin, (time.perf_counter() - begin) * 1e3))
-        time.sleep(0.01)
-    return found
+# What is left behind.
 
 
 def descendants(pid: int) -> dict[int, int | None]:

@@ -109,13 +109,6 @@ def test_a_verdict_tells_tampering_from_failing():
     assert instruments.verdict(Grade(status="agent_failed")) == "rejected"
 
 
-def test_a_pulse_is_a_row_of_small_commands(backend: BwrapBackend):
-    with backend.create(SPEC) as sandbox:
-        found = instruments.pulse(sandbox, 0.3)
-    assert found and all(ms > 0 for _, ms in found)
-    assert all(one[0] + one[1] / 1e3 <= other[0] for one, other in zip(found, found[1:], strict=False))
-
-
 def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
     journal = Journal(tmp_path, "run")
     folder = tmp_path / "held"
@@ -225,15 +218,3 @@ def test_cases_show_what_held_and_what_did_not():
         ]
     ).text
     assert page.count(">held<") == 1 and page.count(">NOT HELD<") == 1 and "&lt;x&gt; · 1.0 s" in page
-
-
-def test_lateness_has_a_dot_a_try():
-    picture = environments.lateness({"sleeps": [1.0, 2.0, 9.0], "stops": [3.0]})
-    dots = [line.get_xdata() for line in picture.axes[0].lines if line.get_marker() == "o"]
-    assert [list(values) for values in dots] == [[1.0, 2.0, 9.0], [3.0]] and shows_something(picture)
-
-
-def test_the_neighbour_has_its_medians():
-    picture = environments.neighbour({"before": [(5.0, 2.0), (5.1, 4.0), (5.2, 3.0)], "bomb": [(6.0, 8.0)]}, "bomb")
-    assert texts(picture) == ["before\nmedian 3 ms, 95 % below 4 ms", "bomb\nmedian 8 ms, 95 % below 8 ms"]
-    assert picture.axes[0].lines[0].get_xdata()[0] == 0 and shows_something(picture)
