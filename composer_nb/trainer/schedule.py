@@ -88,19 +88,18 @@ class Left(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """One rollout is graded and stored: `oldest_version` of its tokens, `tokens` long, `sampled` of them by the policy."""
+    """One rollout is graded and stored: `oldest_version` of its tokens, of which the policy `sampled` so many."""
 
     slot: int
     attempt: int
     place: int
     oldest_version: int
-    tokens: int
     sampled: int
 
     def sound(self, version: int) -> bool:
         """Return whether the numbers are possible while `version` is the newest."""
         known = whole(self.oldest_version) and self.oldest_version <= version
-        return known and _named(self) and whole(self.place) and whole(self.sampled) and whole(self.tokens, self.sampled)
+        return known and _named(self) and whole(self.place) and whole(self.sampled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

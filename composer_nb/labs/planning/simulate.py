@@ -135,7 +135,7 @@ class World:
         seconds, tokens = self.load.durations.rollout(slot, place, again)
         self.running[slot, attempt, place] = (self.now, seconds, tokens)
         self.lengths[slot, attempt, place] = tokens
-        numbers = {"slot": slot, "attempt": attempt, "place": place, "tokens": tokens, "sampled": tokens}
+        numbers = {"slot": slot, "attempt": attempt, "place": place, "sampled": tokens}
         self.after(seconds, Finished(at=0.0, oldest_version=self.version, **numbers))
 
     def _abandon(self, key: tuple[int, int, int]) -> None:

@@ -174,8 +174,6 @@ def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -
     for name in ("in_flight", "in_queue"):
         if counts := done.get("staleness", {}).get(name):
             found[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
-    if "lengths" in done:
-        found["lengths"] = {what: done["lengths"].get(what, {}) for what in ("finished", "trained", "stale")}
     return found
 
 

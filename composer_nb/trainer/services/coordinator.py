@@ -2,7 +2,7 @@
 it what happened, and writes it all down.
 
     environment workers ──outcomes──▶ coordinator ──streams──▶ trainer ──versions──▶ store ──▶ engines ◀──turns── environments
-                        ◀─assignments─┘  │ run.db: rollouts, batches, versions, the orchestrator's state
+                        ◀─dispatches──┘  │ run.db: rollouts, batches, versions, the orchestrator's state
 
 The loop waits in `take` for a batch and in `learn` for the trainer; meanwhile `_turn` keeps everything else moving. The
 orchestrator decides; everything that must survive is in `run.db` before it is acted on. So any process
@@ -47,7 +47,7 @@ from composer_nb.trainer.schedule import (
     TrainerLost,
 )
 from composer_nb.trainer.services.actors import ActorDied, Actors, Remote
-from composer_nb.trainer.services.environments import Assignment, EnvironmentService, Outcome, Pair, prompt_order
+from composer_nb.trainer.services.environments import EnvironmentService, Outcome, Pair, prompt_order
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, store_url
@@ -230,9 +230,7 @@ class Coordinator:
                 continue
             self.notes.append(partial(self.journal.keep, o))
             oldest = o.oldest_version // self.per_step
-            events.append(
-                Finished(at=time.monotonic(), **name, oldest_version=oldest, tokens=o.tokens, sampled=o.sampled)
-            )
+            events.append(Finished(at=time.monotonic(), **name, oldest_version=oldest, sampled=o.sampled))
         return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in pair.assigned]
 
     def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
@@ -339,7 +337,7 @@ class Coordinator:
         match command:
             case Dispatch(worker=name, slot=slot, attempt=number, places=places):
                 pair = self.pairs[name]
-                pair.start.append(Assignment(slot=slot, attempt=number, places=places))
+                pair.start.append(command)
                 pair.assigned[slot, number] = set(places)
             case Cancel(worker=name, slot=slot, attempt=number):
                 if name in self.pairs:
@@ -457,7 +455,6 @@ class Coordinator:
             "sampled": books["counts"].get("received_tokens", 0),
             "staleness_bound": self.settings.services.bound,
             "staleness": books["staleness"],
-            "lengths": books["lengths"],
             "counts": books["counts"],
             "train_s": self.train_s,
             "store": stored_bytes(store_url(self.run.path, self.settings)),

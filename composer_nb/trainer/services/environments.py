@@ -1,6 +1,6 @@
 """The environment service: agents and their sandboxes in a process of their own, against a policy that runs elsewhere.
 
-An environment worker gets assignments and answers with attempts, graded and packed. It drives its agents exactly as
+An environment worker gets dispatches and answers with attempts, graded and packed. It drives its agents exactly as
 the plain loop does; only the policy is a proxy. It imports no torch: many fit on a machine.
 """
 
@@ -25,28 +25,19 @@ from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.schedule import Dispatch
 from composer_nb.trainer.services.actors import Remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Rollouts `places` of a group: a prompt's position in the run's order, and the dispatch's number."""
-
-    slot: int
-    attempt: int
-    places: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of one rollout of an assignment. `packed` is None where the infrastructure failed it, or it was cancelled."""
+    """The end of one rollout of a dispatch. `packed` is None where the infrastructure failed it, or it was cancelled."""
 
     slot: int
     attempt: int
     place: int
     packed: bytes | None
     oldest_version: int = 0
-    tokens: int = 0
     sampled: int = 0
     reason: str = ""
 
@@ -64,7 +55,7 @@ class Pair:
     updating: bool = False
     working: bool = False
     since: float = 0.0
-    start: list[Assignment] = field(default_factory=list)
+    start: list[Dispatch] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
     assigned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
 
@@ -154,12 +145,12 @@ class EnvironmentWorker:
 
     def work(
         self,
-        start: Iterable[Assignment],
+        start: Iterable[Dispatch],
         cancel: Iterable[tuple[int, int]],
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> list[Outcome]:
-        """Starts assignments, gives up cancelled ones (slot, attempt), and works for about `seconds`. Nothing to do is answered
+        """Starts dispatches, gives up cancelled ones (slot, attempt), and works for about `seconds`. Nothing to do is answered
         at once."""
         until = clock() + seconds
         for a in start:
@@ -208,7 +199,7 @@ class EnvironmentService:
         functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
         self._worker = EnvironmentWorker(RemotePolicy(*policy), agent, tasks, group, functions, lockstep)
 
-    def work(self, start: Sequence[Assignment], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
+    def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
         """See `EnvironmentWorker.work`."""
         return self._worker.work(start, cancel, seconds)
 
@@ -228,7 +219,6 @@ def _outcome(names: tuple[int, int, int], done: Attempt) -> Outcome:
         place=place,
         packed=pack_attempt(done) if known else None,
         oldest_version=int(written.min()) if len(written) else 0,
-        tokens=rollout.tokens,
         sampled=rollout.sampled,
         reason="" if known else done.grade.status,
     )

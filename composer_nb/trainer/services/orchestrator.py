@@ -13,7 +13,7 @@
 Admission: (served + O + 1)·B − (accepted + running) ≥ G, where accepted = trained, in training or ready. Staleness of a
 rollout = the step that trains it − the version of its oldest token. It never passes `bound`, because a batch is only taken
 if what stays behind can still be trained in time: the trainer rather waits for a long rollout than loses it. What is
-dropped all the same is counted by reason and length and dispatched again: no prompt is ever skipped.
+dropped all the same is counted by reason and dispatched again: no prompt is ever skipped.
 
 After a crash `restore` dispatches again what was running, and gives the batch that was in training out once more (after the
 steps since the trainer's checkpoint, if any): the same rollouts in the same order.
@@ -157,7 +157,6 @@ class Orchestrator:
         if isinstance(event, Faulted):
             self.books.receive(event.sampled, "faulted")
             self.books.counts["faulted"] += 1
-            self.books.count("faulted", event.sampled)
             self._fault(group, event.place, event.reason)
         else:
             self._finished(group, event)
@@ -166,8 +165,7 @@ class Orchestrator:
     def _finished(self, group: Group, event: Finished) -> None:
         self.books.receive(event.sampled)
         self.books.counts["finished"] += 1
-        self.books.count("finished", event.tokens)
-        group.done[event.place] = Done(event.attempt, event.oldest_version, self.version, event.tokens, event.sampled)
+        group.done[event.place] = Done(event.attempt, event.oldest_version, self.version, event.sampled)
         group.ready = self.books.counts["finished"]
         if self.version - event.oldest_version > self.schedule.bound:
             self._drop(group)
@@ -234,7 +232,6 @@ class Orchestrator:
             self._commands.append(Cancel(worker=lease.worker, slot=group.slot, attempt=attempt))
         for place in places:
             group.gone[attempt, place] = (why, lease.worker)
-            self.books.count(why, None)
             self._close(group, attempt, place)
         return places
 

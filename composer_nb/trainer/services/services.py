@@ -78,7 +78,6 @@ class EngineService:
         self._waiting: dict[str, set[int]] = {}
         """Rollouts whose turn a client waits for; only its own calls touch it."""
         self._failure: BaseException | None = None
-        self.decoding_s = 0.0
         self._stopped = False
         if not self._lockstep:
             threading.Thread(target=self._decode, daemon=True, name="decode").start()
@@ -135,7 +134,7 @@ class EngineService:
         self._take(client, requests)
         found: list[Completion] = []
         while not found and self._engine.busy:
-            found = self._step()
+            found = self._engine.step()
         return found
 
     def _take(self, client: str, requests: Sequence[Request]) -> None:
@@ -147,12 +146,6 @@ class EngineService:
         self._client.pop(rollout, None)
         return self._engine.release(rollout)
 
-    def _step(self) -> list[Completion]:
-        start = time.perf_counter()
-        done = self._engine.step()
-        self.decoding_s += time.perf_counter() - start
-        return done
-
     def _decode(self) -> None:
         """Decode, on the one thread that touches the engine."""
         torch.set_num_threads(1)
@@ -163,7 +156,7 @@ class EngineService:
                 self._wake.clear()
                 while not self._inbox.empty():
                     self._inbox.get()()
-                for done in self._step():
+                for done in self._engine.step():
                     self._answers[self._client[done.rollout]].put(done)
         except BaseException as error:
             self._failure = error
@@ -190,15 +183,6 @@ class EngineService:
         """Ends decoding, and who waits for it. A process of its own needs no such thing: it is ended."""
         self._stopped = True
         self._failure = self._failure or RuntimeError("it was stopped")
-
-    def status(self) -> dict[str, Any]:
-        """Return counts of the work so far."""
-        return {
-            "version": self._engine.version,
-            "decoding_s": self.decoding_s,
-            "forwarded": self._engine.forwarded,
-            "sampled": self._engine.sampled,
-        }
 
 
 def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:

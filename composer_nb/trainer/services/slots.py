@@ -10,11 +10,6 @@ from typing import Any
 from composer_nb.trainer.schedule import Schedule
 
 
-def bucket(tokens: int | None) -> str:
-    """The power of two below which a length lies; `unknown` for what was never measured."""
-    return "unknown" if tokens is None else f"<{1 << tokens.bit_length()}"
-
-
 @dataclass(slots=True)
 class Worker:
     capacity: int
@@ -46,7 +41,6 @@ class Done:
     oldest: int
     finished: int
     """The version when it finished."""
-    tokens: int
     sampled: int
 
 
@@ -119,13 +113,8 @@ class Books:
     counts: Counter[str] = field(default_factory=Counter)
     ledger: Counter[str] = field(default_factory=Counter)
     """Sampled tokens by what became of them."""
-    lengths: dict[str, Counter[str]] = field(default_factory=dict)
-    """Rollouts by what became of them and by length; `finished` are all that were accepted."""
     staleness: dict[str, Counter[int]] = field(default_factory=dict)
     """Trained rollouts by the versions that passed while they were sampled, while they waited, and in all."""
-
-    def count(self, what: str, tokens: int | None) -> None:
-        self.lengths.setdefault(what, Counter())[bucket(tokens)] += 1
 
     def receive(self, sampled: int, what: str | None = None) -> None:
         """Books tokens that are reported; without `what` they are held until the rollout is trained or dropped."""
@@ -136,7 +125,6 @@ class Books:
     def settle(self, done: Done, what: str) -> None:
         """Books what became of a finished rollout."""
         self.ledger[what] += done.sampled
-        self.count(what, done.tokens)
 
     def trained(self, done: Done, step: int) -> None:
         self.settle(done, "trained")
@@ -152,15 +140,13 @@ class Books:
         return {
             "counts": dict(self.counts),
             "ledger": dict(self.ledger),
-            "lengths": {what: dict(counts) for what, counts in self.lengths.items()},
             "staleness": {name: sorted(counts.items()) for name, counts in self.staleness.items()},
         }
 
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Books:
-        lengths = {what: Counter(counts) for what, counts in packed["lengths"].items()}
         staleness = {name: Counter(dict(pairs)) for name, pairs in packed["staleness"].items()}
-        return cls(Counter(packed["counts"]), Counter(packed["ledger"]), lengths, staleness)
+        return cls(Counter(packed["counts"]), Counter(packed["ledger"]), staleness)
 
 
 def choose(workers: Mapping[str, Worker], avoid: Container[str]) -> str | None:

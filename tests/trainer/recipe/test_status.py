@@ -76,7 +76,7 @@ def train(run: RunDir, steps: int, after: int = 0) -> None:
             if isinstance(command, Dispatch):
                 name = {"slot": command.slot, "attempt": command.attempt}
                 waiting += [
-                    Finished(at=0.0, **name, place=p, oldest_version=orchestrator.version, tokens=9, sampled=SAMPLED)
+                    Finished(at=0.0, **name, place=p, oldest_version=orchestrator.version, sampled=SAMPLED)
                     for p in command.places
                 ]
             elif isinstance(command, Train) and command.step < steps:

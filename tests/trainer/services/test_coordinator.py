@@ -186,7 +186,6 @@ def test_the_report_tells_of_staleness_and_shows_it(ahead):
     )
     assert report["in_flight"] + report["in_queue"] == pytest.approx(report["staleness_mean"], abs=1e-6)
     assert report["tokens_accounted"] == 1.0 and 0 < report["trainer_idle"] < 1
-    assert sum(report["lengths"]["trained"].values()) == 8 * 2 * 4
     assert pictures(run)["staleness"][1].startswith(b"\x89PNG")
 
 
@@ -260,7 +259,7 @@ def test_an_engine_that_is_born_before_its_version_waits_for_it(begun):
     publish.start()
     engine = EngineService(run.path, settings, 0, 0, "early")
     publish.join()
-    assert trainer[0].version == 0 and engine.status()["version"] == 0
+    assert trainer[0].version == 0 and engine._engine.version == 0
 
 
 def test_layers_are_recomputed_where_the_setting_says_so_and_nothing_else_changes(begun, monkeypatch):
