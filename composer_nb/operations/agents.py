@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from composer_nb.harness.product import SLOTS
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
 
 KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if there is one."
@@ -109,7 +110,7 @@ def verdict(given: argparse.Namespace) -> int:
     arg("--model DIR", "checkpoint to serve", type=Path),
     arg("--policy scripted:FILE.json", "script to serve"),
     arg("--follow STORE", "store of weight versions of this model; the newest answers", ""),
-    arg("--slots N", "conversations held at a time", 4),
+    arg("--slots N", "conversations held at a time", SLOTS),
     arg("--tokens N", "maximum tokens of one conversation", 32_768),
     arg("--queue N", "waiting requests; more get status 429", 64),
     arg("--temperature T", "temperature of requests that give none", 1.0),

@@ -34,6 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
+from composer_nb.harness.product import SLOTS
 from composer_nb.harness.product.wire import (
     Answered,
     Asked,
@@ -113,7 +114,7 @@ class ChatServer:
         model: str = "model",
         *,
         host: str = "127.0.0.1",
-        slots: int = 8,
+        slots: int = SLOTS,
         queue: int = 64,
         key: str = "",
         version: Callable[[], int] | None = None,
@@ -187,7 +188,7 @@ class ChatServer:
         await reply(scope, receive, send)
 
     async def _reply(self, request: Request) -> Response:
-        self._admit(request.headers, request.scope["server"][0], request.scope["path"])
+        self._authorize(request.headers, request.scope["server"][0], request.scope["path"])
         body = await _body(request)
         listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"}
         match request.method, request.scope["path"]:
@@ -226,7 +227,7 @@ class ChatServer:
             lines += [f"composer_nb_{each} {values[each]}" for each in sorted(values) if each.partition("{")[0] == name]
         return "\n".join([*lines, ""])
 
-    def _admit(self, headers: Headers, address: str, path: str) -> None:
+    def _authorize(self, headers: Headers, address: str, path: str) -> None:
         """Raise Refused for requests of foreign web pages, by a name that resolves to this `address` or across origins, for a
         request whose end is ambiguous, and for one without the key; `/health` needs none."""
         host = headers.get("host", "")
