@@ -107,8 +107,8 @@ class Rollout:
     files: dict[str, str]
     """The workspace at the end."""
     stop: str
-    """`finished`, the limit that ended it (`turns`, `tokens`, `time`), `interrupted` by its user, `died` with its sandbox, or
-    `infrastructure`: no fault of the agent."""
+    """`finished`, the limit that ended it (`turns`, `tokens`, `time`), `interrupted` by its user, or `infrastructure`: no
+    fault of the agent."""
     counted: tuple[int, int] = (0, 0)
     """Tokens read and written, as counted by an endpoint, which gives no token streams."""
     seconds: float = 0.0

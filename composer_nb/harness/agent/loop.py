@@ -15,7 +15,7 @@ from composer_nb.harness.agent.chat import Result, Said, User
 from composer_nb.harness.agent.turns import Limits, News, Speaker
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout, Segment, Turn
-from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import Reply
@@ -66,7 +66,8 @@ def conversation(
 ) -> Conversation:
     """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in it.
 
-    A failure of the infrastructure, a dead sandbox and Ctrl-C end it with the turns so far.
+    A failure of the infrastructure and Ctrl-C end it with the turns so far. A sandbox that ran out of memory does not: each call
+    is answered with an error.
     """
     turns: list[Turn] = []
     began, read, written, used = clock(), 0, 0, 0
@@ -100,8 +101,6 @@ def conversation(
         turns.append(Turn(call="", observation=why, error="ProviderError"))
     except SandboxFailure as failure:
         stop, why = "infrastructure", str(failure)
-    except SandboxDied:
-        stop = "died"
     except KeyboardInterrupt:
         stop = "interrupted"
     return Conversation(turns=tuple(turns), stop=stop, read=read, written=written, seconds=clock() - began, why=why)

@@ -21,8 +21,9 @@ from composer_nb.harness.tasks.task import Task
 
 Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
 """graded: the tests ran; a missing result is a failure. tampered: something passed tests that no right answer passes, or forged
-results. agent_failed: the agent's code ended its own sandbox. infra_error, invalid_task: the sandbox or the task is at fault, so
-nothing is known of the agent's work. ungraded: work on a user's repository, which has no hidden tests."""
+results. agent_failed: the agent's code used up a sandbox's memory, ended the runner of its tests, or left more than can be
+carried out. infra_error, invalid_task: the machinery or the task is at fault, so nothing is known of the agent's work. ungraded:
+work on a user's repository, which has no hidden tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

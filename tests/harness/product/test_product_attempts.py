@@ -32,10 +32,11 @@ from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.rewards import TERMS, RewardSettings, reward
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.contract import Backend, SandboxFailure
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.arguments import Arguments
+from composer_nb.harness.tools.tool_call import Tool, ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.trainer.models.tokenizer import train_tokenizer
@@ -273,6 +274,21 @@ def test_an_agent_that_breaks_its_sandbox_failed(
     fill = shell("python - <<'E'\nimport os\nfor n in range(400): open(f'f{n}','wb').truncate(1 << 20)\nE")
     done = attempt(task, place, ScriptSpeaker(play([turn([fill]), Said(text="")])))
     assert done.grade.status in ("agent_failed", "graded") and not done.grade.passed
+
+
+def test_a_sandbox_out_of_memory_is_answered_with_errors_and_fails_the_agent(
+    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def died(*_: object) -> str:
+        raise SandboxDied("its memory was used up")
+
+    monkeypatch.setattr("composer_nb.harness.attempt.carry_back", died)
+    grow = Tool(name="grow", description="", arguments=Arguments, run=died)
+    full = dataclasses.replace(place, tools=ToolSet(tools={"grow": grow}))
+    call = ToolCall(name="grow", arguments={})
+    done = attempt(task, full, ScriptSpeaker(play([turn([call]), turn([call]), Said(text="")])))
+    assert [each.error for each in done.rollout.turns] == ["UnexpectedEnvironment"] * 2 + [None]
+    assert (done.rollout.stop, done.grade.status) == ("finished", "agent_failed")
 
 
 def test_a_sandbox_that_does_not_start_is_infrastructure(
