@@ -1,7 +1,7 @@
 """The services of asynchronous RL that hold a model: inference, training, evaluation. Plain classes; Ray makes actors of them.
 
 They share nothing but the version store: the trainer publishes every optimiser step there, in the background; an engine
-fetches a version while it decodes, and swaps it in between two steps. What an engine then runs is hashed and reported back.
+fetches a version while it decodes, and swaps it in between two steps. What an engine has loaded is hashed and reported back.
 """
 
 from __future__ import annotations
