@@ -79,6 +79,9 @@ class ModelSettings(ModelConfig):
 
     start: str = ""
     """Folder of a checkpoint with its tokenizer, which also gives the sizes. Empty: random weights."""
+    induction: bool = True
+    """Give random weights an induction head, with which a small model copies from the start (`models/induction.py`), where its
+    sizes allow it."""
 
     @property
     def folder(self) -> Path:

@@ -37,7 +37,7 @@ TO, DONE = "<|to|>", "done"
 _WORDS = {
     "read_file path": "read",
     "edit_line path line text": "edit",
-    "substitute path line old new": "sub",
+    "substitute path old new": "sub",
     "run_tests": "test",
     "finish": DONE,
 }

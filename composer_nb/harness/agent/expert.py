@@ -116,21 +116,25 @@ def _try(edits: Sequence[ToolCall]) -> Script:
     yield one(ToolCall(name="finish", arguments={}))
 
 
-_PARTS = re.compile(r"\w+|[^\w\s]+|\s+")
+_PARTS = re.compile(r"\n| ?\w+| ?[^\w\s]+|\s")
 
 
 def _substitute(path: str, now: str, wanted: str) -> ToolCall:
-    """Return the call that makes `wanted` of `now`, which differ in one line: the operator that changes, and as many of the words
-    around it as make it unique in the line."""
-    place = _first_difference(now, wanted)
-    old, new = (_PARTS.findall(text.split("\n")[place]) for text in (now, wanted))
-    first = next(n for n, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
-    last = first + 1
-    line = "".join(old)
-    while line.count("".join(old[first:last])) > 1 or old[first].isspace():
-        first, last = (first - 1, last) if first else (first, last + 1)
-    arguments = {"path": path, "line": place + 1, "old": "".join(old[first:last]), "new": "".join(new[first:last])}
-    return ToolCall(name="substitute", arguments=arguments)
+    """Return the call that makes `wanted` of `now`, which differ in one place: the operator that changes, with the words on both
+    sides of it, and as many parts before them as make it unique in the file. A model finds its place by copying the words."""
+    old, new = _PARTS.findall(now), _PARTS.findall(wanted)
+    place = next(n for n, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
+    first = next((n for n in range(place - 1, -1, -1) if _ends_side(old[n])), place)
+    last = next((n for n in range(place + 1, len(old)) if _ends_side(old[n])), place)
+    while first and now.count("".join(old[first : last + 1])) > 1:
+        first -= 1
+    before, after = ("".join(parts[first : last + 1]) for parts in (old, new))
+    return ToolCall(name="substitute", arguments={"path": path, "old": before, "new": after})
+
+
+def _ends_side(part: str) -> bool:
+    """Return whether the side of an operator ends with this part: with a word."""
+    return part.strip().isidentifier() or part.strip().isdigit()
 
 
 def step_by_step(script: ChatScript) -> Script:

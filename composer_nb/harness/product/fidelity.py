@@ -166,7 +166,7 @@ def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
     for path, line in ((paths[0], 1), (paths[0], 10**5), (paths[0], 0), ("no/such/file", 1)):
         yield call("edit_line", path=path, line=line, text="(probe")
     for old in ("(probe", "no such text"):
-        yield call("substitute", path=paths[0], line=1, old=old, new="probe)")
+        yield call("substitute", path=paths[0], old=old, new="probe)")
     yield call("read_file", path=paths[0])
     yield call("read_file", file=1)
     yield call("run_tests")

@@ -1,4 +1,4 @@
-"""The tools of tiny models: search, read, edit a line or a part of it, undo, run the visible tests, finish.
+"""The tools of tiny models: search, read, edit a line or a part of a file, undo, run the visible tests, finish.
 
 They work in any `Place`. In a workspace of plain files, code is executed on copies, in sandboxes that all rollouts share.
 """
@@ -6,7 +6,7 @@ They work in any `Place`. In a workspace of plain files, code is executed on cop
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -116,37 +116,30 @@ def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
     text = text.strip()
     if "\n" in text or "\r" in text:
         raise ToolError("InvalidArguments", "one line")
-    return _change(place, path, line, lambda old: old[: len(old) - len(old.lstrip())] + text)
-
-
-@tool(mutates=True)
-def substitute(place: Place, path: str, line: int, old: str, new: str) -> Observation:
-    """Replace a part of a line, which must occur once in it.
-
-    path: relative path
-    """
-    if "\n" in new or "\r" in new:
-        raise ToolError("InvalidArguments", "one line")
-
-    def change(text: str) -> str:
-        if not old or (count := text.count(old)) != 1:
-            raise ToolError("InvalidArguments", f"{count if old else 0} matches")
-        return text.replace(old, new)
-
-    return _change(place, path, line, change)
-
-
-def _change(place: Place, path: str, line: int, change: Callable[[str], str]) -> Observation:
     before = _text(place, path)
     lines = _lines(before)
     if not 1 <= line <= len(lines):
         raise ToolError("InvalidArguments", "no line")
-    old = lines[line - 1].removesuffix("\r")
-    new = change(old)
-    if old == new:
+    old = lines[line - 1]
+    lines[line - 1] = old[: len(old) - len(old.lstrip())] + text + "\r" * old.endswith("\r")
+    return _change(place, path, before, "\n".join(lines) + "\n" * before.endswith("\n"))
+
+
+@tool(mutates=True)
+def substitute(place: Place, path: str, old: str, new: str) -> Observation:
+    """Replace a text that occurs once in a file.
+
+    path: relative path
+    """
+    before = _text(place, path)
+    if not old or (count := before.count(old)) != 1:
+        raise ToolError("InvalidArguments", f"{count if old else 0} matches")
+    return _change(place, path, before, before.replace(old, new))
+
+
+def _change(place: Place, path: str, before: str, after: str) -> Observation:
+    if before == after:
         return Observation(text="same")  # tells the agent at once that this edit changed nothing
-    lines[line - 1] = new + "\r" * lines[line - 1].endswith("\r")
-    after = "\n".join(lines) + "\n" * before.endswith("\n")
     edits = place.edits
     if frozenset((edits.now | {path: after}).items()) in edits.refused:
         return Observation(text="tried")

@@ -15,8 +15,8 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 FORMATS = {"compact": SPECIALS, "qwen": QwenRenderer.tokens, "kimi": KimiRenderer.tokens}
 """The tokens that each chat format (`env.renderer`) needs."""
 
-# A newline with its indentation, a word with the space before it, one digit, one sign with the space before it, spaces.
-_WORDS = r"\n *| ?[A-Za-z_]+|[0-9]| ?[^\sA-Za-z_0-9]|\s"
+# A newline with its indentation, spaces, a word, one digit, an operator, one sign; all but digits with the space before them.
+_WORDS = r"\n *| {2,}| ?[A-Za-z_]+|[0-9]| ?(?:[-+*/%<>=!]=|\*\*|//)| ?[^\sA-Za-z_0-9]|\s"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

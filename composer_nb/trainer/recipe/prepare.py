@@ -11,18 +11,17 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
+from composer_nb.harness.agent.compact import SPECIALS
 from composer_nb.harness.agent.expert import changes_lines
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.environment import EnvSettings, make_agent
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.tasks.miniatures import make_miniatures
-from composer_nb.harness.tasks.programs import draw_program
 from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.settings import DataSettings, Settings
@@ -35,6 +34,8 @@ SCORED = ("heldout", "structures", "tune")
 """Kinds of tasks that no policy trains on."""
 DEMONSTRATED = frozenset({"loop", "comp", "fn2", "slice"})
 """Families of the demonstrations after the first chunk, in which every family has a few."""
+OFTEN = 20
+"""Times that the tokenizer sees each conversation."""
 CHUNK = 256
 """Tasks that are made in one piece: the unit of work and of resumption while data are made."""
 
@@ -60,8 +61,8 @@ def check_inputs(settings: Settings) -> None:
 
 
 def make_tokenizer(s: Stages) -> None:
-    """Trains the tokenizer on half of the code and on the text of 1,500 programs that no held-out task uses, or copies the
-    checkpoint's."""
+    """Trains the tokenizer on half of the code and on what an expert reads and writes at tasks of its own (`_conversations`), or
+    copies the checkpoint's."""
     with s.stage("tokenizer") as info:
         if info is None or not s.ranks.first:
             return
@@ -69,14 +70,25 @@ def make_tokenizer(s: Stages) -> None:
             shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.tokenizer_file)
             return
         corpus = read_corpus(s.settings.data.code)
-        rng = Random(f"tokenizer {s.settings.seed}")
-        programs = [p for p in (draw_program(rng) for _ in range(1900)) if not p.heldout][:1500]
-        texts = [f"fix f.py: {p.spec}\n{p.source}" for p in programs]
-        train_tokenizer([*corpus.train[::2], *texts, *texts], s.settings.tokenizer.vocab_size).save(
-            str(s.tokenizer_file)
-        )
+        texts = _conversations(s) * OFTEN
+        train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size).save(str(s.tokenizer_file))
         write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
         info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
+
+
+def _conversations(s: Stages) -> list[str]:
+    """The texts between the special tokens of demonstrations that are used nowhere else."""
+    settings = s.settings
+    count = min(128, settings.data.mistaken_demonstrations)
+    if settings.env.path or not count:
+        return []
+    letters = train_tokenizer([], len(SPECIALS) + 256)  # a token a byte: there is no other tokenizer yet
+    limits = replace(settings.limits, tokens=16 * settings.limits.tokens, turn_tokens=16 * settings.limits.turn_tokens)
+    agent = make_agent(settings.env, letters, limits, s.sandboxes)
+    tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
+    done = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
+    whole = (letters.decode(d.rollout.segments[0].token_ids.tolist(), skip_special_tokens=False) for d in done)
+    return [text for each in whole for text in re.split("|".join(map(re.escape, SPECIALS)), each) if text]
 
 
 @dataclass(frozen=True, slots=True)

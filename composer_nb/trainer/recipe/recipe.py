@@ -24,6 +24,7 @@ from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mi
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.models.induction import can_plant, plant_induction
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate, evaluate_model
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
@@ -83,6 +84,9 @@ def midtrain(s: Stages) -> None:
             model = load_pretrained(s.settings.model.folder)
         else:
             model = Model(replace(s.settings.model.architecture, vocab_size=s.tokenizer().get_vocab_size()))
+            info["induction"] = s.settings.model.induction and can_plant(model.config)
+            if info["induction"]:
+                plant_induction(model, s.settings.seed)
         model.kernels = s.settings.kernels
         s.publish(model, "base")
         if not m.steps:
