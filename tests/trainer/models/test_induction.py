@@ -23,7 +23,7 @@ def repeated_loss(model: Model, seed: int, period: int) -> float:
     return float(torch.nn.functional.cross_entropy(logits[:, kept].flatten(0, 1), ids[:, period + 1 :].flatten()))
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"head_dim": 16, "hidden_size": 64}])
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"hidden_size": 192, "num_key_value_heads": 4}])
 @pytest.mark.parametrize("period", [12, 100])
 def test_a_planted_head_predicts_what_comes_again(changes: dict[str, int], period: int) -> None:
     config = replace(ModelConfig(), **changes)
@@ -31,7 +31,7 @@ def test_a_planted_head_predicts_what_comes_again(changes: dict[str, int], perio
     plain, planted = Model(config), Model(config)
     plant_induction(planted, seed=3)
     guess = math.log(config.vocab_size)
-    assert repeated_loss(planted, 5, period) < 0.9 * guess < guess < repeated_loss(plain, 5, period)
+    assert repeated_loss(planted, 5, period) < 0.8 * guess < guess < repeated_loss(plain, 5, period)
 
 
 def test_the_first_loss_is_about_that_of_guessing() -> None:
