@@ -308,7 +308,7 @@ def test_the_bug_itself_is_never_tried(task: Task, boxes: Callable[..., Any]) ->
 
 @pytest.mark.parametrize(
     ("old", "new", "answer"),
-    [("x <", "x >", "ok"), (" k", " y", "error: 3 matches"), ("z", "y", "error: 0 matches"), ("", "y", "error: 0 matches"),
+    [("x <", "x >", "ok"), (" k", " y", "error: 2 matches"), ("z", "y", "error: 0 matches"), ("", "y", "error: 0 matches"),
      ("x <", "x <", "same"), ("x <", "(x\n<", "ok")],
 )  # fmt: skip
 def test_a_text_that_occurs_once_is_replaced(task: Task, boxes: Callable[..., Any], old: str, new: str, answer: str) -> None:
