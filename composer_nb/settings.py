@@ -58,7 +58,7 @@ class DataSettings:
     """Demonstrations with mistakes, or in repositories by an expert who searches the answer (`expert.py`), for the policy that RL
     starts from."""
     rl_tasks: Some = 1000
-    heldout_tasks: Some = 440
+    heldout_tasks: Some = 460
     """Tasks that score the policies: new instances of the program structures that training shows."""
     structure_tasks: Count = 160
     """Tasks that score the policies apart from those: program structures that training never shows."""

@@ -25,7 +25,7 @@ MOST = 3
 MODULES = ("core", "util", "stats", "tools", "data", "calc")
 NAMES = (
     *("total", "count", "pick", "scan", "join", "find", "rank", "part", "step", "mark", "load", "pack", "sort", "move"),
-    *("open", "read", "next", "last", "item", "list", "name", "type", "line", "text", "size", "time", "path", "call"),
+    *("peek", "read", "near", "last", "item", "rows", "name", "kind", "line", "text", "size", "time", "path", "call"),
 )
 
 
