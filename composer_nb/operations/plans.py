@@ -29,9 +29,10 @@ HEAD = (
 @command(
     "plan",
     arg("--model PATH", "a checkpoint or a config.json: memory of its weights", type=Path),
-    arg("--mesh K=V,…", "with --model: memory of a rank, as shard=4,cp=2,ep=8"),
+    arg("--mesh K=V,…", "with --model: memory and traffic of a rank, as shard=4,cp=2,ep=8"),
     arg("--ranks N", "ranks of the mesh", 1),
     arg("--tokens N", "tokens of a microbatch", 4096),
+    arg("--microbatches N", "microbatches per step", 1),
     arg("--optimizer", "", "adamw", choices=["adamw", "muon"]),
     arg("--recompute", "recompute layers in the backward pass"),
     arg("--half", "compute in bfloat16 with fused attention, as on a GPU"),
@@ -88,7 +89,7 @@ def _plan_mesh(given: argparse.Namespace) -> int:
         raise ValueError("--mesh needs --model, a checkpoint or a config.json")
     pairs = [part.partition("=") for part in given.mesh.split(",") if part]
     settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
-    load = Load(**pick(given, "tokens", "optimizer", "recompute", "half"), fused=given.half)
+    load = Load(**pick(given, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=given.half)
     limit = sys.maxsize if given.memory is None else int(given.memory * 2**30)
     need = require_memory(_config(given.model), settings, given.ranks, load, limit)
     return emit(given, asdict(need), lambda: table(need))
@@ -109,6 +110,7 @@ def _footprint(found: Footprint) -> str:
     rows = [
         ("weights", f"{_short(found.total)}, {_short(found.active)} of them active in a token"),
         ("of the active, embedding table", _short(found.embedding)),
+        *([("heads that predict further ahead", _short(found.ahead))] if found.ahead else []),
         ("in bfloat16 / float32", f"{_gib(found.bf16_bytes)} / {_gib(found.fp32_bytes)}"),
         ("optimiser: masters and two moments", _gib(found.optimizer_bytes)),
         ("training in all, but activations", _gib(found.training_bytes)),

@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -60,6 +60,15 @@ def hugging_face_views(model: Model) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed}
     for index, layer in enumerate(model.layers):
         views |= _layer_views(layer, c, f"model.layers.{index}.")
+    for depth, head in enumerate(model.aheads):
+        prefix = f"model.layers.{c.num_hidden_layers + depth}."
+        views |= {
+            prefix + "enorm.weight": head.embed_norm,
+            prefix + "hnorm.weight": head.hidden_norm,
+            prefix + "eh_proj.weight": head.join,
+            prefix + "shared_head.norm.weight": head.final_norm,
+        }
+        views |= _layer_views(head.layer, c, prefix)
     views["model.norm.weight"] = model.final_norm
     if not c.tie_word_embeddings:
         views["lm_head.weight"] = model.head
@@ -121,6 +130,10 @@ def _repeated(c: ModelConfig) -> dict[str, str]:
     """Return the names of tensors that a checkpoint may repeat, and the names of the originals."""
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     names = {head: embed} if c.tie_word_embeddings else {}
+    for depth in range(c.num_nextn_predict_layers):
+        prefix = f"model.layers.{c.num_hidden_layers + depth}."
+        names[prefix + "embed_tokens.weight"] = embed
+        names[prefix + "shared_head.head.weight"] = embed if c.tie_word_embeddings else head
     return names
 
 
@@ -166,7 +179,7 @@ def _forms(views: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Form]:
 def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Model:
     """Return a model with uninitialised weights, without spending time on random numbers."""
     model = Model.planned(config).to(dtype).to_empty(device="cpu")
-    for layer in model.layers:
+    for layer in (*model.layers, *(head.layer for head in model.aheads)):
         if layer.router_bias is not None:  # not a parameter, so `to_empty` skipped it
             layer.router_bias = torch.zeros(config.num_experts)
     return model
@@ -212,16 +225,14 @@ class Source:
         described, shards = read_config(path / "config.json"), read_shards(path)
         entries = {entry.name: entry for shard in shards for entry in shard.entries}
         prefix, config = described.prefix, described.model
+        if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
+            # `transformers` saves no MTP heads, and does not say so in config.json.
+            config = replace(config, num_nextn_predict_layers=0)
         shapes = {name: tuple(view.shape) for name, view in hugging_face_views(Model.planned(config)).items()}
         repeats = {prefix + again: name for again, name in _repeated(config).items() if prefix + again in entries}
         forms = {name: _form(prefix + name, described.format, entries) for name in shapes}
         wanted = {part for parts, _ in forms.values() for part in parts}
-        unread = tuple(f"{prefix}model.layers.{config.num_hidden_layers + depth}." for depth in range(described.ahead))
-        unknown = [
-            name
-            for name in entries.keys() - wanted - repeats.keys()
-            if not name.startswith(unread) and not _is_foreign(name, prefix)
-        ]
+        unknown = [name for name in entries.keys() - wanted - repeats.keys() if not _is_foreign(name, prefix)]
         try:
             _check_names(wanted - entries.keys(), unknown)
             weights = {name: _stored(parts, format, shapes[name], entries) for name, (parts, format) in forms.items()}

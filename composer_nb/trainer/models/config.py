@@ -90,6 +90,8 @@ class ModelConfig:
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+    """Number of multi-token prediction heads."""
     yarn: Yarn = field(default_factory=Yarn)
 
     def stretched(self, factor: float) -> ModelConfig:
@@ -149,7 +151,7 @@ class ModelConfig:
 
     def _check_deepseek(self) -> None:
         self._require_at_least(1, "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-        self._require_at_least(0, "q_lora_rank", "n_shared_experts")
+        self._require_at_least(0, "q_lora_rank", "n_shared_experts", "num_nextn_predict_layers")
         if not 0 < self.routed_scaling_factor < math.inf:
             raise ValueError(f"model.routed_scaling_factor={self.routed_scaling_factor} must be above 0")
         if self.num_key_value_heads != self.num_attention_heads:
@@ -215,6 +217,6 @@ _DEFAULTS = {name: entry.default for name, entry in ModelConfig.__dataclass_fiel
 QWEN = ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
 DEEPSEEK = (
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace "
-    "n_shared_experts n_group topk_group routed_scaling_factor"
+    "n_shared_experts n_group topk_group routed_scaling_factor num_nextn_predict_layers"
 ).split()
 """Fields that only the other family has."""

@@ -12,11 +12,13 @@ class Footprint:
     """Numbers of weights, and bytes."""
 
     total: int
-    """Weights."""
+    """Weights, without the heads that predict further ahead."""
     active: int
     """The part of these that one token uses: all but the routed experts that it does not go through."""
     embedding: int
     """The part of the active ones that is the embedding table, of which a token reads one row."""
+    ahead: int
+    """Weights of the heads that predict further ahead."""
     bf16_bytes: int
     """Size of all weights, as a checkpoint and in an engine."""
     fp32_bytes: int
@@ -34,19 +36,22 @@ def plan_memory(config: ModelConfig) -> Footprint:
     """Return the size of a model of this configuration."""
     c, model = config, Model.planned(config)
     biased = c.num_experts if c.latent else 0  # biases of routers are no parameters
-    total = sum(weight.numel() for weight in model.parameters()) + c.moe_layers * biased
+    ahead = sum(weight.numel() for head in model.aheads for weight in head.parameters()) + len(model.aheads) * biased
+    total = sum(weight.numel() for weight in model.parameters()) + (c.moe_layers + len(model.aheads)) * biased - ahead
     expert = 3 * c.hidden_size * c.moe_intermediate_size
     idle = c.moe_layers * (c.num_experts - c.num_experts_per_tok) * expert
+    everything = total + ahead
     written_out = c.num_key_value_heads * (c.head_dim + c.value_width)
     kept = c.kv_lora_rank + c.qk_rope_head_dim if c.latent else written_out
     return Footprint(
         total=total,
         active=total - idle,
         embedding=0 if c.tie_word_embeddings else model.embed.numel(),
-        bf16_bytes=2 * total,
-        fp32_bytes=4 * total,
-        optimizer_bytes=12 * total,
-        training_bytes=20 * total,
+        ahead=ahead,
+        bf16_bytes=2 * everything,
+        fp32_bytes=4 * everything,
+        optimizer_bytes=12 * everything,
+        training_bytes=20 * everything,
         cache_bytes=2 * c.num_hidden_layers * kept,
         engine_cache_bytes=4 * c.num_hidden_layers * written_out,
     )

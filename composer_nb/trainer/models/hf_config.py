@@ -148,7 +148,7 @@ _ARCHITECTURES = {
 }
 """Class names, and the model types allowed with each."""
 _STATED = (
-    *DEEPSEEK,
+    *(name for name in DEEPSEEK if name != "num_nextn_predict_layers"),
     *(
         "vocab_size hidden_size num_hidden_layers num_attention_heads n_routed_experts num_experts_per_tok "
         "moe_intermediate_size intermediate_size max_position_embeddings rms_norm_eps norm_topk_prob hidden_act"
@@ -166,8 +166,6 @@ class Described:
     """Prefix of the names of the language model's tensors."""
     format: Format | None = None
     """Format of quantised weights; None if there are none."""
-    ahead: int = 0
-    """Heads that predict further ahead, as layers behind the last one. They are not read."""
 
 
 def read_config(file: Path) -> Described:
@@ -209,9 +207,7 @@ def _described(raw: object) -> Described:
             format = _read_format(quantization)
         except ValueError as error:
             raise ValueError(f"quantization_config: {error}") from None
-    ahead = inner.get("num_nextn_predict_layers") or 0
-    _check_type("num_nextn_predict_layers", ahead, "int")
-    return Described(model=_model_config(inner, strict=bool(prefix)), prefix=prefix, format=format, ahead=ahead)
+    return Described(model=_model_config(inner, strict=bool(prefix)), prefix=prefix, format=format)
 
 
 def _check_architecture(raw: Mapping[str, Any]) -> None:
@@ -252,6 +248,7 @@ def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
     if family == "deepseek_v3":
         absent |= {
             "q_lora_rank": 0,
+            "num_nextn_predict_layers": 0,
             "num_key_value_heads": raw.get("num_attention_heads"),
         }
         config = {name: value for name, value in config.items() if name not in QWEN}

@@ -115,6 +115,18 @@ def _normal(*shape: int, along: int = -1, scale: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) * shape[along] ** -0.5 * scale)
 
 
+class Ahead(nn.Module):
+    """Multi-token prediction head: predicts one token further (DeepSeek-V3's MTP module, arXiv 2412.19437, §2.2)."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.embed_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.hidden_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.join = _normal(c.hidden_size, 2 * c.hidden_size)
+        self.layer = Layer(c)
+        self.final_norm = nn.Parameter(torch.ones(c.hidden_size))
+
+
 class Model(nn.Module):
     """Language model. `model(token_ids[B, T])` returns logits [B, T, V] and routes [B, T, L, K]."""
 
@@ -127,6 +139,7 @@ class Model(nn.Module):
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
+        self._aheads = nn.ModuleList(Ahead(config) for _ in range(config.num_nextn_predict_layers))
         self.router_dtype: torch.dtype | None = torch.float32 if config.latent else None
         """Dtype of the router's product; None: that of its weights. float64 models always use float64."""
         self.recompute = False
@@ -145,6 +158,10 @@ class Model(nn.Module):
     @property
     def layers(self) -> list[Layer]:
         return [layer for layer in self._layers if isinstance(layer, Layer)]
+
+    @property
+    def aheads(self) -> list[Ahead]:
+        return [ahead for ahead in self._aheads if isinstance(ahead, Ahead)]
 
     @property
     def output_weight(self) -> Tensor:
@@ -282,6 +299,22 @@ class Model(nn.Module):
                 c.yarn.temper(c.yarn.mscale) / c.yarn.temper(c.yarn.mscale_all_dim)
             )
         return self._rope
+
+    def ahead(
+        self, depth: int, hidden_ND: Tensor, next_ids_N: Tensor, position_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Routing]:
+        """Return hidden states [N, D] from which head `depth` (from 0) predicts the token after `next_ids_N` at `position_N`.
+        `hidden_ND` are the states of the token before, from the trunk or head `depth` - 1. The head attends as layer
+        `num_hidden_layers` + `depth`."""
+        c, head = self.config, self.aheads[depth]
+        embedded_ND = rms_norm(F.embedding(next_ids_N, self.embed), head.embed_norm, c.rms_norm_eps)
+        x_ND = self.linear(
+            torch.cat([embedded_ND, rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)], dim=-1), head.join
+        )
+        rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
+        x_ND, routing = self._layer(head.layer, c.num_hidden_layers + depth, x_ND, rope_N, attend, None, None)
+        assert routing is not None, "its layer has experts"
+        return rms_norm(x_ND, head.final_norm, c.rms_norm_eps), routing
 
     def forward(self, token_ids: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, V] and routes int64 [B, T, L, K], using the routes `replay` if given. Raises ValueError for rows

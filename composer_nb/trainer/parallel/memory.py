@@ -1,4 +1,4 @@
-"""The memory of a rank in a training step, from shapes alone.
+"""The memory and traffic of a rank in a training step, from shapes alone.
 
     kept          weights, gradients, optimiser: this rank's share of them, float32
     activations   what the forward pass keeps for the backward pass, of one micro-batch
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from composer_nb.trainer.learning.muon import OptimizerName, matrices
@@ -37,6 +37,8 @@ class Load:
     """Tokens of a micro-batch, those of all ranks of a `cp` group together."""
     longest: int = 0
     """Tokens of its longest row; needed where attention keeps its probabilities. 0: the micro-batch is one row."""
+    microbatches: int = 1
+    """A step."""
     optimizer: OptimizerName = "adamw"
     published: bool = True
     """Rounded weights beside the masters, as RL has."""
@@ -45,6 +47,10 @@ class Load:
     """Computed in bfloat16 where this is true, in float32 otherwise; masters, gradients and moments are float32."""
     fused: bool = False
     """Attention keeps no probabilities whatever the widths of keys and values. torch's on a CPU does when they differ."""
+    skew: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
+    mx_dispatch: bool = False
+    """Tokens go to experts as MXFP8 (8.25 bits); they come back as they are computed."""
 
     @property
     def width(self) -> int:
@@ -63,6 +69,8 @@ class Need:
     output: int
     passing: int
     peak: int
+    traffic: dict[str, int] = field(default_factory=dict)
+    """That a rank sends in a step, by collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,7 @@ class _Shapes:
         named = dict(model.named_parameters())
         stacks = [stack for name, weight in named.items() for stack in matrices(name, weight, c)]
         per_layer = [_split(layer) for layer in model.layers]
-        experts, total = sum(e for e, _ in per_layer), sum(w.numel() for w in named.values())
+        experts, total = sum(e for e, _ in map(_split, _all_layers(model))), sum(w.numel() for w in named.values())
         return cls(
             experts=experts,
             others=total - experts,
@@ -105,6 +113,10 @@ class _Shapes:
             largest_expert=max(w.numel() for n, w in named.items() if n.endswith(("w_in", "w_out"))),
             largest_other=max(w.numel() for n, w in named.items() if "_layers" in n and "w_" not in n),
         )
+
+
+def _all_layers(model: Model) -> list[Layer]:
+    return [*model.layers, *(ahead.layer for ahead in model.aheads)]
 
 
 def _split(layer: Layer) -> tuple[int, int]:
@@ -122,7 +134,7 @@ def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
     muon = s.muon * mine // (s.others + s.experts) if load.optimizer == "muon" else 0
     kept = {"weights": 4 * mine, "gradients": 4 * mine, "optimizer": 8 * mine - 4 * muon + 4 * mine * load.published}
     n = math.ceil(load.tokens / mesh.cp)
-    rows = n * c.num_experts_per_tok
+    rows = math.ceil(n * c.num_experts_per_tok * (load.skew if mesh.ep > 1 else 1.0))
     dense, sparse = (_layer(c, mesh, load, n, rows, dense=kind) for kind in (True, False))
     first = c.num_hidden_layers - c.moe_layers
     if load.recompute:
@@ -152,6 +164,7 @@ def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
         output=output,
         passing=max(0, peak - activations - output),
         peak=sum(kept.values()) + peak,
+        traffic=_traffic(c, s, mesh, load, n, rows),
     )
 
 
@@ -197,6 +210,33 @@ def _gathered(s: _Shapes, mesh: Mesh, b: int) -> int:
     if mesh.expert_shard > 1:
         found += b * 3 * s.layer_experts // mesh.ep
     return found
+
+
+def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step. A ring of R ranks sends (R − 1) / R of the whole in an all-gather or a reduce-scatter,
+    twice that in an all-reduce."""
+    m, b = load.microbatches, load.width
+    again = 1 if load.recompute else 0
+
+    def ring(size: int) -> float:
+        return (size - 1) / size
+
+    local = s.experts / mesh.ep
+    gather = s.others * ring(mesh.fsdp) + local * ring(mesh.expert_shard)
+    copies = s.others / mesh.fsdp * ring(mesh.replicate) + local / mesh.expert_shard * ring(mesh.expert_replicate)
+    away = rows * c.hidden_size * ring(mesh.ep) * c.moe_layers * m
+    there = 33 / 32 if load.mx_dispatch else b
+    latent = c.kv_lora_rank + c.qk_rope_head_dim if c.latent else 2 * c.num_key_value_heads * c.head_dim
+    context = n * latent * b * (mesh.cp - 1) * c.num_hidden_layers * m
+    found = {
+        "all-gather of weights": 2 * gather * b * m,
+        "reduce-scatter of gradients": gather * 4 * m,
+        "all-reduce of gradients": 2 * copies * 4,
+        "all-to-all of tokens": away * ((1 + again) * (there + b) + 2 * b),
+        "all-gather of keys and values": context * (1 + again),
+        "reduce-scatter of their gradients": context,
+    }
+    return {name: round(size) for name, size in found.items()}
 
 
 def require_memory(
@@ -246,5 +286,8 @@ def table(need: Need) -> str:
     """Return a table in Markdown."""
     sizes = [("peak of a rank", need.peak), ("weights", need.weights), ("gradients", need.gradients)]
     sizes += [("optimiser", need.optimizer), ("activations", need.activations), ("output layer", need.output)]
-    sizes += [("passing at the peak", need.passing)]
+    sizes += [
+        ("passing at the peak", need.passing),
+        *((f"{name}, a step", size) for name, size in need.traffic.items()),
+    ]
     return "\n".join(["| | GiB |", "|---|---|", *(f"| {name} | {size / 2**30:,.3f} |" for name, size in sizes)])

@@ -37,6 +37,7 @@ LATENT: dict[str, Any] = {
     "intermediate_size": 48,
     "first_k_dense_replace": 1,
     "n_shared_experts": 2,
+    "num_nextn_predict_layers": 1,
     "num_hidden_layers": 2,
 }
 

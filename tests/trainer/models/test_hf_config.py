@@ -36,7 +36,7 @@ def test_kimi_k25_is_read_from_its_text_config(tmp_path: Path):
         64,
     )
     assert (c.head_dim, c.v_head_dim, c.rms_norm_eps, c.rope_theta) == (192, 128, 1e-5, 50_000.0)
-    assert c.yarn == Yarn(factor=64.0)
+    assert c.yarn == Yarn(factor=64.0) and c.num_nextn_predict_layers == 0
     (tmp_path / "text.json").write_text(config_json(c, torch.bfloat16))
     assert read_config(tmp_path / "text.json").model == c, "written again, without the wrapper"
 
@@ -113,6 +113,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
     [
         ({"q_lora_rank": -1}, "model.q_lora_rank=-1 must be at least 0"),
         ({"n_shared_experts": -1}, "model.n_shared_experts=-1 must be at least 0"),
+        ({"num_nextn_predict_layers": -1}, "model.num_nextn_predict_layers=-1 must be at least 0"),
         ({"routed_scaling_factor": float("nan")}, "model.routed_scaling_factor=nan must be above 0"),
     ],
 )

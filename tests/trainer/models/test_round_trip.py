@@ -19,7 +19,7 @@ from composer_nb.trainer.models import checkpoint, shards
 from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, load_pretrained, save_pretrained
 
 IDS = torch.arange(120).view(2, 60) % 61
-LATENT: dict[str, Any] = {
+AHEAD: dict[str, Any] = {
     "family": "deepseek_v3",
     "num_key_value_heads": 4,
     "head_dim": 24,
@@ -32,10 +32,11 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
     "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 2,
     "tie_word_embeddings": False,
     "qk_norm_gain": 1.0,
 }
-"""A DeepSeek-V3."""
+"""A DeepSeek-V3 with two heads that predict ahead."""
 
 
 @pytest.fixture
@@ -82,6 +83,7 @@ def test_deepseek_of_transformers_loads_to_the_same_logits(oracle, tmp_path: Pat
     theirs = oracle("deepseek_v3", **sizes)
     theirs.save_pretrained(tmp_path / "m", max_shard_size="30KB")
     ours = load_pretrained(tmp_path / "m")
+    assert ours.config.num_nextn_predict_layers == 0, "transformers leaves them out of what it saves"
     with torch.no_grad():
         wanted = theirs(IDS).logits
         torch.testing.assert_close(ours(IDS)[0], wanted, atol=2e-4, rtol=1e-3)
@@ -92,7 +94,7 @@ def test_deepseek_of_transformers_loads_to_the_same_logits(oracle, tmp_path: Pat
 def test_deepseek_of_ours_is_what_transformers_loads_and_saves(make_model, tmp_path: Path, shard_bytes: int | None):
     from transformers import AutoModelForCausalLM
 
-    model = make_model(2, **LATENT)
+    model = make_model(2, **AHEAD | {"num_nextn_predict_layers": 0})
     for layer in model.layers[1:]:
         layer.router_bias.copy_(torch.randn(6) * 0.2 + 1e-4)
     save_pretrained(model, tmp_path / "ours", dtype=torch.bfloat16, shard_bytes=shard_bytes or shards.SHARD_BYTES)
@@ -119,18 +121,15 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_heads_that_predict_ahead_are_not_read(make_model, tmp_path: Path):
-    source = tmp_path / "m"
-    save_pretrained(make_model(3, **LATENT), source, dtype=torch.bfloat16)
-    layers = load_pretrained(source).config.num_hidden_layers
-    head = {f"model.layers.{layers}.eh_proj.weight": torch.zeros(2, 4)}
-    add_tensors(source, head)
-    with pytest.raises(ValueError, match=f"one tensor is unknown, first model.layers.{layers}.eh_proj.weight"):
-        load_pretrained(source)
-    stated = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(stated | {"num_nextn_predict_layers": 1}))
-    loaded = load_pretrained(source)
-    assert not head.keys() & hugging_face_views(loaded).keys()
+def test_heads_that_predict_ahead_survive(make_model, tmp_path: Path):
+    model = make_model(3, **AHEAD)
+    save_pretrained(model, tmp_path / "m", dtype=torch.float32, shard_bytes=20_000)
+    loaded = load_pretrained(tmp_path / "m")
+    assert loaded.config == model.config and len(loaded.aheads) == 2
+    theirs = hugging_face_views(loaded)
+    for name, view in hugging_face_views(model).items():
+        assert torch.equal(view, theirs[name]), name
+    assert "model.layers.3.shared_head.norm.weight" in theirs
 
 
 # Repeated tensors
@@ -143,14 +142,19 @@ def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
 
 def test_what_a_checkpoint_repeats_is_checked(make_model, tmp_path: Path):
     source = tmp_path / "m"
-    save_pretrained(make_model(3, tie_word_embeddings=True), source, dtype=torch.bfloat16)
+    save_pretrained(make_model(3, **AHEAD), source, dtype=torch.bfloat16)
     given = load_file(source / "model.safetensors")
-    again = {"lm_head.weight": given["model.embed_tokens.weight"].clone()}
+    again = {
+        f"model.layers.{layer}.embed_tokens.weight": given["model.embed_tokens.weight"].clone() for layer in (2, 3)
+    }
+    again["model.layers.3.shared_head.head.weight"] = given["lm_head.weight"].clone()
     again["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
     add_tensors(source, again)
     assert torch.equal(load_pretrained(source).embed, given["model.embed_tokens.weight"].float())
-    add_tensors(source, {"lm_head.weight": 2 * given["model.embed_tokens.weight"]})
-    with pytest.raises(ValueError, match="lm_head.weight must repeat model.embed_tokens.weight, but differs"):
+    add_tensors(source, {"model.layers.3.shared_head.head.weight": given["model.embed_tokens.weight"].clone()})
+    with pytest.raises(
+        ValueError, match="model.layers.3.shared_head.head.weight must repeat lm_head.weight, but differs"
+    ):
         load_pretrained(source)
 
 

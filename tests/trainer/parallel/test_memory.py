@@ -115,6 +115,25 @@ def test_cutting_keeps_every_weight_once_in_each_copy(shard: int, cp: int, ep: i
     parts = (whole.weights - expert) / mesh.fsdp + expert / (mesh.ep * mesh.expert_shard)
     assert need.weights == need.gradients == pytest.approx(parts, abs=16)
     assert need.optimizer == pytest.approx(3 * parts, abs=64), "two moments and the published weights"
+    silent = {name for name, size in need.traffic.items() if not size}
+    assert ("all-to-all of tokens" in silent) == (mesh.ep == 1)
+    assert ("all-gather of keys and values" in silent) == (mesh.cp == 1)
+    assert ("all-reduce of gradients" in silent) == (mesh.replicate == mesh.expert_replicate == 1)
+
+
+def test_what_is_sent_is_what_the_collectives_say():
+    c = ModelConfig(**GROUPED)
+    mesh = Mesh.of(MeshSettings(shard=4, cp=2, ep=8), 8)
+    need = estimate(c, mesh, Load(tokens=1024, microbatches=3))
+    n, layers, d = 512, 4, 128
+    assert need.traffic["all-to-all of tokens"] == 4 * (n * 2 * d) * 4 * 7 // 8 * layers * 3
+    assert need.traffic["all-gather of keys and values"] == n * 2 * 2 * 32 * 4 * layers * 3
+    others = estimate(c, Mesh(), Load()).weights // 4 - 3 * d * 96 * 8 * layers
+    assert need.traffic["all-gather of weights"] == pytest.approx(2 * others * 7 / 8 * 4 * 3, rel=1e-6)
+    again = estimate(c, mesh, Load(tokens=1024, microbatches=3, recompute=True, mx_dispatch=True)).traffic
+    assert again["all-to-all of tokens"] == pytest.approx(
+        n * 2 * d * 7 / 8 * layers * 3 * (2 * (33 / 32 + 4) + 8), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
