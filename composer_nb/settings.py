@@ -57,7 +57,10 @@ class DataSettings:
     mistaken_demonstrations: Count = 2048
     """Demonstrations with mistakes, or in repositories by an expert who searches the answer (`expert.py`), for the policy that RL
     starts from."""
-    rl_tasks: Some = 1000
+    rl_tasks: Some = 1400
+    rl_turns: Count = 7
+    """Turns in which RL's repositories must be mended, three tries: a reward that comes sooner says more about each try. Scored
+    tasks have `limits.turns`, and RL too where this is 0."""
     heldout_tasks: Some = 460
     """Tasks that score the policies: new instances of the program structures that training shows."""
     structure_tasks: Count = 160
@@ -109,7 +112,7 @@ class ModelSettings(ModelConfig):
 class MidtrainSettings:
     """Continued training on code, then on demonstrations with code mixed in."""
 
-    steps: Count = 2200
+    steps: Count = 1600
     """0 leaves this stage out."""
     tokens: Some = 768
     """Tokens per step, over all ranks."""
@@ -164,7 +167,7 @@ class SftSettings:
 class RlSettings:
     """Reinforcement learning with groups of fixed size and one epoch."""
 
-    steps: Some = 120
+    steps: Some = 160
     prompts: Some = 8
     """Tasks per step."""
     group: Annotated[int, Field(ge=2)] = 8

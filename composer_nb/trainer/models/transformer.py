@@ -308,7 +308,7 @@ class Model(nn.Module):
         `num_hidden_layers` + `depth`."""
         c, head = self.config, self.aheads[depth]
         embedded_ND = rms_norm(F.embedding(next_ids_N, self.embed), head.embed_norm, c.rms_norm_eps)
-        x_ND = self.linear(
+        x_ND = linear(
             torch.cat([embedded_ND, rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)], dim=-1), head.join
         )
         rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)

@@ -23,7 +23,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
-from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.settings import DataSettings, Settings
 from composer_nb.trainer.learning.data import demonstrate, demonstration_row, read_corpus, save_rows
 from composer_nb.trainer.models.checkpoint import Source
@@ -179,9 +179,11 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
     if data.level == "functions" or chunk.kind == "clean":
         return make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=functions)
     families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
-    return make_miniatures(
+    made = make_miniatures(
         seed, chunk.count, heldout=chunk.heldout, executor=functions, told=data.told, families=families
     )
+    lowered = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
+    return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in made)
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:

@@ -311,7 +311,9 @@ def test_the_bug_itself_is_never_tried(task: Task, boxes: Callable[..., Any]) ->
     [("x <", "x >", "ok"), (" k", " y", "error: 2 matches"), ("z", "y", "error: 0 matches"), ("", "y", "error: 0 matches"),
      ("x <", "x <", "same"), ("x <", "(x\n<", "ok")],
 )  # fmt: skip
-def test_a_text_that_occurs_once_is_replaced(task: Task, boxes: Callable[..., Any], old: str, new: str, answer: str) -> None:
+def test_a_text_that_occurs_once_is_replaced(
+    task: Task, boxes: Callable[..., Any], old: str, new: str, answer: str
+) -> None:
     files = {**task.files, "f.py": task.files["f.py"].replace("if x < k", "if x < k + x")}
     work = Workspace(files=dict(files), visible_tests=task.visible_tests, sandboxes=boxes("7"))
     assert step(work, "substitute", path="f.py", old=old, new=new) == answer
