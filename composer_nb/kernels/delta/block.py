@@ -38,8 +38,6 @@ RECENT = 5
 """log2 of the changes over which the clock's pace is taken."""
 NORMAL = U(NAT << RECENT)
 """Hazard that so many changes take on average, if all is as the classes say."""
-GROUP = U(32)
-"""Elements whose hazards are added up together."""
 QUARTERS, TOGETHER = U(4), U(1024)
 """Parts of a large block, and the changes from which a block is large. Each part has a coder of its own, and a decoder works
 on all of them at once. Fewer changes are not worth a longer header."""
@@ -49,8 +47,6 @@ MODELS = 2 + 2 * LONGEST
 digit for each length. Some to spare."""
 ANY, AWAY, LONGER = U(0), U(14), U(2)
 """Adaptive bits begin as if so many decisions had been seen: whether away from zero is mostly as likely as not."""
-CLASSES = 16
-"""Number of classes with rates of their own, from the first on; those below it have the first one's."""
 APART = U(16)
 """Number of classes with the first one's rate that have adaptive bits of their own; those below share them."""
 
@@ -174,12 +170,3 @@ def ordinal(bits, width):  # type: ignore[no-untyped-def]
     one, so that every pattern, NaN and infinities too, has a number of its own."""
     sign = U(1) << (width - U(1))
     return np.int64(bits & (sign - U(1))) ^ -np.int64(bits >> (width - U(1)))
-
-
-@inlined
-def total(array, i, count, table, shift):  # type: ignore[no-untyped-def]
-    """Return the hazard of `count` elements from the i-th on; `table` by bits >> shift, the sign too."""
-    sum_ = U(0)
-    for j in range(count):
-        sum_ += U(table[U(array[i + U(j)]) >> shift])
-    return sum_

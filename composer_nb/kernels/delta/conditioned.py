@@ -103,12 +103,11 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
 
 def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     """Return the body of a block, empty where nothing changed."""
-    at = np.flatnonzero(base != target).astype(np.uint32)
-    return delta_encoder.encode(base, target, at, *layout.numbers).tobytes() if len(at) else b""
+    body: Bits = delta_encoder.encode(base, target, *layout.numbers)
+    return body.tobytes()
 
 
 def decode_block(base: Bits, made: Bits, body: Bits, layout: Layout) -> None:
     """Make the target from the base. Raises ValueError."""
-    np.copyto(made, base)
     if fault := delta_decoder.decode(base, made, body, *layout.numbers):
         raise ValueError(f"a block {delta_decoder.FAULTS[fault]}")

@@ -10,7 +10,6 @@ import numpy as np
 from composer_nb.kernels.compiled import coder, either, inlined
 from composer_nb.kernels.delta.block import (
     GIVEN_UP,
-    GROUP,
     KNOTS,
     LONGEST,
     LOWEST,
@@ -36,9 +35,10 @@ from composer_nb.kernels.delta.block import (
     probability,
     share,
     slower,
-    total,
 )
 from composer_nb.kernels.delta.header import read_codes, read_states
+from composer_nb.kernels.delta.vector_search import WINDOW, below_goal, step_to
+from composer_nb.kernels.delta.vectors import GROUP, copied, eights, fetched, planes_of
 
 FAULTS = {
     1: "has a change beyond its end",
@@ -54,11 +54,13 @@ _CELL = 20
 PIECE = U(1 << 13)
 """Elements, no more, of which hazards are added up at once: they are still in the processor's caches when changes among them are
 looked for."""
+AHEAD = U(1 << 11)
+"""Elements between a prefetch and the copy. The processor's own prediction ends with a piece."""
 FAR, NEVER = U(1 << 30), U((1 << 31) - 1)
 """Hazard after which a piece ends, so that sums have 31 bits; and more than a piece has."""
-SPARE = 5
+SPARE = WINDOW + 8
 SUMS = int(PIECE) // 8 + SPARE
-"""Sums of a piece, and what a search may look at behind them: up to 31 elements of a quarter are in no piece."""
+"""Sums of a piece, and what a search may look at behind them."""
 
 STATE, USED, LAST, SLOW, NEXT, PASSED, SINCE, END, LONG = (U(4 * k) for k in range(9))
 BEGIN, STOP, BEFORE, WITHIN = (U(4 * k) for k in range(9, 13))
@@ -90,7 +92,7 @@ TIMES, SLOPES = (np.array(each, np.uint64) for each in _bounds())
 
 @coder
 def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Make the target in `made`, a copy of the base. Return 0, or one of FAULTS, after which it is useless."""
+    """Make the target from the base. Return 0, or one of FAULTS, after which the target is useless."""
     codes = np.zeros(mask + U(1), np.uint8)
     fault, first, more, begin = read_codes(body, codes, mask)
     if fault:
@@ -100,7 +102,7 @@ def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def
     if fault:
         return fault
     rates = RATES[codes]
-    table, models = by_bits(rates, width, shift), new_models(rates, first, more)
+    table, planes, models = by_bits(rates, width, shift), planes_of(rates, first), new_models(rates, first, more)
     words = np.zeros((len(body) - np.int64(begin)) // 4 + 1, np.uint32)  # the last is read, and not used
     words[:-1].view(np.uint8)[:] = body[np.int64(begin) :]
     parts = np.zeros(4 * 23, np.uint64)
@@ -111,7 +113,7 @@ def decode(base, made, body, shift, mask, width):  # type: ignore[no-untyped-def
         parts[STOP + q] = parts[NEXT + q]
     sums = np.empty(QUARTERS * U(SUMS), np.int32)
     long = np.empty(count + QUARTERS, np.uint64)
-    return change(base, made, parts, count, words, sums, long, models, table, shift, mask, width, first)
+    return change(base, made, parts, count, words, sums, long, models, table, planes, shift, mask, width, first)
 
 
 @inlined
@@ -221,20 +223,26 @@ def put_change(base, made, parts, q, models, long, room, width):  # type: ignore
 
 
 @coder
-def next_piece(base, parts, q, sums, table, shift):  # type: ignore[no-untyped-def]
-    """Go on to the next piece, of whole groups. Fill `sums` with the hazard before each eight and behind the last, then with
-    sums that no goal reaches."""
+def next_piece(base, made, parts, q, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
+    """Copy the next piece: whole groups of 32, and the rest of a quarter that has no more of them. Fill `sums` with the hazard
+    before each eight and behind the last, then with sums that no goal reaches."""
     i, n, k, so_far = parts[STOP + q], parts[END + q], q * U(SUMS), U(0)
     parts[BEGIN + q], parts[BEFORE + q] = i, parts[BEFORE + q] + parts[WITHIN + q]
     end = min(n, i + PIECE)
     sums[k] = 0
     while i + GROUP <= end and so_far < FAR:
-        for _ in range(4):
-            so_far += total(base, i, U(8), table, shift)
-            i, k = i + U(8), k + U(1)
-            sums[k] = so_far
+        copied(base, made, i, GROUP)
+        fetched(base, i + AHEAD)
+        fetched(made, i + AHEAD)
+        a, b, c, d = eights(base, i, table, planes, shift, mask, first)
+        sums[k + U(1)], sums[k + U(2)] = so_far + a, so_far + a + b
+        so_far += a + b + c + d
+        sums[k + U(3)], sums[k + U(4)] = so_far - d, so_far
+        i, k = i + GROUP, k + U(4)
     for j in range(U(1), U(SPARE)):
         sums[k + j] = NEVER
+    if i + GROUP > n:
+        copied(base, made, i, n - i)
     parts[STOP + q], parts[WITHIN + q] = i, so_far
 
 
@@ -277,22 +285,21 @@ def glance(parts, q, sums):  # type: ignore[no-untyped-def]
     """The eight elements of the piece among which the target is, behind the piece if it is not there, and hazard before them."""
     goal, room = min(parts[TARGET + q] - parts[BEFORE + q], NEVER), q * U(SUMS)
     j = room + ((parts[NEXT + q] - parts[BEGIN + q]) >> U(3)) + U(1)
-    while U(sums[j]) < goal:
-        j += U(1)
-    j -= U(1)
+    less = below_goal(sums, j, goal)
+    while less == U(WINDOW):
+        j += less
+        less = below_goal(sums, j, goal)
+    j += less - U(1)
     parts[PLACE + q], parts[START + q] = parts[BEGIN + q] + ((j - room) << U(3)), U(sums[j])
     parts[GOAL + q] = goal
 
 
 @coder
-def look(base, parts, q, table, shift):  # type: ignore[no-untyped-def]
+def look(base, parts, q, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
     """Find which of the eight elements it is, the hazard before it and its own."""
-    here, at, goal = parts[PLACE + q], parts[START + q], parts[GOAL + q]
-    own = U(table[U(base[here]) >> shift])
-    while at + own < goal:
-        here, at = here + U(1), at + own
-        own = U(table[U(base[here]) >> shift])
-    parts[PLACE + q], parts[START + q], parts[STRIDE + q] = here, parts[BEFORE + q] + at, own
+    here, before = parts[PLACE + q], parts[BEFORE + q]
+    which, at, end = step_to(base, here, parts[START + q], parts[GOAL + q], table, planes, shift, mask, first)
+    parts[PLACE + q], parts[START + q], parts[STRIDE + q] = here + which, before + at, end - at
 
 
 @inlined
@@ -304,34 +311,37 @@ def ends_beyond(parts, q):  # type: ignore[no-untyped-def]
 
 
 @coder
-def search(base, parts, q, sums, table, shift):  # type: ignore[no-untyped-def]
+def search(base, made, parts, q, sums, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
     """The change at which the slot is, however many pieces behind the next element; whether there is one."""
     while True:
         glance(parts, q, sums)
         if parts[PLACE + q] < parts[STOP + q]:
-            look(base, parts, q, table, shift)
+            look(base, parts, q, table, planes, shift, mask, first)
             break
         if parts[NEXT + q] < parts[STOP + q]:
             parts[NEXT + q], parts[PASSED + q] = parts[STOP + q], parts[BEFORE + q] + parts[WITHIN + q]
         parts[PLACE + q], parts[START + q] = parts[NEXT + q], parts[PASSED + q]
         if parts[STOP + q] + GROUP > parts[END + q]:
             break
-        next_piece(base, parts, q, sums, table, shift)
+        next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
     while parts[PLACE + q] < parts[END + q]:
         parts[STRIDE + q] = table[U(base[parts[PLACE + q]]) >> shift]
         if ends_beyond(parts, q):
             break
         parts[PLACE + q], parts[START + q] = parts[PLACE + q] + U(1), parts[START + q] + parts[STRIDE + q]
+    while parts[PLACE + q] >= parts[STOP + q] and parts[STOP + q] + GROUP <= parts[END + q]:
+        # A piece is copied before anything is changed in it.
+        next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
     return parts[PLACE + q] < parts[END + q]
 
 
 @coder
-def change(base, made, parts, count, words, sums, long, models, table, shift, mask, width, first):  # type: ignore[no-untyped-def]
-    """Apply the changes to a copy of the base. Return 0 or one of FAULTS."""
+def change(base, made, parts, count, words, sums, long, models, table, planes, shift, mask, width, first):  # type: ignore[no-untyped-def]
+    """Copy the base piece by piece, each before anything in it changes, and apply the changes. Return 0 or one of FAULTS."""
     quarters = QUARTERS if count >= TOGETHER else U(1)
     room = U(len(long)) // quarters
     for q in range(QUARTERS):
-        next_piece(base, parts, q, sums, table, shift)
+        next_piece(base, made, parts, q, sums, table, planes, shift, mask, first)
     for k in range(U(0), count, quarters):
         there, plain = min(quarters, count - k), True
         for q in range(there):
@@ -343,11 +353,11 @@ def change(base, made, parts, count, words, sums, long, models, table, shift, ma
                 glance(parts, q, sums)
             for q in range(there):
                 if parts[PLACE + q] < parts[STOP + q]:
-                    look(base, parts, q, table, shift)
+                    look(base, parts, q, table, planes, shift, mask, first)
                 else:  # which ends nowhere
                     parts[START + q], parts[STRIDE + q] = U(0), U(0)
             for q in range(there):
-                if not (ends_beyond(parts, q) or search(base, parts, q, sums, table, shift)):
+                if not (ends_beyond(parts, q) or search(base, made, parts, q, sums, table, planes, shift, mask, first)):
                     return 1
             for q in range(there):
                 parts[STATE + q], parts[USED + q] = refill_surely(come(parts, q), words, parts[USED + q])
@@ -358,7 +368,7 @@ def change(base, made, parts, count, words, sums, long, models, table, shift, ma
             for q in range(there):
                 waited(parts, q, words)
                 aim(parts, q)
-                if not search(base, parts, q, sums, table, shift):
+                if not search(base, made, parts, q, sums, table, planes, shift, mask, first):
                     return 1
                 refilled(parts, q, come(parts, q), words)
                 refilled(parts, q, get_step(parts, q, base, models, shift, mask, first), words)
@@ -368,5 +378,7 @@ def change(base, made, parts, count, words, sums, long, models, table, shift, ma
     for q in range(QUARTERS):
         if long_changes(made, parts, q, words, long, room, models, shift, mask, width, first):
             return 2
+        if parts[STOP + q] + GROUP <= parts[END + q]:
+            copied(base, made, parts[STOP + q], parts[END + q] - parts[STOP + q])
         over &= (parts[STATE + q] == NONE) & (parts[USED + q] == parts[LAST + q])
     return 0 if over else 7

@@ -9,9 +9,7 @@ import numpy as np
 
 from composer_nb.kernels.compiled import coder, either, inlined
 from composer_nb.kernels.delta.block import (
-    CLASSES,
     GIVEN_UP,
-    GROUP,
     LONGEST,
     NAT,
     NONE,
@@ -36,9 +34,19 @@ from composer_nb.kernels.delta.block import (
     probability,
     share,
     slower,
-    total,
 )
 from composer_nb.kernels.delta.header import LARGEST, write_codes, write_states
+from composer_nb.kernels.delta.vectors import (
+    CLASSES,
+    GROUP,
+    below,
+    differing,
+    one_by_one,
+    part,
+    planes_of,
+    total,
+    trailing_zeros,
+)
 
 BETWEEN = (RATES[1:-1].astype(np.float64) + RATES[2:]) / 2
 """Hazards that are as near to one rate as to the next."""
@@ -47,21 +55,25 @@ SAMPLE, MOST = U(13), U(127)
 
 
 @coder
-def encode(base, target, at, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Return the body of a block; `at` are the places, at least one, where base and target differ, ascending."""
+def encode(base, target, shift, mask, width):  # type: ignore[no-untyped-def]
+    """The body of a block, empty where nothing changed."""
+    found = np.empty(len(base) + 1, np.uint32)
+    at = found[: differences(base, target, found)]
+    if len(at) == 0:
+        return np.empty(0, np.uint8)
     changed = np.zeros(mask + U(1), np.int64)
     for i in at:
         changed[(U(base[i]) >> shift) & mask] += 1
     first, last, codes = rate_codes(histogram(base, changed, shift, mask), changed)
     rates = RATES[codes]
-    table = by_bits(rates, width, shift)
+    table, planes = by_bits(rates, width, shift), planes_of(rates, first)
     count, parts = U(len(at)), QUARTERS if len(at) >= TOGETHER else U(1)
     cuts, ends = np.full(QUARTERS + U(1), U(len(at))), np.full(QUARTERS, U(len(base)))
     cuts[0] = U(0)
     for q in range(U(1), parts):
         cuts[q] = cuts[q - U(1)] + (count + QUARTERS - U(q)) // QUARTERS
         ends[q - U(1)] = U(at[cuts[q]])
-    places, offsets = place_symbols(base, at, cuts, table, shift)
+    places, offsets = place_symbols(base, at, cuts, table, planes, shift, mask, first)
     steps, rests, rest_offsets = step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last)
     states, words, counts = rans(places, offsets, steps, cuts, rests, rest_offsets)
     header = np.empty(LARGEST, np.uint8)
@@ -69,6 +81,27 @@ def encode(base, target, at, shift, mask, width):  # type: ignore[no-untyped-def
     end = write_codes(codes, first, last, header, U(2))
     end = write_states(count, ends, counts, states, header, end)
     return np.concatenate((header[: np.int64(end)], words.view(np.uint8)))
+
+
+@coder
+def differences(a, b, at):  # type: ignore[no-untyped-def]
+    """Write the places where `a` and `b` differ into `at`, ascending, and return their number. `at` has room for one more."""
+    count, i, n = U(0), U(0), U(len(a))
+    while i + GROUP <= n:
+        here = differing(a, b, i)
+        at[count] = i + trailing_zeros(here)  # whether there is one nobody can foresee; two are rare
+        count += U(here != U(0))
+        here &= here - U(1)
+        while here:
+            at[count] = i + trailing_zeros(here)
+            here &= here - U(1)
+            count += U(1)
+        i += GROUP
+    while i < n:
+        at[count] = i
+        count += U(a[i] != b[i])
+        i += U(1)
+    return count
 
 
 @coder
@@ -101,10 +134,16 @@ def histogram(base, changed, shift, mask):  # type: ignore[no-untyped-def]
 @coder
 def count_below(base, there, shift, mask, limit):  # type: ignore[no-untyped-def]
     """Count elements of classes below the limit, except the last few of the array."""
-    for i in range(U(len(base))):
-        own = (U(base[i]) >> shift) & mask
-        if own < limit:
-            there[own] += 1
+    i = U(0)
+    while i + GROUP <= U(len(base)):
+        here = below(base, i, shift, mask, limit)
+        one = i + (trailing_zeros(here) & U(31))
+        there[(U(base[one]) >> shift) & mask] += np.int64(here != U(0))
+        here &= here - U(1)
+        while here:
+            there[(U(base[i + trailing_zeros(here)]) >> shift) & mask] += 1
+            here &= here - U(1)
+        i += GROUP
 
 
 @coder
@@ -198,23 +237,24 @@ def put_more(symbols, count, models, which, m, width):  # type: ignore[no-untype
 
 
 @coder
-def group_sums(base, table, shift):  # type: ignore[no-untyped-def]
+def group_sums(base, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
     """The hazard before each group of 32 elements."""
     sums, i, k, so_far = np.empty(len(base) // 32 + 1, np.uint64), U(0), U(0), U(0)
     while i + GROUP <= U(len(base)):
         sums[k] = so_far
-        so_far += total(base, i, GROUP, table, shift)
+        so_far += total(base, i, table, planes, shift, mask, first)
         i, k = i + GROUP, k + U(1)
     sums[k] = so_far
     return sums
 
 
 @coder
-def place_symbols(base, at, cuts, table, shift):  # type: ignore[no-untyped-def]
+def place_symbols(base, at, cuts, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
     """The symbols that say where changes are, quarter by quarter: the frequency of each, and what lies below it in the 32 bits
     above; and where those of a quarter end."""
-    sums = group_sums(base, table, shift)
+    sums = group_sums(base, table, planes, shift, mask, first)
     symbols, offsets, count = np.empty(2 * len(at) + 64, np.uint64), np.zeros(QUARTERS + U(1), np.uint64), U(0)
+    whole = U(len(base)) & ~U(31)
     for q in range(QUARTERS):
         slow, done = NORMAL, U(0)
         for k in range(cuts[q], cuts[q + 1]):
@@ -222,7 +262,10 @@ def place_symbols(base, at, cuts, table, shift):  # type: ignore[no-untyped-def]
                 symbols = np.concatenate((symbols, symbols))
             i = U(at[k])
             group, own = i >> U(5), U(table[U(base[i]) >> shift])
-            before = sums[group] + total(base, group << U(5), i & U(31), table, shift)
+            if i < whole:
+                before = sums[group] + part(base, group << U(5), i & U(31), table, planes, shift, mask, first)
+            else:
+                before = sums[group] + one_by_one(base, whole, i - whole, table, shift)
             if q and U(k) == cuts[q]:  # where the quarter begins
                 done = before
             gone, speed, done = before - done, pace(slow), before + own
