@@ -30,6 +30,20 @@ def test_special_tokens_come_first_and_digits_stand_alone(tokenizer: Tokenizer):
     assert pieces[-4:] == [" sum", " of", "\n    ", "return"], "a word takes its space, a newline its indentation"
 
 
+@pytest.mark.parametrize("text", ["x <=y", "12    return", "a //= b"])
+def test_operators_and_indentations_are_never_split_from_inside(text: str):
+    trained = train_tokenizer([text] * 50, 300)
+    pieces = [trained.decode([i]) for i in trained.encode(text).ids]
+    assert (
+        pieces
+        == {
+            "x <=y": ["x", " <=", "y"],
+            "12    return": ["1", "2", "    ", "return"],
+            "a //= b": ["a", " //", "=", " b"],
+        }[text]
+    )
+
+
 def test_training_is_reproducible_and_fills_the_vocabulary():
     texts = [Path(__file__).read_text()] * 2
     one, two = train_tokenizer(texts, 500), train_tokenizer(iter(texts), 500)

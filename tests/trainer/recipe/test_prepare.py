@@ -237,6 +237,22 @@ def test_demonstrations_are_at_tasks_that_are_not_held_out(tmp_path: Path) -> No
     assert not chunks(override(settings, ALONE), dealt)
 
 
+def test_the_tokenizer_knows_an_agents_words_and_rl_tasks_end_early(tmp_path: Path) -> None:
+    small = {"heldout_tasks": 6, "structure_tasks": 0, "tune_tasks": 2, "rl_tasks": 6, "demonstrations": 1}
+    values = {f"data.{name}": count for name, count in (small | {"mistaken_demonstrations": 24}).items()}
+    s = stages(tmp_path, override(Settings(), {**values, "rl.steps": 2, "rl.prompts": 1}))
+    with s.sandboxes:
+        make_tokenizer(s)
+        make_data(s)
+    pieces = {
+        text: s.tokenizer().encode(text, add_special_tokens=False).tokens
+        for text in ("grep", "undo", " <", "        ")
+    }
+    assert {text: len(found) for text, found in pieces.items()} == dict.fromkeys(pieces, 1)
+    turns = {kind: {task.metadata.get("max_turns") for task in s.tasks(kind)} for kind in ("heldout", "tune", "rl")}
+    assert turns == {"heldout": {None}, "tune": {None}, "rl": {"7"}}
+
+
 # The order of RL
 
 
