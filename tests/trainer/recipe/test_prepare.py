@@ -245,8 +245,7 @@ def test_the_tokenizer_knows_an_agents_words_and_rl_tasks_end_early(tmp_path: Pa
         make_tokenizer(s)
         make_data(s)
     pieces = {
-        text: s.tokenizer().encode(text, add_special_tokens=False).tokens
-        for text in ("grep", "undo", " <", "        ")
+        text: s.tokenizer().encode(text, add_special_tokens=False).tokens for text in ("grep", "undo", " <", "        ")
     }
     assert {text: len(found) for text, found in pieces.items()} == dict.fromkeys(pieces, 1)
     turns = {kind: {task.metadata.get("max_turns") for task in s.tasks(kind)} for kind in ("heldout", "tune", "rl")}
