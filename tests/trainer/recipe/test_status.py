@@ -145,7 +145,7 @@ def test_how_far_it_is_and_what_is_left(run: RunDir) -> None:
     run.commit("midtrain", 500, {}, [(500, {"loss": 1.0})], seconds=10.0)
     with live(run):
         seen = read_status(run.path)
-        assert (seen.stage, seen.done, seen.total, seen.left_s) == ("midtrain", 500, 2200, pytest.approx(34.0))
+        assert (seen.stage, seen.done, seen.total, seen.left_s) == ("midtrain", 500, 1600, pytest.approx(22.0))
     finish(run, "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
     walls = [60.0, *[2.0] * 5]  # the first step waited for the services to start
     run.commit("rl", 6, {}, [(at + 1, step(wall=wall)) for at, wall in enumerate(walls)])
