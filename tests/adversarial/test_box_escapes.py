@@ -16,7 +16,6 @@ from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Silent, verdict_o
 from composer_nb.labs.attacks.sandbox_check import CALL_CASES as CASES
 from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES, surroundings
 from tests.adversarial.test_sandboxes import NoWalls as Trusting
-from tests.harness.sandbox.test_calls import single
 
 Rows = dict[str, dict[str, Any]]
 
@@ -31,19 +30,9 @@ def rows() -> Rows:
     return rows_of(SandboxExecutor())
 
 
-@pytest.fixture(scope="module")
-def single_rows() -> Rows:
-    return rows_of(single())
-
-
 @pytest.mark.parametrize("case_id", [case.id for case in CASES])
 def test_case_is_blocked(rows: Rows, case_id: str) -> None:
     assert rows[case_id]["blocked"], rows[case_id]["detail"]
-
-
-@pytest.mark.parametrize("case_id", [case.id for case in CASES])
-def test_case_is_blocked_without_nested_namespaces(single_rows: Rows, case_id: str) -> None:
-    assert single_rows[case_id]["blocked"], single_rows[case_id]["detail"]
 
 
 def test_rows_have_their_shape(rows: Rows) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pixels import PAGES, contrasts
 
-from composer_nb.labs.formats import view as formats
+from composer_nb.labs import formats
 from composer_nb.labs.weights import view as weights
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.recipe.status import read_status
