@@ -279,10 +279,10 @@ def test_a_container_that_ends_from_outside(docker_client: Any, backend: DockerB
 
 @pytest.mark.docker
 def test_memory_that_ends_the_sandbox_is_told(backend: DockerBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine tells it where the control group can not be read, or is gone already."""
+    """The engine tells it where the control group cannot be read, or is gone already."""
     box = backend.create(SMALL)
     monkeypatch.setattr(box._machine, "group", None)
-    assert box.stats().memory_bytes and box.stats().cpu_s
+    assert box.stats().memory_bytes is None and box.stats().cpu_s is None
     done = box.exec(["python3", "-c", "bytearray(400 << 20)"])
     assert done.exit_code == 137
     backend._client.api.kill(box.id)
