@@ -23,9 +23,17 @@ from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.product.work import CHANGES, DIFF, give_verdict
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.tasks.making.options import plugins_in, read_options
-from composer_nb.harness.tasks.runtime import read_packages
+from composer_nb.harness.tasks.runtime import (
+    PACKAGES,
+    PACKAGES_DIGEST,
+    allow_packages,
+    packages_digest,
+    packages_of,
+    read_packages,
+)
 from composer_nb.harness.tasks.scope import in_scope
 from composer_nb.harness.tasks.swe import from_swebench, read_rows
+from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.models.shards import read_shard
 
 ENDS_S = 60
@@ -111,6 +119,19 @@ def test_a_task_that_names_a_folder_of_this_machine_fills_no_memory(tmp_path: Pa
     read_packages.cache_clear()
     with pytest.raises(ValueError, match="more than packages"):
         read_packages(tmp_path)
+    read_packages.cache_clear()
+
+
+def test_a_foreign_task_may_name_no_folder_that_was_never_given_for_tests(tmp_path: Path) -> None:
+    """It may know what lies there, as with a public package, and so its digest."""
+    (tmp_path / "secret.py").write_text("x")
+    named = {PACKAGES: str(tmp_path), PACKAGES_DIGEST: packages_digest({"secret.py": b"x"})}
+    task = Task(id="t", instruction="-", files={}, tests={"test_a.py": ""}, source_scope=("a.py",), grader="pytest")
+    task = task.model_copy(update={"metadata": named})
+    with pytest.raises(ValueError, match=f"task t: {tmp_path} was never given to tasks make --packages"):
+        packages_of(task)
+    allow_packages(tmp_path)
+    assert packages_of(task) == {"secret.py": b"x"}
     read_packages.cache_clear()
 
 

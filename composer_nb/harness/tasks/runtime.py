@@ -41,6 +41,8 @@ PRISTINE = "/composer_nb/workspace"
 PACKAGES, PACKAGES_DIGEST = "packages", "packages.sha256"
 """Metadata keys of the folder of installed packages that a task's tests need, and of its digest."""
 PACKAGES_AT = "/tmp/packages"
+ALLOWED = "composer_nb.packages"
+"""An empty file in a folder of packages: whoever can write there lets tasks bring the folder into sandboxes."""
 MAX_PACKAGES_BYTES = 32 << 20
 MAX_PACKAGES_FILES = 20_000
 _UNPACK = """\
@@ -176,14 +178,29 @@ def workspace(task: Task) -> dict[str, bytes]:
 
 
 def packages_of(task: Task) -> Mapping[str, bytes]:
-    """Return the installed packages that a task's tests need. Raises ValueError if they are gone or changed."""
+    """Return the installed packages that a task's tests need. Raises ValueError if they are gone or changed, or if nobody here
+    gave the folder for tests: a foreign task may name any."""
     folder = task.metadata.get(PACKAGES, "")
     if not folder:
         return {}
+    if Path(folder).exists() and not (Path(folder) / ALLOWED).is_file():
+        raise ValueError(
+            f"task {task.id}: {visible(folder)} was never given to tasks make --packages; the file {ALLOWED} there allows it"
+        )
     held = read_packages(Path(folder))
     if packages_digest(held) != task.metadata.get(PACKAGES_DIGEST):
         raise ValueError(f"task {task.id}: the packages in {folder} are missing or not those that it was made with")
     return held
+
+
+def allow_packages(folder: Path) -> None:
+    """Let tasks bring a folder of packages into sandboxes. Raises ValueError if it cannot be written."""
+    try:
+        (folder / ALLOWED).touch()
+    except OSError as error:
+        raise ValueError(
+            f"--packages {folder}: cannot write {ALLOWED}, by which tasks may use it ({error.strerror})"
+        ) from None
 
 
 @lru_cache(maxsize=4)
@@ -195,7 +212,7 @@ def read_packages(folder: Path) -> Mapping[str, bytes]:
     for at, _, names in os.walk(folder):
         for path in (Path(at) / name for name in names):
             status = path.lstat()
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(status.st_mode) or path == folder / ALLOWED:
                 continue
             left -= status.st_size
             if left < 0 or len(found) >= MAX_PACKAGES_FILES:

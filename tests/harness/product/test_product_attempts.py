@@ -268,12 +268,11 @@ def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
         assert done.rollout.segments[0].token_ids.tolist() == list(request.token_ids)
 
 
-def test_an_agent_that_breaks_its_sandbox_failed(
-    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_leaves_more_than_can_be_carried_away_failed(place: Environment, task: Task) -> None:
+    """Sparse files: they take no memory where they lie."""
     fill = shell("python - <<'E'\nimport os\nfor n in range(400): open(f'f{n}','wb').truncate(1 << 20)\nE")
     done = attempt(task, place, ScriptSpeaker(play([turn([fill]), Said(text="")])))
-    assert done.grade.status in ("agent_failed", "graded") and not done.grade.passed
+    assert done.rollout.turns[0].error is None and done.grade.status == "agent_failed" and not done.grade.passed
 
 
 def test_a_sandbox_out_of_memory_is_answered_with_errors_and_fails_the_agent(

@@ -27,7 +27,7 @@ from composer_nb.harness.tasks.making.options import INI, Options, Running, plug
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
 from composer_nb.harness.tasks.making.store import Store
 from composer_nb.harness.tasks.making.trial import Outcome, Subject, settle
-from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, packages_digest, read_packages
+from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_packages, packages_digest, read_packages
 from composer_nb.harness.tasks.task import Task, save_tasks
 
 TASKS, RECORD, SUMMARY = "tasks.jsonl", "made.db", "summary.json"
@@ -112,6 +112,7 @@ def _prepared(repository: Repository, running: Running) -> tuple[Repository, Opt
         held = read_packages(folder)
         if not held:
             raise ValueError(f"--packages {running.packages}: holds no file; fill it by pip install --target")
+        allow_packages(folder)
         settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(held)}
         plugins = plugins_in(folder)
     options = read_options(repository.files, running.pytest_args, plugins)

@@ -15,6 +15,7 @@ from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.runtime import (
     PACKAGES,
     PACKAGES_DIGEST,
+    allow_packages,
     packages_digest,
     packages_of,
     read_packages,
@@ -119,6 +120,7 @@ def laid(folder: Path, files: dict[str, str]) -> Path:
 
 def prepared(tmp_path: Path) -> Repository:
     folder = laid(tmp_path / "packages", HELPER)
+    allow_packages(folder)
     settings = {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(read_packages(folder))}
     settings["pytest.ini"] = read_options(REPOSITORY, "", plugins_in(folder)).ini
     return Repository(name="shapes", files=REPOSITORY, settings=settings)
