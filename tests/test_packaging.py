@@ -100,8 +100,8 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert conda == [f"python={lowest}", "pip"]
     assert pip == {"pip": ["-e .[dev,lab]"]}
-    assert set(EXTRAS) == {"agent", "browser", "dev", "docker", "lab", "tasks"}
-    assert {*EXTRAS["docker"], *EXTRAS["tasks"]} <= set(EXTRAS["dev"]), "the tests need them"
+    assert set(EXTRAS) == {"agent", "browser", "dev", "docker", "gguf", "lab", "tasks"}
+    assert {*EXTRAS["docker"], *EXTRAS["gguf"], *EXTRAS["tasks"]} <= set(EXTRAS["dev"]), "the tests need them"
     assert set(environment) == {"name", "channels", "dependencies"}
 
 

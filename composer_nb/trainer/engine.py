@@ -30,7 +30,7 @@ from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Reques
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, fits, project
 from composer_nb.kernels.linear import linear
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.transformer import Model, stacked
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
 """Logits after each leader's last token, and experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens."""
@@ -260,9 +260,10 @@ class Engine:
             return cached_attention(q.to(wide), self._k[layer], self._v[layer], own, at, scale).to(q.dtype)
 
         hidden_UD, routings = self.model.trunk(ids, at, attend)
-        experts = torch.stack([r.experts_NK for r in routings], 1).cpu().numpy()
-        gates = torch.stack([r.gates_NK for r in routings], 1).float().cpu().numpy()
-        margins = torch.stack([r.margin_N for r in routings], 1).float().cpu().numpy()
+        chosen = len(ids), self.model.config.num_experts_per_tok
+        experts = stacked([r.experts_NK for r in routings], *chosen).cpu().numpy()
+        gates = stacked([r.gates_NK for r in routings], *chosen).float().cpu().numpy()
+        margins = stacked([r.margin_N for r in routings], len(ids)).float().cpu().numpy()
         hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
         return linear(hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
 
@@ -340,7 +341,7 @@ def pack(model: Model) -> DecodeWeights | None:
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     plain = (
         plain
-        and not model.config.latent
+        and model.config.family == "qwen3_moe"
         and model.config.norm_topk_prob
         and model.config.moe_layers == model.config.num_hidden_layers
         and model.kernels.recipe == "bf16"

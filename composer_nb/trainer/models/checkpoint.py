@@ -97,11 +97,19 @@ def _layer_views(layer: Layer, c: ModelConfig, prefix: str) -> dict[str, Tensor]
             views["self_attn.q_proj.weight"] = layer.q_b
     else:
         sizes = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
-        views |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
-        for name, part in zip("qkv", layer.qkv.split(sizes), strict=True):
-            views[f"self_attn.{name}_proj.weight"] = part
+        if c.qk_norm:
+            views |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
+        for kind, joined in (("weight", layer.qkv), *([("bias", layer.qkv_bias)] if c.qkv_bias else [])):
+            for name, part in zip("qkv", joined.split(sizes), strict=True):
+                views[f"self_attn.{name}_proj.{kind}"] = part
     if layer.dense:
         views |= swiglu_views(layer.dense_in, layer.dense_out, "mlp.")
+    elif c.family == "mixtral":
+        views["block_sparse_moe.gate.weight"] = layer.router
+        for expert in range(c.num_experts):
+            parts = swiglu_views(layer.w_in[expert], layer.w_out[expert], "").values()
+            for name, part in zip(("w1", "w3", "w2"), parts, strict=True):
+                views[f"block_sparse_moe.experts.{expert}.{name}.weight"] = part
     else:
         views["mlp.gate.weight"] = layer.router
         if layer.router_bias is not None:
@@ -287,8 +295,8 @@ def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, wanted: Shape)
 
 @torch.no_grad()
 def load_pretrained(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Model:
-    """Load a checkpoint of either family with weights in `dtype`; quantised weights are dequantised. Raises FileNotFoundError or
-    ValueError that names the file, the key or the tensor, and the fault."""
+    """Load a checkpoint with weights in `dtype`; quantised weights are dequantised. Raises FileNotFoundError or ValueError that
+    names the file, the key or the tensor, and the fault."""
     source = Source.open(Path(path))
     model = empty_model(source.config, dtype)
     views = hugging_face_views(model)

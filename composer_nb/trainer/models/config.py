@@ -9,7 +9,9 @@ from typing import Literal
 from composer_nb.kernels.moe.recipes import RecipeName
 from composer_nb.kernels.moe.routing import Rule
 
-Family = Literal["qwen3_moe", "deepseek_v3"]
+Family = Literal["qwen3_moe", "deepseek_v3", "mixtral", "qwen3", "qwen2", "llama"]
+DENSE: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
+"""Families without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,8 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes, under the names of `transformers`' Qwen3MoeConfig and DeepseekV3Config. Fields of the other family must keep their
-    defaults."""
+    """Sizes, under the names of `transformers`' Qwen3MoeConfig and DeepseekV3Config. Fields that other families alone have must
+    keep their defaults."""
 
     family: Family = "qwen3_moe"
     vocab_size: int = 1024
@@ -83,7 +85,7 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     intermediate_size: int = 0
-    """Either family: width of the dense layers, if any."""
+    """Width of the dense layers, if any."""
     first_k_dense_replace: int = 0
     """Number of dense layers at the start."""
     n_shared_experts: int = 0
@@ -99,7 +101,7 @@ class ModelConfig:
         plain = self.yarn.factor == 1
         original = self.max_position_embeddings if plain else self.yarn.original_max_position_embeddings
         yarn = replace(self.yarn, factor=factor * self.yarn.factor, original_max_position_embeddings=original)
-        if plain and not self.latent:  # Qwen3-MoE rotates whole heads, so one temperature is enough
+        if plain and not self.latent:  # whole heads are rotated, so one temperature is enough
             yarn = replace(yarn, mscale=1.0, mscale_all_dim=0.0)
         return replace(self, yarn=yarn, max_position_embeddings=round(factor * self.max_position_embeddings))
 
@@ -115,7 +117,8 @@ class ModelConfig:
         self._require_at_least(1, *sizes)
         dense = ["intermediate_size"] if self.moe_layers < self.num_hidden_layers else []
         # Grouped GEMM needs rows of whole 16 bytes, in bf16 too.
-        for name in ("hidden_size", "moe_intermediate_size", *dense):
+        sparse = [] if self.family in DENSE else ["moe_intermediate_size"]
+        for name in ("hidden_size", *sparse, *dense):
             if getattr(self, name) < 8 or getattr(self, name) % 8:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be a multiple of 8")
         queries, keys = self.num_attention_heads, self.num_key_value_heads
@@ -133,16 +136,15 @@ class ModelConfig:
         if self.rope_width < 2 or self.rope_width % 2:
             name = "qk_rope_head_dim" if self.latent else "head_dim"
             raise ValueError(f"model.{name}={self.rope_width} must be even")
-        foreign = [name for name in (QWEN if self.latent else DEEPSEEK) if getattr(self, name) != _DEFAULTS[name]]
-        if foreign:
-            other = "DeepSeek-V3" if self.latent else "Qwen3-MoE"
-            raise ValueError(f"model.{foreign[0]} does not apply to {other}: change model.family, or leave it")
-        if not self.moe_layers:
-            raise ValueError("model: at least one layer must have experts")
+        for name in FOREIGN[self.family]:
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise ValueError(f"model.{name} does not apply to {self.family}: change model.family, or leave it")
+        if not self.moe_layers and self.family not in DENSE:
+            raise ValueError("model: at least one layer must have experts, or model.family be one without")
         if self.latent:
             self._check_deepseek()
         elif self.yarn.factor != 1 and (self.yarn.mscale, self.yarn.mscale_all_dim) != (1.0, 0.0):
-            raise ValueError("model.yarn: Qwen3-MoE has mscale=1 and mscale_all_dim=0")
+            raise ValueError(f"model.yarn: {self.family} has mscale=1 and mscale_all_dim=0")
 
     def _require_at_least(self, least: int, *names: str) -> None:
         for name in names:
@@ -176,6 +178,15 @@ class ModelConfig:
         return self.family == "deepseek_v3"
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised before they are rotated."""
+        return self.family in ("qwen3_moe", "qwen3")
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
     def rope_width(self) -> int:
         """Number of dimensions of a query or key that are rotated."""
         return self.qk_rope_head_dim if self.latent else self.head_dim
@@ -187,6 +198,8 @@ class ModelConfig:
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """Indices of the layers with experts, ascending."""
+        if self.family in DENSE:
+            return ()
         return tuple(
             index
             for index in range(self.first_k_dense_replace, self.num_hidden_layers)
@@ -216,7 +229,14 @@ class ModelConfig:
 _DEFAULTS = {name: entry.default for name, entry in ModelConfig.__dataclass_fields__.items()}
 QWEN = ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
 DEEPSEEK = (
-    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace "
-    "n_shared_experts n_group topk_group routed_scaling_factor num_nextn_predict_layers"
-).split()
-"""Fields that only the other family has."""
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace"),
+    *("n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "num_nextn_predict_layers"),
+)
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+FOREIGN: dict[Family, tuple[str, ...]] = {
+    "qwen3_moe": DEEPSEEK,
+    "deepseek_v3": QWEN,
+    "mixtral": (*QWEN, *DEEPSEEK, "intermediate_size"),
+    **dict.fromkeys(DENSE, (*QWEN, *DEEPSEEK, *EXPERTS)),
+}
+"""Fields that a family does not have."""

@@ -1,4 +1,4 @@
-"""Read and write config.json of both families, without guessing: each known key is applied or refused.
+"""Read and write config.json of every family, without guessing: each known key is applied or refused.
 
 Kimi K2.5, a model with vision, describes its language model in `text_config` and prefixes its weights with `language_model.`.
 There every size must be stated, because `transformers` would fall back to the defaults of DeepSeek-V3.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.formats.groupwise import dequantize, dequantize_blocks, unpack
-from composer_nb.trainer.models.config import DEEPSEEK, QWEN, Family, ModelConfig, Yarn
+from composer_nb.trainer.models.config import DEEPSEEK, FOREIGN, QWEN, Family, ModelConfig, Yarn
 
 Shape = tuple[int, ...]
 
@@ -121,6 +121,10 @@ def _require(config: Mapping[str, Any], name: str, values: Sequence[Any]) -> Non
 
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "mixtral": {"hidden_act": "silu", "sliding_window": None},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "deepseek_v3": {
         "hidden_act": "silu",
         "norm_topk_prob": True,
@@ -134,13 +138,22 @@ _FIXED: dict[str, dict[str, Any]] = {
 """Settings that `Model` computes with. A config.json that states another value is refused."""
 _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": False, "intermediate_size": 6144},
+    "mixtral": {"rms_norm_eps": 1e-5},
     "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
 }
 """Defaults of the family's configuration class that differ from `_FIXED` and `ModelConfig`."""
-_FAMILIES: dict[str, Family] = {"qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}
+_CLASSES: dict[Family, str] = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+_FAMILIES: dict[str, Family] = {**{family: family for family in _CLASSES}, "kimi_k2": "deepseek_v3"}
 _WRAPPER, _PREFIX = "kimi_k25", "language_model."
 _ARCHITECTURES = {
-    "Qwen3MoeForCausalLM": ("qwen3_moe",),
+    **{name: (family,) for family, name in _CLASSES.items()},
     "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
     "KimiK2ForCausalLM": ("kimi_k2",),
     "KimiK25ForConditionalGeneration": (_WRAPPER,),
@@ -228,40 +241,40 @@ def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
     family = _FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         raise ValueError(f"text_config.model_type={raw.get('model_type')!r} is not supported")
-    config: dict[str, Any] = {**_FIXED[family], **({} if strict else _ABSENT[family]), **raw}
+    config: dict[str, Any] = {**_FIXED[family], **({} if strict else _ABSENT.get(family, {})), **raw}
     for name, value in _FIXED[family].items():
         given = None if value is True and stated.get(name, value) is None else config[name]  # null is not true
         if given != value:
             raise ValueError(f"{name}={given!r} is not supported, only {value!r}")
     rope = _rope(raw)
     defaults = {name: field.default for name, field in ModelConfig.__dataclass_fields__.items()}
+    foreign = FOREIGN[family]
     absent = {
         "family": family,
         "tie_word_embeddings": False,
         "rms_norm_eps": 1e-6,
-        "rope_theta": rope.get("rope_theta", None if strict else 10_000.0),
+        "rope_theta": rope.get("rope_theta", None if strict else 1e6 if family == "mixtral" else 1e4),
         "qk_norm_gain": 1.0,
         "yarn": _yarn(rope, family),
         "num_experts": raw.get("n_routed_experts", raw.get("num_local_experts")),
-        **{name: defaults[name] for name in (QWEN if family == "deepseek_v3" else (*QWEN, *DEEPSEEK))},
+        **{name: defaults[name] for name in {*foreign, *QWEN}},
     }
+    config = {name: value for name, value in config.items() if name not in foreign}
     if family == "deepseek_v3":
-        absent |= {
-            "q_lora_rank": 0,
-            "num_nextn_predict_layers": 0,
-            "num_key_value_heads": raw.get("num_attention_heads"),
-        }
-        config = {name: value for name, value in config.items() if name not in QWEN}
+        heads = raw.get("num_attention_heads")
+        absent |= {"q_lora_rank": 0, "num_nextn_predict_layers": 0, "num_key_value_heads": heads}
         config["head_dim"] = _number(config, "qk_nope_head_dim", 0) + _number(config, "qk_rope_head_dim", 0)
     else:
-        config = {name: value for name, value in config.items() if name not in DEEPSEEK}
         absent["head_dim"] = _number(raw, "hidden_size", 0) // max(_number(raw, "num_attention_heads", 1), 1)
+    if family == "qwen3_moe":
         layers = config.get("mlp_only_layers", [])
         if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
             raise ValueError(f"mlp_only_layers={layers!r} is not supported, only a list of layers")
         config["mlp_only_layers"] = tuple(layers)
         if not layers and config.get("decoder_sparse_step", 1) == 1:  # stated in every file, and unused
             config["intermediate_size"] = 0
+    if family == "mixtral":  # whose experts have the width that other families give to dense layers
+        config["moe_intermediate_size"] = raw.get("intermediate_size")
     config = {name: value for name, value in absent.items() if value is not None} | config
     if missing := [name for name in defaults if name not in config]:
         raise ValueError(f"lacks {', '.join(missing)}")
@@ -313,7 +326,7 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
         rope.get("attention_factor") is not None
         or not rope.get("truncate", True)
         or bool(rope.get("mscale_all_dim")) != both
-        or (both and family == "qwen3_moe")
+        or (both and family != "deepseek_v3")
     ):
         raise ValueError(f"rope_parameters or rope_scaling: this form of YaRN is not supported: {dict(rope)}")
     if missing := [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]:
@@ -326,22 +339,26 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
 
 def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
     """Return the text of a config.json."""
-    sizes = c.to_dict()
-    family, yarn = sizes.pop("family"), asdict(c.yarn)
-    for name in ("yarn", *((*QWEN, "head_dim", "qk_norm_gain") if c.latent else DEEPSEEK)):
+    sizes, yarn = c.to_dict(), asdict(c.yarn)
+    for name in ("family", "yarn", *FOREIGN[c.family], *(("head_dim", "qk_norm_gain") if c.latent else ())):
         del sizes[name]
-    if not c.latent:  # Qwen3-MoE has one temperature, the paper's
+    if not c.latent:  # one temperature, the paper's
         del yarn["mscale"], yarn["mscale_all_dim"]
     stretched = {"rope_type": "yarn", **yarn, "rope_theta": c.rope_theta}
-    config = {**sizes, **_FIXED[c.family], "model_type": family, "torch_dtype": str(dtype).removeprefix("torch.")}
+    config = {**sizes, **_FIXED[c.family], "model_type": c.family, "torch_dtype": str(dtype).removeprefix("torch.")}
+    config["architectures"] = [_CLASSES[c.family]]
     if c.latent:
         config["n_routed_experts"] = config.pop("num_experts")
         config["q_lora_rank"] = c.q_lora_rank or None
-        config["architectures"] = ["DeepseekV3ForCausalLM"]
-        plain = {"rope_type": "default", "rope_theta": c.rope_theta}
-        config["rope_parameters"] = plain if c.yarn.factor == 1 else stretched
-    else:
+    if c.family == "qwen3_moe":
         config["intermediate_size"] = c.intermediate_size or c.moe_intermediate_size
-        config |= {"architectures": ["Qwen3MoeForCausalLM"], "router_aux_loss_coef": 0.001}
-        config |= {} if c.yarn.factor == 1 else {"rope_parameters": stretched}
+    if c.family == "mixtral":
+        config["num_local_experts"] = config.pop("num_experts")
+        config["intermediate_size"] = config.pop("moe_intermediate_size")
+    if c.moe_layers and not c.latent:
+        config["router_aux_loss_coef"] = 0.001
+    if c.latent or c.yarn.factor != 1:
+        config["rope_parameters"] = (
+            stretched if c.yarn.factor != 1 else {"rope_type": "default", "rope_theta": c.rope_theta}
+        )
     return json.dumps(config, indent=2) + "\n"

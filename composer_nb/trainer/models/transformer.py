@@ -1,4 +1,4 @@
-"""Mixture-of-experts language models: Qwen3-MoE, and DeepSeek-V3, the architecture of Kimi K2 and of K2.5's text model.
+"""Language models: Qwen3-MoE, and DeepSeek-V3, the architecture of Kimi K2 and of K2.5's text model.
 
                   Qwen3-MoE                                  DeepSeek-V3 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534)
     attention     grouped queries, QK norm                   latent (MLA): queries, keys and values of low rank
@@ -6,6 +6,9 @@
     router        softmax, top k                             sigmoid, a bias for the choice alone, group limits
     experts       SwiGLU; any layer may be dense             SwiGLU and shared experts; the first layers are dense
     extra                                                    multi-token prediction (MTP) heads
+
+Four families are Qwen3-MoE with something left out: Qwen3 has dense layers alone, Llama also no QK norm, Qwen2 no QK norm but a
+bias of queries, keys and values, and Mixtral no QK norm.
 
 Dimensions: B rows, T positions, N = the real tokens of all rows side by side (no padding), D width, Q query heads, G key
 heads, C head width, L MoE layers, E experts, K experts per token, V vocabulary.
@@ -17,7 +20,7 @@ in training, a cache in the engine).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -77,6 +80,9 @@ class Layer(nn.Module):
         else:
             kv_width = c.num_key_value_heads * c.head_dim
             self.qkv = _normal(c.num_attention_heads * c.head_dim + 2 * kv_width, c.hidden_size)
+            if c.qkv_bias:
+                self.qkv_bias = nn.Parameter(torch.zeros(len(self.qkv)))
+        if c.qk_norm:
             self.q_norm = nn.Parameter(torch.full((c.head_dim,), c.qk_norm_gain))
             self.k_norm = nn.Parameter(torch.full((c.head_dim,), c.qk_norm_gain))
         self.o = _normal(c.hidden_size, c.num_attention_heads * c.value_width, scale=scale)
@@ -247,9 +253,15 @@ class Model(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         queries, keys = c.num_attention_heads, c.num_key_value_heads
-        turned, v = linear(h_ND, layer.qkv).unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
-        weight_HC = torch.cat([layer.q_norm.expand(queries, -1), layer.k_norm.expand(keys, -1)])
-        q, k = norm_rope(turned, weight_HC, rope_N, c.rms_norm_eps).split([queries, keys], dim=1)
+        joined = linear(h_ND, layer.qkv)
+        joined = joined + layer.qkv_bias if c.qkv_bias else joined
+        plain, v = joined.unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
+        if c.qk_norm:
+            weight_HC = torch.cat([layer.q_norm.expand(queries, -1), layer.k_norm.expand(keys, -1)])
+            turned = norm_rope(plain, weight_HC, rope_N, c.rms_norm_eps)
+        else:
+            turned = rotate(plain, rope_N)
+        q, k = turned.split([queries, keys], dim=1)
         if gather is not None:
             k, v = gather(torch.cat([k, v], dim=-1)).chunk(2, dim=-1)
         return q, k, v
@@ -327,8 +339,14 @@ class Model(nn.Module):
         given = None if replay is None else Replay(experts=replay.flatten(0, 1))
         hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, given)
         logits = linear(hidden_ND, self.output_weight)
-        routes = torch.stack([routing.experts_NK for routing in routings], dim=1)
+        routes = stacked([routing.experts_NK for routing in routings], B * T, c.num_experts_per_tok)
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])
+
+
+def stacked(parts_NK: Sequence[Tensor], *shape: int) -> Tensor:
+    """Stack what each MoE layer has of N tokens, [N, ...], to [N, L, ...]. `shape` is that of one part, for models without such
+    layers, where the result is empty int64."""
+    return torch.stack(list(parts_NK), 1) if parts_NK else torch.zeros(shape[0], 0, *shape[1:], dtype=torch.int64)
 
 
 def _require_range(name: str, values: Tensor, count: int, what: str) -> None:
@@ -398,5 +416,5 @@ class PackedRows:
 
 
 def balance_loss(routings: list[Routing]) -> Tensor:
-    """Return the mean of the layers' load-balancing losses."""
-    return torch.stack([load_balance(routing) for routing in routings]).mean()
+    """Return the mean of the layers' load-balancing losses; 0 for a model without experts."""
+    return torch.stack([load_balance(routing) for routing in routings]).mean() if routings else torch.zeros(())

@@ -60,7 +60,7 @@ def test_nor_does_it_for_positions(tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type='llama' is not supported, only 'qwen3_moe'"),
+        ({"model_type": "gemma3"}, "model_type='gemma3' is not supported, only 'qwen3_moe'"),
         (
             {"architectures": ["Qwen3MoeForSequenceClassification"]},
             "architectures='Qwen3MoeForSequenceClassification' is not",
@@ -78,6 +78,7 @@ def test_nor_does_it_for_positions(tmp_path: Path, name: str):
         ({"decoder_sparse_step": 49}, "at least one layer must have experts"),
         ({"rope_scaling": "yarn"}, "rope_parameters or rope_scaling is 'yarn', no JSON object"),
         ({"architectures": "Qwen3MoeForCausalLM"}, "architectures='Qwen3MoeForCausalLM' is no list of names"),
+        ({"model_type": "llama"}, "architectures='Qwen3MoeForCausalLM' is not supported with model_type='llama'"),
         ({"architectures": [["x"]]}, "architectures=[['x']] is no list of names"),
         ({"rope_theta": 0}, "model.rope_theta=0 must be above 0"),
         ({"rope_theta": float("nan")}, "model.rope_theta=nan must be above 0"),

