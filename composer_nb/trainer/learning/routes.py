@@ -24,7 +24,7 @@ import torch
 from composer_nb.kernels.moe.routing import Replay, Routing
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.replay_settings import FULL, ReplaySettings
-from composer_nb.trainer.models.transformer import ModelConfig
+from composer_nb.trainer.models.transformer import ModelConfig, stacked
 
 
 def require_routes(streams: Sequence[Stream], config: ModelConfig, replay: ReplaySettings = FULL) -> None:
@@ -59,8 +59,8 @@ def own_routes(routings: Sequence[Routing], replay: ReplaySettings) -> Replay:
     """Return the choices of `routings`, to be replayed."""
     assert replay.level != "none"
     return Replay(
-        experts=torch.stack([routing.experts_NK for routing in routings], 1),
-        gates=torch.stack([routing.gates_NK for routing in routings], 1) if replay.level == "weights" else None,
+        experts=stacked([routing.experts_NK for routing in routings], 0, 1),
+        gates=stacked([routing.gates_NK for routing in routings], 0, 1) if replay.level == "weights" else None,
         level=replay.level,
         plausible=replay.plausible,
     )
@@ -80,5 +80,5 @@ def overlap(routings: Sequence[Routing]) -> dict[str, float]:
 @torch.no_grad()
 def routes_differ(routings: Sequence[Routing], routes_NLK: torch.Tensor) -> torch.Tensor:
     """bool [N, L]: where the router's own set of experts is not the one given."""
-    own_NLK = torch.stack([routing.own_NK for routing in routings], 1)
+    own_NLK = stacked([routing.own_NK for routing in routings], *routes_NLK.shape[::2])
     return (own_NLK.sort(-1).values != routes_NLK.sort(-1).values).any(-1)

@@ -110,7 +110,7 @@ class _Shapes:
             layer_experts=max(e for e, _ in per_layer),
             layer_others=max(o for _, o in per_layer),
             tables=sum(named[name].numel() for name in ("embed", "head") if name in named),
-            largest_expert=max(w.numel() for n, w in named.items() if n.endswith(("w_in", "w_out"))),
+            largest_expert=max((w.numel() for n, w in named.items() if n.endswith(("w_in", "w_out"))), default=0),
             largest_other=max(w.numel() for n, w in named.items() if "_layers" in n and "w_" not in n),
         )
 
@@ -134,7 +134,7 @@ def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
     muon = s.muon * mine // (s.others + s.experts) if load.optimizer == "muon" else 0
     kept = {"weights": 4 * mine, "gradients": 4 * mine, "optimizer": 8 * mine - 4 * muon + 4 * mine * load.published}
     n = math.ceil(load.tokens / mesh.cp)
-    rows = math.ceil(n * c.num_experts_per_tok * (load.skew if mesh.ep > 1 else 1.0))
+    rows = math.ceil(n * c.num_experts_per_tok * (load.skew if mesh.ep > 1 else 1.0)) if c.moe_layers else 0
     dense, sparse = (_layer(c, mesh, load, n, rows, dense=kind) for kind in (True, False))
     first = c.num_hidden_layers - c.moe_layers
     if load.recompute:

@@ -16,7 +16,7 @@ from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.packing import flatten, microbatches, score
 from composer_nb.trainer.learning.replay_settings import FULL, ReplaySettings
 from composer_nb.trainer.learning.routes import require_routes, routes_differ
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.transformer import Model, stacked
 from composer_nb.trainer.rl import Scored, to_stream
 
 Gap = NDArray[np.float64]
@@ -57,7 +57,7 @@ def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, repla
         parts["on_S"].append((on_S - batch.sampled_S).double().numpy())
         parts["flipped_S"].append(differ_NL.any(1)[batch.place_U][batch.from_S].numpy())
         parts["flips_NL"].append(differ_NL.numpy())
-        parts["margins_NL"].append(torch.stack([routing.margin_N for routing in seen], 1).float().numpy())
+        parts["margins_NL"].append(stacked([routing.margin_N for routing in seen], len(differ_NL)).float().numpy())
     return Comparison(**{name: np.concatenate(pieces) for name, pieces in parts.items()})
 
 
@@ -81,7 +81,7 @@ def figures(found: Comparison) -> dict[str, Any]:
         "on": gap_figures(found.on_S),
         "floor": None if found.flipped_S.all() else gap_figures(found.on_S[~found.flipped_S]),
         "tokens": len(found.off_S),
-        "routes_differ": float(found.flips_NL.mean()),
+        "routes_differ": float(found.flips_NL.mean()) if found.flips_NL.size else 0.0,
         "tokens_differ": float(found.flipped_S.mean()),
     }
 

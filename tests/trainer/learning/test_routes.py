@@ -19,6 +19,7 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream, flatten
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL
+from composer_nb.trainer.models.config import FOREIGN, ModelConfig
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.rl import Scored, to_stream
 
@@ -167,3 +168,23 @@ def test_packing_and_measuring_refuse_them_too(make_model, attempts, streams):
     bare = replace(attempts[2].rollout, segments=(replace(segment, trace=Trace()),))
     with pytest.raises(ValueError, match=r"stream 2 of 4 cannot be replayed"):
         measure_mismatch(make_model(3), [*attempts[:2], replace(attempts[2], rollout=bare), attempts[3]])
+
+
+@pytest.mark.parametrize("source", ["engine", "trainer"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
+def test_families_with_and_without_experts_learn_from_their_own_rollouts(
+    make_model, converse, family: str, source: Any
+):
+    sizes = {name: getattr(ModelConfig(), name) for name in FOREIGN[family]}  # type: ignore[index]
+    inner = {} if family == "mixtral" else {"intermediate_size": 48}
+    model = make_model(3, family=family, **sizes, **inner)
+    attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 4)
+    streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0)) for done in attempts]
+    found = measure_mismatch(model, attempts)
+    assert found["on"]["logprob_gap_p99"] < 1e-4 and found["routes_differ"] == 0.0
+    before = [weight.clone() for weight in model.parameters()]
+    learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replace(FULL, source=source))
+    figures = learner.learn(streams, Ranks(), Random(0), **LEARN)
+    assert figures["grad_norm"] > 0
+    assert np.isnan(figures["replay_overlap"]) == (family != "mixtral"), "nothing is replayed where nothing is routed"
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
