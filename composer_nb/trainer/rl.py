@@ -188,7 +188,7 @@ def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random)
 
 
 def _with_phases(groups: list[list[Scored]], loss: LossSettings) -> list[list[Scored]]:
-    if loss.baseline == "group":
+    if loss.baseline != "phase":
         return groups
     last = [[failures_before(s.attempt.rollout)[-1:] or [0] for s in group] for group in groups]
     rewards = [[float(s.reward.total or 0.0) for s in group] for group in groups]
@@ -200,7 +200,7 @@ def _with_phases(groups: list[list[Scored]], loss: LossSettings) -> list[list[Sc
 
 def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSettings) -> list[Scored]:
     values = torch.tensor([given.total for given in rewards], dtype=torch.float32)
-    shares = advantages(values, loss.std_norm).tolist()
+    shares = (values if loss.baseline == "none" else advantages(values, loss.std_norm)).tolist()
     return [Scored(attempt=d, reward=r, advantage=a) for d, r, a in zip(group, rewards, shares, strict=True)]
 
 

@@ -311,6 +311,10 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
     assert [s.advantage for s in scored[0]] == pytest.approx([-1 / 3, 2 / 3, -1 / 3])
     normed = score_groups(groups, only_solved, LossSettings(std_norm=True))
     assert [s.advantage for s in normed[0]] == pytest.approx([-(0.5**0.5), 2**0.5, -(0.5**0.5)], rel=1e-4)
+    imitation = LossSettings(baseline="none")
+    imitated = score_groups(groups, only_solved, imitation)
+    assert [[s.advantage for s in group] for group in imitated] == [[0, 1, 0], [1, 0, 1]]
+    assert ledger(imitated, imitation).keys() == {"zero_advantage", "trained"}, "what failed trains nothing"
 
     written = [sum(s.attempt.rollout.sampled for s in group) for group in scored]
     assert ledger(scored, LossSettings()) == {"trained": sum(written)}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"]
 Kl = Literal["k1", "k2", "k3"]
-Baseline = Literal["group", "phase"]
+Baseline = Literal["group", "phase", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,8 @@ class LossSettings:
     dppo: float = 0.2
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
     baseline: Baseline = "group"
-    """group: the mean reward of the group. phase: apart for each phase, which failed tests end (`phases.py`)."""
+    """group: the mean reward of the group. phase: apart for each phase, which failed tests end (`phases.py`). none: the reward is
+    the advantage; where it is 1 for solved and else 0, that imitates the solved rollouts (expert iteration)."""
     std_norm: bool = False
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False
@@ -64,7 +65,7 @@ class LossSettings:
             raise ValueError("loss.tis_cap and loss.dppo must be above 0, loss.icepop above 1")
         if self.std_norm and self.baseline != "group":
             raise ValueError(
-                "loss.std_norm needs loss.baseline=group: the phases of a rollout have no common deviation"
+                "loss.std_norm needs loss.baseline=group: without it there is no common deviation to divide by"
             )
         for name, choices in (("ratio", get_args(Ratio)), ("kl", get_args(Kl)), ("baseline", get_args(Baseline))):
             if getattr(self, name) not in choices:
