@@ -4,7 +4,8 @@
 For each mid-training seed one full run, and forks of it for the other RL seeds. Prints Markdown tables from the runs' reports.
 With `--controls` each seed's first run is also compared, paired by task, with what RL must beat in as many calls:
 
-    more SFT          supervised training for as long as RL took, on the demonstrations, its sharpness calibrated like the start's
+    more SFT          supervised training for as long as RL took, on the demonstrations, its sharpness calibrated like the
+                      start's; and RL that begins where this ends
     expert iteration  RL's own tasks and batches, but the solved rollouts are imitated: no baseline, no blame
     shuffled rewards  rewards permuted within each batch
     masked tests      RL where the tests of an edit say nothing (`masked.py`), scored like all others
@@ -47,7 +48,8 @@ CONTROLS: Mapping[str, Mapping[str, Any]] = {
     "shuffled rewards": {"rl.shuffle_rewards": True},
     "masked tests": {"env.tasks": "scripts.masked:Masked", "env.sandboxes": 128},
 }
-MORE_SFT, MASKED, SEEN = "more SFT", "masked tests", "masked tests, scored with them"
+MORE_SFT, AFTER = "more SFT", "RL after more SFT"
+MASKED, SEEN = "masked tests", "masked tests, scored with them"
 
 
 def folder(seed: int, control: str) -> str:
@@ -80,6 +82,21 @@ def seen(runs: Path, name: str, settings: Settings, source: RunDir, trained: Run
         info = trained.finished("rl")
         assert info is not None
         made.finish("rl", info.pop("seconds"), info)
+    return finished(path)
+
+
+def after(runs: Path, name: str, settings: Settings, source: RunDir, taught: RunDir) -> RunDir:
+    """RL that starts from the control of `taught`, as `source` starts from its fine-tuning."""
+    path = runs / name
+    if not (path / "run.db").is_file():
+        made = fork(source, settings, runs=runs, name=name)
+        shutil.rmtree(made.path / "weights" / "start")
+        shutil.copytree(taught.path / "weights" / "control", made.path / "weights" / "start")
+        for file in (taught.path / "rollouts").glob("eval_control*"):
+            shutil.copyfile(file, made.path / "rollouts" / file.name.replace("control", "start"))
+        info = taught.finished("eval_control")
+        assert info is not None
+        made.finish("eval_start", info.pop("seconds"), info)
     return finished(path)
 
 
@@ -275,7 +292,9 @@ def main() -> None:
                 made = run(arguments.runs, folder(seed, name), override(settings, changed), first)
                 if name == MASKED:
                     seen(arguments.runs, folder(seed, SEEN), settings, first, made)
-        paths = {name: arguments.runs / folder(seed, name) for name in (*changes, SEEN)}
+                if name == MORE_SFT:
+                    after(arguments.runs, folder(seed, AFTER), settings, first, made)
+        paths = {name: arguments.runs / folder(seed, name) for name in (*changes, SEEN, AFTER)}
         found = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
         if found or arguments.controls:
             print_controls(seed, list(rl.values()), found, arguments.runs)

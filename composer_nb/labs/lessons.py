@@ -23,12 +23,14 @@ Groups = list[list[Stream]]
 
 
 def raw_streams(groups: Sequence[Sequence[Scored]]) -> Groups:
-    """Return streams with A = R − mean(R), whatever the run divided that by."""
+    """Return streams with A = R − mean(R), whatever the run subtracted or divided by."""
     made = []
     for group in groups:
         values = torch.tensor([scored.reward.total for scored in group], dtype=torch.float32)
         shares = advantages(values).tolist()
-        made.append([to_stream(replace(scored, advantage=a)) for scored, a in zip(group, shares, strict=True)])
+        made.append(
+            [to_stream(replace(scored, advantage=a, phases=())) for scored, a in zip(group, shares, strict=True)]
+        )
     return made
 
 

@@ -164,7 +164,10 @@ def _advantage(stream: Stream) -> float:
     """Return the rollout's advantage. Raises ValueError where it differs from token to token, or is missing."""
     values = np.unique(stream.advantage[1:][stream.acted[1:]])
     if len(values) != 1:
-        raise ValueError(f"a stream of the bench needs one advantage at its sampled tokens; this one has {len(values)}")
+        raise ValueError(
+            f"a stream of the bench needs one advantage at its sampled tokens, and this one has {len(values)}: "
+            "the batch must be of a run without loss.baseline=phase"
+        )
     return float(values[0])
 
 

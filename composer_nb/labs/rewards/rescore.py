@@ -97,7 +97,10 @@ class Scores:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Scored]]) -> Scores:
+        """Raises ValueError where a rollout has several advantages."""
         everyone = [scored for group in groups for scored in group]
+        if any(scored.phases for scored in everyone):
+            raise ValueError("loss.baseline=phase: its rollouts have an advantage a phase; this lab needs one each")
         return cls(
             reward_R=np.array([scored.reward.total for scored in everyone], np.float64),
             advantage_R=np.array([scored.advantage for scored in everyone], np.float64),
@@ -235,8 +238,9 @@ def open_lab(run: RunDir, step: int = -1) -> Lab:
     """Read a step and compute its gradients, which takes some seconds. Raises ValueError for a step that is not there or whose
     weights are not kept (those of the first step are, and of the last once RL is over; an excerpt has the last step's)."""
     batch = stored_batch(run, step)
+    stored = stored_scores(batch)
     gradients = policy_gradients(model_before(run, batch.step), batch)
-    return Lab(batch=batch, stored=stored_scores(batch), gradients=gradients)
+    return Lab(batch=batch, stored=stored, gradients=gradients)
 
 
 def weights_of(run: RunDir, step: int) -> Path:

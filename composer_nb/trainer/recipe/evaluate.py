@@ -21,11 +21,14 @@ from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.weights import delta_sizes
 
+FEW = 100
+"""Tasks of each kind that score a policy which a stronger one follows before RL."""
+
 
 def evaluate(s: Stages, name: str) -> None:
     """Scores published weights on the held-out tasks, and apart from them (`structures`) on those of new structures; an untrained
-    base on a hundred of each, once. Of weights that were scored before under another name, figures and rollouts are taken over
-    (`same_as`)."""
+    base on FEW of each, once, and the mid-trained policy on as many where fine-tuning follows. Of weights that were scored before
+    under another name, figures and rollouts are taken over (`same_as`)."""
     with s.stage(f"eval_{name}") as info:
         if info is None:
             return
@@ -53,7 +56,9 @@ def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt
     """Return attempts of published weights at tasks of a kind, sampled and greedy, and keep them in the run."""
     tasks, samples = s.tasks(kind), s.settings.eval.samples
     if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
-        tasks, samples = tasks[:100], 1
+        tasks, samples = tasks[:FEW], 1
+    if name == "midtrained" and s.settings.sft.steps:
+        tasks = tasks[:FEW]
     model = s.policy(name)
     sampled, greedy = evaluate_model(s, model, tasks, samples, 1.0), evaluate_model(s, model, tasks, 1, 0.0)
     if s.ranks.first:

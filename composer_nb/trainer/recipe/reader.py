@@ -234,17 +234,17 @@ def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Tab
                 raise ValueError(f"{path}: damaged or incomplete ({error})") from None
 
 
-def solved_by_task(run: RunDir, policy: str, within: int | None = None) -> dict[str, float]:
-    """Return the share of sampled (not greedy) graded attempts that solved each held-out task, in at most `within` calls if that
-    is given. `policy` may end in `_structures`."""
+def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greedy: bool = False) -> dict[str, float]:
+    """Return the share of sampled graded attempts, or of `greedy` ones, that solved each held-out task, in at most `within` calls
+    if that is given. `policy` may end in `_structures`."""
     path = beneath(run.path / "rollouts", f"eval_{policy}.parquet")
     try:
         rows = pq.read_table(path, columns=["task_id", "status", "passed", *(["turns"] if within else [])]).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or missing ({error})") from None
-    sampled = rows[: len(rows) - len({row["task_id"] for row in rows})]  # greedy attempts, one per task, come last
+    sampled = len(rows) - len({row["task_id"] for row in rows})  # greedy attempts, one per task, come last
     shares: dict[str, list[float]] = {}
-    for row in sampled:
+    for row in rows[sampled:] if greedy else rows[:sampled]:
         if row["status"] == "graded":
             solved = row["passed"] and (within is None or calls_in(json_of(row["turns"])) <= within)
             shares.setdefault(row["task_id"], []).append(float(solved))

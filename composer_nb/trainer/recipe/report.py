@@ -197,7 +197,7 @@ def rewards(run: RunDir) -> dict[str, Any]:
 
 
 def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "midtrained") -> dict[str, Any]:
-    """Return the gain of the final policy over `before` on the same held-out tasks; {} until both are scored.
+    """Return the gain of the final policy over `before` on the held-out tasks of both; {} until both are scored.
 
     `ci95` is a paired bootstrap over tasks. `over_stronger` is the gain over the better of `before` and the start of RL,
     figure by figure, because a start trained on mistakes may be better at greedy and best of k. `within_12` is the gain of
@@ -205,33 +205,43 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "
     """
     if not {before, "final"} <= set(scores):
         return {}
-    old, new = (solved_by_task(run, name) for name in (before, "final"))
-    both = sorted(old.keys() & new.keys())
-    difference = np.array([new[task] - old[task] for task in both])
+    gains = {over: _gains(run, over) for over in (before, "start") if over in scores}
     return {
         "from": before,
-        "pass_at_1": scores["final"]["pass_at_1"] - scores[before]["pass_at_1"],
-        "ci95": bootstrap(difference, 0),
-        "pass_greedy": scores["final"]["pass_greedy"] - scores[before]["pass_greedy"],
-        "best_of_k": scores["final"]["best_of_k"] - scores[before]["best_of_k"],
+        **{figure: float(values.mean()) for figure, values in gains[before].items()},
+        "ci95": bootstrap(gains[before]["pass_at_1"], 0),
         "over_stronger": {
-            name: scores["final"][name] - max(scores[policy][name] for policy in (before, "start") if policy in scores)
-            for name in ("pass_at_1", "pass_greedy", "best_of_k")
+            figure: min(float(each[figure].mean()) for each in gains.values()) for figure in gains[before]
         },
         "within_12": {kind: found for kind in ("heldout", "structures") if (found := within_12(run, scores, kind))},
     }
 
 
+def _gains(run: RunDir, over: str) -> dict[str, NDArray[np.float64]]:
+    """Return the gain of the final policy over another one by figure, for each task of both."""
+    pairs = {"pass_at_1": [solved_by_task(run, name) for name in (over, "final")]}
+    pairs["pass_greedy"] = [solved_by_task(run, name, greedy=True) for name in (over, "final")]
+    pairs["best_of_k"] = [{task: float(share > 0) for task, share in each.items()} for each in pairs["pass_at_1"]]
+    return {figure: _paired(*pair) for figure, pair in pairs.items()}
+
+
+def _paired(old: Mapping[str, float], new: Mapping[str, float]) -> NDArray[np.float64]:
+    return np.array([new[task] - old[task] for task in sorted(old.keys() & new.keys())])
+
+
 def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str, after: str = "final") -> dict[str, Any]:
-    """Return the gain of tasks solved in at most 12 calls over the better policy before RL, with a paired bootstrap over tasks;
-    {} where the run has no such tasks."""
+    """Return the gain of tasks solved in at most 12 calls over the better policy before RL, with a paired bootstrap over the
+    tasks of both; {} where the run has no such tasks."""
     suffix = "" if kind == "heldout" else f"_{kind}"
     found = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
     if not all("pass_within" in score for score in found.values()):
         return {}
-    over = max((n for n in ("midtrained", "start") if n in found), key=lambda n: found[n]["pass_within"]["12"])
-    old, new = (solved_by_task(run, name + suffix, 12) for name in (over, after))
-    values = np.array([new[task] - old[task] for task in sorted(old.keys() & new.keys())])
+    new = solved_by_task(run, after + suffix, 12)
+    gains = {
+        over: _paired(solved_by_task(run, over + suffix, 12), new) for over in ("midtrained", "start") if over in found
+    }
+    over = min(gains, key=lambda name: gains[name].mean())
+    values = gains[over]
     return {"over": over, "gain": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(values)}
 
 
