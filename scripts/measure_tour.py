@@ -295,7 +295,8 @@ def main() -> None:
                 if name == MORE_SFT:
                     after(arguments.runs, folder(seed, AFTER), settings, first, made)
         paths = {name: arguments.runs / folder(seed, name) for name in (*changes, SEEN, AFTER)}
-        found = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
+        there = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
+        found = {name: made for name, made in there.items() if any(map(made.finished, ("eval_final", "eval_control")))}
         if found or arguments.controls:
             print_controls(seed, list(rl.values()), found, arguments.runs)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from composer_nb.harness.bench import bootstrap
 from composer_nb.settings import MidtrainSettings
 from composer_nb.trainer.headroom import require_headroom, run_headroom
 from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
@@ -191,26 +192,37 @@ def control(s: Stages) -> None:
             s.publish(model, "control")
 
 
+TRIES = 2
+"""Attempts at each tuning task that a factor of the logits is judged by."""
+
+
 def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
     """Multiply the logits of a policy by the factor of `sft.sharpness` at which it solves most tuning tasks, sampled.
 
     Imitation of an expert who tries at random leaves a policy as unsure as the expert: RL, and what it is compared with, begin at
-    their best."""
+    their best, as far as the intervals (`sharpness_ci95`, over tasks) tell the factors apart."""
     if not s.settings.sft.sharpness:
         return
     tasks, gain = s.tasks("tune"), model.final_norm
     solved: dict[float, float] = {}
+    interval: dict[str, list[float]] = {}
     before = gain.detach().clone()
     for factor in s.settings.sft.sharpness:
         with torch.no_grad():
             gain.copy_(before * factor)
-        solved[factor] = float(np.mean([one.grade.passed for one in evaluate_model(s, model, tasks, 2, 1.0)]))
+        passed = [one.grade.passed for one in evaluate_model(s, model, tasks, TRIES, 1.0)]
+        by_task = np.array(passed, float).reshape(len(tasks), TRIES).mean(1)
+        solved[factor], interval[str(factor)] = float(by_task.mean()), bootstrap(by_task, 0)
     best = max(solved, key=lambda factor: (solved[factor], -factor))
     with torch.no_grad():
         gain.copy_(before * best)
     info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
+    info["sharpness_ci95"] = interval
     if s.ranks.first:
-        s.say(f"sharpness {best:g}: " + ", ".join(f"{factor:g} solves {share:.3f}" for factor, share in solved.items()))
+        shown = [
+            f"{f:g} solves {share:.3f} ({{:.2f}} to {{:.2f}})".format(*interval[str(f)]) for f, share in solved.items()
+        ]
+        s.say(f"sharpness {best:g}: " + ", ".join(shown))
 
 
 def _taught(s: Stages) -> str:

@@ -78,8 +78,8 @@ def _built(run: RunDir) -> dict[str, Any]:
         if stage in stages:
             report[stage] = _without_seconds(stages[stage])
     report |= {stage: curve for stage in ("midtrain", "extend", "sft") if (curve := supervised(run, stage))}
-    if "sharpness" in stages.get("sft", {}):
-        report.setdefault("sft", {}).update({n: stages["sft"][n] for n in ("sharpness", "sharpness_solved")})
+    if sharpness := {name: found for name, found in stages.get("sft", {}).items() if name.startswith("sharpness")}:
+        report.setdefault("sft", {}).update(sharpness)
     if "extend" in stages:
         report["extend"]["before"] = {name: stages["extend"][name] for name in ("plain", "stretched")}
     scores = {name[5:]: _without_seconds(found) for name, found in stages.items() if name.startswith("eval_")}

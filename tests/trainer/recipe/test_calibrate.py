@@ -56,4 +56,6 @@ def test_the_best_factor_is_kept(
     info: dict[str, Any] = {}
     recipe.calibrate(s, model, info)
     assert info.get("sharpness") == best and len(told) == (best is not None)
+    share = solved.get(best or 0.0, 0) / 2
+    assert info.get("sharpness_ci95", {}).get(str(best)) == (None if best is None else [share, share]), "of one task"
     assert torch.equal(model.final_norm, torch.full_like(model.final_norm, 0.5 * (best or 1.0)))
