@@ -65,7 +65,7 @@ build/triton-3.6/.ready: .venv/.ready
 example: .venv/.ready ## make data/example anew from the current recipe: two full runs, half an hour
 	@for seed in 0 1; do $(BIN)/composer-nb tour --plain --runs build/example/$$seed --set seed=$$seed \
 	  --set rl.max_seconds=6000 || exit 1; done
-	@$(BIN)/python scripts/make_example.py build/example/0/tour data/example
+	@$(BIN)/python scripts/make_example.py build/example/0/tour data/example --picture docs/images/tour.png
 	@$(BIN)/python scripts/make_example.py build/example/1/tour data/example_seed_1 --scores
 
 bench: .venv/.ready ## measure this machine

@@ -20,12 +20,14 @@ import socket
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from PIL import Image
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.store import load_attempts, save_attempts
@@ -34,6 +36,7 @@ from composer_nb.trainer.learning.data import load_rows, save_rows
 from composer_nb.trainer.recipe.reader import open_run, telling_step
 from composer_nb.trainer.recipe.report import POLICIES, build_report
 from composer_nb.trainer.records.rundir import EXCERPT, RunDir
+from composer_nb.views.report import pictures
 
 HELDOUT_TASKS, STRUCTURE_TASKS, DEMONSTRATIONS = 48, 16, 64
 WEIGHTS = ("start", "before_final", "final")
@@ -140,6 +143,18 @@ def keep_weights(run: RunDir, part: Path) -> list[str]:
     return list(WEIGHTS)
 
 
+def picture(run: RunDir, file: Path) -> None:
+    """Draw the scores of every policy, and RL below them."""
+    drawn = pictures(run)
+    parts = [Image.open(BytesIO(drawn[name][1])).convert("RGBA") for name in ("policies", "rl")]
+    whole = Image.new("RGB", (max(part.width for part in parts), sum(part.height for part in parts)), "white")
+    at = 0
+    for part in parts:
+        whole.paste(part, ((whole.width - part.width) // 2, at), part)
+        at += part.height
+    whole.save(file, optimize=True)
+
+
 def impersonal(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A tree of settings or of provenance without places, and with no more of the system than its name."""
     found: dict[str, Any] = {}
@@ -177,9 +192,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--scores", action="store_true", help="keep only what a comparison of runs needs")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="also draw the run's scores and its RL")
     given = parser.parse_args(words)
     try:
         kept = excerpt(open_run(given.run), given.out.absolute(), given.scores)
+        if given.picture:
+            picture(open_run(given.run), given.picture)
     except (ValueError, OSError, pa.ArrowException) as error:
         raise SystemExit(str(error)) from None
     print(json.dumps(kept, indent=2))
