@@ -28,9 +28,7 @@ def raw_streams(groups: Sequence[Sequence[Scored]]) -> Groups:
     for group in groups:
         values = torch.tensor([scored.reward.total for scored in group], dtype=torch.float32)
         shares = advantages(values).tolist()
-        made.append(
-            [to_stream(replace(scored, advantage=a, phases=())) for scored, a in zip(group, shares, strict=True)]
-        )
+        made.append([to_stream(replace(s, advantage=a, phases=())) for s, a in zip(group, shares, strict=True)])
     return made
 
 

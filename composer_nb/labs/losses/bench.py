@@ -165,8 +165,7 @@ def _advantage(stream: Stream) -> float:
     values = np.unique(stream.advantage[1:][stream.acted[1:]])
     if len(values) != 1:
         raise ValueError(
-            f"a stream of the bench needs one advantage at its sampled tokens, and this one has {len(values)}: "
-            "the batch must be of a run without loss.baseline=phase"
+            f"the bench needs one advantage a stream, not {len(values)} (loss.baseline=phase gives several)"
         )
     return float(values[0])
 

@@ -205,7 +205,7 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
         return
     tasks, gain = s.tasks("tune"), model.final_norm
     solved: dict[float, float] = {}
-    interval: dict[str, list[float]] = {}
+    info["sharpness_ci95"] = interval = dict[str, list[float]]()
     before = gain.detach().clone()
     for factor in s.settings.sft.sharpness:
         with torch.no_grad():
@@ -217,7 +217,6 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
     with torch.no_grad():
         gain.copy_(before * best)
     info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
-    info["sharpness_ci95"] = interval
     if s.ranks.first:
         shown = [
             f"{f:g} solves {share:.3f} ({{:.2f}} to {{:.2f}})".format(*interval[str(f)]) for f, share in solved.items()
