@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from ast import literal_eval
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.tasks.miniatures import Kind
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW
 from composer_nb.trainer.learning.loss import LossSettings
@@ -50,8 +52,11 @@ class DataSettings:
     level: Literal["functions", "repositories"] = "repositories"
     """Generated tasks. repositories: some modules with tests, and in most tasks no word about what the function should do
     (`miniatures.py`). functions, the easiest level: one function in one file, and a sentence that says it (`repairs.py`)."""
+    kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = ("bug",)
+    """Kinds of tasks in repositories, drawn with equal chances: a `bug` to find, a `feature` to write, weak `tests` to extend, a
+    `lint` to remove (`miniatures.py`). The published measurements are of the default."""
     told: Share = 0.25
-    """Share of repositories whose instruction says what the function should do."""
+    """Share of repositories with a bug whose instruction says what the function should do."""
     demonstrations: Count = 1024
     """Clean demonstrations for mid-training, one per task."""
     mistaken_demonstrations: Count = 2048
@@ -298,6 +303,8 @@ class Settings:
         data, clean = self.data, self.midtrain.steps + self.extend.steps
         if clean and not data.demonstrations:
             raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
+        if data.kinds != ("bug",) and data.level == "functions":
+            raise ValueError(f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone")
         if self.sft.steps and not data.mistaken_demonstrations:
             raise ValueError("data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them")
         if not self.env.path and self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
@@ -456,6 +463,8 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
             return adapter.validate_python(value)
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = literal_eval(value.capitalize() if value.lower() in ("true", "false") else value)
+    if get_origin(wanted) is tuple and isinstance(value, str):  # [bug,lint], as a shell leaves it
+        value = re.findall(r"[\w.-]+", value)
     if get_origin(wanted) is tuple and isinstance(value, list):  # JSON has no tuples
         value = tuple(value)
     try:

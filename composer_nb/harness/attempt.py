@@ -23,6 +23,7 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
+from composer_nb.harness.tasks.functions import is_test
 from composer_nb.harness.tasks.runtime import start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.tools.session import FOLDER, Session
@@ -78,8 +79,9 @@ class Agent:
         draws. The job raises ValueError for a task that cannot run here, and for a prompt that leaves no room to answer."""
 
         def job(seat: Seat[Any]) -> Attempt:
-            limits = limits_of(task, self.limits)
-            speaker = TokenSpeaker(self.renderer, rollout, limits, seat.ask, seat.release, self.system)
+            limits, offered = limits_of(task, self.limits), tools_of(task, self.tools)
+            renderer = self.renderer if offered is self.tools else self.renderer.offering(offered.schemas)
+            speaker = TokenSpeaker(renderer, rollout, limits, seat.ask, seat.release, self.system)
             if (size := speaker.prompt_size(task.instruction)) >= (most := limits.tokens):
                 raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
             opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))
@@ -94,17 +96,26 @@ def limits_of(task: Task, limits: Limits) -> Limits:
     return replace(limits, **{name: min(most, getattr(limits, name)) for name, most in own.items()})
 
 
+def tools_of(task: Task, tools: ToolSet) -> ToolSet:
+    """Return the tools of an attempt: a task's own choice of those of the run. Raises ValueError for one that is not offered."""
+    try:
+        return tools.only(task.tools)
+    except ValueError as error:
+        raise ValueError(f"task {task.id}: tools: {error}") from None
+
+
 def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambda event: None) -> Attempt:
     """Run one rollout and grade it.
 
     A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
     large to carry away, is `agent_failed`. Raises ValueError for a task that cannot run here."""
-    place = replace(place, limits=limits_of(task, place.limits))
+    place = replace(place, limits=limits_of(task, place.limits), tools=tools_of(task, place.tools))
     if task.grader != "functions":
         return _attempt_in_sandbox(task, place, speaker, told)
     if place.functions is None:
         raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
-    work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=place.functions)
+    own = frozenset(filter(is_test, task.source_scope))
+    work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=place.functions, own_tests=own)
     try:
         done = conversation(task.instruction, speaker, place.tools, work, place.limits, told, place.clock)
     finally:  # also when the driver drops the agent: the policy must not keep a rollout that will not continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,6 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
         raise ValueError("no attempt has a grade, so there are no figures; run `composer-nb doctor`")
     by_task = scores(graded, lambda done: done.task.id)
     means = np.array([np.mean(each) for each in by_task.values()])
-    by_family = scores(graded, lambda done: done.task.metadata.get("family", "all"))
     return {
         "pass_at_1": float(means.mean()),
         "ci95": bootstrap(means, seed),
@@ -62,8 +61,13 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
         "n_tasks": len(by_task),
         "infra_errors": sum(not done.grade.known for done in (*sampled, *(greedy or ()))),
         **behaviour(graded),
-        "by_family": {family: float(np.mean(by_family[family])) for family in sorted(by_family)},
+        "by_family": _shares(scores(graded, lambda done: done.task.metadata.get("family", "all"))),
+        "by_kind": _shares(scores(graded, lambda done: done.task.metadata.get("kind", "bug"))),
     }
+
+
+def _shares(by: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {key: float(np.mean(by[key])) for key in sorted(by)}
 
 
 def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str, list[float]]:

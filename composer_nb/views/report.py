@@ -136,6 +136,9 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f"{kept['of_rl_steps']} RL steps, {kept['heldout_tasks']} of {kept['of_heldout_tasks']} held-out tasks"
             ),
         )
+    for name, score in report.get("eval", {}).items():
+        if len(kinds := score.get("by_kind", {})) > 1:
+            yield f"solved by kind, {name}", ", ".join(f"{kind} {share:.3f}" for kind, share in kinds.items())
     if gain := report.get("gain"):
         low, high = gain["ci95"]
         yield (

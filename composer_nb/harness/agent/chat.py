@@ -18,7 +18,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -92,6 +92,10 @@ class ChatRenderer(ABC):
             raise ValueError(f"the tokenizer finds {', '.join(found)} in plain text: these tokens must be added tokens")
         self.parameters = {tool["function"]["name"]: dict(tool["function"].get("parameters", {})) for tool in tools}
         """Name of a tool -> JSON Schema of its arguments."""
+
+    def offering(self, tools: Sequence[Schema]) -> Self:
+        """Return this format with other tools."""
+        return type(self)(self.tokenizer, tools)
 
     @property
     def stop(self) -> frozenset[int]:

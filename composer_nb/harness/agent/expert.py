@@ -15,7 +15,7 @@ from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Script as ChatScript
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.tasks.miniatures import ENUMERABLE
-from composer_nb.harness.tasks.repairs import bugs, neighbours, split_at
+from composer_nb.harness.tasks.repairs import bugs, home_of, neighbours, split_at
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 
@@ -29,6 +29,7 @@ def one(call: ToolCall) -> Said:
 
 
 _TEST_CALL, _UNDO = ToolCall(name="run_tests", arguments={}), ToolCall(name="undo", arguments={})
+_LINT = ToolCall(name="read_lints", arguments={})
 _TEST = one(_TEST_CALL)
 
 
@@ -76,7 +77,10 @@ def searcher(task: Task, rng: Random) -> Script:
     drawn without repeats. Every try is one to learn from. Where the instruction says what the function should do, the first is
     right.
 
-    Raises ValueError for a task whose solution is no single change."""
+    A gap is filled, and a lint removed, at the first try. Raises ValueError for a bug that is undone by no single change."""
+    if "kind" in task.metadata:
+        yield from (_write_test if task.metadata["kind"] == "tests" else _mend)(task)
+        return
     [right] = task.solution.values()
     edits = yield from _look(task)
     if (answer := edits.get(right.rstrip("\n"))) is None:
@@ -84,6 +88,45 @@ def searcher(task: Task, rng: Random) -> Script:
     count = 0 if ":" in task.instruction else rng.randrange(TRIES)
     wrong = [edit for edit in rng.sample([*edits.values()], len(edits)) if edit != answer]
     yield from _try([*wrong[:count], answer])
+
+
+def _mend(task: Task) -> Script:
+    """Look at what fails or is found, read the module of the function, write the lines that differ and check them."""
+    [(path, right)] = task.solution.items()
+    check = _LINT if task.metadata["kind"] == "lint" else _TEST_CALL
+    yield one(check)
+    yield one(ToolCall(name="grep", arguments={"pattern": f"def {task.metadata['function']}"}))
+    yield one(ToolCall(name="read_file", arguments={"path": path}))
+    yield turn([_replace(path, task.files[path], right), check, *[_TEST_CALL] * (check == _LINT)])
+    yield one(ToolCall(name="finish", arguments={}))
+
+
+def _write_test(task: Task) -> Script:
+    """Read the function and its tests, add one that wants what another wants, and write what the function gave instead."""
+    [(path, right)] = task.solution.items()
+    name, now = task.metadata["function"], task.files[path]
+    yield one(ToolCall(name="grep", arguments={"pattern": f"def {name}"}))
+    yield turn([ToolCall(name="read_file", arguments={"path": each}) for each in (home_of(name, task.files), path)])
+    guess = re.sub(" == .*", now[now.rindex(" == ") :].rstrip("\n"), right, count=1)
+    yield turn([_replace(path, now, guess), _TEST_CALL])
+    if guess != right:
+        yield turn([_replace(path, guess, right), _TEST_CALL])
+    yield one(ToolCall(name="finish", arguments={}))
+
+
+def _replace(path: str, now: str, wanted: str) -> ToolCall:
+    """Return the call that writes the lines of a file that differ, with as many others as make them unique."""
+    old, new = now.split("\n"), wanted.split("\n")
+    shorter, after = min(len(old), len(new)), 0
+    first = next((n for n in range(shorter) if old[n] != new[n]), shorter)
+    while after < shorter - first and old[-1 - after] == new[-1 - after]:
+        after += 1
+    if first in (len(old) - after, len(new) - after):  # lines that come or go are named with the one after them
+        after -= 1
+    while now.count("\n".join(old[first : len(old) - after])) > 1:
+        first -= 1
+    before, text = ("\n".join(lines[first : len(lines) - after]) for lines in (old, new))
+    return ToolCall(name="substitute", arguments={"path": path, "old": before, "new": text})
 
 
 def blind(task: Task, rng: Random) -> Script:

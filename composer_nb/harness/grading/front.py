@@ -25,6 +25,8 @@ from composer_nb.harness.grading.script_grader import grade_script
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.syntax import lints
+from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task
 
 KEPT = 4096
@@ -48,10 +50,22 @@ def grade(task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Back
             texts = {
                 path: data if isinstance(data, str) else data.decode("utf-8", "replace") for path, data in files.items()
             }
-            return grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
+            made = grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
+            return _strictly(task, files, made)
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
         held = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
-        return (grade_script if task.grader == "script" else grade_once)(task, held, backend)
+        return _strictly(task, files, (grade_script if task.grader == "script" else grade_once)(task, held, backend))
+
+
+def _strictly(task: Task, files: Mapping[str, str | bytes], made: Grade) -> Grade:
+    """Return the grade with what the task's strictness asks for besides its tests, as tests of their own."""
+    if made.status != "graded" or task.strictness in ("tests", "twins"):
+        return made
+    more = {"no flag": not made.flags}
+    for path, data in sorted(files.items()) if task.strictness == "lints" else ():
+        if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope):
+            more[f"{path}: no lint"] = not lints(data if isinstance(data, str) else data.decode("utf-8", "replace"))
+    return replace(made, tests={**made.tests, **more})
 
 
 def grade_once(task: Task, files: Mapping[str, bytes], backend: Backend) -> Grade:
@@ -72,4 +86,4 @@ def grade_once(task: Task, files: Mapping[str, bytes], backend: Backend) -> Grad
 def _key(task: Task, found: Changes, backend: Backend) -> bytes:
     """Return the digest of all that decides a clean grade."""
     texts = [sorted(each.items()) for each in (task.tests, conftests(task), task.metadata, found.files)]
-    return hashlib.sha256(marshal.dumps([backend.name, task.id, *texts, found.flags], 1)).digest()
+    return hashlib.sha256(marshal.dumps([backend.name, task.id, task.strictness, *texts, found.flags], 1)).digest()

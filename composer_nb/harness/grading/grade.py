@@ -16,7 +16,7 @@ from typing import Literal
 
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure
-from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
+from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests
 from composer_nb.harness.tasks.task import Task
 
 Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
@@ -67,6 +67,9 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
     if task.grader != "functions":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, which is no function call")
     changed = {path for path in {*files, *task.files} if files.get(path) != task.files.get(path)}
+    flags = ("outside_scope",) if changed - set(task.source_scope) else ()
+    if task.mutants:
+        return _grade_written(task, files.get(task.source_scope[0], ""), flags, executor)
     graded = dict(task.files)
     for path in task.source_scope:
         graded.pop(path, None)
@@ -79,5 +82,35 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
         return Grade(status="infra_error")
     results = {test.id: False for test in tests}
     results |= {test.id: passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=False)}
-    flags = ("outside_scope",) if changed - set(task.source_scope) else ()
     return Grade(status="graded", tests=results, flags=flags)
+
+
+MOST_WRITTEN = 100
+"""Tests that an agent may leave in a file."""
+
+
+def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Executor) -> Grade:
+    """Grade tests that an agent wrote: all pass on the code as it is, and each mutant fails one. They call the function that the
+    file's tests called at the start, and these are still there: a call of anything else could tell code by its text."""
+    [path] = task.source_scope
+    before = parse_tests(path, task.files[path])
+    try:
+        written = parse_tests(path, text)
+    except ValueError:
+        written = ()
+    calls = [(test.module, test.function, test.arguments, test.expected) for test in written]
+    kept = {(test.module, test.function, test.arguments, test.expected) for test in before}
+    fit = (
+        len(calls) <= MOST_WRITTEN and kept <= {*calls} and {call[:2] for call in calls} == {call[:2] for call in kept}
+    )
+    names = ["passes as it is", *(f"refuses mutant {number}" for number in range(len(task.mutants)))]
+    if not fit:
+        return Grade(status="graded", tests=dict.fromkeys(names, False), flags=flags)
+    try:
+        ran = executor.run([request_tests(task.files | mutant, written) for mutant in ({}, *task.mutants)])
+    except SandboxFailure:
+        return Grade(status="infra_error")
+    passed = [all(map(passes, written, outcomes)) and len(outcomes) == len(written) for outcomes in ran]
+    return Grade(
+        status="graded", tests=dict(zip(names, [passed[0], *(not one for one in passed[1:])], strict=True)), flags=flags
+    )

@@ -47,6 +47,7 @@ Place = Annotated[str, AfterValidator(_stays)]
 Name = Annotated[str, AfterValidator(checked)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Grader = Literal["functions", "pytest", "script"]
+Strictness = Literal["tests", "twins", "scope", "lints"]
 Network = Literal["no-network", "public", "allowlist"] | None
 Blob = Annotated[
     bytes,
@@ -102,6 +103,8 @@ class Own(BaseModel):
     grader: Grader | None = None
     runtime: Literal["host-python"] | None = None
     source_scope: list[str] | None = None
+    tools: list[str] = []
+    strictness: Strictness = "twins"
     facts: dict[str, str] = {}
 
 
@@ -158,6 +161,8 @@ class Fields(Protocol):
     solution: dict[str, str]
     source_scope: tuple[str, ...]
     grader: Grader
+    tools: tuple[str, ...]
+    strictness: Strictness
     metadata: dict[str, str]
     kept: Kept | None
 
@@ -250,6 +255,8 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
         "instruction": instruction,
         "source_scope": scope,
         "grader": grader,
+        "tools": tuple(own.tools),
+        "strictness": own.strictness,
         "metadata": dict(own.facts),
         "kept": kept,
     }
@@ -321,7 +328,8 @@ def _kept_toml(task: Fields, kept: Kept) -> str:
     """Return the task.toml as it was; if the task has changed, with our table rewritten at its end."""
     table = settings(kept.toml)
     own = table.metadata.composer_nb or Own()
-    if (task.id, task.grader, task.source_scope, task.metadata) == (_id(table, kept.name), *_graded(own), own.facts):
+    held = (_id(table, kept.name), *_graded(own), tuple(own.tools), own.strictness, own.facts)
+    if (task.id, task.grader, task.source_scope, task.tools, task.strictness, task.metadata) == held:
         return kept.toml
     lines, ours = [], False
     for line in kept.toml.split("\n"):
@@ -356,9 +364,11 @@ def _toml(task: Fields) -> str:
 
 def _own_table(task: Fields, runtime: str) -> str:
     facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
+    tools = f"tools = [{', '.join(map(_quote, task.tools))}]\n" if task.tools else ""
+    strictness = f"strictness = {_quote(task.strictness)}\n" if task.strictness != "twins" else ""
     return (
         f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"
-        f"{runtime}source_scope = [{', '.join(map(_quote, task.source_scope))}]\n"
+        f"{runtime}source_scope = [{', '.join(map(_quote, task.source_scope))}]\n{tools}{strictness}"
         f"\n[metadata.composer_nb.facts]\n{facts}"
     )
 

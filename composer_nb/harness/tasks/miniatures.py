@@ -1,4 +1,4 @@
-"""Miniature repositories: a few modules of small functions with a bug in one of them, and tests of each.
+"""Miniature repositories: a few modules of small functions with a bug or a gap in one of them, and tests of each.
 
 What to change stands in no instruction: a failed test names the function, a search finds its module, and the answer is found by
 trying. Most tasks say only that tests fail; some also say what the function should do. Bugs are of the kinds that an agent can
@@ -7,21 +7,40 @@ enumerate (`ENUMERABLE`), so that a task is solvable by looking, trying and test
 
 from __future__ import annotations
 
+import ast
 import hashlib
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
+from typing import Any, Literal
 
+from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.programs import Program, draw_program
-from composer_nb.harness.tasks.repairs import Candidate, distinct, draw_candidate, evaluate
+from composer_nb.harness.tasks.repairs import (
+    Candidate,
+    bugs,
+    distinct,
+    draw_candidate,
+    evaluate,
+    neighbours,
+    run_programs,
+)
 from composer_nb.harness.tasks.task import Task
 
+Kind = Literal["bug", "feature", "tests", "lint"]
+"""bug: a test fails. feature: a function or a branch is missing. tests: those of a function are too weak, and the agent adds one
+that mutants fail. lint: a name is unused or does not exist."""
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
 """Tests of the function with the bug that the agent sees, those that grade, and those of each other function on either side."""
 MOST = 3
 """Modules of a repository."""
+MUTANTS = 3
+"""Mutants of a task of the kind `tests`, at most."""
+IMPORTS, SPARE = ("math", "os", "re", "json"), ("spare", "extra", "draft", "old")
 MODULES = ("core", "util", "stats", "tools", "data", "calc")
 NAMES = (
     *("total", "count", "pick", "scan", "join", "find", "rank", "part", "step", "mark", "load", "pack", "sort", "move"),
@@ -37,31 +56,101 @@ def make_miniatures(
     executor: Executor,
     told: float = 0.25,
     families: frozenset[str] = frozenset(),
+    kinds: Sequence[Kind] = ("bug",),
 ) -> Iterator[Task]:
-    """Return `count` distinct tasks whose bug is in one of the held-out structures, or of the others, the same for one seed.
+    """Return `count` distinct tasks whose function has one of the held-out structures, or of the others, the same for one seed.
 
-    `told`: share of tasks whose instruction says what the function should do. `families`: only these, if any is given. Raises
-    ValueError, while they are taken, if a thousand draws hold nothing new."""
+    `told`: share of tasks with a bug whose instruction says what the function should do. `families`: only these, if any is given.
+    `kinds`: each task is of one of them. Raises ValueError, while they are taken, if a thousand draws hold nothing new."""
     rng = Random(f"miniatures {seed} {heldout}")
 
     def draw() -> Candidate | None:
-        return draw_candidate(rng, heldout, VISIBLE + HIDDEN, ENUMERABLE, families)
+        kind = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
+        return draw_candidate(rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], families)
 
     def make(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
-        return _task(candidate, outcomes, rng, rng.random() < told)
+        return _task(candidate, outcomes, rng, rng.random() < told, executor)
 
     return (task for task, _, _ in distinct(count, draw, make, executor))
 
 
-def _task(candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool) -> Task | None:
-    """Return the task of a candidate whose bug gave `outcomes`; None if the bug shows on fewer than three inputs."""
-    bug = [outcome != right for outcome, right in zip(outcomes, candidate.right, strict=True)]
-    failing = [i for i, failed in enumerate(bug) if failed]
+def _bug(source: str, rng: Random) -> tuple[str, str] | None:
+    return bugs(source, rng, ENUMERABLE)
+
+
+def _gap(source: str, rng: Random) -> tuple[str, str]:
+    """Leave `pass` in place of a branch, or of the whole body."""
+    tree = syntax.parse(source)
+    bodies = [each.body for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.For | ast.While)]
+    branches = [(body, n) for body in bodies for n, one in enumerate(body) if isinstance(one, ast.If)]
+    if branches and rng.random() < 0.5:
+        body, place = rng.choice(branches)
+        body[place] = ast.Pass()
+    else:
+        bodies[0][:] = [ast.Pass()]
+    return "feature", ast.unparse(tree)
+
+
+def _litter(source: str, rng: Random) -> tuple[str, str]:
+    """Add an import or a name that nothing uses, or use a name that does not exist."""
+    head, *lines = source.split("\n")
+    way = rng.choice(("import", "name", "missing"))
+    if way == "missing":
+        used = rng.choice([*re.finditer(r"\b[a-z]+\b(?!=)", lines[-1])][1:])  # not `return`
+        lines[-1] = lines[-1][: used.start()] + rng.choice(SPARE) + lines[-1][used.end() :]
+    else:
+        added = f"import {rng.choice(IMPORTS)}" if way == "import" else f"{rng.choice(SPARE)} = {rng.randrange(10)}"
+        lines.insert(0, f"    {added}")
+    return "lint", "\n".join([head, *lines])
+
+
+PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {
+    "bug": _bug,
+    "feature": _gap,
+    "tests": lambda source, rng: (planted := _bug(source, rng)) and ("tests", planted[1]),
+    "lint": _litter,
+}
+
+
+def _deal(
+    candidate: Candidate, outcomes: Sequence[CallOutcome], executor: Executor
+) -> tuple[list[int], list[int], list[str]] | None:
+    """Return the inputs of the visible and of the hidden tests, and for the kind `tests` the mutants: the first hidden test
+    refuses all, no visible one any. None for a change that shows on fewer than three inputs, or on too many for visible tests."""
+    failing = [i for i, pair in enumerate(zip(outcomes, candidate.right, strict=True)) if pair[0] != pair[1]]
+    places = range(len(outcomes))
+    if candidate.kind == "lint":
+        return [*places[:VISIBLE]], [*places[VISIBLE:]], []
     if len(failing) < 3:
         return None
     first, *rest = failing
-    order = [first, *(i for i in range(len(bug)) if i not in (first, rest[-1])), rest[-1]]
-    visible, hidden = order[:VISIBLE], order[VISIBLE:]
+    if candidate.kind != "tests":
+        order = [first, *(i for i in places if i not in (first, rest[-1])), rest[-1]]
+        return order[:VISIBLE], order[VISIBLE:], []
+    weak = [i for i in places if i not in failing][:OTHERS]
+    if len(weak) < OTHERS:
+        return None
+    first = min(failing, key=lambda i: len(repr((candidate.inputs[i], candidate.wanted[i]))))
+    hidden = [first, *(i for i in places if i not in (first, *weak))]
+    mutants, source, tried = [candidate.buggy], candidate.program.source, (first, *weak)
+    near = [] if "while" in source else [text for _, text in neighbours(source, ENUMERABLE) if text != candidate.buggy]
+    given = tuple(candidate.inputs[i] for i in tried)
+    for text, found in zip(near, run_programs(near, [given] * len(near), executor), strict=True):
+        if found and [each == candidate.right[i] for each, i in zip(found, tried, strict=True)] == [
+            False,
+            *[True] * OTHERS,
+        ]:
+            mutants.append(text)
+    return weak, hidden, mutants[:MUTANTS]
+
+
+def _task(
+    candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool, executor: Executor
+) -> Task | None:
+    """Return the task of a candidate whose change gave `outcomes`; None if it is unfit (`_deal`)."""
+    if (dealt := _deal(candidate, outcomes, executor)) is None:
+        return None
+    visible, hidden, mutants = dealt
     program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
     name, *names = rng.sample(NAMES, 2 * MOST)
     modules = rng.sample(MODULES, rng.randint(1, MOST))
@@ -81,19 +170,40 @@ def _task(candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, 
             texts[module].append(_named(candidate.buggy, name))
             tests[f"test_{name}.py"] = render_tests(module, name, [cases[i] for i in visible])
             hidden_tests[f"test_hidden_{name}.py"] = render_tests(module, name, [cases[i] for i in hidden])
-    path = f"{modules[home]}.py"
+    path, code = f"{modules[home]}.py", _named(program.source, name)
     held = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in texts.items()}
-    right = held[path].replace(_named(candidate.buggy, name), _named(program.source, name))
+    right = held[path].replace(_named(candidate.buggy, name), code)
     digest = hashlib.sha256(repr((held, candidate.inputs)).encode()).hexdigest()[:12]
-    return Task(
+    written = f"test_{name}.py"
+    kind = candidate.kind if candidate.kind in PLANTS else "bug"
+    task = Task(
         id=f"{program.family}-{digest}",
-        instruction=f"fix {name}: {program.spec}" if told else "fix the tests",
+        instruction=_asked(kind, f"{name}: {program.spec}", told),
         files=held | tests,
         tests=hidden_tests,
         solution={path: right},
         source_scope=tuple(held),
         metadata={"family": program.family, "bug": candidate.kind, "structure": program.structure, "function": name},
     )
+    if kind == "bug":
+        return task
+    known: dict[str, Any] = {"metadata": task.metadata | {"kind": kind}}
+    if kind == "lint":
+        known["strictness"] = "lints"
+    if kind == "tests":
+        wrong = [{path: right.replace(code, _named(mutant, name))} for mutant in mutants]
+        added = render_tests(modules[home], name, [cases[hidden[0]]]).partition("\n\n\n")[2].replace("_0", f"_{OTHERS}")
+        answer = tests[written].replace("def test_0", f"{added}\n\ndef test_0")
+        known["metadata"]["mutants"] = json.dumps(wrong)
+        known |= {"files": task.files | {path: right}, "solution": {written: answer}, "source_scope": (written,)}
+    return Task.model_validate(task.model_dump() | known)
+
+
+def _asked(kind: str, what: str, told: bool) -> str:
+    """Return the instruction of a task."""
+    if kind in ("feature", "tests"):
+        return f"{'add' if kind == 'feature' else 'test'} {what}"
+    return "fix the lints" if kind == "lint" else f"fix {what}" if told else "fix the tests"
 
 
 def _named(source: str, name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor
-from composer_nb.harness.tasks.functions import literal, parse_test_files, render_tests, request_tests
+from composer_nb.harness.tasks.functions import is_test, literal, parse_test_files, render_tests, request_tests
 from composer_nb.harness.tasks.programs import Program, draw_arguments, draw_program
 from composer_nb.harness.tasks.task import Task
 
@@ -138,15 +138,15 @@ def draw_candidate(
     rng: Random,
     heldout: bool,
     count: int = VISIBLE + HIDDEN,
-    kinds: Collection[str] = (),
+    plant: Callable[[str, Random], tuple[str, str] | None] = bugs,
     families: Collection[str] = (),
 ) -> Candidate | None:
-    """Draw one candidate with `count` inputs; None if the draw is unfit. `kinds` of bugs and `families` of programs: only
-    these, if any is given. The reference program is trusted, so it runs right here."""
+    """Draw one candidate with `count` inputs; None if the draw is unfit. `plant` changes the program and names the change.
+    `families` of programs: only these, if any is given. The reference program is trusted, so it runs right here."""
     program = draw_program(rng)
     if program.heldout != heldout or (families and program.family not in families):
         return None
-    planted = bugs(program.source, rng, kinds)
+    planted = plant(program.source, rng)
     if planted is None:
         return None
     inputs, wanted = evaluate(program, count, rng)
@@ -291,8 +291,16 @@ def buggy(task: Task) -> str:
 
 
 def _program(task: Task, files: Mapping[str, str]) -> str:
-    text, name = files[min(task.solution)], task.metadata.get("function")
-    return text if name is None else split_at(text, name)[1].replace(f"def {name}(", "def f(", 1)
+    name = task.metadata.get("function")
+    if name is None:
+        return files[min(task.solution)]
+    text = files[home_of(name, task.files)]
+    return split_at(text, name)[1].replace(f"def {name}(", "def f(", 1)
+
+
+def home_of(name: str, files: Mapping[str, str]) -> str:
+    """Return the path of the module that defines a function."""
+    return next(path for path, text in files.items() if f"def {name}(" in text and not is_test(path))
 
 
 def split_at(source: str, name: str) -> tuple[str, str, str]:
@@ -308,7 +316,8 @@ def fingerprints(tasks: Iterable[Task]) -> set[str]:
     program with the bug together with the instruction."""
     prints: set[str] = set()
     for task in tasks:
-        texts = (task.metadata["structure"], _program(task, task.solution), task.instruction + buggy(task))
+        right = _program(task, task.files | task.solution)
+        texts = (task.metadata["structure"], right, task.instruction + buggy(task))
         prints |= {hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts}
     return prints
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.functions import is_test, parse_module, parse_test_files
+from composer_nb.harness.tasks.functions import is_test, parse_module, parse_test_files, parse_tests
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.untrusted import UnsafeName, checked, json_of
 
@@ -48,8 +48,13 @@ class Task(BaseModel):
     """functions: tests of one plain form (`functions.py`). pytest: any pytest modules (`grading/pytest_grader.py`); what
     `grading.validate` finds out about them is in `metadata`. script: `tests/test.sh` of a foreign task
     (`grading/script_grader.py`), weak and for evaluation."""
+    tools: tuple[str, ...] = ()
+    """The tools that an agent gets, of those that it would have; all of these if empty."""
+    strictness: harbor.Strictness = "twins"
+    """What a right answer needs; each level with all before it. tests: it passes the hidden tests. twins: it passes no twin of
+    them, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files have no lint."""
     metadata: dict[str, str] = {}
-    """Facts, of which `max_turns` and `max_tokens` lower the limits of an attempt at this task."""
+    """Facts, of which `max_turns` and `max_tokens` lower the limits of an attempt at it. `mutants`: its answer is tests."""
     kept: harbor.Kept | None = None
     """The rest of a foreign task's directory."""
 
@@ -87,6 +92,10 @@ class Task(BaseModel):
                 _check_modules(self.tests)
             else:
                 parse_test_files(self.tests)
+                if self.mutants and not (len(self.source_scope) == 1 and parse_tests(*self._written)):
+                    raise ValueError(
+                        "a task with metadata.mutants has one test file as source_scope, which holds a test"
+                    )
                 if self.visible_tests:
                     parse_test_files(self.visible_tests)
         except ValueError as error:
@@ -95,8 +104,23 @@ class Task(BaseModel):
 
     @property
     def visible_tests(self) -> dict[str, str]:
-        """Test files in the workspace, as they were at the start: an agent's edits of them change nothing."""
+        """Test files in the workspace, as they were at the start: an agent's edits of them, outside of source_scope, change
+        nothing."""
         return {path: text for path, text in self.files.items() if is_test(path)}
+
+    @property
+    def mutants(self) -> tuple[dict[str, str], ...]:
+        """Wrong versions of source files, each of which the tests that an agent writes must refuse (grader `functions`). Raises
+        ValueError for a metadata.mutants that is no JSON list of such."""
+        try:
+            return _MUTANTS.validate_json(self.metadata.get("mutants", "[]"))
+        except ValidationError as error:
+            raise ValueError(f"metadata.mutants: {harbor.first_problem(error)}") from None
+
+    @property
+    def _written(self) -> tuple[str, str]:
+        """The test file that an agent extends, and its text at the start."""
+        return self.source_scope[0], self.files.get(self.source_scope[0], "")
 
     @property
     def image(self) -> bool:
@@ -139,6 +163,9 @@ class Task(BaseModel):
         from composer_nb.harness.tasks.swe import from_swesmith
 
         return from_swesmith(row, files)
+
+
+_MUTANTS: TypeAdapter[tuple[dict[harbor.Name, str], ...]] = TypeAdapter(tuple[dict[harbor.Name, str], ...])
 
 
 def _check_modules(tests: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
+from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.arguments import CONTROLS, tool
 from composer_nb.harness.tools.tool_call import ToolError
@@ -66,6 +67,8 @@ class Workspace:
     visible_tests: Mapping[str, str]
     """The tests at the start: edits of them do not change what `run_tests` runs."""
     sandboxes: Executor
+    own_tests: frozenset[str] = frozenset()
+    """Test files that the agent is asked to write: they are run as they are."""
     edits: Edits = field(default_factory=Edits)
 
     def text(self, path: str) -> str:
@@ -83,7 +86,11 @@ class Workspace:
     def run_visible_tests(self) -> Observation:
         if not self.visible_tests:
             raise ToolError("UnexpectedEnvironment", "no tests here")
-        tests = parse_test_files(self.visible_tests)
+        own = {path: self.files[path] for path in self.own_tests if path in self.files}
+        try:
+            tests = parse_test_files({**self.visible_tests, **own})
+        except ValueError as error:
+            raise ToolError("UnexpectedEnvironment", str(error)[:110]) from None
         [outcomes] = self.sandboxes.run([request_tests(self.files, tests)])
         passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
         first = "" if all(passed) else describe(tests[place := passed.index(False)], outcomes[place])
@@ -172,6 +179,16 @@ def grep(place: Place, pattern: str) -> Observation:
     return Observation(text="\n".join(f"{path}:{number}{line}" for path, number, line in found) or "none")
 
 
+@tool()
+def read_lints(place: Place) -> Observation:
+    """Find names that are unused or do not exist, tests left out."""
+    texts: dict[str, list[str]] = {}
+    for path, _, line in place.find(""):
+        texts.setdefault(path, []).append(line)
+    found = [f"{path}: {each}" for path, lines in texts.items() for each in lints("\n".join(lines))][:FOUND]
+    return Observation(text="\n".join(found) or "none")
+
+
 def _lines(text: str) -> list[str]:
     """Lines of a file; the newline that ends the last one begins no other."""
     return text.removesuffix("\n").split("\n") if text else []
@@ -216,4 +233,4 @@ def _compact(text: str) -> str:
     return _STRING_OR_SPACE.sub(lambda part: "" if part[0] == " " else part[0], text)
 
 
-TINY = (grep, read_file, edit_line, substitute, undo, run_tests, finish)
+TINY = (grep, read_file, read_lints, edit_line, substitute, undo, run_tests, finish)

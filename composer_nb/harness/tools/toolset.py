@@ -72,6 +72,12 @@ class ToolSet:
         tools = [tool for tool in TOOLS if tool.name in offer and (tool.name != SEARCH or search is not None)]
         return cls(tools={tool.name: tool for tool in tools}, search=search, described=described)
 
+    def only(self, names: Collection[str]) -> ToolSet:
+        """Return these of the tools, all if none is named. Raises ValueError for one that is not offered."""
+        if strange := sorted({*names} - {*self.tools}):
+            raise ValueError(f"there is no tool {', '.join(strange)}; there are {', '.join(self.tools)}")
+        return replace(self, tools={name: self.tools[name] for name in self.tools if name in names}) if names else self
+
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form."""

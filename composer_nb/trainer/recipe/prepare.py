@@ -17,7 +17,7 @@ from typing import Any
 
 from composer_nb.harness.agent.compact import SPECIALS
 from composer_nb.harness.agent.expert import changes_lines
-from composer_nb.harness.attempt import Agent
+from composer_nb.harness.attempt import Agent, tools_of
 from composer_nb.harness.environment import EnvSettings, make_agent
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN
@@ -179,9 +179,8 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
     if data.level == "functions" or chunk.kind == "clean":
         return make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=functions)
     families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
-    made = make_miniatures(
-        seed, chunk.count, heldout=chunk.heldout, executor=functions, told=data.told, families=families
-    )
+    options: dict[str, Any] = {"told": data.told, "families": families, "kinds": data.kinds}
+    made = make_miniatures(seed, chunk.count, heldout=chunk.heldout, executor=functions, **options)
     lowered = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
     return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in made)
 
@@ -227,6 +226,7 @@ def own_tasks(env: EnvSettings) -> list[Task]:
     """Return the tasks of `env.tasks`. Raises ValueError for those that cannot be trained on with `env.tools`."""
     tasks = list(env.own.tasks()) if env.own else load_tasks(env.path or Path())
     for task in tasks:
+        tools_of(task, env.toolset)
         if task.grader == "script":
             raise ValueError(f"env.tasks: task {task.id} has the grader `script`, which is for evaluation alone")
         if task.grader == "pytest" and PLAN not in task.metadata:

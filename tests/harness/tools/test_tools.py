@@ -116,7 +116,7 @@ def test_a_file_is_read_with_numbered_lines(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "path", ["g.py", "../f.py", "./f.py", "/f.py", "a/../f.py", "f.py/", "", "F.py", "f.py\0", "~"]
 )
-@pytest.mark.parametrize("name", ["read_file", "edit_line"])
+@pytest.mark.parametrize("name", ["read_file", "read_lints", "edit_line"])
 def test_only_a_file_of_the_workspace_has_a_name(path: str, name: str) -> None:
     more = {"line": 1, "text": "x"} if name == "edit_line" else {}
     space = workspace(PROGRAM)
@@ -249,7 +249,11 @@ def test_a_long_call_leaves_the_observation_short(task: Task, boxes: Callable[..
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("write", {}, "no tool write; there are grep, read_file, edit_line, substitute, undo, run_tests, finish"),
+        (
+            "write",
+            {},
+            "no tool write; there are grep, read_file, read_lints, edit_line, substitute, undo, run_tests, finish",
+        ),
         ("", {}, "no tool ; there are"),
         ("finish", {"path": "f.py"}, "path: no such argument"),
         ("read_file", {}, "path: Field required"),
@@ -271,7 +275,16 @@ def test_arguments_are_checked(name: str, arguments: dict[str, Any], message: st
 
 def test_the_schemas_are_openais() -> None:
     schemas = {schema["function"]["name"]: schema for schema in TINY.schemas}
-    assert list(schemas) == ["grep", "read_file", "edit_line", "substitute", "undo", "run_tests", "finish"]
+    assert list(schemas) == [
+        "grep",
+        "read_file",
+        "read_lints",
+        "edit_line",
+        "substitute",
+        "undo",
+        "run_tests",
+        "finish",
+    ]
     for schema in schemas.values():
         parameters = schema["function"]["parameters"]
         assert parameters.get("required", []) == list(parameters["properties"])
