@@ -3,149 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.endpoint import EndpointSpeaker
-from composer_nb.harness.agent.expert import Script, ScriptedPolicy, blind, expert, searcher
+from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolicy
 from composer_nb.harness.agent.loop import LIMITS, Told, converse
 from composer_nb.harness.agent.prompt import system_text
-from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt, Environment, attempt
-from composer_nb.harness.bench import run_eval, summarise
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.agent.turns import Limits, TokenSpeaker
+from composer_nb.harness.attempt import Attempt, Environment
 from composer_nb.harness.carry import Blob, carry_back
-from composer_nb.harness.environment import RENDERERS, Carried
 from composer_nb.harness.files import write_atomic, write_json
-from composer_nb.harness.policy import Policy
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import arms_of, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
 from composer_nb.harness.product.work import Work, keep, open_session
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.runtime import spec_of
-from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.policies import equipment, identity, open_endpoint, open_policy, parse_policy, trained_with
+from composer_nb.policies import Cast, equipment, identity, open_policy, parse_policy
 
-ENDPOINT_ROLLOUTS = 8
-"""Rollouts at a time of tiny tasks against an endpoint."""
+WORKERS = {True: 16, False: 2}
+"""Rollouts at a time: of tasks of the grader `functions`, and of tasks with sandboxes of their own."""
 UNCOUNTED = Limits(turn_tokens=1 << 12, tokens=1 << 20)
-"""Limits of tiny tasks for a policy whose tokens are not those of a tiny model."""
-TINY_SCRIPTS: Mapping[str, Callable[[Task, Random], Script]] = {
-    "expert": lambda task, random: expert(task, random, 0.0),
-    "searcher": searcher,
-    "blind": blind,
-}
-"""Policies without a model at tiny tasks. `blind` alone does not know the answer."""
-Attempts = Callable[[int, float], list[Attempt]]
-
-
-def evaluate_policy(policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Score a policy on tasks of the grader `functions`: the figures of `summarise`, with its name and the seed. See
-    `policy_attempts`."""
-    seed, sampled, greedy = policy_attempts(policy, tasks, samples, settings)
-    return {"policy": policy, "seed": seed, **summarise(sampled, greedy, seed)}
-
-
-def policy_attempts(
-    policy: str, tasks: Path, samples: int, settings: Mapping[str, Any]
-) -> tuple[int, list[Attempt], list[Attempt]]:
-    """Return the seed, `samples` attempts a task at temperature 1, and a greedy one, at tasks of the grader `functions`. Policies
-    are a checkpoint directory, `openai:URL[#MODEL]`, and `scripted:` with a name of TINY_SCRIPTS.
-
-    `settings` are dotted names: `limits.*` (otherwise those that a checkpoint was trained with, or UNCOUNTED), `engine.slots` and
-    `seed` matter here. Raises ValueError for other kinds of policy, FileNotFoundError for a missing checkpoint or file.
-    """
-    from composer_nb.settings import Settings, override
-    from composer_nb.trainer.learning.ranks import set_up_process
-
-    kind, name = parse_policy(policy)
-    known = trained_with(Path(name)) if kind == "checkpoint" else None
-    of_limits = {key: value for key, value in settings.items() if key.startswith("limits.")}
-    chosen = override(Settings(), {key: value for key, value in settings.items() if key not in of_limits})
-    usual = (known.limits or chosen.limits) if known else UNCOUNTED
-    limits = override(BenchSettings(limits=usual), of_limits).limits  # the positions of a default model do not matter
-    set_up_process(chosen.seed)
-    loaded = load_tasks(tasks)
-    with SandboxExecutor() as sandboxes:
-        executor = CachedExecutor(sandboxes)
-        if kind == "openai":
-            attempts = _endpoint_attempts(name, loaded, limits, executor)
-        elif kind == "scripted":
-            attempts = _scripted_attempts(name, loaded, chosen.seed, limits, executor)
-        elif known:
-            attempts = _checkpoint_attempts(Path(name), replace(known, limits=limits), loaded, chosen, executor)
-        return chosen.seed, attempts(samples, 1.0), attempts(1, 0.0)
-
-
-def _endpoint_attempts(name: str, tasks: Sequence[Task], limits: Limits, executor: Executor) -> Attempts:
-    place = Environment(tools=ToolSet.tiny(), limits=limits, functions=executor)
-
-    def attempts(each: int, temperature: float) -> list[Attempt]:
-        endpoint = open_endpoint(name, temperature)
-
-        def one(task: Task) -> Attempt:
-            speaker = EndpointSpeaker(endpoint, "", place.tools.schemas, limits, parallel=False)
-            return attempt(task, place, speaker)
-
-        with ThreadPoolExecutor(ENDPOINT_ROLLOUTS, thread_name_prefix="endpoint") as pool:
-            return list(pool.map(one, [task for task in tasks for _ in range(each)]))
-
-    return attempts
-
-
-def _scripted_attempts(name: str, tasks: Sequence[Task], seed: int, limits: Limits, executor: Executor) -> Attempts:
-    """Return attempts of a script. It has no tokenizer, so one is trained on the tasks, to count its tokens."""
-    from composer_nb.trainer.models.tokenizer import train_tokenizer
-
-    if name not in TINY_SCRIPTS:
-        raise ValueError(f"--policy scripted:{name}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
-    texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
-    agent = Agent(CompactRenderer(train_tokenizer(texts, 1024)), limits=limits)
-
-    def made(each: int, temperature: float) -> Policy:
-        def random(rollout: int) -> Random:
-            return Random(f"{name} {seed} {tasks[rollout // each].id} {rollout % each}")
-
-        script = TINY_SCRIPTS[name]
-        return ScriptedPolicy(agent.renderer, lambda rollout: script(tasks[rollout // each], random(rollout)))
-
-    return lambda each, temperature: list(run_eval(made(each, temperature), agent, tasks, executor, each))
-
-
-def _checkpoint_attempts(
-    path: Path, known: Carried, tasks: Sequence[Task], chosen: Any, executor: Executor
-) -> Attempts:
-    from composer_nb.trainer.engine import Engine
-    from composer_nb.trainer.models.checkpoint import load_pretrained
-    from composer_nb.trainer.models.tokenizer import load_tokenizer
-
-    if known.tools != "tiny":
-        raise ValueError(
-            f"--policy {path}: trained with the tools {known.tools}; at these tasks agents have the tiny ones"
-        )
-    tools, tokenizer = ToolSet.tiny(), load_tokenizer(path, needed=())
-    model, renderer = load_pretrained(path), RENDERERS[known.renderer](tokenizer, tools.schemas)
-    limits = known.limits or Limits()
-    agent = Agent(renderer, tools, limits)
-
-    def made(temperature: float) -> Policy:
-        slots, most = chosen.engine.slots, limits.tokens
-        return Engine(
-            model, stop=renderer.stop, slots=slots, max_length=most, temperature=temperature, seed=chosen.seed
-        )
-
-    return lambda each, temperature: list(run_eval(made(temperature), agent, tasks, executor, each))
+"""Limits at tasks of the grader `functions` for a policy whose tokens are not those of a tiny model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,53 +50,120 @@ class BenchSettings:
     seed: int = 0
 
 
-def evaluate_arms(
+def bench_settings(policy: str, tasks: Sequence[Task], changes: Mapping[str, Any]) -> BenchSettings:
+    """Return the settings of a bench: the limits that a checkpoint was trained with, or usual ones, and `changes` by their dotted
+    names. Raises ValueError, FileNotFoundError."""
+    from composer_nb.settings import override
+
+    tiny = check_fit(tasks)
+    usual = equipment(policy)[1] if parse_policy(policy)[0] == "checkpoint" or not tiny else UNCOUNTED
+    return override(BenchSettings(limits=usual), changes)
+
+
+def evaluate(
     policy: str,
     tasks: Sequence[Task],
     out: Path,
     *,
     samples: int = 4,
+    greedy: bool = False,
     arms: str = "all",
     backend: str = "bwrap",
-    workers: int = 2,
+    workers: int = 0,
     settings: BenchSettings | None = None,
     told: Callable[[str, Attempt], None] = lambda arm, done: None,
 ) -> dict[str, Any]:
-    """Attempt every task `samples` times with each arm, `workers` at a time; keep every rollout in `out`. A checkpoint that was
-    trained with the tools of tiny models has those in the arm `all`.
+    """Attempt every task `samples` times with each arm, `workers` at a time (0: as many as WORKERS says), and once at temperature
+    0 if `greedy`; keep every rollout in `out`. Agents have the tools of tiny models at tasks of the grader `functions`, and in
+    the arm `all` with a checkpoint that was trained with them.
 
-    The same call with the same `out` resumes. Returns figures by arm, and for each but the first its gain over the first.
-    Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy; SandboxUnavailable,
-    ProviderFailure.
+    The same call with the same `out` resumes. Returns the figures of the first arm and figures by arm, and for each but the first
+    its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
+    SandboxUnavailable, ProviderFailure.
     """
-    settings = settings or BenchSettings()
-    check_fit(tasks)
-    own, _ = equipment(policy)
+    tiny, chosen, (own, _), (kind, script) = check_fit(tasks), arms_of(arms), equipment(policy), parse_policy(policy)
+    settings = settings or bench_settings(policy, tasks, {})
+    if tiny and (arms != "all" or (kind == "checkpoint" and not own.terse)):
+        raise ValueError(
+            f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools alone"
+        )
+    if tiny and kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
+        raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
-    chosen = arms_of(arms)
-    drawn = {name: getattr(settings, name) for name in ("limits", "temperature", "seed")}
-    found: dict[str, list[Attempt]] = {}
-    with open_backend(backend) as made:
-        for task in tasks:
-            spec_of(task, made)
+    found: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
+    with ExitStack() as stack:
+        functions = CachedExecutor(stack.enter_context(SandboxExecutor())) if tiny else None
+        made = None if tiny else stack.enter_context(open_backend(backend))
+        if made is not None:
+            for task in tasks:
+                spec_of(task, made)
         for name, arm in chosen.items():
-            found[name] = []
-            tools = own if own.terse and name == "all" else arm.tools()
-            schemas, place = tools.schemas, Environment(backend=made, tools=tools, limits=settings.limits)
-            with open_policy(policy, system_text(WORKSPACE), schemas, slots=workers, **drawn) as cast:
-                for done in attempt_all(tasks, samples, place, cast, out / name / "attempts", workers):
-                    found[name].append(done)
-                    told(name, done)
-            found[name].sort(key=lambda done: done.task.id)
-            save_attempts(out / name / "rollouts.parquet", found[name])
-    first = next(iter(found.values()))
-    report = {name: figures(attempts, settings.seed) for name, attempts in found.items()}
-    for name, attempts in found.items():
-        if attempts is not first and (gain := difference(attempts, first, settings.seed)):
+            tools = ToolSet.tiny() if tiny else own if own.terse and name == "all" else arm.tools()
+            place = Environment(backend=made, functions=functions, tools=tools, limits=settings.limits)
+
+            attempts = partial(_attempts, policy, tasks, place, workers or WORKERS[tiny], partial(told, name))
+            found[name] = attempts(settings, samples, out / name / "attempts"), []
+            save_attempts(out / name / "rollouts.parquet", found[name][0])
+            if greedy:
+                found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
+                save_attempts(out / name / "greedy.parquet", found[name][1])
+    return _reported(found, settings.seed, out, {"policy": policy, "samples": samples, "backend": backend})
+
+
+def _reported(
+    found: Mapping[str, tuple[list[Attempt], list[Attempt]]], seed: int, out: Path, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return figures by arm, and keep them."""
+    [first, *_] = found.values()
+    report = {name: figures(sampled, greedy, seed) for name, (sampled, greedy) in found.items()}
+    for name, (sampled, _) in found.items():
+        if sampled is not first[0] and (gain := difference(sampled, first[0], seed)):
             report[name]["gain"] = gain
-    whole = {"policy": policy, "seed": settings.seed, "samples": samples, "backend": backend, "arms": report}
+    whole = {**next(iter(report.values())), **about, "seed": seed, "arms": report}
     write_json(out / "report.json", whole)
     return whole
+
+
+def _attempts(
+    policy: str,
+    tasks: Sequence[Task],
+    place: Environment,
+    workers: int,
+    told: Callable[[Attempt], None],
+    settings: BenchSettings,
+    samples: int,
+    keep: Path,
+) -> list[Attempt]:
+    """Return `samples` attempts at each task, in their order."""
+    held = dict[int, Attempt]()
+    with _speakers(policy, tasks, samples, place, settings, workers) as cast:
+        for number, done in attempt_all(tasks, samples, place, cast, keep, workers):
+            held[number] = done
+            told(done)
+    return [held[number] for number in sorted(held)]
+
+
+@contextmanager
+def _speakers(
+    policy: str, tasks: Sequence[Task], samples: int, place: Environment, settings: BenchSettings, workers: int
+) -> Iterator[Cast]:
+    """Open a policy for attempts. Scripts for the tools of tiny models count tokens, with a tokenizer trained on the tasks."""
+    kind, script = parse_policy(policy)
+    if kind != "scripted" or not place.tools.terse or script.endswith(".json"):
+        drawn = {name: getattr(settings, name) for name in ("limits", "temperature", "seed")}
+        with open_policy(policy, system_text(WORKSPACE), place.tools.schemas, slots=workers, **drawn) as cast:
+            yield cast
+        return
+    from composer_nb.trainer.models.tokenizer import train_tokenizer
+
+    def play(rollout: int) -> Script:
+        task, sample = tasks[rollout // samples], rollout % samples
+        return TINY_SCRIPTS[script](task, Random(f"{script} {settings.seed} {task.id} {sample}"))
+
+    texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
+    renderer = CompactRenderer(train_tokenizer(texts, 1024), place.tools.schemas)
+    with Shared(ScriptedPolicy(renderer, play)) as shared:
+        yield lambda task, rollout: TokenSpeaker(renderer, rollout, settings.limits, shared.ask, shared.release)
 
 
 def _claim(out: Path, what: Mapping[str, Any]) -> None:

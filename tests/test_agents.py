@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from composer_nb.agents import BenchSettings, evaluate_arms, evaluate_policy, run_agent
+from composer_nb.agents import BenchSettings, bench_settings, evaluate, run_agent
 from composer_nb.cli import main
 from composer_nb.harness.agent.loop import LIMITS, Conversation
 from composer_nb.harness.agent.scripts import read_script
@@ -133,7 +133,7 @@ def test_a_server_that_never_answers_does_not_outlast_seconds(
         assert main([*asked, "--seconds", "3", "--verdict", "accept"]) == 1
         assert "time after 1 calls" in capsys.readouterr().out and (repository / "n.py").read_text() == "n = 1\n"
         settings = BenchSettings(limits=replace(LIMITS, seconds=2.0))
-        report = evaluate_arms(f"openai:{server.url}", tasks, tmp_path / "bench", samples=1, settings=settings)
+        report = evaluate(f"openai:{server.url}", tasks, tmp_path / "bench", samples=1, settings=settings)
         row = report["arms"]["all"]
         assert row["infra_errors"] == 2 and "not one answer within 2 s" in row["lost_to"]
 
@@ -258,7 +258,7 @@ def test_a_bad_script_is_named(tmp_path: Path, text: str) -> None:
 
 def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     heard: list[str] = []
-    report = evaluate_arms(
+    report = evaluate(
         "scripted:expert", tasks, tmp_path / "out", samples=2, arms="every", told=lambda arm, done: heard.append(arm)
     )
     assert heard == [arm for arm in ARMS for _ in range(4)] and list(report["arms"]) == list(ARMS)
@@ -273,17 +273,17 @@ def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
     assert pq.read_table(tmp_path / "out/all/rollouts.parquet").num_rows == 4
     heard.clear()
-    evaluate_arms("scripted:expert", tasks, tmp_path / "out", samples=2, told=lambda arm, done: heard.append(arm))
+    evaluate("scripted:expert", tasks, tmp_path / "out", samples=2, told=lambda arm, done: heard.append(arm))
     assert len(heard) == 4
     with pytest.raises(ValueError, match="holds rollouts of another policy"):
-        evaluate_arms("scripted:lazy", tasks, tmp_path / "out", samples=2)
+        evaluate("scripted:lazy", tasks, tmp_path / "out", samples=2)
 
 
 @pytest.mark.slow
 def test_an_arm_that_is_lost_costs_no_other(tasks: list[Task], tmp_path: Path, script: Path) -> None:
-    report = evaluate_arms(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
+    report = evaluate(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
     assert report["arms"]["all"]["n_tasks"] == 1
-    dead = evaluate_arms("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, arms="all,bash")
+    dead = evaluate("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, arms="all,bash")
     for row in dead["arms"].values():
         assert (
             row["n_tasks"] == 0 and row["infra_errors"] == 1 and "127.0.0.1:9" in row["lost_to"] and "gain" not in row
@@ -291,9 +291,9 @@ def test_an_arm_that_is_lost_costs_no_other(tasks: list[Task], tmp_path: Path, s
     Console(file=io.StringIO()).print(bench_table(dead))
     script.write_text('[{"text": "nothing"}]')
     with pytest.raises(ValueError, match="another policy, backend or settings"):
-        evaluate_arms(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
+        evaluate(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
     with pytest.raises(ValueError, match="another policy, backend or settings"):
-        evaluate_arms("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, backend="docker")
+        evaluate("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, backend="docker")
 
 
 def test_what_can_not_be_carried_out_loses_no_conversation(
@@ -481,12 +481,15 @@ def test_what_a_run_trained_is_served(solved: Attempt, keeper: Path) -> None:
 def test_scripts_at_miniature_repositories(tmp_path: Path) -> None:
     """The expert knows the answer, the searcher comes to it, and who is blind needs luck; limits are the command's."""
     with SandboxExecutor() as sandboxes:
-        made = make_miniatures("scripts", 12, heldout=False, executor=CachedExecutor(sandboxes))
-        save_tasks(made, tmp_path / "tasks.jsonl")
-    found = {
-        name: evaluate_policy(f"scripted:{name}", tmp_path / "tasks.jsonl", 1, {"limits.turns": 12})
-        for name in ("expert", "searcher", "blind")
-    }
+        made = list(make_miniatures("scripts", 12, heldout=False, executor=CachedExecutor(sandboxes)))
+
+    def scored(name: str, workers: int = 0) -> dict[str, Any]:
+        settings = bench_settings(f"scripted:{name}", made, {"limits.turns": 12})
+        out = tmp_path / f"{name}-{workers}"
+        return evaluate(f"scripted:{name}", made, out, samples=1, settings=settings, workers=workers)
+
+    found = {name: scored(name) for name in ("expert", "searcher", "blind")}
+    assert {**scored("blind", 3), "arms": 0} == {**found["blind"], "arms": 0}, "who works on what changes nothing"
     assert found["expert"]["pass_at_1"] == 1 and found["expert"]["tool_calls_per_task"] <= 4
     assert found["searcher"]["pass_at_1"] > 0.8 > found["blind"]["pass_at_1"]
     assert found["blind"]["calls_per_turn"] > 1.5 and found["blind"]["finishes"] < 1

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from composer_nb.agents import evaluate_policy, run_agent
+from composer_nb.agents import evaluate, run_agent
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.endpoint import Endpoint
@@ -38,6 +38,7 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.policies import equipment, open_engine, trained_with
 from composer_nb.trainer.engine import Engine
@@ -249,12 +250,11 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
         call = Said(calls=(Written(id="call_0", call=ToolCall(name="list_dir", arguments={"target_directory": "."})),))
         renderer = engine.format(engine.tokenizer)
         assert renderer.parse(renderer.turn(call)) == call
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(FUNCTIONS.open().readlines()[:2]))
-    with pytest.raises(ValueError, match="trained with the tools cursor; at these tasks"):
-        evaluate_policy(str(compact), few, 1, {})
+    few = load_tasks(FUNCTIONS)[:2]
+    with pytest.raises(ValueError, match="agents have the tiny tools alone"):
+        evaluate(str(compact), few, tmp_path / "bench", samples=1)
     carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
-    found = evaluate_policy(str(compact), few, 1, {"engine.slots": 2})
+    found = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)
     assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
     assert equipment("openai:http://x")[1] == LIMITS
 

@@ -216,16 +216,17 @@ def test_an_interrupted_tour_says_how_to_go_on(tmp_path: Path, monkeypatch: pyte
     assert saved["seed"] == 5 and (tmp_path / "tour" / "run.db").is_file()
 
 
-def test_the_scripted_expert_solves_everything(tasks: Path, capsys: Any):
-    assert cli.main(["eval", "--policy", "scripted:expert", "--tasks", str(tasks), "--samples", "2", "--json"]) == 0
+def test_the_scripted_expert_solves_everything(tasks: Path, tmp_path: Path, capsys: Any):
+    kept = ["--greedy", "--out", str(tmp_path / "out"), "--json"]
+    assert cli.main(["eval", "--policy", "scripted:expert", "--tasks", str(tasks), "--samples", "2", *kept]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["pass_at_1"] == found["pass_greedy"] == found["best_of_k"] == 1.0
     assert (found["k"], found["n_tasks"], found["invalid_call_rate"]) == (2, 1, 0.0)
 
 
-def test_a_checkpoint_scores_as_it_did_in_its_run(tiny_run: RunDir, capsys: Any):
+def test_a_checkpoint_scores_as_it_did_in_its_run(tiny_run: RunDir, tmp_path: Path, capsys: Any):
     weights, held = tiny_run.path / "weights" / "final", tiny_run.path / "data" / "heldout.jsonl"
-    arguments = ["--samples", "1", "--json", "--set", "limits.tokens=192"]
+    arguments = ["--samples", "1", "--greedy", "--out", str(tmp_path), "--json", "--set", "limits.tokens=192"]
     assert cli.main(["eval", "--policy", str(weights), "--tasks", str(held), *arguments]) == 0
     found, noted = json.loads(capsys.readouterr().out), tiny_run.finished("eval_final")
     assert noted is not None

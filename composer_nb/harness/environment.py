@@ -42,15 +42,20 @@ class Own(Protocol):
     def tasks(self) -> Iterable[Task]: ...
 
 
-@lru_cache(maxsize=8)
 def _own(name: str) -> Own:
+    """Return the one object of the class that `name` means now: a notebook may define it anew."""
     module, _, kind = name.partition(":")
     try:
-        return cast(Own, getattr(import_module(module), kind)())
+        return _only(getattr(import_module(module), kind))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported ({error})"
         ) from None
+
+
+@lru_cache(maxsize=8)
+def _only(kind: type[Own]) -> Own:
+    return kind()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from composer_nb.harness.product import SLOTS
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
@@ -24,40 +22,28 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     arg("--arms NAMES", "tools: all, bash, no-search, no-descriptions, every", "all"),
     arg("--out DIR", "folder for rollouts; the same folder resumes (runs/eval-…)", type=Path),
     arg("--backend NAME", "sandbox of tasks with the product's tools", "bwrap"),
-    arg("--workers N", "rollouts at a time", 2),
+    arg("--workers N", "rollouts at a time (0: 16, or 2 with sandboxes of their own)", 0),
+    arg("--greedy", "also one rollout per task at temperature 0"),
     SET,
     JSON,
-    epilog=f"{KEY} Tasks with the product's tools: --set temperature=0 and the like.",
+    epilog=f"{KEY} --set limits.turns=12, temperature=0.5 or seed=1, and the like.",
 )
 def evaluate(given: argparse.Namespace) -> int:
     """Score a policy on tasks."""
-    from composer_nb.agents import evaluate_policy
-    from composer_nb.harness.tasks.task import load_tasks
-    from composer_nb.views.report import score_table
-
-    for name in ("samples", "workers"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name} {getattr(given, name)}: at least 1 is needed")
-    tasks = load_tasks(given.tasks)
-    if any(task.grader != "functions" for task in tasks):
-        return _evaluate_arms(given, tasks)
-    found = evaluate_policy(given.policy, given.tasks, given.samples, overrides(given.set))
-    return emit(given, found, lambda: score_table({given.policy: found}))
-
-
-def _evaluate_arms(given: argparse.Namespace, tasks: Sequence[Any]) -> int:
     from rich.console import Console, Group
 
-    from composer_nb.agents import BenchSettings, evaluate_arms, new_folder
+    from composer_nb.agents import bench_settings, evaluate, new_folder
     from composer_nb.harness.product.show import bench_progress, bench_table
-    from composer_nb.policies import equipment
-    from composer_nb.settings import override
+    from composer_nb.harness.tasks.task import load_tasks
 
-    chosen = override(BenchSettings(limits=equipment(given.policy)[1]), overrides(given.set))
+    if given.samples < 1 or given.workers < 0:
+        raise ValueError(f"--samples {given.samples} --workers {given.workers}: at least 1 and 0 are needed")
+    tasks = load_tasks(given.tasks)
+    settings = bench_settings(given.policy, tasks, overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
-    told = bench_progress(len(tasks) * given.samples, Console(stderr=True))
-    options = pick(given, "samples", "arms", "backend", "workers")
-    found = evaluate_arms(given.policy, tasks, out, settings=chosen, told=told, **options)
+    told = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
+    options = pick(given, "samples", "greedy", "arms", "backend", "workers")
+    found = evaluate(given.policy, tasks, out, settings=settings, told=told, **options)
     return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides
@@ -156,7 +157,9 @@ def report(given: argparse.Namespace) -> int:
 )
 def headroom(given: argparse.Namespace) -> int:
     """Say what RL could find, before it starts."""
-    from composer_nb.agents import policy_attempts
+    from composer_nb.agents import bench_settings, evaluate
+    from composer_nb.harness.store import load_attempts
+    from composer_nb.harness.tasks.task import load_tasks
     from composer_nb.settings import Settings, override
     from composer_nb.trainer import headroom as room
     from composer_nb.trainer.recipe.reader import open_run
@@ -168,7 +171,12 @@ def headroom(given: argparse.Namespace) -> int:
         raise ValueError(f"{given.path}: no run; for tasks give --policy too")
     else:
         chosen = overrides(given.set)
-        _, sampled, greedy = policy_attempts(given.policy, given.path, given.samples, chosen)
+        of_bench = {name: chosen.pop(name) for name in [*chosen] if name.startswith("limits.") or name == "seed"}
+        tasks = {task.id: task for task in load_tasks(given.path)}
+        settings = bench_settings(given.policy, [*tasks.values()], of_bench)
+        with TemporaryDirectory() as out:
+            evaluate(given.policy, [*tasks.values()], Path(out), samples=given.samples, greedy=True, settings=settings)
+            sampled, greedy = (load_attempts(Path(out, "all", f"{n}.parquet"), tasks) for n in ("rollouts", "greedy"))
         found = room.headroom(sampled, greedy, override(Settings(), chosen).reward)
     return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 

@@ -38,7 +38,6 @@ _WORDS = {
     "read_file path": "read",
     "edit_line path line text": "edit",
     "substitute path old new": "sub",
-    "read_lints": "lint",
     "run_tests": "test",
     "finish": DONE,
 }

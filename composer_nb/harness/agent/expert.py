@@ -7,7 +7,7 @@ token for token like the rollout of a model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from random import Random
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
@@ -280,3 +280,11 @@ class ScriptedPolicy:
         last = max(place for place, token in enumerate(request.token_ids) if token == self.renderer.ids["<|out|>"])
         text = request.token_ids[last + 1 : -2]  # <|out|> text <|end|> <|call|>
         return str(self.renderer.tokenizer.decode(list(text), skip_special_tokens=False))
+
+
+TINY_SCRIPTS: Mapping[str, Callable[[Task, Random], Script]] = {
+    "expert": lambda task, random: expert(task, random, 0.0),
+    "searcher": searcher,
+    "blind": blind,
+}
+"""Policies without a model at tasks of the grader `functions`. `blind` alone does not know the answer."""

@@ -47,9 +47,9 @@ def arms_of(names: str) -> dict[str, Arm]:
     return {name: ARMS[name] for name in wanted}
 
 
-def figures(attempts: Sequence[Attempt], seed: int = 0) -> dict[str, Any]:
-    """Return the figures of `summarise` that these tools report, with the seconds of a rollout. If no rollout has a grade, return
-    the number of lost rollouts and the reason of the first."""
+def figures(attempts: Sequence[Attempt], greedy: Sequence[Attempt] = (), seed: int = 0) -> dict[str, Any]:
+    """Return the figures of `summarise` that these tools report, with the seconds of a rollout, and of `greedy` attempts if there
+    are any. If no rollout has a grade, return the number of lost rollouts and the reason of the first."""
     stops = Counter(done.rollout.stop for done in attempts)
     lost = [done for done in attempts if not done.grade.known]
     said = [turn.observation for done in lost for turn in done.rollout.turns if turn.error == "ProviderError"]
@@ -58,7 +58,8 @@ def figures(attempts: Sequence[Attempt], seed: int = 0) -> dict[str, Any]:
         return found | {"n_tasks": 0}
     seconds = [done.rollout.seconds for done in attempts if done.grade.known]
     median, late = (float(value) for value in np.quantile(seconds, [0.5, 0.95]))
-    summed = {name: value for name, value in summarise(attempts, None, seed).items() if name not in TINY}
+    tiny = attempts[0].task.grader == "functions"
+    summed = {n: value for n, value in summarise(attempts, greedy or None, seed).items() if tiny or n not in TINY}
     return summed | found | {"seconds_p50": median, "seconds_p95": late}
 
 

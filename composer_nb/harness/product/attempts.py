@@ -1,4 +1,4 @@
-"""Attempts at tasks with the product's tools: a conversation in a sandbox, graded in another sandbox."""
+"""Attempts of a bench: many at a time, kept as they end, and resumed."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ Cast = Callable[[Task, int], Speaker]
 """Makes the speaker of an attempt from its task and the number of the rollout."""
 
 
-def check_fit(tasks: Sequence[Task]) -> None:
-    """Raise ValueError for tasks that need other tools, or that lack a plan of their tests."""
+def check_fit(tasks: Sequence[Task]) -> bool:
+    """Return whether the tasks are of the grader `functions`, at which agents have the tiny tools. Raises ValueError where only
+    some are, and for tasks that lack a plan of their tests."""
     for task in tasks:
-        if task.grader == "functions":
+        if (task.grader == "functions") != (tasks[0].grader == "functions"):
             raise ValueError(
-                f"task {task.id}: its grader `functions` needs ToolSet.tiny; do not mix such tasks with others"
+                f"task {task.id}: the grader `functions` needs other tools; do not mix such tasks with others"
             )
         if task.grader == "pytest" and PLAN not in task.metadata:
             raise ValueError(
                 f"task {task.id}: has no plan of its tests; composer-nb tasks make, or grading.validate, makes one"
             )
+    return tasks[0].grader == "functions"
 
 
 def attempt_all(
     tasks: Sequence[Task], samples: int, place: Environment, cast: Cast, keep: Path, workers: int = 2
-) -> Iterator[Attempt]:
-    """Attempt every task `samples` times, `workers` at a time, and yield each attempt as it ends.
+) -> Iterator[tuple[int, Attempt]]:
+    """Attempt every task `samples` times, `workers` at a time, and yield each attempt as it ends, with its number.
 
     Each attempt is written into `keep` when it ends, and one that is there already is read instead of repeated, so a killed
     bench resumes. Attempts that the infrastructure failed are not kept. When closed early, as by Ctrl-C, it closes the backend.
@@ -56,10 +58,10 @@ def attempt_all(
         return done
 
     with ThreadPoolExecutor(workers, thread_name_prefix="attempt") as pool:
-        futures = [pool.submit(one, *slot) for slot in slots]
+        futures = {pool.submit(one, *slot): number for number, slot in enumerate(slots)}
         try:
             for future in as_completed(futures):
-                yield future.result()
+                yield futures[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             if place.backend:

@@ -331,7 +331,7 @@ def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path)
     cast[:] = [""] * 4
     again = Environment(backend=BwrapBackend(), tools=place.tools)
     with again.backend:
-        done = list(attempt_all(tasks, 2, again, speaker, tmp_path, workers=1))
+        done = [each for _, each in attempt_all(tasks, 2, again, speaker, tmp_path, workers=1)]
     assert len(done) == 6 and len(cast) == 4 + 6 - kept and all(each.grade.passed for each in done)
 
 
