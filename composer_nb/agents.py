@@ -221,12 +221,12 @@ def run_agent(
             try:
                 done = converse(instruction, speaker, tools, session, limits, told)
             finally:
-                segment = speaker.close()
+                segments = speaker.close()
         changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""
         try:
             changes, others = checkout.changed(source, *carry_back(session.sandbox))
         except (SandboxDied, SandboxFailure, OSError) as error:  # the conversation is kept all the same
             lost = str(error)
     work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)
-    keep(work, instruction, segment, policy)
+    keep(work, instruction, segments, policy)
     return work

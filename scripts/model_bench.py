@@ -35,7 +35,7 @@ from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.trainer.recipe.reader import example_run
-from composer_nb.trainer.rl import to_stream
+from composer_nb.trainer.rl import to_streams
 
 COMMON: dict[str, Any] = {"vocab_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 1024}
 SHAPES = {
@@ -196,7 +196,7 @@ def attention(rounds: int) -> None:
 def replay_cost(rounds: int) -> None:
     batch = stored_batch(example_run(), -1)
     model = load_pretrained(example_run().path / "weights" / "before_final")
-    streams = [to_stream(scored) for group in batch.groups for scored in group]
+    streams = [stream for group in batch.groups for scored in group for stream in to_streams(scored)]
 
     def step(replay: Any) -> Step:
         def run() -> float:

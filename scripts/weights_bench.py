@@ -39,7 +39,7 @@ from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.trainer.recipe.reader import example_run
-from composer_nb.trainer.rl import to_stream, trains
+from composer_nb.trainer.rl import to_streams, trains
 
 DTYPE = "bfloat16"
 Pair = list[tuple[Bits, Bits]]
@@ -108,7 +108,7 @@ def trained(rates: list[float]) -> Iterator[tuple[float, Pair]]:
 def reinforced(rates: list[float]) -> Iterator[tuple[float, Pair]]:
     batch = stored_batch(example_run(), -1)
     settings = batch.settings.loss
-    streams = [to_stream(s) for group in batch.groups for s in group if trains(s, settings)]
+    streams = [x for group in batch.groups for s in group if trains(s, settings) for x in to_streams(s)]
     tokens = sum(int(stream.acted[1:].sum()) for stream in streams)
     for lr in rates:
         model = load_pretrained(example_run().path / "weights" / "before_final")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,18 @@ def converse(task: Task) -> Callable[..., list[Attempt]]:
         return [_attempt(task, stream, engine, rollout) for rollout, stream in enumerate(streams)]
 
     return run
+
+
+def chained(attempts: list[Attempt], last: Kind = Kind.SUMMARY) -> Attempt:
+    """One attempt whose segments are those of these attempts, each but the last ended by a message of the kind `last`."""
+    segments = []
+    for number, done in enumerate(attempts):
+        [segment] = done.rollout.segments
+        kind = segment.kind.copy()
+        if number + 1 < len(attempts):
+            kind[segment.messages[-1]] = last
+        segments.append(replace(segment, kind=kind, parent=number - 1))
+    return replace(attempts[0], rollout=replace(attempts[0].rollout, segments=tuple(segments)))
 
 
 def _attempt(task: Task, stream: tuple[list[int], list[int], list[float]], engine: Engine, rollout: int) -> Attempt:

@@ -119,9 +119,9 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     try:
         done = conversation(task.instruction, speaker, place.tools, work, place.limits, told, place.clock)
     finally:  # also when the driver drops the agent: the policy must not keep a rollout that will not continue
-        segment = speaker.close()
-    counted = (0, 0) if len(segment.token_ids) else (done.read, done.written)
-    rollout = replace(done.rollout(task.id, segment, work.files), counted=counted, seconds=0.0)
+        segments = speaker.close()
+    counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (done.read, done.written)
+    rollout = replace(done.rollout(task.id, segments, work.files), counted=counted, seconds=0.0)
     known = done.stop not in ("infrastructure", "interrupted")
     grade_ = grade(task, work.files, place.functions) if known else Grade(status="infra_error")
     return Attempt(task=task, rollout=rollout, grade=grade_)
@@ -154,11 +154,11 @@ def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: 
     except (SandboxDied, SandboxFailure):
         pass
     finally:
-        segment = speaker.close()
+        segments = speaker.close()
     if left is not None:
         assert place.backend is not None
         found = grade(task, left, place.backend)
-    rollout = done.rollout(task.id, segment, task.files if left is None else _texts(left, task.files))
+    rollout = done.rollout(task.id, segments, task.files if left is None else _texts(left, task.files))
     return Attempt(task=task, rollout=rollout, grade=found)
 
 

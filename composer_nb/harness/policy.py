@@ -84,6 +84,12 @@ class Trace:
         """Return the trace of the first tokens."""
         return Trace(**{each.name: getattr(self, each.name)[:count] for each in fields(self)})
 
+    def split(self, sizes: Sequence[int]) -> list[Trace]:
+        """Return the traces of token sequences of these sizes, one after another. A trace of nothing splits into such traces."""
+        cuts = np.cumsum(sizes)[:-1]
+        parts = {each.name: np.split(getattr(self, each.name), cuts) for each in fields(self)}
+        return [Trace(**{name: part[n] for name, part in parts.items()}) for n in range(len(sizes))]
+
 
 def route_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:
     """Return the dtype of stored routes: uint8, or uint16 for more than 256 experts (Kimi K2 has 384)."""

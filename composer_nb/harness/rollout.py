@@ -34,6 +34,8 @@ class Segment:
     policy_version: NDArray[np.int32]
     """-1 where no policy acted."""
     trace: Trace = field(default_factory=Trace)
+    parent: int = -1
+    """Number, within the rollout, of the segment that this one goes on from; -1 for one that begins with the task."""
 
     def __post_init__(self) -> None:
         streams = {len(self.token_ids), len(self.kind), len(self.logprob), len(self.policy_version)}
@@ -44,6 +46,18 @@ class Segment:
     def acted(self) -> NDArray[np.bool_]:
         """Tokens that the agent wrote, the trainable ones."""
         return (self.kind >= Kind.THINKING) & (self.kind <= Kind.SUMMARY)
+
+    @property
+    def messages(self) -> list[NDArray[np.int64]]:
+        """Places of the tokens of each message that the agent wrote, a summary at the end among them."""
+        places = np.flatnonzero(self.acted)
+        return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
+
+    @property
+    def reused(self) -> int:
+        """Tokens whose keys and values the call for the summary found in the cache; 0 for a segment without one."""
+        summed = bool((self.kind == Kind.SUMMARY).any()) and len(self.messages) > 1
+        return int(self.messages[-2][-1]) if summed else 0
 
 
 @dataclass(slots=True)
@@ -69,13 +83,14 @@ class Transcript:
         self.logprob += logprob
         self.version += version
 
-    def segment(self, trace: Trace) -> Segment:
+    def segment(self, trace: Trace, parent: int = -1) -> Segment:
         return Segment(
             token_ids=np.array(self.token_ids, np.int32),
             kind=np.array(self.kind, np.uint8),
             logprob=np.array(self.logprob, np.float32),
             policy_version=np.array(self.version, np.int32),
             trace=trace,
+            parent=parent,
         )
 
 
@@ -103,6 +118,7 @@ class Rollout:
 
     task_id: str
     segments: tuple[Segment, ...]
+    """A tree: each comes after its parent."""
     turns: tuple[Turn, ...]
     files: dict[str, str]
     """The workspace at the end."""
@@ -125,8 +141,13 @@ class Rollout:
         return sum(int(segment.acted.sum()) for segment in self.segments) or self.counted[1]
 
     @property
+    def versions(self) -> NDArray[np.int32]:
+        """Policy version of each token that the agent wrote."""
+        return np.concatenate([np.zeros(0, np.int32), *(s.policy_version[s.acted] for s in self.segments)])
+
+    @property
     def messages(self) -> int:
-        """Messages of the model."""
+        """Messages of the model, summaries left out."""
         return sum(not turn.beside for turn in self.turns)
 
     @property

@@ -1,8 +1,8 @@
 """Rollouts on disk: one Parquet table that pandas reads, and the tensors beside it in safetensors.
 
 An attempt becomes bytes once (`pack_attempt`), where it ends; files are made of these. A row is an attempt; token streams are
-list columns. Routes, gates and margins of all rows lie one after another in the tensor file, in the order of the rows. Both
-files are renamed into place when complete.
+list columns, in which the segments of a rollout stand one after another. Routes, gates and margins of all rows lie one after
+another in the tensor file, in the order of the rows. Both files are renamed into place when complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.files import replacing
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.policy import Trace
-from composer_nb.harness.rollout import Rollout, Segment, Turn
+from composer_nb.harness.rollout import Rollout, Segment, Transcript, Turn
 from composer_nb.harness.tasks.task import Task
 
 _TENSORS = ("routes", "gates", "margins", "route_valid", "checks")
@@ -42,6 +42,8 @@ _COUNTS = {
     "calls_failed": pa.int64(),
 }
 """Columns that older files lack; 0 stands for them. The tokens are an endpoint's counts."""
+_CHAIN = {name: pa.list_(pa.int64()) for name in ("segments", "parents")}
+"""Tokens of each segment, and its parent. Older files lack these columns: their rollouts have one segment."""
 _COLUMNS = {
     **dict.fromkeys(("task_id", "stop", "status"), pa.string()),
     "passed": pa.bool_(),
@@ -50,6 +52,7 @@ _COLUMNS = {
     **dict.fromkeys(("turns", "files"), pa.string()),
     **{name: pa.list_(kind) for name, (_, kind) in _STREAMS.items()},
     **_COUNTS,
+    **_CHAIN,
 }
 """`tests`, `turns` and `files` are JSON; `files` holds the changes of the task's files, null for a deleted one."""
 
@@ -87,8 +90,9 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
     """
     try:
         table = pq.read_table(path)
+        optional = _COUNTS.keys() | _CHAIN.keys()
         rows = table.select(
-            [name for name in _COLUMNS if name in table.column_names or name not in _COUNTS]
+            [name for name in _COLUMNS if name in table.column_names or name not in optional]
         ).to_pylist()
         tensors = load_file(path.with_suffix(".safetensors"))
         traces = _traces([len(row["token_ids"]) for row in rows], tensors)
@@ -103,10 +107,11 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
 
 def pack_attempt(done: Attempt) -> bytes:
     """Return one attempt as bytes, for a message or a database: safetensors that include the row of the table as JSON."""
-    [segment] = done.rollout.segments
-    row = _row(done)
-    streams = {name: np.asarray(getattr(segment, name), kind) for name, (kind, _) in _STREAMS.items()}
-    traces = {name: np.ascontiguousarray(getattr(segment.trace, name)) for name in _TENSORS}
+    row, segments = _row(done), done.rollout.segments or (Transcript().segment(Trace()),)
+    streams = {
+        name: np.concatenate([getattr(s, name) for s in segments]).astype(kind) for name, (kind, _) in _STREAMS.items()
+    }
+    traces = {name: np.concatenate([getattr(s.trace, name) for s in segments]) for name in _TENSORS}
     text = np.frombuffer(json.dumps(row).encode(), np.uint8)  # no metadata: a header may not be large
     return save(streams | traces | {"row": text})
 
@@ -129,13 +134,7 @@ def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[T
     total = len(tensors["route_valid"])
     if any(len(tensors[name]) != total for name in _TENSORS) or total not in (0, sum(sizes)):
         raise ValueError(f"{sum(sizes)} tokens, but tensors of {total}")
-    if not total:
-        return [Trace()] * len(sizes)
-    ends = np.cumsum(sizes)
-    return [
-        Trace(**{name: tensors[name][end - size : end] for name in _TENSORS})
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    return Trace(**{name: tensors[name] for name in _TENSORS}).split(sizes)
 
 
 def _row(done: Attempt) -> dict[str, Any]:
@@ -153,6 +152,8 @@ def _row(done: Attempt) -> dict[str, Any]:
         "seconds": done.rollout.seconds,
         "calls": done.grade.calls,
         "calls_failed": done.grade.calls_failed,
+        "segments": [len(segment.token_ids) for segment in done.rollout.segments],
+        "parents": [segment.parent for segment in done.rollout.segments],
     }
 
 
@@ -164,13 +165,24 @@ def _changed(done: Attempt) -> dict[str, str | None]:
     }
 
 
+def _segments(row: Mapping[str, Any], trace: Trace) -> tuple[Segment, ...]:
+    sizes, parents = row["segments"], row["parents"]
+    if sum(sizes) != len(row["token_ids"]) or len(parents) != len(sizes):
+        raise ValueError(f"{len(row['token_ids'])} tokens, but segments of {sizes} with the parents {parents}")
+    cuts = np.cumsum(sizes)[:-1]
+    streams = {name: np.split(np.array(row[name], kind), cuts) for name, (kind, _) in _STREAMS.items()}
+    return tuple(
+        Segment(**{name: parts[n] for name, parts in streams.items()}, trace=part, parent=parents[n])
+        for n, part in enumerate(trace.split(sizes))
+    )
+
+
 def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) -> Attempt:
-    segment = Segment(**{name: np.array(row[name], kind) for name, (kind, _) in _STREAMS.items()}, trace=trace)
-    row = {**dict.fromkeys(_COUNTS, 0), **row}
+    row = {**dict.fromkeys(_COUNTS, 0), "segments": [len(row["token_ids"])], "parents": [-1], **row}
     files: dict[str, str | None] = tasks[row["task_id"]].files | json.loads(row["files"])
     rollout = Rollout(
         task_id=row["task_id"],
-        segments=(segment,),
+        segments=_segments(row, trace),
         turns=tuple(Turn(**turn) for turn in json.loads(row["turns"])),
         files={path: text for path, text in files.items() if text is not None},
         stop=row["stop"],

@@ -17,7 +17,7 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 
 Groups = list[list[Stream]]
 
@@ -28,7 +28,8 @@ def raw_streams(groups: Sequence[Sequence[Scored]]) -> Groups:
     for group in groups:
         values = torch.tensor([scored.reward.total for scored in group], dtype=torch.float32)
         shares = advantages(values).tolist()
-        made.append([to_stream(replace(s, advantage=a, phases=())) for s, a in zip(group, shares, strict=True)])
+        raw = [replace(scored, advantage=a, phases=()) for scored, a in zip(group, shares, strict=True)]
+        made.append([stream for scored in raw for stream in to_streams(scored)])
     return made
 
 

@@ -99,27 +99,26 @@ def with_checks(trace: Trace, token_ids: NDArray[np.int32]) -> Trace:
 def retrace(model: Model, attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts with the log-probabilities, routes, gates and margins that an engine of `model` computes for their
     tokens."""
-    segments = [_only(done) for done in attempts]
-    made = []
-    for done, segment, seen in zip(attempts, segments, recompute(model, segments), strict=True):
-        logprob = np.where(segment.acted, seen.logprob, 0).astype(np.float32)
-        made.append(_with(done, replace(segment, logprob=logprob, trace=seen.trace)))
-    return made
+    found = iter(recompute(model, [segment for done in attempts for segment in done.rollout.segments]))
+
+    def again(segment: Segment) -> Segment:
+        seen = next(found)
+        return replace(segment, logprob=np.where(segment.acted, seen.logprob, 0).astype(np.float32), trace=seen.trace)
+
+    return [_with(done, [again(segment) for segment in done.rollout.segments]) for done in attempts]
 
 
 def reroute(done: Attempt, routes: NDArray[np.unsignedinteger[Any]]) -> Attempt:
-    """Return the attempt with `routes` [T, L, K] on record and matching checks. Raises ValueError for another shape."""
-    segment = _only(done)
-    if routes.shape != segment.trace.routes.shape:
-        raise ValueError(f"routes of {routes.shape} for a rollout with routes of {segment.trace.routes.shape}")
-    trace = with_checks(replace(segment.trace, routes=routes), segment.token_ids)
-    return _with(done, replace(segment, trace=trace))
+    """Return the attempt with `routes` [T, L, K] on record for its tokens, segment after segment, and matching checks. Raises
+    ValueError for another shape."""
+    segments = done.rollout.segments
+    before = np.concatenate([segment.trace.routes for segment in segments])
+    if routes.shape != before.shape:
+        raise ValueError(f"routes of {routes.shape} for a rollout with routes of {before.shape}")
+    parts = np.split(routes, np.cumsum([len(segment.token_ids) for segment in segments])[:-1])
+    pairs = zip(segments, parts, strict=True)
+    return _with(done, [replace(s, trace=with_checks(replace(s.trace, routes=r), s.token_ids)) for s, r in pairs])
 
 
-def _only(done: Attempt) -> Segment:
-    [segment] = done.rollout.segments
-    return segment
-
-
-def _with(done: Attempt, segment: Segment) -> Attempt:
-    return replace(done, rollout=replace(done.rollout, segments=(segment,)))
+def _with(done: Attempt, segments: Sequence[Segment]) -> Attempt:
+    return replace(done, rollout=replace(done.rollout, segments=tuple(segments)))

@@ -204,22 +204,26 @@ def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSetti
     return [Scored(attempt=d, reward=r, advantage=a) for d, r, a in zip(group, rewards, shares, strict=True)]
 
 
-def to_stream(scored: Scored) -> Stream:
-    """Return the trainer's view of a scored attempt."""
-    [segment] = scored.attempt.rollout.segments
-    advantage: Any = scored.advantage
-    if scored.phases:
-        advantage = np.array(scored.phases)[token_phases(scored.attempt.rollout)]
-    return Stream(
-        token_ids=segment.token_ids,
-        acted=segment.acted,
-        logprob=segment.logprob,
-        advantage=np.where(segment.acted, advantage, 0.0).astype(np.float32),
-        routes=segment.trace.routes,
-        gates=segment.trace.gates,
-        route_valid=segment.trace.route_valid,
-        checks=segment.trace.checks,
-    )
+def to_streams(scored: Scored) -> list[Stream]:
+    """Return the trainer's view of a scored attempt, one stream for each segment. The advantage is that of every token of the
+    chain that the policy wrote, summaries too."""
+    segments = scored.attempt.rollout.segments
+    phases = np.array(scored.phases or (scored.advantage,))
+    places = token_phases(scored.attempt.rollout) if scored.phases else [np.zeros(1, np.int64)] * len(segments)
+    return [
+        Stream(
+            token_ids=segment.token_ids,
+            acted=segment.acted,
+            logprob=segment.logprob,
+            advantage=np.where(segment.acted, phases[place], 0.0).astype(np.float32),
+            routes=segment.trace.routes,
+            gates=segment.trace.gates,
+            route_valid=segment.trace.route_valid,
+            checks=segment.trace.checks,
+            prompt=segments[0].token_ids[: int(segments[0].acted.argmax())].tobytes(),
+        )
+        for segment, place in zip(segments, places, strict=True)
+    ]
 
 
 def trains(scored: Scored, loss: LossSettings) -> bool:
@@ -228,8 +232,8 @@ def trains(scored: Scored, loss: LossSettings) -> bool:
 
 
 def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> list[Stream]:
-    """Return the streams of all rollouts that add anything to the gradient."""
-    return [to_stream(scored) for group in groups for scored in group if trains(scored, loss)]
+    """Return the streams of all rollouts that add anything to the gradient, one for each segment."""
+    return [stream for group in groups for scored in group if trains(scored, loss) for stream in to_streams(scored)]
 
 
 # Metrics
@@ -247,8 +251,7 @@ def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[st
 
 def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: int, ranks: Ranks) -> dict[str, Any]:
     """Return the metrics of a batch over all ranks. Staleness: steps since the oldest token of a rollout was sampled."""
-    segments = [segment for group in groups for scored in group for segment in scored.attempt.rollout.segments]
-    versions = [drawn for s in segments if len(drawn := s.policy_version[s.acted])]
+    versions = [drawn for group in groups for s in group if len(drawn := s.attempt.rollout.versions)]
     ages = [batch.step - int(drawn.min()) // versions_a_step for drawn in versions]
     mixed = [len(np.unique(drawn)) > 1 for drawn in versions]
     own = {"lost": float(batch.lost), "drawn": float(len(ages)), "ages": float(sum(ages)), "mixed": float(sum(mixed))}

@@ -52,13 +52,23 @@ class Stored:
     advantage: float | None = None
     phases: tuple[float, ...] = ()
     """Advantage of each phase (`learning.phases`); empty where the rollout has one."""
-    trainer: Recomputed | None = None
-    """Values of another model at its tokens (`with_trainer`)."""
+    recomputed: tuple[Recomputed, ...] = ()
+    """Values of another model at the tokens of each segment (`with_trainer`)."""
+    number: int = 0
+    """The segment that is looked at, from 0."""
 
     @property
     def segment(self) -> Segment:
-        [segment] = self.attempt.rollout.segments
-        return segment
+        return self.attempt.rollout.segments[self.number]
+
+    @property
+    def chain(self) -> list[Stored]:
+        """The rollout once for each of its segments."""
+        return [replace(self, number=number) for number in range(len(self.attempt.rollout.segments))]
+
+    @property
+    def trainer(self) -> Recomputed | None:
+        return self.recomputed[self.number] if self.recomputed else None
 
     @property
     def token_advantages(self) -> NDArray[np.float64] | None:
@@ -67,7 +77,7 @@ class Stored:
             return None
         if not self.phases:
             return np.full(len(self.segment.token_ids), self.advantage)
-        return np.array(self.phases)[token_phases(self.attempt.rollout)]
+        return np.array(self.phases)[token_phases(self.attempt.rollout)[self.number]]
 
     @property
     def heading(self) -> str:
@@ -122,31 +132,44 @@ def before_and_after(run: RunDir, before: str = "start", after: str = "final") -
 
 def with_trainer(stored: Stored, model: Model) -> Stored:
     """Return the rollout with the values of `model` at its tokens."""
-    [seen] = recompute(model, [stored.segment])
-    return replace(stored, trainer=seen)
+    return replace(stored, recomputed=tuple(recompute(model, stored.attempt.rollout.segments)))
 
 
 def read(stored: Stored, color: ColorBy = "logprob", unfold: bool = False) -> Html:
-    """Return the rollout as HTML with one folding part for the prompt, each call and each observation. Calls are open; `unfold`
-    opens all. Hovering over a token shows its kind, numbers, experts and gates."""
-    colours = colouring(stored.segment, color, stored.token_advantages, stored.trainer)
-    texts, notes = _texts(stored), _notes(stored)
-    spans = [_span(*each) for each in zip(texts, notes, colours.tints, strict=True)]
-    parts = []
-    for kind, places in _parts(stored.segment):
-        opened = " open" if unfold or kind not in (Kind.PROMPT, Kind.OBSERVATION) else ""
-        heading = as_html(_part_heading(kind, [texts[place] for place in places]))
-        body = "".join(spans[place] for place in places)
-        parts.append(f"<details{opened}><summary>{heading}</summary><pre>{body}</pre></details>")
+    """Return the rollout as HTML, segment after segment, with one folding part for the prompt, each call and each observation.
+    Calls are open; `unfold` opens all. Hovering over a token shows its kind, numbers, experts and gates."""
+    parts, key, chain = list[str](), dict[str, Tint](), stored.chain
+    for each in chain:
+        colours = colouring(each.segment, color, each.token_advantages, each.trainer)
+        key |= {text: tint for tint, text in colours.key}
+        if len(chain) > 1:
+            parts.append(f'<div class="head">{_segment_heading(each)}</div>')
+        parts += _folding(each, colours.tints, unfold)
     chips = " ".join(
         f'<span class="chip" style="background:{tint.over_page}">{html.escape(text)}</span>'
-        for tint, text in colours.key
+        for text, tint in key.items()
     )
     return box(
         f'<div class="head">{as_html(stored.heading)}</div>',
         f'<div class="quiet">grey: read; on colour: written ({chips}); hover a token for its numbers</div>',
         *parts,
     )
+
+
+def _segment_heading(stored: Stored) -> str:
+    segment = stored.segment
+    begins = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
+    return f"segment {stored.number + 1}: {len(segment.token_ids)} tokens, {begins}"
+
+
+def _folding(stored: Stored, tints: Sequence[Tint | None], unfold: bool) -> Iterator[str]:
+    texts = _texts(stored)
+    spans = [_span(*each) for each in zip(texts, _notes(stored), tints, strict=True)]
+    for kind, places in _parts(stored.segment):
+        opened = " open" if unfold or kind not in (Kind.PROMPT, Kind.OBSERVATION) else ""
+        heading = as_html(_part_heading(kind, [texts[place] for place in places]))
+        body = "".join(spans[place] for place in places)
+        yield f"<details{opened}><summary>{heading}</summary><pre>{body}</pre></details>"
 
 
 def _span(text: str, note: str, tint: Tint | None) -> str:
@@ -183,7 +206,7 @@ def doubts(pair: Sequence[Stored]) -> Picture:
     """Draw the probability of each written token in order, one panel per rollout."""
     picture = Picture(9.5, 1.7 * len(pair) + 0.4)
     for ax, stored in zip(picture.panels(len(pair), 1), pair, strict=True):
-        chance = np.exp(stored.segment.logprob[stored.segment.acted])
+        chance = np.exp(np.concatenate([s.logprob[s.acted] for s in stored.attempt.rollout.segments]))
         ax.bar(range(len(chance)), chance, width=0.85, color=np.where(chance < 0.5, style.ORANGE, style.SKY))
         ax.set_ylim(0, 1)
         title(ax, stored.heading, "", "probability")

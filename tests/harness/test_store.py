@@ -45,7 +45,7 @@ GRADES = st.builds(Grade, status=st.just("infra_error")) | st.builds(
 
 
 @st.composite
-def attempts(draw: st.DrawFn, task: Task, traced: bool) -> Attempt:
+def pieces(draw: st.DrawFn, traced: bool, parent: int) -> Segment:
     size = draw(st.integers(0 if not traced else 1, 6))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     trace = Trace()
@@ -57,16 +57,22 @@ def attempts(draw: st.DrawFn, task: Task, traced: bool) -> Attempt:
             route_valid=np.arange(size) < size - 1,
             checks=random.integers(0, 2**64, size, np.uint64),
         )
-    segment = Segment(
+    return Segment(
         token_ids=random.integers(0, 2**31 - 1, size).astype(np.int32),
         kind=random.integers(0, 6, size).astype(np.uint8),
         logprob=-random.random(size, np.float32),
         policy_version=random.integers(-1, 2**31 - 1, size).astype(np.int32),
         trace=trace,
+        parent=parent,
     )
+
+
+@st.composite
+def attempts(draw: st.DrawFn, task: Task, traced: bool) -> Attempt:
+    parents = [-1, *(draw(st.integers(-1, n)) for n in range(draw(st.integers(0, 2))))]
     rollout = Rollout(
         task_id=task.id,
-        segments=(segment,),
+        segments=tuple(draw(pieces(traced, parent)) for parent in parents),
         turns=tuple(draw(st.lists(TURNS, max_size=3))),
         files=draw(st.dictionaries(TEXT, TEXT, max_size=2)),
         stop=draw(st.sampled_from(["finished", "turns", "tokens", "time", "infrastructure"])),
@@ -79,12 +85,17 @@ def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
     for new, old in zip(found, wanted, strict=True):
         assert (new.task, new.grade) == (old.task, old.grade)
         assert replace(new.rollout, segments=()) == replace(old.rollout, segments=())
-        [a], [b] = new.rollout.segments, old.rollout.segments
-        pairs = [(getattr(a, name), getattr(b, name)) for name in ("token_ids", "kind", "logprob", "policy_version")]
-        names = ("routes", "gates", "margins", "route_valid", "checks")
-        pairs += [(getattr(a.trace, name), getattr(b.trace, name)) for name in names]
-        for left, right in pairs:
-            assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
+        for a, b in zip(new.rollout.segments, old.rollout.segments, strict=True):
+            assert_same_segment(a, b)
+
+
+def assert_same_segment(a: Segment, b: Segment) -> None:
+    assert a.parent == b.parent
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("token_ids", "kind", "logprob", "policy_version")]
+    names = ("routes", "gates", "margins", "route_valid", "checks")
+    pairs += [(getattr(a.trace, name), getattr(b.trace, name)) for name in names]
+    for left, right in pairs:
+        assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
 
 
 @settings(max_examples=40)
@@ -153,6 +164,29 @@ def test_a_task_that_is_not_given_is_named(played: list[Attempt], tmp_path: Path
     save_attempts(tmp_path / "a.parquet", played)
     with pytest.raises(ValueError, match=r"a\.parquet: task 'keep' is not among the 0 tasks given"):
         load_attempts(tmp_path / "a.parquet", {})
+
+
+def test_a_file_from_before_there_were_segments_has_rollouts_of_one(
+    played: list[Attempt], task: Task, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    save_attempts(path, played)
+    pq.write_table(pq.read_table(path).drop_columns(["segments", "parents"]), path)
+    assert_same(load_attempts(path, {task.id: task, "keep": played[0].task}), played)
+
+
+@pytest.mark.parametrize(("sizes", "parents"), [([1], [-1]), ([], []), (None, [-1, 0])])
+def test_segments_that_do_not_fit_their_tokens_are_damage(
+    played: list[Attempt], tmp_path: Path, sizes: list[int] | None, parents: list[int]
+) -> None:
+    path = tmp_path / "a.parquet"
+    save_attempts(path, played[:1])
+    frame = pd.read_parquet(path)
+    frame["segments"] = [list(frame["segments"][0]) if sizes is None else sizes]
+    frame["parents"] = [parents]
+    frame.to_parquet(path)
+    with pytest.raises(ValueError, match=r"a\.parquet: damaged or incomplete \(\d+ tokens, but segments of"):
+        load_attempts(path, {"keep": played[0].task})
 
 
 def empty(path: Path) -> None:

@@ -18,13 +18,14 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 
 
 def streams(attempts, advantages):
     return [
-        to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
+        stream
         for done, advantage in zip(attempts, advantages, strict=True)
+        for stream in to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
     ]
 
 

@@ -13,7 +13,7 @@ from composer_nb.labs.retrace import recompute, reroute, retrace
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.variants import PAIRS, variant
 from composer_nb.trainer.recipe.mismatch import compare, figures, measure_mismatch
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 
 NEVER = frozenset[int]()
 
@@ -76,8 +76,8 @@ def test_what_is_retraced_can_be_compared_and_replayed(make_model, attempts):
     model = make_model(3)
     for pair in PAIRS.values():
         made = retrace(variant(model, pair.engine), attempts)
-        streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0)) for done in made]
-        assert not any(stream.route_fault() for stream in streams)
+        blank = [Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in made]
+        assert not any(stream.route_fault() for scored in blank for stream in to_streams(scored))
         found = compare(variant(model, pair.trainer), made)
         assert figures(found) == measure_mismatch(variant(model, pair.trainer), made)
         assert found.flips_NL.shape == found.margins_NL.shape and len(found.off_S) == len(found.flipped_S)
@@ -93,7 +93,8 @@ def test_routes_of_others_pass_for_its_own_and_are_wrong(make_model, attempts):
     assert np.array_equal(forged.trace.checks[:-1], route_checks(places, segment.token_ids, shifted)[:-1])
     assert forged.trace.checks[-1] == 0
     made = reroute(attempts[0], shifted)
-    assert not to_stream(Scored(attempt=made, reward=Reward(total=0.0), advantage=0.0)).route_fault()
+    [stream] = to_streams(Scored(attempt=made, reward=Reward(total=0.0), advantage=0.0))
+    assert not stream.route_fault()
     found = compare(make_model(3), [made])
     assert np.abs(found.on_S).max() > 100 * np.abs(found.off_S).max()
     with pytest.raises(ValueError, match="for a rollout with routes of"):

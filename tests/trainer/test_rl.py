@@ -31,7 +31,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.recipe.reinforce import sample_groups
-from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_stream
+from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams
 
 NEVER = frozenset[int]()
 LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "budget": 64}
@@ -56,8 +56,9 @@ def sampled(make_model, converse):
         attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=count, max_length=96), count)
         random = np.random.default_rng(1)
         return [
-            to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=float(random.normal())))
+            stream
             for done in attempts
+            for stream in to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=float(random.normal())))
         ]
 
     return make

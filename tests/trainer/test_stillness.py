@@ -13,7 +13,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.variants import Numerics, variant
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 from tests.trainer.stillness import stand_still
 
 NEVER = frozenset[int]()
@@ -29,8 +29,9 @@ def model(make_model):
 def streams(model, converse):
     attempts = converse(Engine(model, stop=NEVER, slots=6, max_length=96), 6)
     return [
-        to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=(-1.0) ** number))
+        stream
         for number, done in enumerate(attempts)
+        for stream in to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=(-1.0) ** number))
     ]
 
 

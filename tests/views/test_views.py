@@ -142,7 +142,7 @@ def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
     sure = int(np.argmax(np.where(acted, stored.segment.logprob, -np.inf)))
     unsure = int(np.argmin(np.where(acted, stored.segment.logprob, np.inf)))
     assert tints[sure].strength < tints[unsure].strength, "the less likely, the stronger"
-    phases = tuple((-0.5, 0.25)[n % 2] for n in range(token_phases(stored.attempt.rollout).max() + 1))
+    phases = tuple((-0.5, 0.25)[n % 2] for n in range(token_phases(stored.attempt.rollout)[0].max() + 1))
     for one in (stored, replace(stored, phases=phases)):
         assert one.token_advantages is not None and set(one.token_advantages) <= set(one.phases or (one.advantage,))
         for tint, advantage in zip(colours_of(one, "advantage").tints, one.token_advantages, strict=True):

@@ -38,11 +38,11 @@ class Conversation:
     why: str = ""
     """Reason of the stop `infrastructure`."""
 
-    def rollout(self, task_id: str, segment: Segment, files: dict[str, str]) -> Rollout:
+    def rollout(self, task_id: str, segments: tuple[Segment, ...], files: dict[str, str]) -> Rollout:
         """Return the conversation as a rollout that left `files` in the workspace."""
         return Rollout(
             task_id=task_id,
-            segments=(segment,),
+            segments=segments,
             turns=self.turns,
             files=files,
             stop=self.stop,

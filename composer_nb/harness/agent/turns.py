@@ -56,7 +56,7 @@ class Speaker(Protocol):
         """
         ...
 
-    def close(self) -> Segment:
+    def close(self) -> tuple[Segment, ...]:
         """Forget the conversation. Returns its tokens, none if the speaker has no tokens."""
         ...
 
@@ -64,8 +64,8 @@ class Speaker(Protocol):
 class Silent:
     """A speaker without tokens."""
 
-    def close(self) -> Segment:
-        return Transcript().segment(Trace())
+    def close(self) -> tuple[Segment, ...]:
+        return (Transcript().segment(Trace()),)
 
 
 class ScriptSpeaker(Silent):
@@ -117,6 +117,6 @@ class TokenSpeaker:
         self._transcript.wrote(completion, self.renderer.kinds(completion.token_ids))
         return Spoken(said=self.renderer.parse(completion.token_ids), read=before, written=len(completion.token_ids))
 
-    def close(self) -> Segment:
+    def close(self) -> tuple[Segment, ...]:
         trace = self.release(self.rollout)
-        return self._transcript.segment(trace.head(len(self._transcript.token_ids)))  # without an unfinished turn
+        return (self._transcript.segment(trace.head(len(self._transcript.token_ids))),)  # without an unfinished turn

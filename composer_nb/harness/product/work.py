@@ -148,7 +148,7 @@ def _unpack(held: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
     return Path(held["repository"]), before, {path: new for path, (_, new) in changes.items()}
 
 
-def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
+def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: str) -> None:
     """Make the folder of a result and write it there, with an open verdict."""
     done, name = work.conversation, shown(work.source.root.name)
     work.path.mkdir(parents=True)
@@ -162,7 +162,7 @@ def keep(work: Work, instruction: str, segment: Segment, policy: str) -> None:
         after.pop(path, None)
         if blob is not None:
             after[path] = blob.data.decode("utf-8", "surrogateescape")
-    rollout = done.rollout(name, segment, after)
+    rollout = done.rollout(name, segments, after)
     changed = {path: before[path] for path in work.changes if path in before}
     # Not a task that would pass the checks of one: storing needs its name and files alone.
     task = Task.model_construct(id=name, instruction=instruction, files=before)

@@ -39,7 +39,7 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.reader import stored_steps, telling_step, weights_before
 from composer_nb.trainer.records.batches import load_batch
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Scored, score_groups, shuffle_rewards, to_stream
+from composer_nb.trainer.rl import Scored, score_groups, shuffle_rewards, to_streams
 
 NO_SIGNAL = 1e-6
 """Advantages up to this size are not trained on (`rl.trains`)."""
@@ -206,7 +206,7 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
 
 def _losses(model: Model, scored: Scored, settings: Settings) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Return a rollout's share of the batch's loss, as `rl.Learner` has it, at advantage +1 and −1."""
-    flat = flatten([to_stream(scored)], settings.replay)
+    flat = flatten(to_streams(scored), settings.replay)
     logprob_S, _ = score(model, flat, flat.recorded)
     found = [
         policy_loss(

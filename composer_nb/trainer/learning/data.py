@@ -127,11 +127,12 @@ def demonstrate(
     return (done for _, done in drive(runs, policy, sandboxes))
 
 
-def demonstration_row(rollout: Rollout, context_weight: float) -> Row:
-    """A rollout as an example: what the agent wrote weighs 1, what it read `context_weight`."""
-    [segment] = rollout.segments
-    weight = np.where(segment.acted, 1.0, context_weight).astype(np.float32)
-    return Row(segment.token_ids, weight)
+def demonstration_rows(rollout: Rollout, context_weight: float) -> list[Row]:
+    """The segments of a rollout as examples: what the agent wrote weighs 1, what it read `context_weight`."""
+    return [
+        Row(segment.token_ids, np.where(segment.acted, 1.0, context_weight).astype(np.float32))
+        for segment in rollout.segments
+    ]
 
 
 def deal(rows: Sequence[Row], budget: int, rng: Random) -> Iterator[list[int]]:

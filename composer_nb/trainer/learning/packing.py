@@ -29,7 +29,7 @@ from composer_nb.trainer.models.transformer import Gather, Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A rollout of T tokens, as the trainer sees it."""
+    """A segment of T tokens, as the trainer sees it."""
 
     token_ids: NDArray[np.int32]
     acted: NDArray[np.bool_]
@@ -43,6 +43,8 @@ class Stream:
     """[T]: tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """[T]: what ties each row of routes to its token (`route_checks`)."""
+    prompt: bytes = b""
+    """Token ids that its rollout began with: its family. Empty: those before its own first sampled token."""
 
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
         """Return why these routes cannot be replayed so, as far as the stream alone shows; empty if they can."""
@@ -213,12 +215,12 @@ def score(
 
 
 def families(streams: Sequence[Stream]) -> list[list[int]]:
-    """Numbers of the streams that begin with the same prompt (all that stands before the first sampled token), in order of
-    first appearance: worth keeping together, because they share most of their forward pass."""
+    """Numbers of the streams whose rollouts began with the same prompt (all that stands before the first sampled token), in order
+    of first appearance: worth keeping together, because they share most of their forward pass, and are of one group."""
     found: dict[bytes, list[int]] = {}
     for number, stream in enumerate(streams):
         prompt = stream.token_ids[: int(stream.acted.argmax())]
-        found.setdefault(prompt.tobytes(), []).append(number)
+        found.setdefault(stream.prompt or prompt.tobytes(), []).append(number)
     return list(found.values())
 
 

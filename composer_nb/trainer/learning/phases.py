@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.rollout import Kind, Rollout
 
 PRIOR = 2.0
 """Rollouts that the mean of the batch counts as."""
@@ -30,14 +30,18 @@ def failures_before(rollout: Rollout) -> list[int]:
     return counts
 
 
-def token_phases(rollout: Rollout) -> NDArray[np.int64]:
-    """Return the phase of every token of a rollout of one segment, int64 [T]. What the agent reads belongs to the message
-    before it."""
-    [segment] = rollout.segments
-    acted = segment.acted
-    begins = acted & ~np.concatenate([[False], acted[:-1]])
+def token_phases(rollout: Rollout) -> list[NDArray[np.int64]]:
+    """Return the phase of every token of each segment of a chain, int64 [T]. What the agent reads belongs to the message before
+    it, and so do the summary of a segment and what the next one begins with."""
     counts = np.array([0, *failures_before(rollout)], np.int64)
-    return counts[np.minimum(np.cumsum(begins), len(counts) - 1)]
+    found, before = [], 0
+    for segment in rollout.segments:
+        begins = np.zeros(len(segment.token_ids), np.int64)
+        for message in segment.messages:
+            begins[message[0]] = segment.kind[message[-1]] != Kind.SUMMARY
+        found.append(counts[np.minimum(before + np.cumsum(begins), len(counts) - 1)])
+        before += int(begins.sum())
+    return found
 
 
 def phase_advantages(rewards: Sequence[Sequence[float]], last: Sequence[Sequence[int]]) -> list[list[list[float]]]:

@@ -17,7 +17,7 @@ from composer_nb.trainer.learning.packing import flatten, microbatches, score
 from composer_nb.trainer.learning.replay_settings import FULL, ReplaySettings
 from composer_nb.trainer.learning.routes import require_routes, routes_differ
 from composer_nb.trainer.models.transformer import Model, stacked
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 
 Gap = NDArray[np.float64]
 
@@ -43,7 +43,8 @@ class Comparison:
 def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL) -> Comparison:
     """Scores attempts twice, with the trainer's own routes and with the engine's, replayed as `replay` says. Raises ValueError
     for routes that cannot be."""
-    streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0)) for done in attempts]
+    blank = (Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts)
+    streams = [stream for scored in blank for stream in to_streams(scored)]
     require_routes(streams, model.config, replay)
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in Comparison.__dataclass_fields__}
     for chunk in microbatches(streams, budget):

@@ -25,7 +25,7 @@ from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.settings import DataSettings, Settings
-from composer_nb.trainer.learning.data import demonstrate, demonstration_row, read_corpus, save_rows
+from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
 from composer_nb.trainer.models.checkpoint import Source
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
@@ -87,7 +87,8 @@ def _conversations(s: Stages) -> list[str]:
     agent = make_agent(settings.env, letters, limits, s.sandboxes)
     tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
     done = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
-    whole = (letters.decode(d.rollout.segments[0].token_ids.tolist(), skip_special_tokens=False) for d in done)
+    ids = (segment.token_ids.tolist() for d in done for segment in d.rollout.segments)
+    whole = (letters.decode(each, skip_special_tokens=False) for each in ids)
     return [text for each in whole for text in re.split("|".join(map(re.escape, SPECIALS)), each) if text]
 
 
@@ -165,9 +166,8 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
                 f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "
                 f"limits.tokens={s.settings.limits.tokens}; raise limits.*, or leave out midtrain and sft"
             )
-        save_rows(
-            [demonstration_row(d, s.settings.midtrain.context_weight) for d in solved], folder / f"{chunk.name}.npz"
-        )
+        weight = s.settings.midtrain.context_weight
+        save_rows([row for d in solved for row in demonstration_rows(d, weight)], folder / f"{chunk.name}.npz")
     if chunk.kind in (*SCORED, "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
     prints = set[str]() if chunk.own else fingerprints(tasks) | buggy_prints(tasks)

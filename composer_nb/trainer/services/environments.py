@@ -211,7 +211,7 @@ class EnvironmentService:
 def _outcome(names: tuple[int, int, int], done: Attempt) -> Outcome:
     slot, number, place = names
     rollout = done.rollout
-    written = np.concatenate([segment.policy_version[segment.acted] for segment in rollout.segments])
+    written = rollout.versions
     known = done.grade.known
     return Outcome(
         slot=slot,

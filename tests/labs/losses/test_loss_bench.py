@@ -360,9 +360,10 @@ def test_on_policy_the_rows_agree_and_nothing_is_masked(make_model, converse):
 
 def as_stream(done: Any, advantage: float) -> Stream:
     from composer_nb.harness.rewards import Reward
-    from composer_nb.trainer.rl import Scored, to_stream
+    from composer_nb.trainer.rl import Scored, to_streams
 
-    return to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
+    [stream] = to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
+    return stream
 
 
 # The table

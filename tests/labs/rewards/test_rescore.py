@@ -34,7 +34,7 @@ from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 from composer_nb.trainer.services.journal import Journal, request_change
 
 
@@ -120,7 +120,8 @@ def batch_of(attempts: list[Attempt], size: int, **values: Any) -> StoredBatch:
 def autograd(model: Model, batch: StoredBatch, advantage_R: np.ndarray) -> tuple[torch.Tensor, float]:
     """The gradient of the whole batch's loss in one backward pass, and how many tokens were masked."""
     everyone = [scored for group in batch.groups for scored in group]
-    streams = [to_stream(replace(s, advantage=float(a))) for s, a in zip(everyone, advantage_R, strict=True)]
+    pairs = zip(everyone, advantage_R, strict=True)
+    streams = [stream for s, a in pairs for stream in to_streams(replace(s, advantage=float(a)))]
     flat = flatten(streams, batch.settings.replay)
     logprob_S, _ = score(model, flat, flat.recorded)
     loss, metrics = policy_loss(

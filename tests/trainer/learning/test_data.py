@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from composer_nb.trainer.learning.data import (
     Batch,
     Row,
     code_rows,
-    demonstration_row,
+    demonstration_rows,
     load_rows,
     read_corpus,
     save_rows,
@@ -124,9 +125,11 @@ def test_a_demonstration_weighs_what_the_agent_wrote_more_than_what_it_read():
         policy_version=np.zeros(7, np.int32),
     )
     rollout = Rollout(task_id="t", segments=(segment,), turns=(), files={}, stop="finished")
-    row = demonstration_row(rollout, 0.2)
+    [row] = demonstration_rows(rollout, 0.2)
     assert row.token_ids.tolist() == list(range(7)) and row.weight.dtype == np.float32
     assert row.weight.tolist() == pytest.approx([0.2, 0.2, 1, 1, 0.2, 1, 1])
+    rows = demonstration_rows(replace(rollout, segments=(segment,) * 3), 0.2)
+    assert [each.weight.tolist() for each in rows] == [row.weight.tolist()] * 3
 
 
 def test_a_batch_lines_up_each_token_with_the_next_one():

@@ -61,4 +61,32 @@ def test_tokens_belong_to_the_phase_of_their_message() -> None:
     )
     rollout = Rollout(task_id="a", segments=(segment,), turns=turns, files={}, stop="finished")
     assert failures_before(rollout) == [0, 1, 2, 2]
-    assert token_phases(rollout).tolist() == [0, *[0] * 5, *[1] * 5, *[2] * 5, 2]
+    [phases] = token_phases(rollout)
+    assert phases.tolist() == [0, *[0] * 5, *[1] * 5, *[2] * 5, 2]
+
+
+def piece(*kinds: Kind) -> Segment:
+    blank = np.zeros(len(kinds), np.int32)
+    kind = np.array(kinds, np.uint8)
+    return Segment(token_ids=blank, kind=kind, logprob=blank.astype(np.float32), policy_version=blank)
+
+
+def test_phases_go_on_over_segments_and_a_summary_belongs_to_the_message_before_it() -> None:
+    failed = Turn(call='{"name": "run_tests"}', observation="", tests_passed=0, tests_run=2)
+    turns = (
+        failed,
+        failed,
+        Turn(call='{"name": "read"}', observation=""),
+        Turn(call='{"name": "finish"}', observation=""),
+    )
+    call, seen, prompt = Kind.TOOL_CALL, Kind.OBSERVATION, Kind.PROMPT
+    segments = (
+        piece(prompt, call, seen, prompt, Kind.THINKING, Kind.SUMMARY),
+        piece(prompt, call, call, seen, prompt, Kind.SUMMARY),
+        piece(prompt, call, seen, call),
+    )
+    rollout = Rollout(task_id="a", segments=segments, turns=turns, files={}, stop="finished")
+    assert failures_before(rollout) == [0, 1, 2, 2]
+    found = [phases.tolist() for phases in token_phases(rollout)]
+    assert found == [[0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1], [1, 2, 2, 2]]
+    assert [segment.reused for segment in segments] == [1, 2, 0]

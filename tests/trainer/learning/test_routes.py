@@ -21,7 +21,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL
 from composer_nb.trainer.models.config import FOREIGN, ModelConfig
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
 NAMES = ("routes", "route_valid", "checks")
@@ -34,7 +34,8 @@ def attempts(make_model, converse):
 
 @pytest.fixture
 def streams(attempts) -> list[Stream]:
-    return [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0)) for done in attempts]
+    made = [Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0) for done in attempts]
+    return [stream for scored in made for stream in to_streams(scored)]
 
 
 def rows(stream: Stream, pick: Any) -> Stream:
@@ -179,7 +180,8 @@ def test_families_with_and_without_experts_learn_from_their_own_rollouts(
     inner = {} if family == "mixtral" else {"intermediate_size": 48}
     model = make_model(3, family=family, **sizes, **inner)
     attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 4)
-    streams = [to_stream(Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0)) for done in attempts]
+    scored = [Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0) for done in attempts]
+    streams = [stream for each in scored for stream in to_streams(each)]
     found = measure_mismatch(model, attempts)
     assert found["on"]["logprob_gap_p99"] < 1e-4 and found["routes_differ"] == 0.0
     before = [weight.clone() for weight in model.parameters()]

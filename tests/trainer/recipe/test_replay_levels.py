@@ -22,7 +22,7 @@ from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics, variant
 from composer_nb.trainer.recipe.mismatch import gap_figures
-from composer_nb.trainer.rl import Scored, to_stream
+from composer_nb.trainer.rl import Scored, to_streams
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
 SHARP = {"num_experts": 8, "num_experts_per_tok": 3}
@@ -30,7 +30,7 @@ SHARP = {"num_experts": 8, "num_experts_per_tok": 3}
 
 def streams_of(attempts: Any) -> list[Stream]:
     made = [Scored(attempt=a, reward=Reward(total=0.0), advantage=1.0 - n % 3) for n, a in enumerate(attempts)]
-    return [to_stream(scored) for scored in made]
+    return [stream for scored in made for stream in to_streams(scored)]
 
 
 @pytest.fixture

@@ -1,0 +1,143 @@
+"""A rollout of three segments, everywhere that a rollout of one goes: streams, gradient, replay, studies, store, viewer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.rewards import Reward
+from composer_nb.harness.rollout import Kind, Turn
+from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.microscope.frozen import Batch
+from composer_nb.labs.retrace import reroute, retrace
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.packing import families, flatten, microbatches
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import FULL
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.mismatch import measure_mismatch
+from composer_nb.trainer.rl import Batch as RlBatch
+from composer_nb.trainer.rl import Scored, ledger, measured, streams_of, to_streams
+from composer_nb.views import rollout as views
+from tests.tiny_models import chained
+
+
+@pytest.fixture
+def model(make_model) -> Model:
+    return make_model(3)
+
+
+@pytest.fixture
+def chains(model, converse) -> list[Attempt]:
+    """Two rollouts of three segments each."""
+    attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=6, max_length=96), 6)
+    return [chained(attempts[:3]), chained(attempts[3:])]
+
+
+@pytest.fixture
+def group(chains) -> list[Scored]:
+    return [Scored(attempt=d, reward=Reward(total=1.0), advantage=a) for d, a in zip(chains, (0.5, -0.5), strict=True)]
+
+
+def test_each_segment_is_a_stream_and_all_its_written_tokens_have_the_rollouts_advantage(group: list[Scored]) -> None:
+    streams = streams_of([group], LossSettings())
+    assert len(streams) == 6 and len(microbatches(streams, 1)) == 6
+    for scored in group:
+        for stream, segment in zip(to_streams(scored), scored.attempt.rollout.segments, strict=True):
+            assert stream.token_ids is segment.token_ids and not stream.route_fault()
+            assert (
+                set(stream.advantage[segment.acted]) == {scored.advantage}
+                and not stream.advantage[~segment.acted].any()
+            )
+    summaries = [
+        stream.advantage[s.kind == Kind.SUMMARY]
+        for stream, s in zip(to_streams(group[0]), _segments(group[0]), strict=True)
+    ]
+    assert [len(part) > 0 and bool((part == 0.5).all()) for part in summaries] == [True, True, False]
+
+
+def _segments(scored: Scored):
+    return scored.attempt.rollout.segments
+
+
+def test_the_segments_of_a_group_are_one_family_and_share_a_step(group: list[Scored]) -> None:
+    rollout = group[1].attempt.rollout
+    twin = replace(group[1].attempt, rollout=replace(rollout, segments=(_segments(group[0])[0], *rollout.segments[1:])))
+    streams = streams_of([[group[0], replace(group[1], attempt=twin)]], LossSettings())
+    assert families(streams) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_the_gradient_of_a_chain_is_the_sum_over_its_segments_by_one_denominator(
+    model: Model, group: list[Scored]
+) -> None:
+    def gradient(streams):
+        learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL)
+        learner.learn(streams, Ranks(), Random(0), minibatches=1, denominator=50.0, lr=0.0, clip=1e9, budget=64)
+        return learner.optimizer.gradients.clone()
+
+    streams = streams_of([group], LossSettings())
+    whole = gradient(streams)
+    assert whole.norm() > 1e-3
+    torch.testing.assert_close(whole, sum(gradient([stream]) for stream in streams), atol=2e-5, rtol=1e-3)
+    assert len(flatten(streams, FULL).sampled_S) == sum(s.attempt.rollout.sampled for s in group)
+
+
+def test_metrics_count_rollouts_and_the_ledger_every_token(group: list[Scored]) -> None:
+    point = measured([group], RlBatch(step=0), 1, Ranks())
+    assert (point["samples"], point["staleness"], point["mixed_versions"]) == (2.0, 0.0, 0.0)
+    assert ledger([group], LossSettings()) == {
+        "trained": sum(len(s.versions) for s in (g.attempt.rollout for g in group))
+    }
+
+
+def test_phases_give_each_segment_its_own_credit(group: list[Scored]) -> None:
+    failed = Turn(call='{"name": "run_tests"}', observation="", tests_passed=0, tests_run=1)
+    done = replace(group[0].attempt, rollout=replace(group[0].attempt.rollout, turns=(failed,) * 7))
+    streams = to_streams(replace(group[0], attempt=done, phases=tuple(float(n) for n in range(8))))
+    seen = [sorted(set(stream.advantage[stream.acted].tolist())) for stream in streams]
+    # Three messages a segment, of which the last one of the first two is a summary.
+    assert seen == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0, 6.0]]
+
+
+def test_replay_and_the_studies_take_every_segment(model: Model, chains: list[Attempt]) -> None:
+    found = measure_mismatch(model, chains)
+    assert found["tokens"] == sum(done.rollout.sampled for done in chains) and found["routes_differ"] == 0.0
+    assert len(Batch.of(chains).rows) == 6
+    again = retrace(model, chains)
+    for old, new in zip(chains, again, strict=True):
+        for a, b in zip(old.rollout.segments, new.rollout.segments, strict=True):
+            np.testing.assert_allclose(a.logprob, b.logprob, atol=5e-5)
+            assert np.array_equal(a.trace.routes[:-1], b.trace.routes[:-1]) and a.parent == b.parent
+    routes = np.concatenate([s.trace.routes for s in chains[0].rollout.segments])
+    assert [s.trace.checks.tolist() for s in reroute(chains[0], routes).rollout.segments] == [
+        s.trace.checks.tolist() for s in chains[0].rollout.segments
+    ]
+
+
+def test_it_is_stored_and_read_bit_for_bit(chains: list[Attempt], task: Task, tmp_path: Path) -> None:
+    save_attempts(tmp_path / "a.parquet", chains)
+    for old, new, packed in zip(
+        chains,
+        load_attempts(tmp_path / "a.parquet", {task.id: task}),
+        [unpack_attempt(pack_attempt(done), task) for done in chains],
+        strict=True,
+    ):
+        assert pack_attempt(old) == pack_attempt(new) == pack_attempt(packed)
+        assert [segment.parent for segment in new.rollout.segments] == [-1, 0, 1]
+
+
+def test_the_viewer_shows_every_segment(chains: list[Attempt], model: Model, tokenizer) -> None:
+    stored = views.Stored(attempt=chains[0], name="chain", tokenizer=tokenizer, advantage=0.5)
+    page = views.read(views.with_trainer(stored, model), "ratio").text
+    assert page.count("goes on from segment") == 2 and "segment 1: " in page and "summary · " in page
+    assert page.count('title="') == chains[0].rollout.tokens
