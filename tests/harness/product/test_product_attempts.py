@@ -373,7 +373,7 @@ def test_search_sees_edits_commands_and_forks_apart(place: Environment, backend:
 
 
 def test_the_empty_trace_of_a_script(task: Task) -> None:
-    segment = ScriptSpeaker(lazy(task)).close()
+    [segment] = ScriptSpeaker(lazy(task)).close()
     assert not len(segment.token_ids) and isinstance(segment.token_ids, np.ndarray)
 
 
