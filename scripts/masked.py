@@ -26,7 +26,7 @@ def run_tests(place: Place) -> Observation:
 class Masked:
     """An environment (`Own`) for forks, which have their tasks already."""
 
-    tools = replace(ToolSet.tiny(), tools=ToolSet.tiny().tools | {"run_tests": run_tests})
+    tools = replace(ToolSet.tiny(), tools={**ToolSet.tiny().tools, "run_tests": run_tests})
 
     def tasks(self) -> Iterable[Task]:
         raise ValueError("env.tasks=scripts.masked:Masked: only a fork of a run can have it, with that run's tasks")

@@ -138,9 +138,9 @@ def sampled(run: RunDir, policy: str, kind: str) -> dict[str, list[Attempt]]:
     return found
 
 
-def fresh_contexts(run: RunDir, policy: str) -> tuple[int, dict[str, dict[str, float]]]:
-    """Return the best patience on the held-out tasks, and with it the share solved of each task of each kind."""
-    tries = {kind: sampled(run, policy, kind) for kind in KINDS}
+def fresh_contexts(run: RunDir) -> tuple[int, dict[str, dict[str, float]]]:
+    """Return the start's best patience on the held-out tasks, and with it the share solved of each task of each kind."""
+    tries = {kind: sampled(run, "start", kind) for kind in KINDS}
     shares = {
         patience: {kind: {t: restarted(own, patience) for t, own in tries[kind].items()} for kind in KINDS}
         for patience in range(3, CALLS)
@@ -222,9 +222,8 @@ def print_controls(seed: int, rl: Sequence[RunDir], controls: Mapping[str, RunDi
     """Print what each policy solves, and how much more RL does: the mean of its seeds, paired by task."""
     trained = [line_of(run, "final", "rl") for run in rl]
     lines = {"start": line_of(rl[0], "start", "sft")}
-    for policy, name in (("start", "the start"), ("final", "RL")):
-        patience, shares = fresh_contexts(rl[0], policy)
-        lines[f"fresh contexts of {name}, after {patience} calls"] = Line(shares=shares)
+    patience, shares = fresh_contexts(rl[0])
+    lines[f"fresh contexts after {patience} calls"] = Line(shares=shares)
     lines["blind"] = Line(shares=blind(rl[0], runs))
     for name, run in controls.items():
         lines[name] = line_of(run, *(("control", "control") if name == MORE_SFT else ("final", "rl")))
@@ -252,6 +251,22 @@ def _line(name: str, own: Line, trained: Sequence[Line]) -> str:
         cells.append(f"{100 * float(np.mean(gains)):+.1f} ({low:+.1f} to {high:+.1f})" if gains else "")
     cells += [f"{own.score[key]:.3f}" if own.score else "" for key in ("pass_at_1", "best_of_k", "recovery")]
     return "| " + " | ".join([*cells, "" if own.seconds is None else f"{own.seconds:.0f}"]) + " |"
+
+
+def compare(seed: int, rl: Sequence[RunDir], settings: Settings, asked: argparse.Namespace) -> dict[str, RunDir]:
+    """Return the finished controls of a seed by name, run where that is asked for."""
+    changes: dict[str, Mapping[str, Any]] = {pair: dict([pair.split("=", 1)]) for pair in asked.fork}
+    if asked.controls:
+        changes = {MORE_SFT: {"control_steps": control_steps(rl[0])}, **CONTROLS, **changes}
+    for name, changed in () if asked.table_only else changes.items():
+        made = run(asked.runs, folder(seed, name), override(settings, changed), rl[0])
+        if name == MASKED:
+            seen(asked.runs, folder(seed, SEEN), settings, rl[0], made)
+        if name == MORE_SFT:
+            after(asked.runs, folder(seed, AFTER), settings, rl[0], made)
+    paths = {name: asked.runs / folder(seed, name) for name in (*changes, SEEN, AFTER)}
+    there = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
+    return {name: made for name, made in there.items() if any(map(made.finished, ("eval_final", "eval_control")))}
 
 
 def main() -> None:
@@ -283,22 +298,9 @@ def main() -> None:
             source = source or found
     print_seeds({name: found for each in seeds.values() for name, found in each.items()})
     for seed, rl in seeds.items():
-        first, settings = next(iter(rl.values())), override(base, {"seed": seed})
-        changes: dict[str, Mapping[str, Any]] = {pair: dict([pair.split("=", 1)]) for pair in arguments.fork}
-        if arguments.controls:
-            changes = {MORE_SFT: {"control_steps": control_steps(first)}, **CONTROLS, **changes}
-        if not arguments.table_only:
-            for name, changed in changes.items():
-                made = run(arguments.runs, folder(seed, name), override(settings, changed), first)
-                if name == MASKED:
-                    seen(arguments.runs, folder(seed, SEEN), settings, first, made)
-                if name == MORE_SFT:
-                    after(arguments.runs, folder(seed, AFTER), settings, first, made)
-        paths = {name: arguments.runs / folder(seed, name) for name in (*changes, SEEN, AFTER)}
-        there = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
-        found = {name: made for name, made in there.items() if any(map(made.finished, ("eval_final", "eval_control")))}
-        if found or arguments.controls:
-            print_controls(seed, list(rl.values()), found, arguments.runs)
+        if arguments.controls or arguments.fork:
+            made = compare(seed, list(rl.values()), override(base, {"seed": seed}), arguments)
+            print_controls(seed, list(rl.values()), made, arguments.runs)
 
 
 if __name__ == "__main__":
