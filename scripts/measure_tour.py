@@ -26,17 +26,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 
-from composer_nb.agents import policy_attempts
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.bench import Course, bootstrap
+from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolicy
+from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.bench import Course, bootstrap, run_eval
+from composer_nb.harness.environment import make_agent
 from composer_nb.harness.files import write_json
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.store import load_attempts
-from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.settings import Settings, override, to_dict
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.settings import Settings, from_dict, override, to_dict
+from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import solved_by_task
 from composer_nb.trainer.recipe.report import build_report, within_12
@@ -150,20 +154,28 @@ def fresh_contexts(run: RunDir) -> tuple[int, dict[str, dict[str, float]]]:
 
 
 def blind(run: RunDir, runs: Path) -> dict[str, dict[str, float]]:
-    """Return the share solved of each task by a search that knows nothing; kept beside the runs."""
-    file = runs / f"blind-seed{run.settings()['seed']}.json"
+    """Return the share solved of each task by a search that knows nothing, in the run's tokens; kept beside the runs."""
+    file, settings = runs / f"blind-{run.path.name}.json", from_dict(run.settings())
     if not file.is_file():
-        limits = {f"limits.{name}": most for name, most in run.settings()["limits"].items()}
-        found = {}
+        agent, found = make_agent(settings.env, load_tokenizer(run.path / "data", needed=()), settings.limits), {}
         for kind in KINDS:
-            _, attempts, _ = policy_attempts("scripted:blind", run.path / "data" / f"{kind}.jsonl", 4, limits)
-            solved: dict[str, list[bool]] = {}
-            for done in attempts:
-                solved.setdefault(done.task.id, []).append(done.grade.passed and done.rollout.calls <= CALLS)
-            found[kind] = {task: float(np.mean(each)) for task, each in solved.items()}
+            with SandboxExecutor() as sandboxes:
+                found[kind] = _searched(
+                    load_tasks(run.path / "data" / f"{kind}.jsonl"), agent, CachedExecutor(sandboxes)
+                )
         write_json(file, found)
     kept: dict[str, dict[str, float]] = json.loads(file.read_text())
     return kept
+
+
+def _searched(tasks: Sequence[Task], agent: Agent, executor: CachedExecutor, samples: int = 4) -> dict[str, float]:
+    def script(rollout: int) -> Script:
+        return TINY_SCRIPTS["blind"](tasks[rollout // samples], Random(f"blind {rollout}"))
+
+    solved: dict[str, list[bool]] = {task.id: [] for task in tasks}
+    for done in run_eval(ScriptedPolicy(agent.renderer, script), agent, tasks, executor, samples):
+        solved[done.task.id].append(done.grade.passed and done.rollout.calls <= CALLS)
+    return {task: float(np.mean(each)) for task, each in solved.items()}
 
 
 # Tables
