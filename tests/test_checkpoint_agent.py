@@ -323,7 +323,7 @@ def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: 
         limits = Limits(turns=9, turn_tokens=4000, tokens=60_000)
         speaker = TokenSpeaker(renderer, 0, limits, shared.ask, shared.release, "You fix.")
         done = converse("fix f", speaker, tools, tools.open(box))
-        segment = speaker.close()
+        [segment] = speaker.close()
     talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     observations = iter([turn.observation for turn in done.turns if turn.call])
     for (text, calls), seen in zip(said, policy.seen, strict=True):

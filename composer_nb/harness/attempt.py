@@ -16,6 +16,7 @@ from typing import Any
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.driver import Job, Seat
 from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse
+from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, Speaker, TokenSpeaker
 from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
@@ -68,6 +69,7 @@ class Agent:
     clock: Callable[[], float] = time.monotonic
     backend: Backend | None = None
     system: str = ""
+    summary: SummarySettings = NO_SUMMARIES
 
     def place(self, functions: Executor | None = None) -> Environment:
         """Return the tools, limits and sandboxes of its attempts."""
@@ -81,7 +83,7 @@ class Agent:
         def job(seat: Seat[Any]) -> Attempt:
             limits, offered = limits_of(task, self.limits), tools_of(task, self.tools)
             renderer = self.renderer if offered is self.tools else self.renderer.offering(offered.schemas)
-            speaker = TokenSpeaker(renderer, rollout, limits, seat.ask, seat.release, self.system)
+            speaker = TokenSpeaker(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
             if (size := speaker.prompt_size(task.instruction)) >= (most := limits.tokens):
                 raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
             opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))

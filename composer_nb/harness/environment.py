@@ -18,6 +18,7 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.files import write_json
@@ -73,6 +74,8 @@ class EnvSettings:
     """Sandboxes of tasks with the grader `pytest`."""
     sandboxes: Annotated[int, Field(ge=1)] = 16
     """Rollouts at a time, of each engine, that have a sandbox of their own."""
+    summary: SummarySettings = NO_SUMMARIES
+    """Summaries, for conversations that outgrow a context."""
 
     @property
     def path(self) -> Path | None:
@@ -103,12 +106,14 @@ class Carried:
     tools: str
     """`tiny`, `cursor`, or the `MODULE:CLASS` whose tools they were."""
     limits: Limits | None = None
+    summary: SummarySettings = NO_SUMMARIES
 
 
 def carry(path: Path, env: EnvSettings, limits: Limits) -> None:
     """Write beside the weights in `path` what they were trained with."""
     tools = env.tasks if hasattr(env.own, "tools") else env.tools
-    write_json(path / CARRIED, {"renderer": env.renderer, "tools": tools, "limits": asdict(limits)})
+    held = {"renderer": env.renderer, "tools": tools, "limits": asdict(limits), "summary": asdict(env.summary)}
+    write_json(path / CARRIED, held)
 
 
 def carried(path: Path, renderer: str) -> Carried:
@@ -173,4 +178,4 @@ def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes
     tools = env.toolset
     backend = sandboxes.backend if sandboxes and env.path else None
     renderer = RENDERERS[env.renderer](tokenizer, tools.schemas)
-    return Agent(renderer, tools, limits, backend=backend, system=system_text(WORKSPACE))
+    return Agent(renderer, tools, limits, backend=backend, system=system_text(WORKSPACE), summary=env.summary)

@@ -12,6 +12,13 @@ from numpy.typing import NDArray
 
 ATTEMPT_STRIDE = 1 << 40
 """Rollouts whose numbers are a multiple of this apart are attempts at the same one: they draw the same random numbers."""
+SEGMENT_STRIDE = 1 << 32
+"""Numbers of a rollout's segments are this far apart: each draws random numbers of its own."""
+
+
+def first_segment(rollout: int) -> int:
+    """Return the number of the first segment of a rollout from that of any."""
+    return rollout - rollout % ATTEMPT_STRIDE // SEGMENT_STRIDE * SEGMENT_STRIDE
 
 
 class Drawn(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.summary import SummarySettings
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Kind, Turn
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.microscope.frozen import Batch
@@ -141,3 +147,46 @@ def test_the_viewer_shows_every_segment(chains: list[Attempt], model: Model, tok
     page = views.read(views.with_trainer(stored, model), "ratio").text
     assert page.count("goes on from segment") == 2 and "segment 1: " in page and "summary · " in page
     assert page.count('title="') == chains[0].rollout.tokens
+
+
+class Boxes:
+    """Sandboxes in which every call returns 2."""
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        return [(CallOutcome(status="returned", text="2"),) * len(request.arguments) for request in requests]
+
+
+def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_bit(
+    make_model, task: Task, tokenizer, tmp_path: Path
+) -> None:
+    renderer, sizes = CompactRenderer(tokenizer), {"vocab_size": 420, "max_position_embeddings": 200}
+    limits = Limits(turns=8, turn_tokens=6, tokens=200)
+    agent = Agent(renderer, limits=limits, summary=SummarySettings(trigger=40, tokens=9))
+
+    def attempts() -> list[Attempt]:
+        engine = Engine(make_model(3, **sizes), stop=renderer.stop, slots=4, max_length=200, seed=5)
+        done = dict(drive((agent.attempt(task, n) for n in range(4)), engine, Boxes()))
+        return [done[n] for n in range(4)]
+
+    done = attempts()
+    assert [pack_attempt(one) for one in done] == [pack_attempt(one) for one in attempts()], "one seed, one result"
+    assert all(sum(bool((s.kind == Kind.SUMMARY).any()) for s in one.rollout.segments) >= 2 for one in done)
+    drawn = {tuple(s.token_ids[s.messages[0]].tolist()) for one in done for s in one.rollout.segments}
+    assert len(drawn) > len(done), "segments draw random numbers of their own"
+    save_attempts(tmp_path / "step.parquet", done)
+
+    def learnt(kept: list[Attempt]) -> torch.Tensor:
+        model = make_model(3, **sizes)
+        group = [Scored(attempt=one, reward=Reward(total=0.0), advantage=(-1.0) ** n) for n, one in enumerate(kept)]
+        streams = streams_of([group], LossSettings())
+        assert len(streams) == sum(len(one.rollout.segments) for one in kept) >= 12
+        learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL)
+        figures = learner.learn(
+            streams, Ranks(), Random(0), minibatches=2, denominator=50.0, lr=1e-2, clip=1.0, budget=256
+        )
+        assert figures["replay_overlap"] > 0.99 and figures["grad_norm"] > 0 and figures["k3"] < 1e-6
+        return torch.cat([weight.flatten() for weight in model.parameters()])
+
+    now = learnt(done)
+    assert torch.equal(now, learnt(load_attempts(tmp_path / "step.parquet", {task.id: task})))
+    assert not torch.equal(now, learnt(done[::-1]))

@@ -16,12 +16,14 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from composer_nb.harness.agent.summary import OPENS, QUERIES
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 
@@ -78,6 +80,8 @@ class ChatRenderer(ABC):
     """Special token that ends a turn."""
     spelled: tuple[str, ...]
     """Beginnings of a call: if one is spelled out in a text, a call was meant and missed."""
+    queries: Mapping[str, str] = QUERIES
+    """Kind of a summary -> the text that asks for it."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> None:
         self.tokenizer, self.tools = tokenizer, tuple(tools)
@@ -156,6 +160,24 @@ class ChatRenderer(ABC):
     def results(self, results: Sequence[Result]) -> list[int]:
         """Render what follows a turn with calls: their results, and the cue for the next turn."""
         return self.encoded([*self._after(), *self._results(results), *self._cue()])
+
+    def answers(self, results: Sequence[Result]) -> list[int]:
+        """Render the results of calls where no turn follows but a user's text, rendered by `ask`."""
+        return self.encoded([*self._after(), *self._results(results)])
+
+    def summary(self, token_ids: Sequence[int]) -> tuple[str, list[Kind]]:
+        """Return the summary in a turn that was to be one, and the kind of each of its tokens: thinking, then summary."""
+        own = self._thought(token_ids)
+        text = self.tokenizer.decode([token for token in token_ids[own:] if token not in self.special])
+        return text.strip(), [Kind.THINKING] * own + [Kind.SUMMARY] * (len(token_ids) - own)
+
+    def _thought(self, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens before a summary: all to the mark, none without a mark."""
+
+        def told(count: int) -> bool:
+            return OPENS in self.tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
+
+        return bisect_left(range(len(token_ids)), True, key=told) if told(len(token_ids) - 1) else 0
 
     def turn(self, said: Said) -> list[int]:
         """Render a turn, its last token included. Raises ValueError for one that the format cannot express."""

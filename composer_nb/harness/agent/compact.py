@@ -10,6 +10,8 @@ else as JSON. The word is the tool's name, or a shorter one for tools of tiny mo
 
     edit f.py 3<|to|>return x        search_replace f.py<|to|>old<|to|>new<|to|>{"replace_all": true}
 
+A summary is asked for by `<|user|>summary<|end|><|call|>`; in the turn that answers, thinking ends at the last `<|to|>`.
+
 Without a tool `finish`, a turn of text ends a conversation: `done`, or `done<|to|>I fixed it.` Tools and system texts are not
 shown: a model knows its tools, and what it is for, from training. A system text of any agent is therefore left out, never refused
 and never put before the user's text, where no model was trained to find it: what a model must read belongs in a user's message.
@@ -23,11 +25,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, User, Written, read_json, write_json
+from composer_nb.harness.agent.summary import QUERIES
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
@@ -106,6 +110,7 @@ class CompactRenderer(ChatRenderer):
     tokens = SPECIALS
     allowed = frozenset((TO, "<|call|>"))
     closing = "<|end|>"
+    queries = MappingProxyType({**QUERIES, "self": "summary"})
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Raises ValueError also for tools whose calls would look alike or cannot be written."""
@@ -153,6 +158,9 @@ class CompactRenderer(ChatRenderer):
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
         """Return the kind of each token of a turn."""
         return [Kind.TOOL_CALL if self._ends or self.parse(token_ids).calls else Kind.FINAL_MESSAGE] * len(token_ids)
+
+    def _thought(self, token_ids: Sequence[int]) -> int:
+        return max((place + 1 for place, token in enumerate(token_ids) if token == self.to), default=0)
 
     def _system(self, system: str) -> list[Piece]:
         return [self.bos]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Script as ChatScript
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.policy import Completion, Request, Trace, first_segment
 from composer_nb.harness.tasks.miniatures import ENUMERABLE
 from composer_nb.harness.tasks.repairs import bugs, home_of, neighbours, split_at
 from composer_nb.harness.tasks.task import Task
@@ -235,16 +236,59 @@ def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
     return ToolCall(name="edit_line", arguments=arguments), after
 
 
+def digest(log: Sequence[tuple[Said, str]]) -> str:
+    """Return a summary of turns and of what answered each: what fails, what was tried and how that failed, and what is left."""
+    failing, lines, left = "", list[str](), "test"
+    for said, seen in log:
+        edits = [
+            written.call for written in said.calls if isinstance(written.call, ToolCall) and written.call.name in _EDITS
+        ]
+        if not edits and seen.startswith("fail"):
+            failing = seen
+        for edit in edits:
+            lines.append(f"tried {' > '.join(str(edit.arguments[name]) for name in _EDITS[edit.name])}: {seen[:40]}")
+            left = "finish" if seen.startswith("pass") else "undo, then change something else"
+    return "\n".join([*([failing] if failing else []), *lines, f"left: {left}"])
+
+
+_EDITS = {"edit_line": ("line", "text"), "substitute": ("old", "new")}
+
+
+@dataclass(slots=True)
+class _Play:
+    """A script under way."""
+
+    script: Script
+    said: Said
+    """What it said last."""
+    seen: str = ""
+    """What answered that."""
+    log: list[tuple[Said, str]] = field(default_factory=list)
+    reads: bool = False
+    """The policy reads a file of its own accord: the answer is not for the script."""
+
+    def look(self) -> Said | None:
+        """Return the last call that read a file, if there was one: a summary leaves out what it showed."""
+        calls = [written.call for said, _ in self.log for written in said.calls]
+        return next((one(c) for c in reversed(calls) if isinstance(c, ToolCall) and c.name == "read_file"), None)
+
+
 class ScriptedPolicy:
     """Plays one script a rollout. Deterministic, for tests and demonstrations without a model.
 
-    Raises ValueError when a script ends before its agent does.
+    Where it is asked for a summary it writes a `digest`, and reads the file again that it read last. Raises ValueError when a
+    script ends before its agent does.
     """
 
-    def __init__(self, renderer: ChatRenderer, script: Callable[[int], Script], capacity: int = 256) -> None:
-        self.renderer, self.script, self.capacity = renderer, script, capacity
-        self._scripts: dict[int, Script] = {}
+    def __init__(
+        self, renderer: ChatRenderer, script: Callable[[int], Script], capacity: int = 256, chained: bool = False
+    ) -> None:
+        """`chained`: rollouts may have several segments, so a script is kept when a segment ends."""
+        self.renderer, self.script, self.capacity, self.chained = renderer, script, capacity, chained
+        self._plays: dict[int, _Play] = {}
+        self._live: set[int] = set()
         self._requests: list[Request] = []
+        self._queries = [renderer.ask(text) for text in renderer.queries.values()]
 
     def submit(self, request: Request) -> None:
         self._requests.append(request)
@@ -255,20 +299,16 @@ class ScriptedPolicy:
 
     def release(self, rollout: int) -> Trace:
         self._requests = [request for request in self._requests if request.rollout != rollout]
-        if script := self._scripts.pop(rollout, None):
-            script.close()
+        self._live.discard(rollout)
+        if not self.chained and (play := self._plays.pop(rollout, None)):
+            play.script.close()
         return Trace()
 
     def _answer(self, request: Request) -> Completion:
         try:
-            if request.rollout in self._scripts:
-                said = self._scripts[request.rollout].send(self._observed(request))
-            else:
-                script = self._scripts[request.rollout] = self.script(request.rollout)
-                said = next(script)
+            token_ids = self._written(request)[: request.max_tokens]
         except StopIteration:
             raise ValueError(f"the script of rollout {request.rollout} ended before its agent") from None
-        token_ids = self.renderer.turn(said)[: request.max_tokens]
         return Completion(
             rollout=request.rollout,
             token_ids=token_ids,
@@ -276,10 +316,34 @@ class ScriptedPolicy:
             policy_versions=[-1] * len(token_ids),
         )
 
-    def _observed(self, request: Request) -> str:
-        last = max(place for place, token in enumerate(request.token_ids) if token == self.renderer.ids["<|out|>"])
-        text = request.token_ids[last + 1 : -2]  # <|out|> text <|end|> <|call|>
-        return str(self.renderer.tokenizer.decode(list(text), skip_special_tokens=False))
+    def _written(self, request: Request) -> list[int]:
+        root = first_segment(request.rollout)
+        begins = request.rollout not in self._live
+        self._live.add(request.rollout)
+        if begins and request.rollout == root:
+            script = self.script(root)
+            self._plays[root] = _Play(script, next(script))
+            return self.renderer.turn(self._plays[root].said)
+        play = self._plays[root]
+        if (seen := self._observed(request)) is not None and not play.reads:
+            play.seen = seen
+            play.log.append((play.said, seen))
+        play.reads = False
+        if any(list(request.token_ids[-len(query) :]) == query for query in self._queries):
+            return self.renderer.encoded([digest(play.log), self.renderer.end])
+        if begins and seen is None and (look := play.look()):
+            play.reads = True
+            return self.renderer.turn(look)
+        play.said = play.script.send(play.seen)
+        return self.renderer.turn(play.said)
+
+    def _observed(self, request: Request) -> str | None:
+        """Return the last observation among the tokens of a request, if there is one."""
+        out, end, read = self.renderer.ids["<|out|>"], self.renderer.end, list(request.token_ids)
+        if out not in read:
+            return None
+        last = len(read) - read[::-1].index(out)
+        return str(self.renderer.tokenizer.decode(read[last : read.index(end, last)], skip_special_tokens=False))
 
 
 TINY_SCRIPTS: Mapping[str, Callable[[Task, Random], Script]] = {

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from composer_nb.harness.agent.chat import Result, Said, User
+from composer_nb.harness.agent.summary import history, resumed
 from composer_nb.harness.agent.turns import Limits, News, Speaker
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout, Segment, Turn
@@ -66,15 +67,22 @@ def conversation(
 ) -> Conversation:
     """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in it.
 
-    A failure of the infrastructure and Ctrl-C end it with the turns so far. A sandbox that ran out of memory does not: each call
-    is answered with an error.
+    Where a segment has reached its trigger, the next one begins with the task, the summary, the to-dos and the path of the whole
+    conversation. A failure of the infrastructure and Ctrl-C end it with the turns so far. A sandbox that ran out of memory does
+    not: each call is answered with an error.
     """
     turns: list[Turn] = []
-    began, read, written, used = clock(), 0, 0, 0
+    began, read, written, used, summaries = clock(), 0, 0, 0, 0
     news: News = [User(text=instruction)]
     stop, why = "turns", ""
     try:
         for _ in range(limits.turns):
+            if turns and (brief := speaker.condense(news, began + limits.seconds)):
+                read, written, summaries = read + brief.read, written + brief.written, summaries + 1
+                told(brief.said)
+                todos = place.todos.values() if isinstance(place, Session) else ()
+                path = place.remember(history(instruction, turns))
+                news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
             spoken = speaker.say(news, began + limits.seconds) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"

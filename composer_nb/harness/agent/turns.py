@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
+from composer_nb.harness.policy import SEGMENT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.rollout import Kind, Segment, Transcript
 
 News = Sequence[User | Result]
@@ -27,7 +28,9 @@ class Limits:
     turn_tokens: int = 64
     """Maximum tokens per turn; a longer turn is cut, and its cut call counts as invalid."""
     tokens: int = 512
-    """Maximum tokens per rollout, read and written."""
+    """Maximum tokens per segment, read and written: the context. Without summaries a rollout is one segment."""
+    rollout_tokens: int = 1 << 24
+    """Maximum tokens per rollout, over all of its segments."""
     seconds: float = 300.0
     """Wall-clock time per rollout."""
 
@@ -56,6 +59,11 @@ class Speaker(Protocol):
         """
         ...
 
+    def condense(self, news: News, until: float) -> Spoken | None:
+        """Begin another segment if this one has reached its trigger. Returns the summary that it ended with, whose text the next
+        turn is to begin with in place of `news`; None where there is none, and the conversation goes on. Raises like `say`."""
+        ...
+
     def close(self) -> tuple[Segment, ...]:
         """Forget the conversation. Returns its tokens, none if the speaker has no tokens."""
         ...
@@ -63,6 +71,9 @@ class Speaker(Protocol):
 
 class Silent:
     """A speaker without tokens."""
+
+    def condense(self, news: News, until: float) -> None:
+        return None
 
     def close(self) -> tuple[Segment, ...]:
         return (Transcript().segment(Trace()),)
@@ -93,30 +104,95 @@ class TokenSpeaker:
         ask: Callable[[Request, float], Completion],
         release: Callable[[int], Trace],
         system: str = "",
+        summary: SummarySettings = NO_SUMMARIES,
     ) -> None:
         """`rollout` names the conversation to the policy and decides its random draws. `ask` and `release` are methods of
         `shared.Shared`, or of `driver.Seat`."""
         self.renderer, self.rollout, self.limits, self.system = renderer, rollout, limits, system
-        self.ask, self.release = ask, release
+        self.ask, self.release, self.summary = ask, release, summary
+        self._segments: list[Segment] = []
         self._transcript = Transcript()
+        self._prompt: list[int] = []
+        """What the conversation began with."""
+        self._kept: list[int] = []
+        """What the next turn reads before its news, where the oldest turns were dropped."""
+        self._starts: list[int] = []
+        """Where the turns of this segment begin, those that it was begun with among them."""
+
+    @property
+    def _name(self) -> int:
+        return self.rollout + len(self._segments) * SEGMENT_STRIDE
 
     def prompt_size(self, instruction: str) -> int:
         """Return the tokens that a conversation begins with."""
         return len(self.renderer.read([User(text=instruction)], self.system))
 
     def say(self, news: News, until: float) -> Spoken | None:
-        held = self._transcript.token_ids
-        read = self.renderer.read(news, self.system)
-        room = min(self.limits.turn_tokens, self.limits.tokens - len(held) - len(read))
-        if room < 1:
+        begun = self._transcript.token_ids or self._kept
+        news_ids = self.renderer.read(news, self.system)
+        self._prompt = self._prompt or news_ids
+        parts = ((self._kept, Kind.PROMPT), (news_ids, Kind.OBSERVATION if begun else Kind.PROMPT))
+        completion = self._turn(parts, self.limits.turn_tokens, until)
+        if completion is None:
             return None
-        self._transcript.read(read, Kind.OBSERVATION if held else Kind.PROMPT)
-        before = len(self._transcript.token_ids)
-        completion = self.ask(Request(rollout=self.rollout, token_ids=read, max_tokens=room), until)
-        assert len(completion.token_ids) <= room
+        self._kept = []
+        self._starts.append(before := len(self._transcript.token_ids))
         self._transcript.wrote(completion, self.renderer.kinds(completion.token_ids))
         return Spoken(said=self.renderer.parse(completion.token_ids), read=before, written=len(completion.token_ids))
 
+    def condense(self, news: News, until: float) -> Spoken | None:
+        results = self.renderer.answers([message for message in news if isinstance(message, Result)])
+        if not 0 < self.summary.trigger <= len(self._transcript.token_ids) + len(results) or len(self._starts) < 2:
+            return None  # after one turn a segment would end where it began
+        if self.summary.kind == "truncate":
+            self._truncate()
+            return None
+        query = self.renderer.ask(self.renderer.queries[self.summary.kind])
+        parts = ((results, Kind.OBSERVATION), (query, Kind.PROMPT))
+        completion = self._turn(parts, self.summary.tokens, until)
+        if completion is None:
+            return None
+        text, kinds = self.renderer.summary(completion.token_ids)
+        before = len(self._transcript.token_ids)
+        self._transcript.wrote(completion, kinds)
+        self._starts = []
+        self._end()
+        return Spoken(said=Said(text=text), read=before, written=len(completion.token_ids))
+
     def close(self) -> tuple[Segment, ...]:
-        trace = self.release(self.rollout)
-        return (self._transcript.segment(trace.head(len(self._transcript.token_ids))),)  # without an unfinished turn
+        self._end()
+        whole = [
+            segment for segment in self._segments if segment.acted.any()
+        ]  # a segment without a turn teaches nothing
+        return tuple(whole or self._segments)
+
+    def _turn(self, parts: Sequence[tuple[list[int], Kind]], most: int, until: float) -> Completion | None:
+        """Have the policy read the parts and go on. Returns None if the limits leave no room for a token."""
+        read = [token for token_ids, _ in parts for token in token_ids]
+        here = len(self._transcript.token_ids) + len(read)
+        whole = here + sum(len(segment.token_ids) for segment in self._segments)
+        room = min(most, self.limits.tokens - here, self.limits.rollout_tokens - whole)
+        if room < 1:
+            return None
+        for token_ids, kind in parts:
+            self._transcript.read(token_ids, kind)
+        completion = self.ask(Request(rollout=self._name, token_ids=read, max_tokens=room), until)
+        assert len(completion.token_ids) <= room
+        return completion
+
+    def _truncate(self) -> None:
+        """End the segment; the next one begins as the conversation did, with the newest turns, in about half of the trigger."""
+        held = self._transcript.token_ids
+        starts = [start for start in self._starts if len(held) - start <= self.summary.trigger // 2] or self._starts[
+            -1:
+        ]
+        self._kept = [*self._prompt, *held[starts[0] :]]
+        self._starts = [start - starts[0] + len(self._prompt) for start in starts]
+        self._end()
+
+    def _end(self) -> None:
+        """End the segment."""
+        size, parent = len(self._transcript.token_ids), len(self._segments) - 1
+        trace = self.release(self._name)
+        self._segments.append(self._transcript.segment(trace.head(size), parent))  # without an unfinished turn
+        self._transcript = Transcript()

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
-from composer_nb.harness.tools.tiny import Edits, Observation, tested, wanted
+from composer_nb.harness.tools.tiny import HISTORY, Edits, Observation, remembered, tested, wanted
 from composer_nb.harness.tools.tool_call import ToolError
 
 if TYPE_CHECKING:
     from composer_nb.harness.search.index import Hit
 
-FOLDER = ".composer_nb"
-"""Folder of a workspace for long outputs. Git, ripgrep and grading ignore it."""
+FOLDER = posixpath.dirname(HISTORY)
+"""Folder of a workspace for long outputs and the history. Git, ripgrep and grading ignore it."""
 SHOWN = 16_000
 """Maximum characters of an observation."""
 EDIT_BYTES = 2 << 20
@@ -67,6 +67,8 @@ class Session:
     background: bool = False
     """A background command was started, which may change files at any time."""
     search: Search | None = None
+    history: str = ""
+    """The conversation before the last summary, as the file HISTORY was written."""
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
     """Numbers for the names of files in FOLDER."""
@@ -158,7 +160,7 @@ class Session:
             number, _, code = rest.partition(b":")
             if number.isdigit():
                 found.append((clean(path).removeprefix("./"), int(number), clean(code)))
-        return sorted(found)
+        return sorted(found) + remembered(self.history, text)
 
     def run_visible_tests(self) -> Observation:
         """Run the tests that pytest finds in the workspace. What they say is what the workspace's own code wants it to say.
@@ -193,6 +195,15 @@ class Session:
             where = f"it could not be kept: {error.strerror}"
         left = len(text) - len(head) - len(tail)
         return f"{head.rstrip(chr(10))}\n[… {left} of {len(text)} characters left out; {where} …]\n{tail}"
+
+    def remember(self, text: str) -> str:
+        """Keep the conversation as a file, which tools find. Returns its path; nothing if it could not be written."""
+        try:
+            self.keep(HISTORY, text)
+        except OSError:
+            return ""
+        self.history = text
+        return HISTORY
 
     def keep(self, path: str, text: str) -> None:
         """Write a file in FOLDER. Raises OSError."""

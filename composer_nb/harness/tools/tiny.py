@@ -16,6 +16,8 @@ from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, 
 from composer_nb.harness.tools.arguments import CONTROLS, tool
 from composer_nb.harness.tools.tool_call import ToolError
 
+HISTORY = ".composer_nb/history.txt"
+"""File of a workspace with the whole conversation before the last summary. Grading ignores it."""
 FOUND = 8
 """Lines that a search shows."""
 
@@ -70,8 +72,16 @@ class Workspace:
     own_tests: frozenset[str] = frozenset()
     """Test files that the agent is asked to write: they are run as they are."""
     edits: Edits = field(default_factory=Edits)
+    history: str = ""
+
+    def remember(self, text: str) -> str:
+        """Keep the conversation as a file beside those that are graded. Returns its path."""
+        self.history = text
+        return HISTORY
 
     def text(self, path: str) -> str:
+        if path == HISTORY and self.history:
+            return self.history
         if path not in self.files:
             raise FileNotFoundError(path)
         return self.files[path]
@@ -81,7 +91,8 @@ class Workspace:
 
     def find(self, text: str) -> list[tuple[str, int, str]]:
         lines = ((path, n, line) for path in sorted(self.files) for n, line in enumerate(_lines(self.files[path]), 1))
-        return [found for found in lines if text in found[2] and found[0] not in self.visible_tests]
+        own = [found for found in lines if text in found[2] and found[0] not in self.visible_tests]
+        return own + remembered(self.history, text)
 
     def run_visible_tests(self) -> Observation:
         if not self.visible_tests:
@@ -192,6 +203,11 @@ def read_lints(place: Place) -> Observation:
 def _lines(text: str) -> list[str]:
     """Lines of a file; the newline that ends the last one begins no other."""
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def remembered(history: str, text: str) -> list[tuple[str, int, str]]:
+    """Return the lines of the history that hold `text`, as `find` does."""
+    return [(HISTORY, number, line) for number, line in enumerate(_lines(history), 1) if text in line]
 
 
 @tool()

@@ -122,7 +122,8 @@ def demonstrate(
         rng = Random(f"expert {seed} {task.id}")
         return searcher(task, rng) if "function" in task.metadata else expert(task, rng, mistake_rate)
 
-    policy = ScriptedPolicy(agent.renderer, script, 256 if agent.backend is None else 16)  # sandboxes take memory
+    capacity = 256 if agent.backend is None else 16  # sandboxes take memory
+    policy = ScriptedPolicy(agent.renderer, script, capacity, chained=agent.summary.trigger > 0)
     runs = (agent.attempt(task, position) for position, task in enumerate(tasks))
     return (done for _, done in drive(runs, policy, sandboxes))
 

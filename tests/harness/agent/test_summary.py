@@ -1,0 +1,257 @@
+"""Rollouts over a trigger: what is asked, written and read again; token for token, in every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from composer_nb.harness.agent.chat import ChatRenderer, Result, Said, User
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, digest, one
+from composer_nb.harness.agent.kimi import KimiRenderer
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings, history, resumed
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt, Environment, attempt
+from composer_nb.harness.policy import SEGMENT_STRIDE, first_segment
+from composer_nb.harness.rollout import Kind, Turn
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.store import pack_attempt, unpack_attempt
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.arguments import Todo
+from composer_nb.harness.tools.tiny import HISTORY, Workspace
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+
+READ = ToolCall(name="read_file", arguments={"path": "f.py"})
+TEST = ToolCall(name="run_tests", arguments={})
+UNDO = ToolCall(name="undo", arguments={})
+FINISH = ToolCall(name="finish", arguments={})
+LIMITS = Limits(turns=30, turn_tokens=60, tokens=900)
+Make = Callable[..., Any]
+
+
+def tries(*operators: str) -> Script:
+    """Read; then try operators, each with a test in the same turn, undone if the test fails; finish."""
+    yield one(READ)
+    for number, operator in enumerate(operators):
+        edit = ToolCall(name="substitute", arguments={"path": "f.py", "old": "x < k", "new": f"x {operator} k"})
+        yield turn([*[UNDO] * (number > 0), edit, TEST])
+    yield one(FINISH)
+
+
+def long_attempt(
+    renderer: CompactRenderer,
+    task: Task,
+    sandboxes: Any,
+    *,
+    trigger: int = 260,
+    limits: Limits = LIMITS,
+    **summary: Any,
+) -> Attempt:
+    agent = Agent(renderer, limits=limits, summary=SummarySettings(trigger=trigger, **summary))
+    policy = ScriptedPolicy(renderer, lambda n: tries("<=", "==", "!=", ">=", ">"), chained=trigger > 0)
+    [(_, done)] = drive([agent.attempt(task, 5)], policy, sandboxes)
+    return done
+
+
+def test_a_rollout_over_a_trigger_goes_on_in_segments_and_is_kept(
+    renderer: CompactRenderer, task: Task, sandboxes: Any
+) -> None:
+    done = long_attempt(renderer, task, sandboxes)
+    segments = done.rollout.segments
+    assert done.grade.passed and done.rollout.stop == "finished" and len(segments) >= 3, "two summaries at least"
+    assert [segment.parent for segment in segments] == list(range(-1, len(segments) - 1))
+    assert max(len(segment.token_ids) for segment in segments) < LIMITS.tokens < done.rollout.tokens
+    for place, segment in enumerate(segments):
+        text = renderer.tokenizer.decode(segment.token_ids.tolist(), skip_special_tokens=False)
+        assert text.startswith(f"<|bos|><|user|>{task.instruction}") and segment.kind[0] == Kind.PROMPT
+        assert (f"{HISTORY}<|end|><|call|>read f.py<|end|>" in text) == (place > 0), "read again after a summary"
+        summed = place + 1 < len(segments)
+        assert ("<|user|>summary<|end|><|call|>" in text) == summed == bool((segment.kind == Kind.SUMMARY).any())
+        if summed:
+            summary = renderer.tokenizer.decode(segment.token_ids[segment.kind == Kind.SUMMARY].tolist())
+            assert summary.removesuffix("<|end|>") in renderer.tokenizer.decode(segments[place + 1].token_ids.tolist())
+            assert "tried x < k > x <= k: fail" in summary and "\nleft: " in summary
+            assert segment.reused == segment.messages[-2][-1] > 0.3 * len(segment.token_ids)
+    assert done.rollout.messages == sum(len(s.messages) for s in segments) - (len(segments) - 1)
+    assert set(done.rollout.files) == set(task.files), "the history is not graded"
+    assert pack_attempt(unpack_attempt(pack_attempt(done), task)) == pack_attempt(done)
+
+
+def test_a_trigger_that_is_never_reached_changes_nothing(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
+    wide = replace(LIMITS, tokens=5000)
+    off = long_attempt(renderer, task, sandboxes, trigger=0, limits=wide)
+    assert pack_attempt(off) == pack_attempt(long_attempt(renderer, task, sandboxes, trigger=4000, limits=wide))
+    assert len(off.rollout.segments) == 1
+
+
+@pytest.mark.parametrize("kind", ["prompted", "truncate"])
+def test_the_baselines_are_values_of_one_setting(
+    renderer: CompactRenderer, task: Task, sandboxes: Any, kind: Literal["prompted", "truncate"]
+) -> None:
+    limits = replace(LIMITS, tokens=4000)
+    done = long_attempt(renderer, task, sandboxes, kind=kind, trigger=200, limits=limits)
+    segments = done.rollout.segments
+    assert done.grade.passed and len(segments) > 2
+    if kind == "prompted":
+        query = renderer.ask(PROMPTED)
+        assert all(" ".join(map(str, query)) in " ".join(map(str, s.token_ids)) for s in segments[:-1])
+        return
+    prompt = renderer.prompt(task.instruction)
+    for before, segment in zip(segments, segments[1:], strict=False):
+        ids, first = segment.token_ids.tolist(), segment.messages[0][0]
+        assert ids[: len(prompt)] == prompt and not (segment.kind == Kind.SUMMARY).any()
+        tail = ids[len(prompt) : int((segment.kind == Kind.PROMPT).sum())]
+        assert 0 < len(tail) <= 100 and before.token_ids.tolist()[-len(tail) :] == tail, "the newest turns"
+        assert set(segment.kind[len(prompt) + len(tail) : first]) == {Kind.OBSERVATION}
+
+
+def test_tokens_are_limited_per_segment_and_over_all(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
+    whole = long_attempt(renderer, task, sandboxes).rollout.tokens
+    done = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=whole // 2))
+    assert done.rollout.stop == "tokens" and done.rollout.tokens <= whole // 2 and len(done.rollout.segments) > 1
+    short = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, tokens=270))
+    assert short.rollout.stop == "tokens" and max(len(s.token_ids) for s in short.rollout.segments) <= 270
+
+
+def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
+    renderer: CompactRenderer, task: Task, typist: Make, sandboxes: Any
+) -> None:
+    agent = Agent(renderer, limits=replace(LIMITS, turns=5), summary=SummarySettings(trigger=60, tokens=7))
+    reads = renderer.render_call(READ)
+    wild = [renderer.call, *renderer.encode("no"), renderer.to, *renderer.encode("a note that is too long to be held")]
+    policy = typist(lambda rollout, turn: wild if turn == 2 else reads)
+    [(_, done)] = drive([agent.attempt(task, 1)], policy, sandboxes)
+    first, *rest = done.rollout.segments
+    written = first.token_ids[first.messages[-1]].tolist()
+    assert written == wild[:7] and len(rest) == 2
+    own = written.index(renderer.to) + 1
+    assert first.kind[first.messages[-1]].tolist() == [Kind.THINKING] * own + [Kind.SUMMARY] * (7 - own)
+    assert renderer.tokenizer.decode(written[own:]).strip() in renderer.tokenizer.decode(rest[0].token_ids.tolist())
+    asked = [request.rollout for request in policy.asked]
+    assert {*asked} == {1, 1 + SEGMENT_STRIDE, 1 + 2 * SEGMENT_STRIDE} == {*policy.released}
+    assert {first_segment(number) for number in asked} == {1}
+
+
+def test_the_history_is_found_by_tools_after_everything_else(task: Task, sandboxes: Any) -> None:
+    place = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=sandboxes)
+    before = place.find("x < k")
+    turns = [Turn(call='{"name": "grep"}', observation="none of x < k", said="I look.")]
+    assert place.remember(history(task.instruction, turns)) == HISTORY
+    assert place.find("x < k") == [*before, (HISTORY, 4, "none of x < k")] and len(before) == 1
+    assert place.text(HISTORY).startswith(task.instruction) and HISTORY not in place.files
+
+
+def test_a_segment_begins_with_the_task_the_summary_the_todos_and_the_history() -> None:
+    todos = [Todo(id="1", content="fix f", status="completed"), Todo(id="2", content="test f", status="pending")]
+    text = resumed("fix it", "f is fixed", 2, todos, HISTORY, terse=False)
+    for part in (
+        "fix it\n\n",
+        "summary 2",
+        "f is fixed",
+        "- [completed] fix f\n- [pending] test f",
+        f"in {HISTORY}: search",
+    ):
+        assert part in text
+    assert resumed("fix it", "f is fixed", 2, (), "", terse=True) == "fix it\nf is fixed"
+
+
+def test_a_digest_says_what_failed_what_was_tried_and_what_is_left() -> None:
+    edit = ToolCall(name="edit_line", arguments={"path": "f.py", "line": 3, "text": "y"})
+    log = [(one(TEST), "fail 1/2: f(1) = 2 want 3"), (turn([edit, TEST]), "fail 2/2: f(0) = 1 want 2")]
+    assert digest(log) == (
+        "fail 1/2: f(1) = 2 want 3\ntried 3 > y: fail 2/2: f(0) = 1 want 2\nleft: undo, then change something else"
+    )
+    assert digest([*log, (turn([UNDO, edit, TEST]), "pass 2")]).endswith("tried 3 > y: pass 2\nleft: finish")
+    assert digest([]) == "left: test"
+
+
+# Chat models
+
+
+def chat_renderer(kind: type[ChatRenderer], compact: Tokenizer) -> ChatRenderer:
+    tokenizer = Tokenizer.from_str(compact.to_str())
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in kind.tokens])
+    return kind(tokenizer, ToolSet.cursor().schemas)
+
+
+@pytest.mark.parametrize("kind", [QwenRenderer, KimiRenderer])
+def test_thinking_before_a_summary_is_told_from_it(kind: type[ChatRenderer], renderer: CompactRenderer) -> None:
+    chat = chat_renderer(kind, renderer.tokenizer)
+    for text, thought, summary in (
+        (f"I think.\n{OPENS}\nall is well", "I think.\n<summary>", "all is well"),
+        ("no mark", "", "no mark"),
+    ):
+        ids = [*chat.encode(text), chat.end]
+        told, kinds = chat.summary(ids)
+        own = kinds.count(Kind.THINKING)
+        assert told == summary and kinds == [Kind.THINKING] * own + [Kind.SUMMARY] * (len(ids) - own)
+        assert chat.tokenizer.decode(ids[:own]).strip() == thought
+    assert chat.summary([]) == ("", [])
+
+
+@pytest.mark.parametrize("kind", [QwenRenderer, KimiRenderer])
+def test_the_query_follows_the_results_as_a_user_would(kind: type[ChatRenderer], renderer: CompactRenderer) -> None:
+    chat = chat_renderer(kind, renderer.tokenizer)
+    said = turn([ToolCall(name="read_file", arguments={"target_file": "f.py"})])
+    if kind is KimiRenderer:
+        said = Said(calls=(replace(said.calls[0], id="functions.read_file:0"),))
+    result = Result(id=said.calls[0].id, text="x = 1")
+    opened = [*chat.read([User(text="go")], "sys"), *chat.turn(said)]
+    assert [*opened, *chat.answers([result]), *chat.encoded(chat._cue())] == chat.render(
+        [User(text="go"), said, result], "sys"
+    )
+    whole = chat.tokenizer.decode([*chat.answers([result]), *chat.ask(chat.queries["self"])], skip_special_tokens=False)
+    assert whole.count(chat.queries["self"]) == 1 and whole.index("x = 1") < whole.index("Please summarize")
+
+
+def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
+    renderer: CompactRenderer, backend: Backend, task: Task
+) -> None:
+    from composer_nb.harness.agent.turns import TokenSpeaker
+    from composer_nb.harness.policy import Completion, Request, Trace
+
+    chat = chat_renderer(QwenRenderer, renderer.tokenizer)
+    calls = [
+        ToolCall(
+            name="todo_write",
+            arguments={"merge": False, "todos": [{"id": "1", "content": "look", "status": "pending"}]},
+        ),
+        ToolCall(name="grep", arguments={"pattern": "todo_write", "path": HISTORY}),
+    ]
+    written = [
+        chat.turn(turn(calls[:1])),
+        chat.turn(turn(calls[1:])),
+        [*chat.encode(f"so far\n{OPENS}\nI wrote a plan"), chat.end],
+        chat.turn(turn(calls[1:])),
+        chat.turn(turn(calls[1:])),
+        [*chat.encode(f"{OPENS}\nI looked"), chat.end],
+        chat.turn(Said(text="Done.")),
+    ]
+    read: list[list[int]] = []
+
+    def ask(request: Request, until: float) -> Completion:
+        ids = written[len(read)]
+        read.append(list(request.token_ids))
+        return Completion(rollout=0, token_ids=ids, logprobs=[-1.0] * len(ids), policy_versions=[3] * len(ids))
+
+    limits = Limits(turns=9, turn_tokens=900, tokens=60_000)
+    start = len(chat.read([User(text=task.instruction)], ""))
+    speaker = TokenSpeaker(chat, 0, limits, ask, lambda n: Trace(), "", SummarySettings(trigger=start + 20))
+    repository = task.model_copy(update={"grader": "pytest"})
+    done = attempt(repository, Environment(backend=backend, tools=ToolSet.cursor(), limits=limits), speaker)
+    assert done.rollout.stop == "finished" and len(done.rollout.segments) == 3
+    second = chat.tokenizer.decode(read[3], skip_special_tokens=False)
+    for part in (task.instruction, "I wrote a plan", "- [pending] look", HISTORY):
+        assert part in second
+    assert done.rollout.turns[1].error and "todo_write" in done.rollout.turns[2].observation, (
+        "there is a history by then"
+    )
+    assert set(done.rollout.files) == set(task.files)
