@@ -17,6 +17,7 @@ from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolic
 from composer_nb.harness.agent.loop import LIMITS, Told, converse
 from composer_nb.harness.agent.prompt import system_text
 from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenSpeaker
 from composer_nb.harness.attempt import Attempt, Environment
 from composer_nb.harness.carry import Blob, carry_back
@@ -46,6 +47,7 @@ class BenchSettings:
     """Settings of a bench besides its policy, tasks and tools."""
 
     limits: Limits = LIMITS
+    summary: SummarySettings = NO_SUMMARIES
     temperature: float = 1.0
     seed: int = 0
 
@@ -150,7 +152,7 @@ def _speakers(
     """Open a policy for attempts. Scripts for the tools of tiny models count tokens, with a tokenizer trained on the tasks."""
     kind, script = parse_policy(policy)
     if kind != "scripted" or not place.tools.terse or script.endswith(".json"):
-        drawn = {name: getattr(settings, name) for name in ("limits", "temperature", "seed")}
+        drawn = {name: getattr(settings, name) for name in ("limits", "summary", "temperature", "seed")}
         with open_policy(policy, system_text(WORKSPACE), place.tools.schemas, slots=workers, **drawn) as cast:
             yield cast
         return

@@ -19,7 +19,7 @@ from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointSpeak
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.agent.summary import SummarySettings
+from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
 from composer_nb.harness.environment import RENDERERS, Carried, carried
 from composer_nb.harness.product.work import tools_for
@@ -70,7 +70,7 @@ def open_policy(
     temperature: float = 1.0,
     seed: int = 0,
     slots: int = 8,
-    summary: SummarySettings | None = None,
+    summary: SummarySettings = NO_SUMMARIES,
 ) -> Iterator[Cast]:
     """Open a policy for conversations with these tools. A checkpoint summarises as it did in training, or as `summary` says.
 
@@ -84,9 +84,9 @@ def open_policy(
     else:
         with open_engine(Path(name), slots=slots, tokens=limits.tokens, temperature=temperature, seed=seed) as engine:
             renderer, held = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
-            known = trained_with(Path(name)).summary
+            chosen = summary if summary.trigger else trained_with(Path(name)).summary
             yield lambda task, rollout: TokenSpeaker(
-                renderer, rollout, held, engine.shared.ask, engine.shared.release, system, summary or known
+                renderer, rollout, held, engine.shared.ask, engine.shared.release, system, chosen
             )
 
 
