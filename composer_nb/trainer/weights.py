@@ -26,13 +26,7 @@ from composer_nb.trainer.versions.manifest import (
     check_same_form,
     seal,
 )
-from composer_nb.trainer.versions.payload import (
-    SHARD_BYTES,
-    decoded,
-    side_names,
-    write_part,
-    write_side,
-)
+from composer_nb.trainer.versions.payload import SHARD_BYTES, decoded, side_names, write_part, write_side
 
 
 def encode_delta(

@@ -143,10 +143,7 @@ WAITING = "flag: str = ''\nwait: bool = True"
 def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
     once = "from pathlib import Path\nfirst = not Path(flag).exists()\nPath(flag).touch()\nimport os\n"
     flag = "flag: str = ''"
-    kill_kernel, kill_parent = (
-        "if first: os.kill(os.getpid(), 9)",
-        "if first: os.kill(os.getppid(), 9)",
-    )
+    kill_kernel, kill_parent = ("if first: os.kill(os.getpid(), 9)", "if first: os.kill(os.getppid(), 9)")
     nodes = {
         "good": {"notebook": bench.notebook("good", "total = steps * 2\nword = 'many'"), "parameters": {"steps": 4}}
         | {"outputs": {"total": "total", "word": "word"}},
@@ -205,10 +202,7 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
     bench.nothing_is_left()
     done = {name for name, state in bench.states().items() if state == "completed"}
     assert done == set(nodes) - {"cell", "slow", "dies"} and code == 124
-    assert bench.attempts() == {
-        **before,
-        **{"raises": 2, "cell": 2, "slow": 2, "dies": 4, "blocked": 1, "mistyped": 1},
-    }
+    assert bench.attempts() == {**before, **{"raises": 2, "cell": 2, "slow": 2, "dies": 4, "blocked": 1, "mistyped": 1}}
 
 
 @pytest.mark.slow

@@ -117,10 +117,7 @@ def test_forms_take_turns_and_one_that_fails_is_a_hole():
         raise RuntimeError("no kernel image\nand more")
 
     case = Case(
-        number="1",
-        title="",
-        shape="",
-        forms={"ours": form("a", 1.1), "b": form("b", 1.0), "c": broken, "d": "missing"},
+        number="1", title="", shape="", forms={"ours": form("a", 1.1), "b": form("b", 1.0), "c": broken, "d": "missing"}
     )
     result = run_case(case, CPU, seconds=10, rounds=3)
     assert order == ["a", "a", "b", "b", "a", "b", "a", "b", "a", "b"], "twice to warm up, then in turns"

@@ -14,16 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from composer_nb.harness.grading.box import Boxes, Ran, Result, RunnerEnded
-from composer_nb.harness.grading.plan import (
-    Plan,
-    Twin,
-    changed_text,
-    conftests,
-    digest,
-    gold_files,
-    job,
-    normal,
-)
+from composer_nb.harness.grading.plan import Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import Guard, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates

@@ -81,11 +81,7 @@ class Routing:
 
 
 def route(
-    x_ND: Tensor,
-    router_ED: Tensor,
-    rule: Rule,
-    bias_E: Tensor | None = None,
-    replay: Replay | None = None,
+    x_ND: Tensor, router_ED: Tensor, rule: Rule, bias_E: Tensor | None = None, replay: Replay | None = None
 ) -> Routing:
     """Scores of all experts, the choice of K, and gates.
 

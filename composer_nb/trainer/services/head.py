@@ -269,9 +269,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     now = time.time()
     try:
-        _write(
-            Head(folder=str(folder), address=cluster.address, pid=os.getpid(), started=now, until=now + lease_s),
-        )
+        _write(Head(folder=str(folder), address=cluster.address, pid=os.getpid(), started=now, until=now + lease_s))
         print(f"{time.ctime()}: ended: {_live(folder, cluster, stop)}", flush=True)
     finally:
         (folder / "head.json").unlink(missing_ok=True)

@@ -60,13 +60,7 @@ class Updates:
     """Versions of a store as models of one engine."""
 
     def __init__(
-        self,
-        url: str | Path,
-        name: str,
-        config: ModelConfig,
-        *,
-        kernels: Any = None,
-        numerics: EngineName = "float32",
+        self, url: str | Path, name: str, config: ModelConfig, *, kernels: Any = None, numerics: EngineName = "float32"
     ) -> None:
         """`numerics`: the engine's number format."""
         self.receiver = Receiver(url, name=name)

@@ -12,15 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, read_shards, size_of, split
-from composer_nb.trainer.versions.manifest import (
-    MANIFEST,
-    Entry,
-    File,
-    ForeignBase,
-    Manifest,
-    MissingVersion,
-    State,
-)
+from composer_nb.trainer.versions.manifest import MANIFEST, Entry, File, ForeignBase, Manifest, MissingVersion, State
 from composer_nb.trainer.versions.payload import SHARD_BYTES, Link, check_chain, decoded, map_link, write_side
 from composer_nb.trainer.versions.store import Store
 

@@ -13,14 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from composer_nb.trainer.versions.manifest import (
-    ForeignBase,
-    Manifest,
-    MisplacedVersion,
-    Record,
-    State,
-    WeightFault,
-)
+from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, MisplacedVersion, Record, State, WeightFault
 from composer_nb.trainer.versions.payload import check_chain, decoded, read_link
 from composer_nb.trainer.versions.store import Note, Report, Store, StoreError, anchor, folder
 

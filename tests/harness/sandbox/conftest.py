@@ -21,11 +21,7 @@ def make(name: str, request: pytest.FixtureRequest) -> Backend:
     return open_backend(name)
 
 
-BACKENDS = [
-    "bwrap",
-    "process",
-    pytest.param("docker", marks=pytest.mark.docker),
-]
+BACKENDS = ["bwrap", "process", pytest.param("docker", marks=pytest.mark.docker)]
 ISOLATED = [name for name in BACKENDS if name != "process"]
 
 

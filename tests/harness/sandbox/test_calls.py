@@ -22,11 +22,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.sandbox import bwrap, calls, contract, host
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor, value_text
-from composer_nb.harness.sandbox.contract import (
-    CallLimits,
-    SandboxFailure,
-    SandboxSlow,
-)
+from composer_nb.harness.sandbox.contract import CallLimits, SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.system import linux
 from composer_nb.harness.sandbox.system.linux import patience
 
@@ -111,10 +107,7 @@ def test_requests_and_answers_larger_than_any_buffer(executor: SandboxExecutor) 
     [
         ("def f(x):\n    if x == 2:\n        raise KeyError(x)\n    return x\n", ["returned", "raised", "returned"]),
         ("def f(x):\n    while x == 2:\n        pass\n    return x\n", ["returned", "timeout", "not_run"]),
-        (
-            "import os\ndef f(x):\n    if x == 2:\n        os._exit(0)\n    return x\n",
-            ["returned", "died", "not_run"],
-        ),
+        ("import os\ndef f(x):\n    if x == 2:\n        os._exit(0)\n    return x\n", ["returned", "died", "not_run"]),
         ("import ctypes\ndef f(x):\n    ctypes.string_at(0)\n", ["died", "not_run", "not_run"]),
         ("def f(x):\n    return object() if x == 2 else x\n", ["returned", "unreadable", "returned"]),
         ("def f(x):\n    return 'a' * 20000 if x == 2 else x\n", ["returned", "unreadable", "returned"]),

@@ -121,12 +121,7 @@ class Driver:
         slot, attempt, place = key
         oldest = max(0, self.born[key] - lag)
         event = Finished(
-            at=self.now,
-            slot=slot,
-            attempt=attempt,
-            place=place,
-            oldest_version=oldest,
-            sampled=tokens // 2,
+            at=self.now, slot=slot, attempt=attempt, place=place, oldest_version=oldest, sampled=tokens // 2
         )
         self.running.pop(key, None)
         self.told[key] = event
@@ -591,11 +586,7 @@ def test_after_a_crash_the_batch_in_training_is_executed_again_and_the_rest_goes
     assert commands[0] == train
     again = [c for c in commands if isinstance(c, Dispatch)]
     first = 3 * ATTEMPTS_A_LIFE + 2
-    assert [(c.slot, c.attempt, c.places) for c in again] == [
-        (0, first, (0, 1)),
-        (4, first, (0,)),
-        (5, first, (0, 1)),
-    ]
+    assert [(c.slot, c.attempt, c.places) for c in again] == [(0, first, (0, 1)), (4, first, (0,)), (5, first, (0, 1))]
     d.finish((0, 1, 0))  # a worker of the life before
     assert d.ignored("late") == 1 and d.orchestrator.books.ledger["restored"] == 50
 

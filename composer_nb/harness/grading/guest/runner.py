@@ -167,13 +167,7 @@ def run(wake: int, limit_s: float) -> Json:
     }
 
 
-def follow(
-    pid: int,
-    wake: int,
-    kept: dict[int, bytearray],
-    deadline: float,
-    until: typing.Callable[[], bool],
-) -> bool:
+def follow(pid: int, wake: int, kept: dict[int, bytearray], deadline: float, until: typing.Callable[[], bool]) -> bool:
     """Read what a child writes, until it ends (False), its time is up (False), or `until` holds (True)."""
     poller = select.poll()
     poller.register(wake, select.POLLIN)

@@ -49,7 +49,7 @@ PROCESS = {
 }  # fmt: skip
 """Refused to function calls too."""
 ABSENT = {
-    "io_setup": (206, 0),  # takes of a small number of contexts that the whole machine has
+    "io_setup": (206, 0)  # takes of a small number of contexts that the whole machine has
 }
 """Answered ENOSYS, as by a kernel without them, so that programs do without."""
 RULED = {
