@@ -78,9 +78,7 @@ def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
     for name, expression in outputs.items():
         parts = expression.split(".")
         if not name.isidentifier() or not all(part.isidentifier() for part in parts):
-            raise ValueError(
-                f"{source.name}: output {name}: {expression!r} is not a variable's name, as run or run.path"
-            )
+            raise ValueError(f"{source.name}: output {name}: {expression!r} is not a variable's name, as run.path")
         if parts[0] not in names:
             raise ValueError(f"{source.name}: output {name}: no cell sets {parts[0]!r}; {nearest(parts[0], names)}")
 

@@ -6,7 +6,7 @@ process number has to be trusted.
 
 from __future__ import annotations
 
-import fcntl
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from composer_nb.harness.untrusted import beneath
 from composer_nb.jobs import processes
 from composer_nb.jobs.check import notebook_digest
 from composer_nb.jobs.records import ENDED, file_digest, now, read_json, remove_parts, write_record
+from composer_nb.trainer.services.head import claim, holder
 
 STOP_S = 40.0
 """Seconds after a request to stop until a notebook is killed: its cell's grace, the kernel's end, the sweep."""
@@ -60,29 +61,18 @@ def attempt_dir(folder: Path, node: str, number: int) -> Path:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the run's lock. Raises ValueError where another process does."""
-    with (folder / "lock").open("a+") as lock:
-        patience = time.monotonic() + 2  # to ask whether a run is alive is to hold its lock for a moment
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > patience:
-                    raise ValueError(
-                        f"{folder} is being run already; composer-nb jobs cancel {folder} ends it"
-                    ) from None
-                time.sleep(0.1)
+    fd = claim(folder / "lock", tries=40)  # to ask whether a run is alive is to hold its lock for a moment
+    if fd is None:
+        raise ValueError(f"{folder} is being run already; composer-nb jobs cancel {folder} ends it")
+    try:
         yield
+    finally:
+        os.close(fd)
 
 
 def alive(folder: Path) -> bool:
     """Return whether a runner holds the run's lock."""
-    try:
-        with (folder / "lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
+    return holder(folder / "lock") is not None
 
 
 def snapshot(notebook: Path, folder: Path) -> Path:

@@ -306,18 +306,14 @@ def _check(path: Path, node: Node, known: Mapping[str, type], written: JobFile) 
         if name not in known:
             raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, known)}")
         if "${" in REFERENCE.sub("", json.dumps(value)):
-            raise ValueError(
-                f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}, without spaces"
-            )
+            raise ValueError(f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}")
         for source, output in references(value):
             if source != JOB and source not in written.nodes:
                 raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, written.nodes)}")
             own = source in (JOB, node.family)  # of itself a node knows only where it is
             outputs = {DIR: "", **({} if own else written.nodes[source].outputs)}
             if output not in outputs:
-                raise ValueError(
-                    f"{path}: {node.name}.{name}: {source} has no output {output!r}; {nearest(output, outputs)}"
-                )
+                raise ValueError(f"{path}: {node.name}: {source} has no output {output!r}; {nearest(output, outputs)}")
         if name not in plain and isinstance(value, str) and not REFERENCE.fullmatch(value):
             check_type(node.notebook.name, name, value, known[name])
 

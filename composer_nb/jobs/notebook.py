@@ -72,19 +72,12 @@ def run_notebook(
     output.parent.mkdir(parents=True, exist_ok=True)
     mark = mark or f"{source.stem}-{uuid.uuid4().hex[:12]}"
     record = {
-        **(about or {}),
-        "state": "running",
-        "notebook": source.name,
-        "notebook_sha256": notebook_digest(source),
-        "parameters": dict(values),
-        "package_digest": package_digest(),
-        "commit": commit(),
-        "versions": _versions(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process_started": psutil.Process().create_time(),
+        **(about or {}), "state": "running", "notebook": source.name,
+        "notebook_sha256": notebook_digest(source), "parameters": dict(values),
+        "package_digest": package_digest(), "commit": commit(), "versions": _versions(),
+        "host": socket.gethostname(), "pid": os.getpid(), "process_started": psutil.Process().create_time(),
         "started": now(),
-    }
+    }  # fmt: skip
     start, path, kept = time.perf_counter(), output.with_name("run.json"), output.with_name("outputs.json")
     with ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())

@@ -213,17 +213,15 @@ class Runner:
     def _found(self, node: Node) -> dict[tuple[str, str], Any]:
         """Return the values of the node's references."""
         home = self.folder / "nodes"
-        found: dict[tuple[str, str], Any] = {
-            (JOB, DIR): str(self.folder),
-            (node.family, DIR): str(beneath(home, node.name)),
-        }
+        found: dict[tuple[str, str], Any] = {(JOB, DIR): str(self.folder)}
+        found[node.family, DIR] = str(beneath(home, node.name))
         for source, output in references(dict(node.parameters)):
             if (source, output) not in found:
                 members = self.job.family(source)
-                values = [
-                    str(beneath(home, name)) if output == DIR else self.states[name].record["outputs"][output]
-                    for name in members
-                ]
+                if output == DIR:
+                    values: list[Any] = [str(beneath(home, name)) for name in members]
+                else:
+                    values = [self.states[name].record["outputs"][output] for name in members]
                 found[source, output] = values if self.job.nodes[members[0]].spec.grid else values[0]
         return found
 
@@ -310,9 +308,7 @@ class Runner:
             worst = ("failed", "timed_out", "lost", "interrupted")
             state = next((each for each in worst if each in ended), "completed")
             state = "interrupted" if self.stopping and ended != {"completed"} else state
-        nodes = {
-            name: {k: v for k, v in one.record.items() if v or k == "attempt"} for name, one in self.states.items()
-        }
+        nodes = {name: {k: v for k, v in s.record.items() if v or k == "attempt"} for name, s in self.states.items()}
         found: dict[str, Any] = {"id": self.folder.name, "name": self.job.name, "state": state, "started": self.started}
         found |= {"host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.begun}
         return found | {"dir": str(self.folder), "nodes": nodes} | ({"ended": now()} if over else {})

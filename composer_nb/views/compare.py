@@ -51,10 +51,7 @@ def scores(found: Mapping[str, Any]) -> Picture:
     bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
     sides = [
         style.Side(
-            label,
-            color,
-            [part["scores"][place]["pass_at_1"] for part in both.values()],
-            [part["scores"][place]["ci95"] for part in both.values()],
+            label, color, *([part["scores"][place][it] for part in both.values()] for it in ("pass_at_1", "ci95"))
         )
         for place, (color, label) in enumerate(zip(COLORS, labels(found), strict=True))
     ]

@@ -101,10 +101,8 @@ def _in_flight(seen: Status) -> str:
         return "nothing"
     size, done, running = (sum(getattr(s, name) for s in seen.slots) for name in ("size", "done", "running"))
     verb = "being sampled" if seen.state == "live" else "to be sampled again"
-    training = sum(s.training for s in seen.slots)
-    return (
-        f"{len(seen.slots)} groups: of {size} rollouts {done} finished, {running} {verb}; {training} groups in training"
-    )
+    training = f"{sum(s.training for s in seen.slots)} groups in training"
+    return f"{len(seen.slots)} groups: of {size} rollouts {done} finished, {running} {verb}; {training}"
 
 
 def _ranked(ledger: Any) -> list[tuple[str, int]]:
@@ -121,12 +119,8 @@ def plain(seen: Status) -> dict[str, Any]:
     """Return the status ready for JSON, with the last RL step alone."""
     known = asdict(seen)
     steps = known.pop("steps")
-    return {
-        **known,
-        "path": str(seen.path),
-        "utilisation": utilisation(seen),
-        "last_step": steps[-1] if steps else None,
-    }
+    last = steps[-1] if steps else None
+    return {**known, "path": str(seen.path), "utilisation": utilisation(seen), "last_step": last}
 
 
 # As a picture

@@ -63,12 +63,8 @@ def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
     picture, ax = style.one_panel(9.5, 0.5 * len(futures) + 1.0)
     ax.axis("off")
     middle, fork = (len(futures) - 1) / 2, 1.05 * len(trunk) - 0.2
-    columns = {
-        "edit": fork + 1.35,
-        "tests it can see": fork + 2.75,
-        "hidden tests": fork + 3.75,
-        "workspace": fork + 4.85,
-    }
+    columns = {"edit": 1.35, "tests it can see": 2.75, "hidden tests": 3.75, "workspace": 4.85}
+    columns = {text: fork + x for text, x in columns.items()}
     for text, x in columns.items():
         style.note(ax, x, -0.8, text, ha="center", color=style.GREY)
     ax.plot([0, fork], [middle, middle], color=style.GREY, linewidth=1.2, zorder=1)
@@ -110,9 +106,8 @@ def twin(task: Task, one: Twin) -> Html:
         ("its twin: a right answer fails", one.text, "rgba(213,94,0,.4)"),
     ):
         marked = f"{text[first : one.start]}\0{middle}\1{text[one.end : last]}"
-        body = (
-            html.escape(textwrap.dedent(marked)).replace("\0", f'<b style="background:{tint}">').replace("\1", "</b>")
-        )
+        body = html.escape(textwrap.dedent(marked))
+        body = body.replace("\0", f'<b style="background:{tint}">').replace("\1", "</b>")
         columns.append(f'<div style="flex:1 1 22em"><div class="head">{head}</div><pre>{body}</pre></div>')
     return page.box(f'<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(columns)}</div>')
 

@@ -21,6 +21,10 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores
 from composer_nb.views.page import document, figure, html_table, shown, text_table
 
+SCORES = (
+    "policy", "pass@1", "95 %", "greedy", "best of k", "in 12 calls", "tasks", "calls", "invalid", "tests", "recovery",
+)  # fmt: skip
+
 
 def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
     """Return (caption, PNG) by name of every figure that the run has data for."""
@@ -35,10 +39,8 @@ def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
     if "train" in report:
         found["rl"] = (curves.reinforcement(run), f"RL. Bold: mean of the last {curves.WINDOW} steps.")
         if "mixed_versions" in report["train"]:
-            found["staleness"] = (
-                curves.staleness(run, report),
-                "By how many batches the oldest token of a rollout was behind when it was trained.",
-            )
+            caption = "By how many batches the oldest token of a rollout was behind when it was trained."
+            found["staleness"] = (curves.staleness(run, report), caption)
         found["experts"] = (rollout.experts(run), "Which experts the tokens of the last RL step took.")
     if "replay" in report:
         found["mismatch"] = (scores.mismatch(report), "How far engine and trainer are apart on the same tokens.")
@@ -97,19 +99,7 @@ def score_table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of scores."""
-    yield (
-        "policy",
-        "pass@1",
-        "95 %",
-        "greedy",
-        "best of k",
-        "in 12 calls",
-        "tasks",
-        "calls",
-        "invalid",
-        "tests",
-        "recovery",
-    )
+    yield SCORES
     for name, s in scores.items():
         yield (
             name,
@@ -129,13 +119,9 @@ def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, .
 def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield name and text of the other results."""
     if kept := report.get("excerpt"):
-        yield (
-            "excerpt",
-            (
-                f"the numbers are those of the full run; here are rollouts of {len(kept['rollouts_of_rl_steps'])} of "
-                f"{kept['of_rl_steps']} RL steps, {kept['heldout_tasks']} of {kept['of_heldout_tasks']} held-out tasks"
-            ),
-        )
+        steps = f"{len(kept['rollouts_of_rl_steps'])} of {kept['of_rl_steps']} RL steps"
+        tasks = f"{kept['heldout_tasks']} of {kept['of_heldout_tasks']} held-out tasks"
+        yield "excerpt", f"the numbers are those of the full run; here are rollouts of {steps}, {tasks}"
     for name, score in report.get("eval", {}).items():
         if len(kinds := score.get("by_kind", {})) > 1:
             yield f"solved by kind, {name}", ", ".join(f"{kind} {share:.3f}" for kind, share in kinds.items())

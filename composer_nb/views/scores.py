@@ -64,9 +64,8 @@ def families(report: Mapping[str, Any]) -> Picture:
         ax.plot([min(found), max(found)], [place, place], color=style.PALE, linewidth=3, zorder=1)
     markers = dict(zip(scores, "sDo^v", strict=False))
     for name, score in scores.items():
-        points = [
-            (score["by_family"][family], place) for place, family in enumerate(names) if family in score["by_family"]
-        ]
+        solved = score["by_family"]
+        points = [(solved[family], place) for place, family in enumerate(names) if family in solved]
         color = POLICY.get(name, style.PURPLE)
         ax.plot(*zip(*points, strict=True), markers.get(name, "o"), color=color, markersize=7.5, label=name, alpha=0.9)
     ax.set_xlim(-0.03, 1.03)

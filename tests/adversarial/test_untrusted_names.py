@@ -54,14 +54,9 @@ def test_links_are_followed_as_far_as_they_stay_beneath(tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "sub").mkdir(parents=True)
     targets = {
-        "up": "..",
-        "out": "/etc",
-        "near": "sub",
-        "gone": "../gone",
-        "loop": "loop",
-        "deep": "up/x",
+        "up": "..", "out": "/etc", "near": "sub", "gone": "../gone", "loop": "loop", "deep": "up/x",
         "round": "../root/sub",
-    }
+    }  # fmt: skip
     for name, target in targets.items():
         (root / name).symlink_to(target)
     for name in ("near/x", "near", "round/x"):
@@ -208,15 +203,10 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, old: str, new:
 def test_a_store_keeps_to_its_root(tmp_path: Path, name: str, url: str) -> None:
     store = Store(url.format(tmp_path))
     calls: list[Callable[[], Any]] = [
-        lambda: store.read(name),
-        lambda: list(store.chunks(name)),
-        lambda: store.write(name, b""),
-        lambda: store.create(name, b""),
-        lambda: store.put(name, [b""]),
-        lambda: store.remove(name),
-        lambda: store.names(name),
-        lambda: store.exists(0, name),
-    ]
+        lambda: store.read(name), lambda: list(store.chunks(name)), lambda: store.write(name, b""),
+        lambda: store.create(name, b""), lambda: store.put(name, [b""]), lambda: store.remove(name),
+        lambda: store.names(name), lambda: store.exists(0, name),
+    ]  # fmt: skip
     for call in calls:
         with pytest.raises(StoreError, match="not a plain relative path"):
             call()

@@ -154,6 +154,4 @@ def _grade(status: Status, flags: set[str], rewards: Mapping[str, float], began:
     if not tests and status != "infra_error":
         tests = {f"{ENTRY}::reward": False}
     cost = {"wall_s": time.monotonic() - began}
-    return Grade(
-        status=status, tests=tests, flags=tuple(sorted(flags)), rewards=dict(rewards), cost=cost, output=output
-    )
+    return Grade(status=status, tests=tests, flags=tuple(sorted(flags)), rewards={**rewards}, cost=cost, output=output)

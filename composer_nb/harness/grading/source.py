@@ -40,9 +40,7 @@ class Source:
             if isinstance(each, ast.Call) and each.args and last_name(each.func) in RAISES
         )
         """Exceptions that the module expects, as it writes them."""
-        outside = [
-            n for node in self.tree.body if not isinstance(node, Function | ast.ClassDef) for n in ast.walk(node)
-        ]
+        outside = [n for top in self.tree.body if not isinstance(top, Function | ast.ClassDef) for n in ast.walk(top)]
         self.known = _grown({"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL, outside)
         """Names of the module whose values cannot depend on the code under test."""
         self.loads = Counter(each.id for each in ast.walk(self.tree) if isinstance(each, ast.Name))

@@ -250,13 +250,10 @@ class SandboxExecutor:
                 for index, (end, report) in zip(todo, called, strict=True):
                     answers[index] = _outcomes(end, report, len(requests[index].arguments), self.limits)
         except BaseException:
-            self._drop()
-            raise
-
-    def _drop(self) -> None:
-        if self._sandbox is not None:
             gone, self._sandbox = self._sandbox, None
-            gone.destroy()
+            if gone is not None:
+                gone.destroy()
+            raise
 
 
 def _encoded(request: CallRequest) -> bytes:

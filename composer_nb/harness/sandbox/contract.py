@@ -54,13 +54,9 @@ class SandboxDied(RuntimeError):
 
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
-    "memory_bytes": (1, 1 << 46),
-    "disk_bytes": (1, 1 << 45),
-    "inodes": (1, 1 << 31),
-    "processes": (1, 1 << 22),
-    "cpus": (0.01, 4096),
-    "open_files": (32, 1 << 20),
-}
+    "memory_bytes": (1, 1 << 46), "disk_bytes": (1, 1 << 45), "inodes": (1, 1 << 31), "processes": (1, 1 << 22),
+    "cpus": (0.01, 4096), "open_files": (32, 1 << 20),
+}  # fmt: skip
 """Range of each limit of a SandboxSpec. With fewer than 32 open files the resident program itself would lack some."""
 
 

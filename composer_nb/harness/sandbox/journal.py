@@ -113,9 +113,7 @@ def _label(directory: str) -> str:
 def mounts() -> frozenset[str]:
     """Return the paths at which something is mounted, as this process sees them."""
     paths = (line.split()[4] for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
-    return frozenset(
-        os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), path)) for path in paths
-    )
+    return frozenset(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda c: bytes([int(c[1], 8)]), path)) for path in paths)
 
 
 @lru_cache(maxsize=1)

@@ -147,9 +147,7 @@ class Layout:
         commands = shared | {
             "trees": trees,
             "masks": masks,
-            "files": {
-                f"{KIT}/programs{place}": {place: os.path.basename(path)} for place, path in self._shown().items()
-            },
+            "files": {f"{KIT}/programs{place}": {place: Path(path).name} for place, path in self._shown().items()},
             "devices": DEVICES,
             "writable": {WORKSPACE: 1.0, "/tmp": 1.0, "/dev/shm": 0.25},
         }

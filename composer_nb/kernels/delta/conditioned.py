@@ -40,16 +40,10 @@ class Layout:
 
 _NIBBLE = Layout(4, 0, 15)
 LAYOUTS = {
-    "bfloat16": Layout(16, 7, 255),
-    "float16": Layout(16, 10, 31),
-    "float32": Layout(32, 23, 255),
-    "float8_e4m3fn": Layout(8, 3, 15),
-    "float8_e5m2": Layout(8, 2, 31),
-    "uint8": _NIBBLE,
-    "int8": _NIBBLE,
-    "int32": _NIBBLE,
-    "float4_e2m1fn_x2": _NIBBLE,
-}
+    "bfloat16": Layout(16, 7, 255), "float16": Layout(16, 10, 31), "float32": Layout(32, 23, 255),
+    "float8_e4m3fn": Layout(8, 3, 15), "float8_e5m2": Layout(8, 2, 31), "uint8": _NIBBLE, "int8": _NIBBLE,
+    "int32": _NIBBLE, "float4_e2m1fn_x2": _NIBBLE,
+}  # fmt: skip
 """Layouts by torch's names. The class is the exponent. Packed numbers of four bits come as integers; their class is all bits."""
 
 

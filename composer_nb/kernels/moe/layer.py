@@ -218,8 +218,6 @@ def _check_widths(w_up_EFD: Tensor, w_down_EDI: Tensor, recipe: Recipe) -> None:
     """The blocks of a format must divide the widths that products sum over."""
     for name, width in (("D", w_up_EFD.shape[2]), ("I", w_down_EDI.shape[2])):
         if width % recipe.multiple:
-            raise ValueError(
-                f"recipe={recipe.name!r} has blocks: {name} = {width} must be a multiple of {recipe.multiple}"
-            )
+            raise ValueError(f"recipe={recipe.name!r} has blocks: {name} = {width} is no multiple of {recipe.multiple}")
     if recipe.multiple > 1 and w_up_EFD.dtype == torch.float64:
         raise ValueError(f"recipe={recipe.name!r} is of float32 and bfloat16: w_gate_up is torch.float64")

@@ -42,8 +42,7 @@ def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
         grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
         right = grade.passed == patch.honest and grade.status not in ("infra_error", "invalid_task")
         passed = f"{sum(grade.tests.values())} of {len(grade.tests)} tests"
+        flagged = bool(grade.flags)
         detail = ", ".join([grade.status, passed, *grade.flags])
-        verdict = Verdict(
-            blocked=right and bool(grade.flags) >= patch.flagged, flagged=bool(grade.flags), detail=detail
-        )
+        verdict = Verdict(blocked=right and flagged >= patch.flagged, flagged=flagged, detail=detail)
         yield row(patch.id, patch.case, patch.title, verdict)

@@ -79,9 +79,7 @@ def _text(files: Mapping[str, str]) -> dict[str, bytes | None]:
 
 def _bytecode(text: str, path: str) -> bytes:
     """Return a compiled module that Python believes without a look at its source."""
-    return (
-        importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8) + marshal.dumps(compile(text, path, "exec"))
-    )
+    return importlib.util.MAGIC_NUMBER + b"\1" + bytes(11) + marshal.dumps(compile(text, path, "exec"))
 
 
 def _beside(id: str, title: str, case: int, files: Mapping[str, str], **options: object) -> Patch:

@@ -52,9 +52,7 @@ class Durations:
         rows = np.loadtxt(path, delimiter=",", comments=("#", "prompt"), ndmin=2)
         prompts, draws = int(rows[:, 0].max()) + 1, int(rows[:, 1].max()) + 1
         if rows.shape != (prompts * draws, 4) or len(np.unique(rows[:, :2], axis=0)) != len(rows):
-            raise ValueError(
-                f"{path}: must have four columns and one row for each of {prompts} prompts × {draws} draws"
-            )
+            raise ValueError(f"{path}: needs four columns and one row for each of {prompts} prompts × {draws} draws")
         rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
         return cls(seconds=rows[:, 2].reshape(prompts, draws), tokens=rows[:, 3].astype(int).reshape(prompts, draws))
 

@@ -107,14 +107,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the sizes that do not fit together."""
-        sizes = (
-            "vocab_size",
-            "num_hidden_layers",
-            "num_key_value_heads",
-            "max_position_embeddings",
-            "decoder_sparse_step",
-        )
-        self._require_at_least(1, *sizes)
+        self._require_at_least(1, "vocab_size", "num_hidden_layers", "num_key_value_heads")
+        self._require_at_least(1, "max_position_embeddings", "decoder_sparse_step")
         dense = ["intermediate_size"] if self.moe_layers < self.num_hidden_layers else []
         # Grouped GEMM needs rows of whole 16 bytes, in bf16 too.
         sparse = [] if self.family in DENSE else ["moe_intermediate_size"]

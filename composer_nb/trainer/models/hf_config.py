@@ -76,13 +76,9 @@ class PackedIntegers:
 Format = FloatBlocks | PackedIntegers
 
 _WEIGHTS: dict[str, tuple[Any, ...]] = {
-    "num_bits": (4, 8),
-    "type": ("int",),
-    "symmetric": (True,),
-    "strategy": ("group",),
-    "actorder": (None, "weight", "static", False),
-    "dynamic": (False, None),
-}
+    "num_bits": (4, 8), "type": ("int",), "symmetric": (True,), "strategy": ("group",),
+    "actorder": (None, "weight", "static", False), "dynamic": (False, None),
+}  # fmt: skip
 """Supported values of compressed-tensors' description of weights."""
 
 
@@ -318,9 +314,7 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
     if kind == "default":
         return Yarn()
     if kind != "yarn":
-        raise ValueError(
-            f"rope_parameters or rope_scaling of type {kind!r} is not supported, only 'default' and 'yarn'"
-        )
+        raise ValueError(f"rope_parameters or rope_scaling of type {kind!r} is not supported, only 'default', 'yarn'")
     both = bool(rope.get("mscale")) and bool(rope.get("mscale_all_dim"))
     if (
         rope.get("attention_factor") is not None

@@ -47,8 +47,6 @@ class Load:
     """Computed in bfloat16 where this is true, in float32 otherwise; masters, gradients and moments are float32."""
     fused: bool = False
     """Attention keeps no probabilities whatever the widths of keys and values. torch's on a CPU does when they differ."""
-    skew: float = 1.0
-    """Tokens of the busiest rank's experts over the mean."""
     mx_dispatch: bool = False
     """Tokens go to experts as MXFP8 (8.25 bits); they come back as they are computed."""
 
@@ -101,7 +99,8 @@ class _Shapes:
         named = dict(model.named_parameters())
         stacks = [stack for name, weight in named.items() for stack in matrices(name, weight, c)]
         per_layer = [_split(layer) for layer in model.layers]
-        experts, total = sum(e for e, _ in map(_split, _all_layers(model))), sum(w.numel() for w in named.values())
+        every = [*model.layers, *(ahead.layer for ahead in model.aheads)]
+        experts, total = sum(e for e, _ in map(_split, every)), sum(weight.numel() for weight in named.values())
         return cls(
             experts=experts,
             others=total - experts,
@@ -113,10 +112,6 @@ class _Shapes:
             largest_expert=max((w.numel() for n, w in named.items() if n.endswith(("w_in", "w_out"))), default=0),
             largest_other=max(w.numel() for n, w in named.items() if "_layers" in n and "w_" not in n),
         )
-
-
-def _all_layers(model: Model) -> list[Layer]:
-    return [*model.layers, *(ahead.layer for ahead in model.aheads)]
 
 
 def _split(layer: Layer) -> tuple[int, int]:
@@ -134,30 +129,25 @@ def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
     muon = s.muon * mine // (s.others + s.experts) if load.optimizer == "muon" else 0
     kept = {"weights": 4 * mine, "gradients": 4 * mine, "optimizer": 8 * mine - 4 * muon + 4 * mine * load.published}
     n = math.ceil(load.tokens / mesh.cp)
-    rows = math.ceil(n * c.num_experts_per_tok * (load.skew if mesh.ep > 1 else 1.0)) if c.moe_layers else 0
+    rows = n * c.num_experts_per_tok if c.moe_layers else 0
     dense, sparse = (_layer(c, mesh, load, n, rows, dense=kind) for kind in (True, False))
     first = c.num_hidden_layers - c.moe_layers
     if load.recompute:
-        layers, again = (
-            n * (c.num_hidden_layers * c.hidden_size * b + c.moe_layers * _routing(c)),
-            max(dense * (first > 0), sparse),
-        )
+        layers = n * (c.num_hidden_layers * c.hidden_size * b + c.moe_layers * _routing(c))
+        again = max(dense * (first > 0), sparse)
     else:
         layers, again = first * dense + c.moe_layers * sparse, 0
     activations = layers + n * 2 * c.hidden_size * b
     output = 2 * 4 * n * c.vocab_size
     gathered = _gathered(s, mesh, b)
     table = s.tables // (1 if c.tie_word_embeddings else 2)
-    moments = {
-        "output": activations + output + (n * c.hidden_size + table) * b + gathered,
-        "layer": activations
-        + again
-        + b * (n * c.hidden_size + _experts_passing(c, mesh, rows))
-        + s.largest_of(mesh) * b
-        + gathered,
-        "optimizer": max(8 * mine, 5 * 4 * s.muon_stack // (mesh.ep * mesh.expert_shard) if muon else 0),
-    }
-    peak = max(moments.values())
+    passing = n * c.hidden_size + _experts_passing(c, mesh, rows) + s.largest_of(mesh)
+    peak = max(
+        activations + output + (n * c.hidden_size + table) * b + gathered,
+        activations + again + passing * b + gathered,
+        8 * mine,  # the optimizer's step
+        5 * 4 * s.muon_stack // (mesh.ep * mesh.expert_shard) if muon else 0,
+    )
     return Need(
         **kept,
         activations=activations,
@@ -250,9 +240,8 @@ def require_memory(
     lacking = f"a rank needs {need.peak / 2**30:,.2f} GiB at its peak and has {limit / 2**30:,.2f} GiB; "
     for name, mesh, world, changed in _smaller(c, settings, ranks, load):
         if not more_ranks and (mesh, world) != (settings, ranks):
-            raise ValueError(
-                f"{lacking}no micro-batch is small enough; a smaller model.*, fewer ranks or more memory would do"
-            )
+            would = "a smaller model.*, fewer ranks or more memory would do"
+            raise ValueError(f"{lacking}no micro-batch is small enough; {would}")
         smaller = estimate(c, Mesh.of(mesh, world), changed)
         if smaller.peak <= limit:
             raise ValueError(f"{lacking}{name} would ({smaller.peak / 2**30:,.2f} GiB)")
@@ -286,8 +275,6 @@ def table(need: Need) -> str:
     """Return a table in Markdown."""
     sizes = [("peak of a rank", need.peak), ("weights", need.weights), ("gradients", need.gradients)]
     sizes += [("optimiser", need.optimizer), ("activations", need.activations), ("output layer", need.output)]
-    sizes += [
-        ("passing at the peak", need.passing),
-        *((f"{name}, a step", size) for name, size in need.traffic.items()),
-    ]
+    sizes += [("passing at the peak", need.passing)]
+    sizes += [(f"{name}, a step", size) for name, size in need.traffic.items()]
     return "\n".join(["| | GiB |", "|---|---|", *(f"| {name} | {size / 2**30:,.3f} |" for name, size in sizes)])

@@ -115,16 +115,9 @@ class Mesh:
         cut, ep = divmod(rank, self.ep)
         expert_replicate, expert_shard = divmod(cut, self.expert_shard)
         return {
-            "replicate": replicate,
-            "shard": shard,
-            "cp": cp,
-            "fsdp": shard * self.cp + cp,
-            "data": rows,
-            "expert_replicate": expert_replicate,
-            "expert_shard": expert_shard,
-            "ep": ep,
-            "world": rank,
-        }
+            "replicate": replicate, "shard": shard, "cp": cp, "fsdp": shard * self.cp + cp, "data": rows,
+            "expert_replicate": expert_replicate, "expert_shard": expert_shard, "ep": ep, "world": rank,
+        }  # fmt: skip
 
     def experts(self, rank: int, experts: int) -> range:
         """Return the experts that a rank computes, of so many."""

@@ -1,12 +1,9 @@
-"""Processes for services: Ray actors, or threads of this process. Either way a call gives a future.
-
-`Threads` is for tests and for reading the code with a debugger; a run uses `RayActors`. Nothing else imports Ray.
-"""
+"""Processes for services: Ray actors, whose calls give futures. Nothing else imports Ray. (Tests run services on threads.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from composer_nb.harness.sandbox.journal import Journal
@@ -32,71 +29,6 @@ class Remote(Protocol):
 
     def kill(self) -> None:
         """Ends the service at once."""
-
-
-class Actors(Protocol):
-    """A maker of services."""
-
-    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> Remote:
-        """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
-
-    def make_ranks(
-        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
-    ) -> Sequence[Remote]:
-        """`count` services that work as one, `kind(rank, *values)` each, `gpus` each, placed together or not at all."""
-
-    def close(self) -> None:
-        """Ends everything that was made."""
-
-
-class ThreadRemote:
-    """An object of this process with a thread of its own a call at a time."""
-
-    def __init__(self, kind: Callable[..., Any], values: tuple[Any, ...], threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads)
-        self._made = self._pool.submit(kind, *values)
-        self.dead = False
-
-    def call(self, method: str, *values: Any) -> Future[Any]:
-        return self._pool.submit(self._invoke, method, values)
-
-    def wait(self, method: str, *values: Any) -> Any:
-        return self._invoke(method, values)
-
-    def _invoke(self, method: str, values: tuple[Any, ...]) -> Any:
-        if self.dead:
-            raise ActorDied("the service was ended")
-        result = getattr(self._made.result(), method)(*values)
-        if self.dead:
-            raise ActorDied("the service was ended")
-        return result
-
-    def kill(self) -> None:
-        self.dead = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        wait([self._made])  # a thread cannot be ended while it is born: it would go on to write, as no process does
-        if not self._made.cancelled() and not self._made.exception() and hasattr(self._made.result(), "stop"):
-            self._made.result().stop()
-
-
-class Threads:
-    """Services as objects of this process."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, ThreadRemote] = {}
-
-    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> ThreadRemote:
-        self.made[name] = ThreadRemote(kind, values, threads)
-        return self.made[name]
-
-    def make_ranks(
-        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
-    ) -> list[Remote]:
-        raise ValueError("ranks of a mesh are processes; threads cannot be")
-
-    def close(self) -> None:
-        for remote in self.made.values():
-            remote.kill()
 
 
 class RayRemote:
@@ -147,13 +79,14 @@ def _meaning(error: BaseException, name: str) -> BaseException:
 class RayActors:
     """Actors of a Ray cluster: the one at `address`, or one of this process's own."""
 
-    def __init__(self, address: str, namespace: str, journal: Journal | None = None) -> None:
+    def __init__(self, address: str, namespace: str, journal: Journal) -> None:
         """Raises ConnectionError when nothing answers at `address`, or no cluster can be started."""
         self._cluster = Cluster(address, namespace, journal)
         self._made: list[RayRemote] = []
         self._places: dict[str, Any] = {}
 
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
+        """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
         import ray
 
         actor = ray.remote(kind).options(num_cpus=0.1, max_concurrency=threads, max_restarts=0)
@@ -164,7 +97,8 @@ class RayActors:
     def make_ranks(
         self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
     ) -> list[RayRemote]:
-        """Raises RuntimeError when the cluster has no room for all of them."""
+        """`count` services that work as one, `kind(rank, *values)` each, `gpus` each, placed together or not at all. Raises
+        RuntimeError when the cluster has no room for all of them."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -197,6 +131,7 @@ class RayActors:
         return self._cluster.lost()
 
     def close(self) -> None:
+        """Ends everything that was made."""
         for remote in self._made:
             remote.kill()
         for name in list(self._places):

@@ -63,9 +63,8 @@ def require_room(settings: Settings, machine: Machine) -> None:
     model on its CPUs."""
     s = settings
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
-    need = estimate(
-        s.agent_model, Mesh.of(MeshSettings(), s.ranks), Load(tokens=tokens, optimizer=s.optimizer.name)
-    ).peak
+    load = Load(tokens=tokens, optimizer=s.optimizer.name)
+    need = estimate(s.agent_model, Mesh.of(MeshSettings(), s.ranks), load).peak
     if s.ranks * need > machine.memory:
         fits = machine.memory // need
         would = f"ranks={fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"

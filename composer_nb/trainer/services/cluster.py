@@ -12,14 +12,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from composer_nb.harness.sandbox.journal import WRITER, Journal, Resource
-from composer_nb.harness.sandbox.reap import release, remove_directory
+from composer_nb.harness.sandbox.reap import release
 from composer_nb.harness.sandbox.system.linux import patience
 
 START_S = 180.0
@@ -34,7 +34,7 @@ ANSWER_S = 5.0
 class Cluster:
     """Ray, as this process sees it. One a process at a time."""
 
-    def __init__(self, address: str, namespace: str, journal: Journal | None = None) -> None:
+    def __init__(self, address: str, namespace: str, journal: Journal) -> None:
         """`address`: of the cluster to attach to, empty for one of its own, which `journal` then names.
 
         Raises ConnectionError when nothing answers at `address`, or when no cluster can be started.
@@ -49,7 +49,6 @@ class Cluster:
         # A control service that is gone stays gone: its clients need not wait a minute for it.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         self._journal, self._closed = journal, False
-        self._folder: Path | None = None
         self._node: Any = None
         self._noted: list[Resource] = []
         try:
@@ -96,12 +95,12 @@ class Cluster:
 
     def _start(self) -> str:
         """Starts a cluster and returns its address."""
-        self._folder = Path(tempfile.mkdtemp(prefix="cnb-"))
-        if (folder := self._note("directory", self._folder)) is not None:
-            os.environ[WRITER] = folder.mark
+        folder = Path(tempfile.mkdtemp(prefix="cnb-"))
+        if (noted := self._note("directory", folder)) is not None:
+            os.environ[WRITER] = noted.mark
         before = _below()
         try:
-            self._node = _node(self._folder)
+            self._node = _node(folder)
         finally:
             os.environ.pop(WRITER, None)
             for pid in _below() - before:
@@ -109,18 +108,14 @@ class Cluster:
         return str(self._node.gcs_address)
 
     def _note(self, kind: Any, name: int | Path) -> Resource | None:
-        resource = None if self._journal is None else self._journal.made(kind, name)
+        resource = self._journal.made(kind, name)
         if resource is not None:
             self._noted.append(resource)
         return resource
 
     def _remove(self) -> None:
         """End Ray's agents, which write into the folder until they end, then the folder."""
-        if self._journal is not None:
-            release(self._journal, self._noted)
-        elif self._folder is not None:
-            with suppress(OSError):
-                remove_directory(self._folder)
+        release(self._journal, self._noted)
         self._noted = []
 
 

@@ -49,7 +49,7 @@ from composer_nb.trainer.schedule import (
     Trained,
     TrainerLost,
 )
-from composer_nb.trainer.services.actors import ActorDied, Actors, Remote
+from composer_nb.trainer.services.actors import ActorDied, RayActors, Remote
 from composer_nb.trainer.services.environments import EnvironmentService, Outcome, Pair, prompt_order
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
@@ -70,7 +70,7 @@ class RunStopped(RuntimeError):
 class Coordinator:
     """One RL stage as services."""
 
-    def __init__(self, run: RunDir, settings: Settings, actors: Actors, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunDir, settings: Settings, actors: RayActors, say: Callable[[str], None]) -> None:
         self.run, self.settings, self.actors, self.say = run, settings, actors, say
         self.started_with = settings
         """Settings without live changes: the trainer goes by them, so that it repeats a batch exactly."""
@@ -240,9 +240,7 @@ class Coordinator:
     def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined
         if self.stillborn > self.settings.services.deaths:
-            raise RunStopped(
-                f"{died}; so did {self.stillborn - 1} before it, which is more than services.deaths allows"
-            )
+            raise RunStopped(f"{died}; so did {self.stillborn - 1} before it: more than services.deaths allows")
         self.say(f"{died}; made again")
         del self.pairs[pair.name]
         for remote in (pair.engine, pair.worker):

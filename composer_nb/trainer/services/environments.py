@@ -7,7 +7,7 @@ the plain loop does; only the policy is a proxy. It imports no torch: many fit o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -17,10 +17,9 @@ import numpy as np
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
-from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task, load_tasks
@@ -124,40 +123,41 @@ def prompt_order(file: Path, seed: str) -> Epochs:
     return Epochs(load_tasks(file), seed)
 
 
-class EnvironmentWorker:
-    """Agents under way: `work` starts some, and returns those that have ended."""
+class EnvironmentService:
+    """Agents under way with their sandboxes, at the end of a line to one engine: `work` starts some, and returns those that have
+    ended."""
 
     def __init__(
         self,
-        policy: RemotePolicy,
-        agent: Agent,
-        tasks: Sequence[Task],
+        run: Path,
+        env: EnvSettings,
+        limits: Limits,
+        prompt_seed: str,
         group: int,
-        functions: Executor,
-        lockstep: bool = True,
+        policy: tuple[Remote, str, int],
+        lockstep: bool,
     ) -> None:
-        """`lockstep`: `work` reports each ended rollout at once, so that one seed gives one result: how many have ended then
-        depends on no clock. `Driver` is in lockstep also where agents have no sandboxes of their own, which take long."""
-        self._agent, self._tasks, self._group, self._lockstep = agent, tasks, group, lockstep
-        self._driver: Driver[Attempt] = Driver(policy, functions, lockstep or agent.backend is None)
+        """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that one seed gives one result:
+        how many have ended then depends on no clock. `Driver` is in lockstep also where agents have no sandboxes of their own,
+        which take long."""
+        self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
+        self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
+        self._tasks, self._group, self._lockstep = prompt_order(run / "data" / "rl.jsonl", prompt_seed), group, lockstep
+        functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
+        alone = lockstep or agent.backend is None
+        self._driver: Driver[Attempt] = Driver(RemotePolicy(*policy), functions, alone)
         self._doing: dict[int, tuple[int, int, int]] = {}
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
 
-    def work(
-        self,
-        start: Iterable[Dispatch],
-        cancel: Iterable[tuple[int, int]],
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> list[Outcome]:
+    def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
         """Starts dispatches, gives up cancelled ones (slot, attempt), and works for about `seconds`. Nothing to do is answered
         at once."""
-        until = clock() + seconds
+        until = time.monotonic() + seconds
         for a in start:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
             self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
         outcomes = self._give_up(set(cancel))
-        while (self._doing or self._waiting) and (clock() < until or not self._doing):
+        while (self._doing or self._waiting) and (time.monotonic() < until or not self._doing):
             if self._lockstep and outcomes:
                 break
             while self._waiting and self._driver.room:
@@ -177,31 +177,6 @@ class EnvironmentWorker:
                 self._driver.drop(rollout)
                 gone.append(self._doing.pop(rollout))
         return [Outcome(slot=s, attempt=a, place=p, packed=None, reason="cancelled") for s, a, p in gone]
-
-
-class EnvironmentService:
-    """An environment worker with its sandboxes, at the end of a line to one engine."""
-
-    def __init__(
-        self,
-        run: Path,
-        env: EnvSettings,
-        limits: Limits,
-        prompt_seed: str,
-        group: int,
-        policy: tuple[Remote, str, int],
-        lockstep: bool,
-    ) -> None:
-        """`policy`: see `RemotePolicy`."""
-        self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
-        agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
-        tasks = prompt_order(run / "data" / "rl.jsonl", prompt_seed)
-        functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
-        self._worker = EnvironmentWorker(RemotePolicy(*policy), agent, tasks, group, functions, lockstep)
-
-    def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
-        """See `EnvironmentWorker.work`."""
-        return self._worker.work(start, cancel, seconds)
 
     def close(self) -> None:
         """Ends the sandboxes."""

@@ -75,9 +75,7 @@ def up(folder: Path, lease_s: float = LEASE_S) -> Head:
         return renew(folder, lease_s)
     reap(folder)
     words = ("composer_nb.trainer.services.head", str(folder), repr(lease_s))
-    if why := begin(
-        words, folder / "head.log", folder / "head.lock", lambda process: find(folder) is not None, START_S
-    ):
+    if why := begin(words, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
         raise ValueError(f"the head in {folder} {why}")
     head = find(folder)
     if head is None:

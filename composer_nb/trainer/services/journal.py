@@ -127,9 +127,7 @@ class Journal:
         """Raises ValueError when the version was other weights: what a resumed run does again must come out the same."""
         known = self._db.execute("SELECT hash FROM version WHERE version = ?", (version,)).fetchone()
         if known and known[0] != hash:
-            raise ValueError(
-                f"version {version} came out as {hash[:12]}, and was {known[0][:12]} before: not reproducible"
-            )
+            raise ValueError(f"version {version} came out as {hash[:12]}, was {known[0][:12]} before: not reproducible")
         self._db.execute("INSERT OR IGNORE INTO version VALUES (?, ?, ?, ?)", (version, step, hash, time.time()))
 
     def hash_of(self, version: int) -> str | None:

@@ -87,14 +87,9 @@ class Group:
             gone += [(attempt, place, "restored", lease.worker) for place in lease.places]
         done = [(place, *astuple(done)) for place, done in self.done.items()]
         return {
-            "slot": self.slot,
-            "size": self.size,
-            "attempts": self.attempts,
-            "ready": self.ready,
-            "avoid": sorted(self.avoid),
-            "done": done,
-            "gone": gone,
-        }
+            "slot": self.slot, "size": self.size, "attempts": self.attempts, "ready": self.ready,
+            "avoid": sorted(self.avoid), "done": done, "gone": gone,
+        }  # fmt: skip
 
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Group:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.settings import Settings
-from composer_nb.trainer.services.actors import ActorDied, Actors
+from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.trainer_rank import TrainerRank
 
 HEARD_S = 20.0
@@ -20,7 +20,7 @@ HEARD_S = 20.0
 class TrainerGroup:
     """A `Remote` whose calls are carried out by all ranks, in the order in which they were made."""
 
-    def __init__(self, actors: Actors, run: Path, settings: Settings) -> None:
+    def __init__(self, actors: RayActors, run: Path, settings: Settings) -> None:
         ranks = settings.trainers
         gpus = int(settings.mesh.device == "cuda")
         self._members = actors.make_ranks(TrainerRank, ranks, run, settings, name="trainer", threads=8, gpus=gpus)

@@ -240,9 +240,7 @@ def _resolved(name: str, form: Form, base: State | None, links: Sequence[Link]) 
             tensor, now = payload, bits(payload)
             continue
         if entry.encoding not in CODECS:
-            raise DamagedVersion(
-                f"{link.what}: {name} is encoded as {entry.encoding!r}, which this release cannot read"
-            )
+            raise DamagedVersion(f"{link.what}: {name} is encoded as {entry.encoding!r}, unknown to this release")
         if now is None or payload.dtype != torch.uint8:
             raise DamagedVersion(f"{link.what}: {name} has no weights to begin with, or a payload that is none")
         try:

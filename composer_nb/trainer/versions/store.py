@@ -17,9 +17,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -36,6 +36,7 @@ from composer_nb.trainer.versions.manifest import (
     WeightFault,
 )
 
+R = TypeVar("R", bound=Record)
 LEASE, ANCHORS = "writer.json", "anchors"
 CHUNK = 1 << 24
 """Bytes that are in memory while a file is copied or hashed."""
@@ -189,9 +190,7 @@ class Store:
             return
         place = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
         if (free := shutil.disk_usage(place).free) < need:
-            raise StoreError(
-                f"{self.url}: {need:,} bytes are needed and {free:,} free; make room, or set another store"
-            )
+            raise StoreError(f"{self.url}: {need:,} bytes are needed and {free:,} free; make room, or another store")
 
     def names(self, folder: str = "") -> list[str]:
         """Names in a folder; none when it is not there. Raises StoreError."""
@@ -278,23 +277,16 @@ class Store:
 
     def ledger(self) -> list[Published]:
         """All that was ever published here, ascending; lines that are damaged are left out. Raises StoreError."""
-        found = []
-        for name in sorted(self.names("ledger")):
-            try:
-                found.append(Published.load(self.read(f"ledger/{name}"), name))
-            except WeightFault:
-                continue
-        return sorted(found, key=lambda line: line.version)
+        return sorted(self._records("ledger", Published), key=lambda line: line.version)
 
     def reports(self) -> list[Report]:
         """Return the reports of receivers, by name; those that are damaged or just vanished are left out. Raises StoreError."""
-        found = []
-        for name in sorted(self.names("receivers")):
-            try:
-                found.append(Report.load(self.read(f"receivers/{name}"), name))
-            except WeightFault:
-                continue
-        return found
+        return list(self._records("receivers", Report))
+
+    def _records(self, folder: str, kind: type[R]) -> Iterator[R]:
+        for name in sorted(self.names(folder)):
+            with suppress(WeightFault):
+                yield kind.load(self.read(f"{folder}/{name}"), name)
 
 
 def folder(version: int) -> str:

@@ -196,15 +196,9 @@ def test_honest_code_is_not_flagged(run: Run) -> None:
 def test_nothing_in_the_workspace_stands_in_for_what_tests_import(run: Run) -> None:
     evil = "raise SystemExit(0)\n"
     names = [
-        "pytest",
-        "_pytest/__init__",
-        "pluggy",
-        "unittest/__init__",
-        "random",
-        "json",
-        "sitecustomize",
+        "pytest", "_pytest/__init__", "pluggy", "unittest/__init__", "random", "json", "sitecustomize",
         "usercustomize",
-    ]
+    ]  # fmt: skip
     files = {f"{name}.py": evil for name in names} | {"conftest.py": evil, "pytest.ini": "[pytest]\naddopts = --nope\n"}
     ran = run({"test_a.py": "import json, random, unittest, pytest\ndef test_a(): pass\n"}, files)
     assert outcomes(ran) == {"test_a#0": "passed"}

@@ -53,13 +53,9 @@ def test_links_on_the_way_are_kept_as_links(tmp_path: Path) -> None:
 def test_a_tree_comes_without_what_was_installed(tmp_path: Path) -> None:
     kept = ("os.py", "json/__init__.py", "json/__pycache__/a.cpython-311.pyc", "testing.py")
     left = (
-        "site-packages/x.py",
-        "dist-packages/y.py",
-        "test/z.py",
-        "json/tests/t.py",
-        "sitecustomize.py",
+        "site-packages/x.py", "dist-packages/y.py", "test/z.py", "json/tests/t.py", "sitecustomize.py",
         "a.opt-2.pyc",
-    )
+    )  # fmt: skip
     for name in (*kept, *left):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -52,19 +52,9 @@ def weights(
 
 
 SPECIAL = [
-    0.0,
-    -0.0,
-    float("nan"),
-    -float("nan"),
-    float("inf"),
-    -float("inf"),
-    1e-40,
-    -1e-40,
-    2.0**-9,
-    448.0,
-    65504.0,
+    0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 2.0**-9, 448.0, 65504.0,
     1.0,
-]
+]  # fmt: skip
 
 
 @given(st.data())

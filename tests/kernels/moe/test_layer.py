@@ -219,9 +219,9 @@ def test_bad_input_is_refused_by_name():
     refuse("k=6: must be an integer in 1..5", k=6)
     refuse("k=0: must be", k=0)
     refuse("k=2.0: must be", k=2.0)
-    refuse("recipe='fp8_block128' has blocks: D = 64 must be a multiple of 128", recipe="fp8_block128")
+    refuse("recipe='fp8_block128' has blocks: D = 64 is no multiple of 128", recipe="fp8_block128")
     narrow = {"x": x[:, :48], "w_gate_up": up[..., :48], "w_down": down[:, :48]}
-    refuse("recipe='mxfp8' has blocks: D = 48 must be a multiple of 32", recipe="mxfp8", **narrow)
+    refuse("recipe='mxfp8' has blocks: D = 48 is no multiple of 32", recipe="mxfp8", **narrow)
     refuse("x is torch.float16: must be", x=x.half())
     refuse("x of shape (64,): must be [..., D]", x=x[0])
     refuse("x of shape (0, 64): must be [..., D] with one token at least", x=x[:0])

@@ -14,20 +14,10 @@ from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_view
 from composer_nb.trainer.models.transformer import Model
 
 DEEPSEEK = {
-    "family": "deepseek_v3",
-    "hidden_size": 40,
-    "num_key_value_heads": 4,
-    "head_dim": 24,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "tie_word_embeddings": False,
-}
+    "family": "deepseek_v3", "hidden_size": 40, "num_key_value_heads": 4, "head_dim": 24, "q_lora_rank": 16,
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "intermediate_size": 48, "first_k_dense_replace": 1, "n_shared_experts": 1, "tie_word_embeddings": False,
+}  # fmt: skip
 KIMI = DEEPSEEK | {"hidden_size": 32, "moe_intermediate_size": 64}
 NAME = "model.layers.1.mlp.experts.2.down_proj.weight"
 

@@ -20,22 +20,11 @@ from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_view
 
 IDS = torch.arange(120).view(2, 60) % 61
 AHEAD: dict[str, Any] = {
-    "family": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "head_dim": 24,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 2,
-    "tie_word_embeddings": False,
-    "qk_norm_gain": 1.0,
-}
+    "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 24, "q_lora_rank": 16, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "intermediate_size": 48,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 2, "tie_word_embeddings": False, "qk_norm_gain": 1.0,
+}  # fmt: skip
 """A DeepSeek-V3 with two heads that predict ahead."""
 
 

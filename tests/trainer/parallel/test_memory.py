@@ -51,21 +51,11 @@ GROUPED: dict[str, Any] = {
     "moe_intermediate_size": 96,
 }
 LATENT: dict[str, Any] = {
-    "family": "deepseek_v3",
-    "vocab_size": 512,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "head_dim": 24,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 48,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
-    "intermediate_size": 256,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
+    "family": "deepseek_v3", "vocab_size": 512, "num_hidden_layers": 3, "num_key_value_heads": 4,
+    "head_dim": 24, "q_lora_rank": 32, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "intermediate_size": 256, "first_k_dense_replace": 1, "n_shared_experts": 1,
     "moe_intermediate_size": 96,
-}
+}  # fmt: skip
 HEAVY = GROUPED | {"vocab_size": 2048, "hidden_size": 256, "num_experts": 16, "moe_intermediate_size": 256}
 
 

@@ -37,16 +37,10 @@ def test_groups_are_those_of_two_grids_of_ranks(mesh: Mesh):
     dense = np.arange(mesh.world).reshape(mesh.dense_shape)
     experts = np.arange(mesh.world).reshape(mesh.expert_shape)
     wanted = {
-        "replicate": rows(dense, 0),
-        "shard": rows(dense, 1),
-        "cp": rows(dense, 2),
-        "fsdp": rows(dense, 1, 2),
-        "data": rows(dense, 0, 1),
-        "world": rows(dense, 0, 1, 2),
-        "expert_replicate": rows(experts, 0),
-        "expert_shard": rows(experts, 1),
-        "ep": rows(experts, 2),
-    }
+        "replicate": rows(dense, 0), "shard": rows(dense, 1), "cp": rows(dense, 2), "fsdp": rows(dense, 1, 2),
+        "data": rows(dense, 0, 1), "world": rows(dense, 0, 1, 2), "expert_replicate": rows(experts, 0),
+        "expert_shard": rows(experts, 1), "ep": rows(experts, 2),
+    }  # fmt: skip
     assert set(wanted) == set(get_args(Axis))
     for axis, groups in wanted.items():
         for group in groups:

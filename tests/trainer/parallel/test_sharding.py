@@ -240,19 +240,11 @@ def _uneven_loss() -> None:
 
 
 TWO = {
-    "dense": _dense,
-    "replicated": _replicated,
-    "experts": _experts,
-    "latent experts": _latent_experts,
-    "context": _context,
-    "latent context": _latent_context,
-    "replayed": _replayed,
-    "few": _few,
-    "float32": _float32,
-    "losses of whole rollouts": _uneven_loss,
-    "mixed precision": _mixed,
+    "dense": _dense, "replicated": _replicated, "experts": _experts, "latent experts": _latent_experts,
+    "context": _context, "latent context": _latent_context, "replayed": _replayed, "few": _few,
+    "float32": _float32, "losses of whole rollouts": _uneven_loss, "mixed precision": _mixed,
     "dispatch in MXFP8": _quantised,
-}
+}  # fmt: skip
 
 
 def _hybrid() -> None:

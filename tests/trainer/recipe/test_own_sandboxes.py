@@ -27,9 +27,9 @@ from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.actors import Threads
 from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.views.report import fact_rows, fidelity_line
+from tests.trainer.services.threads import Threads
 
 pytestmark = pytest.mark.slow
 WEIGHTS = EXAMPLES[0] / "weights" / "final"

@@ -30,13 +30,14 @@ from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services import run as process
 from composer_nb.trainer.services import services
-from composer_nb.trainer.services.actors import ActorDied, ThreadRemote, Threads
+from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.services import EngineService, TrainerService, store_url
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.store import Store
 from composer_nb.views.report import pictures
+from tests.trainer.services.threads import ThreadRemote, Threads
 
 MICRO: dict[str, Any] = {
     "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library

@@ -98,12 +98,8 @@ def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(
 ) -> None:
     """Started detached, followed; an engine is killed, then the run is stopped, then it is started again."""
     asynchronous = {
-        "services.on": True,
-        "services.ahead": 1,
-        "services.bound": 2,
-        "rl.steps": 12,
-        "rl.max_seconds": 0.0,
-    }
+        "services.on": True, "services.ahead": 1, "services.bound": 2, "rl.steps": 12, "rl.max_seconds": 0.0,
+    }  # fmt: skip
     settings = override(Settings(), MICRO | asynchronous | {"services.address": head.folder})
     run = fork(loop, settings, runs=runs, name="left-alone")
     assert start_detached(run.path).path == run.path and holder(run.path / "launch.lock"), "it is live"

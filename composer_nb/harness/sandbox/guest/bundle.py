@@ -41,14 +41,9 @@ exec(b[4:].decode())
 LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
 """Limits of every process in a sandbox that isolates."""
 USUAL = {
-    "role": "resident",
-    "workspace": WORKSPACE,
-    "drop": True,
-    "programs": "",
-    "environment": {},
-    "copies": False,
-    "warm": [],
-}
+    "role": "resident", "workspace": WORKSPACE, "drop": True, "programs": "", "environment": {},
+    "copies": False, "warm": [],
+}  # fmt: skip
 """Settings of a resident program: whether it drops capabilities, a folder of more programs for commands to find, variables that
 an image sets, whether commands may run in copies of it (`warm.py`), and what `warm.load` is called with, if it is. Besides
 these, `filter` and `nice`: by how much commands stand back behind the resident program; 0 where they have no CPU group of their

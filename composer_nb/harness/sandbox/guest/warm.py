@@ -83,9 +83,7 @@ def suits(command: typing.Sequence[str], own: typing.Mapping[str, str], usual: t
         return False
     names = {name.partition(".")[0] for name in sys.modules} | {".local"}
     folders = [".", "src", *environment.get("PYTHONPATH", "").split(":")]
-    there = {
-        name.partition(".")[0] or name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)
-    }
+    there = {name.partition(".")[0] or name for at in folders if os.path.isdir(at) for name in os.listdir(at)}
     return names.isdisjoint(there)
 
 

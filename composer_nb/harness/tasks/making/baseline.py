@@ -206,9 +206,7 @@ def _refuse_copies(repository: Repository, backend: Backend, spec: SandboxSpec) 
         tops = sorted({path.split("/")[1] for path in repository.sources if path.count("/") > 1})
     named = {path.split("/")[0] for path in packages_of(whole(repository))}
     if both := sorted(named & {*tops, *(top.removesuffix(".py") for top in tops)}):
-        raise ValueError(
-            f"{repository.name}: a copy of it is among the packages: {both[0]}; an agent could look it up there"
-        )
+        raise ValueError(f"{repository.name}: a copy of it is among the packages: {both[0]}, where an agent could look")
     box = backend.create(spec)
     try:
         alone = [] if spec.image else ["-S"]
@@ -216,6 +214,4 @@ def _refuse_copies(repository: Repository, backend: Backend, spec: SandboxSpec) 
     finally:
         box.destroy()
     if found := done.stdout.decode("utf-8", "replace").strip():
-        raise ValueError(
-            f"{repository.name}: a copy of it lies in the sandbox, at {found}, where an agent could look it up"
-        )
+        raise ValueError(f"{repository.name}: a copy of it lies in the sandbox, at {found}, for an agent to look up")

@@ -184,9 +184,7 @@ class Maker:
 
     def _try(self, pool: ThreadPoolExecutor, fresh: Sequence[Change]) -> Iterator[Outcome]:
         """Yield the outcomes of changes."""
-        yield from pool.map(
-            lambda change: settle(self.subject, change, [self.found[key] for key in change.parts]), fresh
-        )
+        yield from pool.map(lambda change: settle(self.subject, change, [self.found[k] for k in change.parts]), fresh)
 
     def _tell(self, doing: str) -> None:
         self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried))

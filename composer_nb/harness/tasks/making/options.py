@@ -76,9 +76,7 @@ class Options:
 
     def chosen(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Return the test modules that run."""
-        return tuple(
-            each for each in modules if _any_below(each, self.paths or [""]) and not _any_below(each, self.ignored)
-        )
+        return tuple(m for m in modules if _any_below(m, self.paths or [""]) and not _any_below(m, self.ignored))
 
 
 def read_options(files: Mapping[str, str], given: str = "", plugins: Sequence[str] = ()) -> Options:

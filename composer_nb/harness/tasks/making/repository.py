@@ -116,9 +116,7 @@ def _of_folder(root: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the path and content of each regular file that is wanted and not too large."""
     for at, folders, names in os.walk(root):
         here = Path(at).relative_to(root)
-        folders[:] = [
-            each for each in folders if not (Path(at, each).is_symlink() or unwanted((here / each).as_posix()))
-        ]
+        folders[:] = [sub for sub in folders if not (Path(at, sub).is_symlink() or unwanted((here / sub).as_posix()))]
         for name in names:
             file, path = Path(at, name), (here / name).as_posix()
             if unwanted(path) or not stat.S_ISREG(file.lstat().st_mode):
