@@ -9,20 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from composer_nb.harness.sandbox.contract import SandboxDied
-from composer_nb.labs.attacks.case import (
-    LIMITS,
-    SPEC,
-    Cell,
-    SandboxCase,
-    Site,
-    Verdict,
-    alive,
-    nothing,
-    register,
-    register_both,
-)
-
-CASES: list[SandboxCase] = []
+from composer_nb.labs.attacks.case import LIMITS, SPEC, Cell, Site, Verdict, alive, nothing, register, register_both
 
 
 def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[bool, int, str]:
@@ -43,7 +30,7 @@ def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[b
         return done.timed_out or done.exit_code != 0, box.stats().processes if alive(box) else 0, times
 
 
-@register(CASES, 23, "fork bomb and thread bomb")
+@register(23, "fork bomb and thread bomb")
 def bombs(site: Site) -> Verdict:
     threads = (
         "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(60,)).start()\n"
@@ -57,7 +44,7 @@ def bombs(site: Site) -> Verdict:
     return Verdict(blocked=blocked, detail="; ".join(details))
 
 
-@register(CASES, 24, "use up the memory, by processes and by files in memory")
+@register(24, "use up the memory, by processes and by files in memory")
 def memory(site: Site) -> Verdict:
     fill = "import os\nx = []\nwhile True: x.append(bytearray(16 << 20))"
     files = "for p in /dev/shm /tmp .; do head -c 1G /dev/zero > $p/big; done; exit 1"
@@ -75,7 +62,7 @@ def memory(site: Site) -> Verdict:
     return Verdict(blocked=blocked, detail="; ".join(details))
 
 
-@register_both(CASES, 25, "fill the disk, use up inodes, a giant sparse file, folders without end")
+@register_both(25, "fill the disk, use up inodes, a giant sparse file, folders without end")
 def disk(cell: Cell) -> Verdict:
     source = """
 def fill(place):
@@ -134,7 +121,7 @@ def f(places, most, inodes, tries):
     return nothing(found)
 
 
-@register(CASES, 26, "endless output, on both streams, of bytes that are no text")
+@register(26, "endless output, on both streams, of bytes that are no text")
 def output(site: Site) -> Verdict:
     found, details = [], []
     floods = {
@@ -156,7 +143,7 @@ def output(site: Site) -> Verdict:
     return Verdict(blocked=not found, detail=str(found or details))
 
 
-@register(CASES, 27, "outlive a time limit")
+@register(27, "outlive a time limit")
 def time_limit(site: Site) -> Verdict:
     evasions = (
         "trap '' TERM INT HUP QUIT; while :; do sleep 60; done",

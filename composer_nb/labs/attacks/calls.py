@@ -8,17 +8,7 @@ import time
 from composer_nb.harness.sandbox.calls import CallOutcome
 from composer_nb.harness.sandbox.journal import below
 from composer_nb.harness.sandbox.system.linux import machine
-from composer_nb.labs.attacks.case import (
-    CALL_CASES,
-    LIMITS,
-    SECRET,
-    Judge,
-    SandboxCase,
-    Site,
-    Verdict,
-    nothing,
-    register,
-)
+from composer_nb.labs.attacks.case import LIMITS, SECRET, Judge, Site, Verdict, nothing, register
 
 FINE = "def f():\n    return 0\n"
 
@@ -26,7 +16,7 @@ FINE = "def f():\n    return 0\n"
 # The host and other requests.
 
 
-@register(CALL_CASES, 0, "see or signal other processes, the resident among them")
+@register(0, "see or signal other processes, the resident among them")
 def processes(site: Site) -> Verdict:
     source = """
 import signal
@@ -53,7 +43,7 @@ def f():
     return Verdict(blocked=verdict.blocked and after.status == "returned" and lost <= 3, detail=verdict.detail)
 
 
-@register(CALL_CASES, 0, "find what another request left")
+@register(0, "find what another request left")
 def leftovers(site: Site) -> Verdict:
     leave = """
 import builtins, os, sys, tempfile
@@ -83,7 +73,7 @@ def f():
     return Verdict(blocked=verdict.blocked and written > 0, detail=f"{written} files written; {verdict.detail}")
 
 
-@register(CALL_CASES, 0, "read the memory of earlier requests")
+@register(0, "read the memory of earlier requests")
 def stale_memory(site: Site) -> Verdict:
     marker = "stale-" + os.urandom(6).hex()
     site.report("def f(marker):\n    return [marker] * 50\n", marker)
@@ -102,7 +92,7 @@ def f(head, tail):
     return Verdict(blocked=not found, detail=f"{outcome.status} {outcome.text}: copies found beyond its own: {found}")
 
 
-@register(CALL_CASES, 0, "lock or watch files of the library, which other requests see")
+@register(0, "lock or watch files of the library, which other requests see")
 def call_locks(site: Site) -> Verdict:
     source = """
 import fcntl
@@ -123,7 +113,7 @@ def f():
 # Limits.
 
 
-@register(CALL_CASES, 0, "fork bomb")
+@register(0, "fork bomb")
 def fork_bomb(site: Site) -> Verdict:
     source = """
 import subprocess, threading, time
@@ -147,7 +137,7 @@ def f(clone):
     return Verdict(blocked=found == [] and threads <= LIMITS.threads, detail=f"processes: {found}, threads: {threads}")
 
 
-@register(CALL_CASES, 0, "memory bomb")
+@register(0, "memory bomb")
 def memory_bomb(site: Site) -> Verdict:
     source = """
 import mmap
@@ -171,7 +161,7 @@ def f():
     return Verdict(blocked=blocked, detail=detail)
 
 
-@register(CALL_CASES, 0, "a daemon that outlives its request")
+@register(0, "a daemon that outlives its request")
 def daemon(site: Site) -> Verdict:
     source = """
 import os, threading, time
@@ -194,7 +184,7 @@ def f():
     return Verdict(blocked=after <= before, detail=detail)
 
 
-@register(CALL_CASES, 0, "huge output")
+@register(0, "huge output")
 def huge_output(site: Site) -> Verdict:
     floods = (
         "    print('x' * 10_000_000, flush=True)\n    return 1\n",
@@ -211,7 +201,7 @@ def huge_output(site: Site) -> Verdict:
 # Results.
 
 
-@register(CALL_CASES, 0, "forge result lines on every descriptor")
+@register(0, "forge result lines on every descriptor")
 def forged_lines(site: Site) -> Verdict:
     source = """
 import os
@@ -229,7 +219,7 @@ def f():
     return Verdict(blocked="returned" not in statuses, flagged="unreadable" in statuses, detail=str(statuses))
 
 
-@register(CALL_CASES, 0, "find the expected values")
+@register(0, "find the expected values")
 def expected_values(site: Site) -> Verdict:
     source = """
 import gc, sys
@@ -248,7 +238,7 @@ def f(head, tail):
     return Verdict(blocked=outcome.status == "returned" and not found, detail=f"{outcome.status} {outcome.text}")
 
 
-@register(CALL_CASES, 0, "a value that claims to equal everything")
+@register(0, "a value that claims to equal everything")
 def always_equal(site: Site) -> Verdict:
     source = """
 class Equal(int):
@@ -285,7 +275,7 @@ ENDINGS = {
 """Programs without a result: id -> title, source, and the outcome of the first of two calls."""
 
 
-def _ending(source: str, expected: CallOutcome) -> Judge:
+def _judge_of(id: str, source: str, expected: CallOutcome) -> Judge:
     def judge(site: Site) -> Verdict:
         """Blocked when the outcomes are the expected ones and the next request is answered."""
         began = time.monotonic()
@@ -296,11 +286,9 @@ def _ending(source: str, expected: CallOutcome) -> Judge:
         detail = f"{shown} after {time.monotonic() - began:.2f} s"
         return Verdict(blocked=blocked, flagged=expected in (TIMEOUT, DIED), detail=detail)
 
+    judge.__name__ = id
     return judge
 
 
-CALL_CASES.extend(
-    SandboxCase(name, 0, title, _ending(source, expected)) for name, (title, source, expected) in ENDINGS.items()
-)
-CASES = CALL_CASES
-"""All of them, with those that commands share (`register_both`)."""
+for _id, (_title, _source, _expected) in ENDINGS.items():
+    register(0, _title)(_judge_of(_id, _source, _expected))

@@ -135,10 +135,17 @@ def verdict_of(judge: Judge, site: Site) -> Verdict:
         return Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
 
 
-def register(cases: list[SandboxCase], number: int, title: str) -> Callable[[Judge], Judge]:
-    """Add a judge to `cases`; its name, with hyphens, is the case's id."""
+SANDBOX_CASES: list[SandboxCase] = []
+"""Cases of every backend."""
+CALL_CASES: list[SandboxCase] = []
+"""Cases of function calls."""
+
+
+def register(number: int, title: str) -> Callable[[Judge], Judge]:
+    """Add a judge to SANDBOX_CASES, or with the number 0 to CALL_CASES; its name, with hyphens, is the case's id."""
 
     def note(judge: Judge) -> Judge:
+        cases = SANDBOX_CASES if number else CALL_CASES
         cases.append(SandboxCase(judge.__name__.replace("_", "-"), number, title, judge))
         return judge
 
@@ -148,8 +155,8 @@ def register(cases: list[SandboxCase], number: int, title: str) -> Callable[[Jud
 CellJudge = Callable[[Cell], Verdict]
 
 
-def register_both(cases: list[SandboxCase], number: int, title: str) -> Callable[[CellJudge], CellJudge]:
-    """Add a judge to `cases`, for commands, and to CALL_CASES, for function calls: there its id begins with `call-`."""
+def register_both(number: int, title: str) -> Callable[[CellJudge], CellJudge]:
+    """Add a judge to SANDBOX_CASES, for commands, and to CALL_CASES, for function calls: there its id begins with `call-`."""
 
     def note(judge: CellJudge) -> CellJudge:
         def commands(site: Site) -> Verdict:
@@ -157,15 +164,11 @@ def register_both(cases: list[SandboxCase], number: int, title: str) -> Callable
                 return judge(Cell(site, box))
 
         id, called = judge.__name__.replace("_", "-"), f"{title}: as a function call"
-        cases.append(SandboxCase(id, number, title, commands))
+        SANDBOX_CASES.append(SandboxCase(id, number, title, commands))
         CALL_CASES.append(SandboxCase(f"call-{id}", 0, called, lambda site: judge(Cell(site, None))))
         return judge
 
     return note
-
-
-CALL_CASES: list[SandboxCase] = []
-"""Cases of function calls."""
 
 
 def python(box: Sandbox, source: str, *arguments: object, timeout_s: float = 30.0) -> Any:

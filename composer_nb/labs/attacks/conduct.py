@@ -15,10 +15,7 @@ from typing import Any
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.journal import FOLDER, Kind, below, mark_of, started
 from composer_nb.harness.sandbox.reap import reap
-from composer_nb.labs.attacks.case import REFUSED, SPEC, SandboxCase, Site, Verdict, alive, register
-
-CASES: list[SandboxCase] = []
-
+from composer_nb.labs.attacks.case import REFUSED, SPEC, Site, Verdict, alive, register
 
 HARNESS = """
 import sys, threading, time
@@ -40,7 +37,7 @@ time.sleep(300)
 """
 
 
-@register(CASES, 28, "kill the harness in the middle of everything, then reap")
+@register(28, "kill the harness in the middle of everything, then reap")
 def killed_harness(site: Site) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", HARNESS, site.backend.name, folder]
@@ -72,7 +69,7 @@ def _noted(folder: Path) -> set[tuple[Kind, str, str]]:
     return {(entry["kind"], entry["name"], entry["mark"]) for entry in entries}
 
 
-@register(CASES, 30, "abuse of the sandbox's own methods: random, huge and broken requests")
+@register(30, "abuse of the sandbox's own methods: random, huge and broken requests")
 def abuse(site: Site) -> Verdict:
     rng = random.Random(30)
     texts = ["", ".", "..", "/", "a\0b", "\n", "x" * 5000, "../../etc/passwd", "</parameter>", "\udcff", "-rf", "~"]

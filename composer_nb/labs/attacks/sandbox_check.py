@@ -24,15 +24,12 @@ from unittest import mock
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks import burdens, calls, conduct, walls
-from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Site, Verdict, row
+from composer_nb.labs.attacks import burdens, calls, conduct, walls  # noqa: F401  (each adds its cases)
+from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site, Verdict, row
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patches import patches
 
-CALL_CASES = calls.CASES
-"""Cases of function calls."""
-SANDBOX_CASES = sorted((*walls.CASES, *burdens.CASES, *conduct.CASES), key=lambda case: case.number)
-"""Cases of every backend."""
+SANDBOX_CASES.sort(key=lambda case: case.number)
 KINDS = 30
 """Number of kinds of attack: 1 to 18 are patches, the rest uses of a sandbox."""
 

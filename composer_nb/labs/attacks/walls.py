@@ -19,7 +19,6 @@ from composer_nb.labs.attacks.case import (
     SECRET_NAME,
     SPEC,
     Cell,
-    SandboxCase,
     Site,
     Verdict,
     nothing,
@@ -28,10 +27,8 @@ from composer_nb.labs.attacks.case import (
     register_both,
 )
 
-CASES: list[SandboxCase] = []
 
-
-@register_both(CASES, 19, "read files and environments of the host and of other sandboxes, also through links")
+@register_both(19, "read files and environments of the host and of other sandboxes, also through links")
 def read_the_host(cell: Cell) -> Verdict:
     source = """
 def f(paths, folders, secret):
@@ -72,7 +69,7 @@ def f(paths, folders, secret):
         return nothing(cell.run(source, names, folders, SECRET))
 
 
-@register_both(CASES, 19, "write to folders of the host")
+@register_both(19, "write to folders of the host")
 def write_to_the_host(cell: Cell) -> Verdict:
     source = """
 def f(folders):
@@ -87,7 +84,7 @@ def f(folders):
     return nothing(found + ["canary-written"] * (cell.site.canary.parent / "canary-written").exists())
 
 
-@register(CASES, 20, "lead file tools and the reading of results out of the workspace by links")
+@register(20, "lead file tools and the reading of results out of the workspace by links")
 def links(site: Site) -> Verdict:
     with site.backend.create(SPEC) as box:
         box.exec(["bash", "-c", f"mkdir /tmp/out; echo {SECRET} > /tmp/out/file; mkdir real; echo inside > real/file"])
@@ -115,7 +112,7 @@ def links(site: Site) -> Verdict:
         return Verdict(blocked=not found, detail=detail)
 
 
-@register_both(CASES, 21, "reach a network, the host's sockets or a package index")
+@register_both(21, "reach a network, the host's sockets or a package index")
 def network(cell: Cell) -> Verdict:
     source = """
 import socket, subprocess
@@ -153,7 +150,7 @@ def f(port, path, abstract, kinds):
     return nothing(found + site.reached())
 
 
-@register_both(CASES, 22, "namespaces, mounts, tracing, io_uring, keys, a terminal's input, other privileged calls")
+@register_both(22, "namespaces, mounts, tracing, io_uring, keys, a terminal's input, other privileged calls")
 def kernel(cell: Cell) -> Verdict:
     source = """
 import fcntl, subprocess
@@ -193,7 +190,7 @@ def f(clone, numbers, io_setup):
     return nothing(cell.run(source, machine()["clone"], numbers, ABSENT["io_setup"][column]))
 
 
-@register_both(CASES, 29, "inherited descriptors, environment, privileges, files of root left behind")
+@register_both(29, "inherited descriptors, environment, privileges, files of root left behind")
 def inherited(cell: Cell) -> Verdict:
     source = """
 import stat, struct
@@ -225,7 +222,7 @@ def f(capget):
     return nothing(found)
 
 
-@register(CASES, 19, "find copies of the library that a task is made of")
+@register(19, "find copies of the library that a task is made of")
 def answers(site: Site) -> Verdict:
     source = """
 import importlib.util
@@ -247,7 +244,7 @@ def f(names):
         return nothing(python(box, source, names, timeout_s=120))
 
 
-@register(CASES, 19, "hear of another sandbox by what /proc and /sys count for the whole machine")
+@register(19, "hear of another sandbox by what /proc and /sys count for the whole machine")
 def counters(site: Site) -> Verdict:
     source = """
 import itertools, zlib
@@ -342,7 +339,7 @@ def f():
 """
 
 
-@register(CASES, 22, "make another sandbox wait, or hear of it, by locks, leases and watches on files that both see")
+@register(22, "make another sandbox wait, or hear of it, by locks, leases and watches on files that both see")
 def locks(site: Site) -> Verdict:
     with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box:
         neighbour.write("holder.py", HOLDER.encode())

@@ -27,17 +27,7 @@ from torch import Tensor
 
 from composer_nb.harness.untrusted import beneath, is_plain
 from composer_nb.kernels.delta.codec import CODECS, Bits, bits, encode
-from composer_nb.trainer.models.shards import (
-    INDEX,
-    Form,
-    Mapped,
-    bytes_of,
-    header_of,
-    index_of,
-    read_shard,
-    size_of,
-    split,
-)
+from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, index_of, read_shard, size_of, split
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
     Base,
@@ -224,7 +214,9 @@ def decoded(
         yield name, tensor
 
 
-def _resolved(name: str, form: Form, base: State | None, links: Sequence[Link]) -> Tensor:
+def _resolved(
+    name: str, form: tuple[torch.dtype, tuple[int, ...]], base: State | None, links: Sequence[Link]
+) -> Tensor:
     tensor = None if base is None else base.tensors[name]
     now: Bits | None = None if tensor is None else bits(tensor)
     for link in links:

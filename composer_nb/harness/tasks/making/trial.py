@@ -18,17 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from composer_nb.harness.grading.box import Boxes, Job, Ran, RunnerEnded
-from composer_nb.harness.grading.plan import (
-    Plan,
-    digest,
-    gold_files,
-    job,
-    modules_of,
-    normal,
-    plain_lines,
-    plan_of,
-    with_plan,
-)
+from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.recorded import record
 from composer_nb.harness.grading.validate import IDS
@@ -301,5 +291,5 @@ def _best(subject: Subject, ran: Ran, keys: Sequence[str]) -> Symptom | None:
 
 
 def _symptom(subject: Subject, ran: Ran, key: str) -> Symptom:
-    text = normal(plain_lines(subject.repository.hidden[key.partition("::")[0]]))
+    text = normal(subject.repository.hidden[key.partition("::")[0]])
     return symptom(key, text, ran.result(key), ran.failures.get(key))
