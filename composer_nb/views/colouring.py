@@ -60,9 +60,7 @@ def colouring(
         values, key = advantage, ((low, "worse than expected, made less likely"), (high, "better, made likelier"))
     elif by == "ratio":
         if trainer is None:
-            raise ValueError(
-                "color='ratio' needs the values that a model computes at these tokens; see `rollout.with_trainer`"
-            )
+            raise ValueError("color='ratio' needs the values that a model computes here; see `rollout.with_trainer`")
         values = log_ratio(segment, trainer) / DRIFT
         key = ((low, "the trainer finds it less likely"), (high, "likelier"))
     elif by == "written":

@@ -182,9 +182,7 @@ def head(seen: Status) -> Html:
     """Return headline, progress bar and facts."""
     share = 1.0 if seen.state == "complete" else seen.done / seen.total if seen.total else 0.0
     color = _STATE[seen.state]
-    rows = "".join(
-        f'<tr><td class="quiet">{as_html(name)}</td><td>{as_html(text)}</td></tr>' for name, text in facts(seen)
-    )
+    rows = "".join(f'<tr><td class="quiet">{as_html(name)}</td><td>{as_html(t)}</td></tr>' for name, t in facts(seen))
     return box(
         f'<div class="head"><span style="color:{color}">●</span> {as_html(headline(seen))}</div>',
         '<div style="background:var(--cnb-line);height:6px;margin:.4em 0">',

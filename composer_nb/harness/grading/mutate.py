@@ -215,9 +215,7 @@ def _texts(text: str, rng: random.Random, suite: Suite, place: Place, count: int
 
 def _proposed_texts(text: str, rng: random.Random, suite: Suite, inputs: Sequence[str]) -> Iterator[str]:
     near = [each for size in range(len(text) - 1, len(text) + 2) for each in suite.texts.get(size, ())]
-    near = [
-        each for each in rng.sample(near, min(len(near), 2 * TRIES)) if each and set(_cases(each)) == set(_cases(text))
-    ]
+    near = [n for n in rng.sample(near, min(len(near), 2 * TRIES)) if n and set(_cases(n)) == set(_cases(text))]
     yield from near[:TRIES]
     for given in inputs:  # another part of the input
         if text and text in given:

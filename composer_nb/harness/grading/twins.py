@@ -141,9 +141,7 @@ class _Test:
         self.table_name = ""
         self.columns, self.rows = self._table()
         self.used_columns: set[str] = set()
-        self.loads = Counter(
-            each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-        )
+        self.loads = Counter(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         self.input_columns: dict[str, tuple[Role, bool]] = {}
         """Columns whose cells decide what no expected value tells -> what they are for, and whether that must raise."""
         self.known = known_in(source.known, node, set(self.columns))

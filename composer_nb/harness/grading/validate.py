@@ -147,9 +147,7 @@ def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
     wanted = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
     counted = [key for key in names if wanted is None or names[key] in wanted]
     flaky = [key for key in counted if len({(result.outcome, result.id) for result in seen[key]}) > 1]
-    problems = [
-        f"the gold patch fails {names[key]} ({first[key].why})" for key in counted if outcomes[key] == {"failed"}
-    ]
+    problems = [f"the gold patch fails {names[k]} ({first[k].why})" for k in counted if outcomes[k] == {"failed"}]
     problems += [f"no test {name}" for name in wanted or () if name not in names.values()]
     flags = sorted({flag for trial in trials for flag in trial.flags} - HARMLESS)
     problems += [f"the gold patch: {flag}" for flag in flags]

@@ -117,9 +117,7 @@ class ModelConfig:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be a multiple of 8")
         queries, keys = self.num_attention_heads, self.num_key_value_heads
         if queries < 1 or queries % keys:
-            raise ValueError(
-                f"model.num_attention_heads={queries} must be a multiple of model.num_key_value_heads={keys}"
-            )
+            raise ValueError(f"model.num_attention_heads={queries}: no multiple of model.num_key_value_heads={keys}")
         k, experts = self.num_experts_per_tok, self.num_experts
         if not 1 <= k <= experts:
             raise ValueError(f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
@@ -154,9 +152,7 @@ class ModelConfig:
             raise ValueError("model.num_key_value_heads must be model.num_attention_heads (model.family=deepseek_v3)")
         width = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.head_dim != width:
-            raise ValueError(
-                f"model.head_dim={self.head_dim} must be model.qk_nope_head_dim + model.qk_rope_head_dim = {width}"
-            )
+            raise ValueError(f"model.head_dim={self.head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {width}")
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             raise ValueError("model.first_k_dense_replace must lie in 0..model.num_hidden_layers")
         if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:

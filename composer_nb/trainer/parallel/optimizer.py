@@ -128,9 +128,7 @@ class ShardedOptimizer:
             return {"master": master.detach(), "momentum": self._momentum[name]}
         moments = self._adam.state[master]
         if not moments:
-            moments |= {"step": torch.zeros((), device=master.device)} | {
-                kind: torch.zeros_like(master) for kind in KINDS[1:]
-            }
+            moments |= {"step": master.new_zeros(())} | {k: torch.zeros_like(master) for k in KINDS[1:]}
         return {"master": master.detach(), **moments}
 
     @torch.no_grad()

@@ -388,9 +388,7 @@ class Orchestrator:
     def _checked(self, redo: Sequence[Train]) -> list[Train]:
         steps = [train.step for train in redo]
         if steps != list(range(self.version - len(steps), self.version)):
-            raise ValueError(
-                f"redo has steps {steps}: it must be every logged batch from the checkpoint to {self.version}"
-            )
+            raise ValueError(f"redo has steps {steps}, not every logged batch from the checkpoint to {self.version}")
         return list(redo)
 
     def _batch(self, picked: Sequence[Group]) -> Train:

@@ -165,7 +165,7 @@ def test_the_balance_loss_is_the_mean_over_layers(make_model):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_key_value_heads": 3}, "model.num_attention_heads=4 must be a multiple of model.num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "model.num_attention_heads=4: no multiple of model.num_key_value_heads=3"),
         ({"head_dim": 15}, "model.head_dim=15 must be even"),
         ({"num_experts_per_tok": 9}, "model.num_experts_per_tok=9 must lie in 1..model.num_experts=8"),
         ({"num_experts_per_tok": 0}, "model.num_experts_per_tok=0 must lie in 1..model.num_experts=8"),

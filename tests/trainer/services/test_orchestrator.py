@@ -608,7 +608,7 @@ def test_steps_since_the_checkpoint_are_executed_again_first():
     assert d.orchestrator.books.ledger == books["ledger"]
     d.lose_trainer(back=1)
     assert d.training == d.log[-1]
-    with pytest.raises(ValueError, match=r"redo has steps \[0\]: it must be every logged batch"):
+    with pytest.raises(ValueError, match=r"redo has steps \[0\], not every logged batch"):
         d.orchestrator.handle(TrainerLost(at=0.0, redo=(d.log[0],)))
 
 
