@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import html
-import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import dashboard
 from composer_nb.views.dashboard import Dashboard
+from tests.trainer.recipe.test_status import live
 
 POINT: dict[str, Any] = {
     **{"reward": 0.5, "solved": 0.25, "best_of_group": 0.5, "turns": 3.0, "entropy": 1.0},
@@ -40,18 +38,6 @@ def run(tmp_path: Path) -> RunDir:
     made = RunDir(tmp_path / "runs" / "it")
     write_json(made.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20})))
     return made
-
-
-@contextmanager
-def live(run: RunDir) -> Iterator[None]:
-    """This process carries the run."""
-    fd = os.open(run.path / "launch.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    os.write(fd, f"{os.getpid()}\n".encode())
-    try:
-        yield
-    finally:
-        os.close(fd)
 
 
 def until(done: Callable[[], Any]) -> None:

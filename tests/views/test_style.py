@@ -10,23 +10,17 @@ import matplotlib.image
 import numpy as np
 import pytest
 from pixels import PAGES, contrasts
+from test_views import DRAWN as OF_RUNS
 
 from composer_nb.labs import formats
 from composer_nb.labs.weights import view as weights
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.views import curves, dashboard, rollout, scores, style
+from composer_nb.views import dashboard, style
 
 DRAWN: dict[str, Callable[[RunDir, dict[str, Any]], style.Picture]] = {
-    "supervised": lambda run, report: curves.supervised(run),
-    "reinforcement": lambda run, report: curves.reinforcement(run),
-    "time": curves.time_split,
-    "policies": lambda run, report: scores.policies(report),
-    "families": lambda run, report: scores.families(report),
-    "behaviour": lambda run, report: scores.behaviour(report),
-    "mismatch": lambda run, report: scores.mismatch(report),
-    "experts": lambda run, report: rollout.experts(run),
+    **OF_RUNS,
     "board": lambda run, report: dashboard.picture(read_status(run.path)),
     "nothing": lambda run, report: style.empty("there is nothing to draw yet"),
     "bits": lambda run, report: formats.bits({"bf16": [0x3F80, 0x0001], "E8M0": [127]}),

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import pytest
 from test_coordinator import IN_STEP, MICRO, points, trained, versions, weights
 from test_services_ray import below, wait
 
-from composer_nb.harness.sandbox.reap import reap
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.head import Head, find, up
+from composer_nb.trainer.services.head import Head
 
 pytestmark = pytest.mark.slow
 
@@ -26,22 +24,9 @@ RANKS = {"services.on": True, "ranks": 2, "mesh.shard": 2, "mesh.ep": 2, "rl.max
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def loop(runs: Path) -> RunDir:
     """A run of the plain loop, in one process."""
     return start_or_resume(None, override(Settings(), MICRO), runs=runs, name="loop", say=print)
-
-
-@pytest.fixture(scope="module")
-def head(runs: Path) -> Iterator[Head]:
-    yield up(runs / "head")
-    if (living := find(runs / "head")) is not None:
-        os.kill(living.pid, signal.SIGKILL)
-    reap(runs)
 
 
 def rank_pids(head: Head) -> list[int]:

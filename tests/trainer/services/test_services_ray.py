@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.head import Head, find, holder, up
+from composer_nb.trainer.services.head import Head, find, holder
 
 pytestmark = pytest.mark.slow
 
@@ -35,22 +35,9 @@ def quiet(line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def loop(runs: Path) -> RunDir:
     """A run of the plain loop."""
     return start_or_resume(None, override(Settings(), MICRO), runs=runs, name="loop", say=quiet)
-
-
-@pytest.fixture(scope="module")
-def head(runs: Path) -> Iterator[Head]:
-    yield up(runs / "head")
-    if (living := find(runs / "head")) is not None:
-        os.kill(living.pid, signal.SIGKILL)
-    reap(runs)
 
 
 def below(pid: int) -> dict[int, tuple[int, str]]:

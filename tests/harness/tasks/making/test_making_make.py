@@ -84,37 +84,27 @@ def test_what_counts_before_anything_is_changed(baseline: Baseline, files: dict[
     assert baseline.nearest([largest]) == ["tests/test_core.py::test_most_common#0"]
 
 
-@pytest.mark.slow
-def test_a_repository_that_fails_already_is_refused(tmp_path: Path, backend: Backend) -> None:
-    (tmp_path / "a.py").write_text("def f(): return 1\n")
-    (tmp_path / "test_a.py").write_text(
-        "from a import f\ndef test_f(): assert f() == 2\ndef test_g(): assert f() == 1\n"
-    )
-    with pytest.raises(ValueError, match="only 1 of 2 tests pass before anything is changed"):
-        make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
-
-
-def test_a_suite_that_ends_itself_early_is_refused(tmp_path: Path, backend: Backend) -> None:
-    (tmp_path / "a.py").write_text("def f(): return 1\n")
-    (tmp_path / "test_a.py").write_text(
-        "from a import f\ndef test_f(): assert f() == 1\ndef test_g(): __import__('os')._exit(0)\ndef test_h(): assert f() == 1\n"
-    )
-    with pytest.raises(ValueError, match=r"something ends its suite early, after test_a\.py::test_"):
-        make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
-
-
-def test_a_suite_that_calls_nothing_of_the_repository_is_refused(tmp_path: Path, backend: Backend) -> None:
-    (tmp_path / "a.py").write_text("def f(): return 1\n")
-    (tmp_path / "test_a.py").write_text("def test_f(): assert 1 + 1 == 2\n")
-    with pytest.raises(ValueError, match="no test calls a function in which a bug can be planted"):
-        make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
-
-
-@pytest.mark.slow
-def test_a_copy_in_the_sandbox_is_an_answer(tmp_path: Path, backend: Backend) -> None:
-    (tmp_path / "textwrap.py").write_text("def f(): return 1\n")
-    (tmp_path / "test_a.py").write_text("def test_f(): pass\n")
-    with pytest.raises(ValueError, match="a copy of it lies in the sandbox"):
+@pytest.mark.parametrize(
+    ("module", "tests", "message"),
+    [
+        pytest.param(
+            "a", "f() == 2\ndef test_g(): assert f() == 1", "only 1 of 2 tests pass before", marks=pytest.mark.slow
+        ),
+        (
+            "a",
+            "f() == 1\ndef test_g(): __import__('os')._exit(0)",
+            r"something ends its suite early, after test_a\.py::test_",
+        ),
+        ("a", "1 + 1 == 2", "no test calls a function in which a bug can be planted"),
+        pytest.param("textwrap", "True", "a copy of it lies in the sandbox", marks=pytest.mark.slow),
+    ],
+    ids=["fails already", "ends early", "calls nothing", "copied"],
+)
+def test_an_unfit_suite_is_refused(tmp_path: Path, backend: Backend, module: str, tests: str, message: str) -> None:
+    (tmp_path / f"{module}.py").write_text("def f(): return 1\n")
+    imports = "from a import f\n" if "f()" in tests else ""
+    (tmp_path / "test_a.py").write_text(f"{imports}def test_f(): assert {tests}\n")
+    with pytest.raises(ValueError, match=message):
         make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
 
 
