@@ -73,9 +73,7 @@ def test_a_bubblewrap_that_cannot_start_is_no_sandbox(programs: Path):
 
 
 @pytest.mark.parametrize("name, forbidding, allowing", doctor.USER_NAMESPACES)
-def test_the_kernel_setting_that_forbids_sandboxes_is_named(
-    name: str, forbidding: str, allowing: str, tmp_path: Path, programs: Path
-):
+def test_the_kernel_setting_that_forbids_sandboxes_is_named(name, forbidding, allowing, tmp_path, programs):
     program(programs, "bwrap", "exit 1")
     file = tmp_path / "sys" / name.replace(".", "/")
     file.parent.mkdir(parents=True)
@@ -130,9 +128,7 @@ def test_more_threads_than_cores_are_found(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("argv0, same", [("python", True), (sys.executable, True), ("/elsewhere/bin/python", False)])
-def test_a_kernel_of_another_interpreter_is_found(
-    argv0: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_kernel_of_another_interpreter_is_found(argv0: str, same: bool, tmp_path: Path, monkeypatch):
     kernel = tmp_path / "kernels/python3/kernel.json"
     kernel.parent.mkdir(parents=True)
     argv = f'["{argv0}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'

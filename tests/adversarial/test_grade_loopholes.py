@@ -249,9 +249,7 @@ def degrees(backend: Backend) -> tuple[Task, Plan]:
 
 
 @pytest.mark.parametrize("attack", REPLAYS.values(), ids=REPLAYS.keys())
-def test_what_fools_the_tests_does_not_answer_the_calls(
-    degrees: tuple[Task, Plan], backend: Backend, attack: str
-) -> None:
+def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, Plan], backend: Backend, attack: str):
     task, plan = degrees
     files = {"words.py": (FOOL + attack).encode()}
     assert grade_pytest(task, files, backend, replace(plan, calls=())).passed, "it fools the tests"

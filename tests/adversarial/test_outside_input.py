@@ -200,9 +200,7 @@ FORGED: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
-def test_forged_work_is_not_accepted(
-    kept: Path, forged: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forged_work_is_not_accepted(kept: Path, forged: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch):
     root = kept.parent / "repository"
     (root / "link").symlink_to(".git/hooks")
     monkeypatch.chdir(root)

@@ -109,9 +109,7 @@ def test_an_error_is_one_line_and_cells_after_it_are_pending(tmp_path: Path):
     "cell, limit, state",
     [("import time; time.sleep(60)", 1, "timed_out"), ("import os; os.kill(os.getpid(), 9)", None, "lost")],
 )
-def test_a_timeout_and_a_dead_kernel_leave_no_false_completion(
-    tmp_path: Path, cell: str, limit: int | None, state: str
-):
+def test_a_timeout_and_a_dead_kernel_leave_no_false_completion(tmp_path, cell: str, limit: int | None, state: str):
     source = notebook(tmp_path / "n.ipynb", cell, "print('never')")
     output = tmp_path / "out.ipynb"
     with pytest.raises(JobFailed):

@@ -243,9 +243,7 @@ def test_sigterm_gives_cells_time_and_ends_those_that_take_too_long(bench: Bench
 
 @pytest.mark.slow
 @pytest.mark.parametrize("everyone", [False, True], ids=["the runner", "runner and notebooks"])
-def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(
-    bench: Bench, tmp_path: Path, everyone: bool
-):
+def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(bench: Bench, tmp_path, everyone: bool):
     flag = tmp_path / "flag"
     waiting = {"notebook": bench.notebook("waits", DETACHED, SLEEP, "1", parameters=WAITING)}
     nodes = {

@@ -56,9 +56,7 @@ def test_a_job_runs_on_a_head_by_its_address(bench: Bench, head: dict[str, Any])
     assert bench.record("twice")["outputs"] == {"total": 6}
 
 
-def test_a_job_runs_on_a_head_by_its_folder_and_keeps_it_alive(
-    bench: Bench, head: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_job_runs_on_a_head_by_its_folder_and_keeps_it_alive(bench: Bench, head: dict[str, Any], tmp_path: Path):
     flag, go = tmp_path / "flag", tmp_path / "go"
     waits = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
     node = {

@@ -330,9 +330,7 @@ def test_a_runner_that_does_not_start_is_a_fault(backend: Backend, monkeypatch: 
         ("1 / 0\n", SandboxFailure, "could not be prepared .*ZeroDivisionError"),
     ],
 )
-def test_a_pytest_that_does_not_fit_is_told(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], message: str
-) -> None:
+def test_a_pytest_that_does_not_fit_is_told(backend: Backend, monkeypatch, text, error: type[Exception], message):
     found = box.sources() | {"pytest": ("/kit/pytest/__init__.py", True, text)}
     monkeypatch.setattr(box, "sources", lambda whole: found)
     monkeypatch.setattr(box, "_kits", {})

@@ -253,9 +253,7 @@ def test_bad():
     assert grade.status == "graded" and not any(grade.tests.values()), "wrong, and no tampering"
 
 
-def test_a_changed_test_without_an_end_costs_no_other_its_twin(
-    make_task: Make, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_test_without_an_end_costs_no_other_its_twin(make_task: Make, backend: Backend, monkeypatch):
     monkeypatch.setattr(validate, "TEST_S", 0.5)
     tests = """\
 import threading

@@ -489,9 +489,7 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
         (ROMAN.replace("    text =", "    if number == 4: number = lambda: number()\n    text ="), 5),
     ],
 )
-def test_code_that_ends_its_process_answers_nothing_more(
-    task: Task, backend: Backend, text: str, answered: int
-) -> None:
+def test_code_that_ends_its_process_answers_nothing_more(task: Task, backend: Backend, text: str, answered: int):
     grade = grade_pytest(task, workspace(task, text), backend)
     assert not grade.passed and grade.status in ("graded", "agent_failed")
     assert grade.calls - grade.calls_failed <= answered
@@ -522,9 +520,7 @@ def calls_alone(plans: dict[str, Plan], backend: Backend) -> dict[str, Plan]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.id)
-def test_recorded_calls_alone_reject_every_hostile_patch(
-    patch: Patch, backend: Backend, calls_alone: dict[str, Plan]
-) -> None:
+def test_recorded_calls_alone_reject_every_hostile_patch(patch: Patch, backend: Backend, calls_alone: dict[str, Plan]):
     grade = grade_pytest(patch.task, patch.workspace, backend, calls_alone[patch.task.id], timeout_s=20.0)
     assert grade.passed == patch.honest and (grade.calls_failed == 0 or not patch.honest)
 

@@ -79,9 +79,7 @@ def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["below the folder for temporary files", "in a private folder", "on another mount"])
-def test_programs_are_there_wherever_they_are_installed(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_there_wherever_they_are_installed(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with contextlib.ExitStack() as stack:
         where = "/dev/shm" if place == "on another mount" else tempfile.gettempdir()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))

@@ -368,9 +368,7 @@ def test_the_journal_names_what_runs_while_it_runs(tmp_path: Path) -> None:
     [("0.00 0.00 0.00 1/90 7", 1), ("6.00 1.0 1.0 1/90 7", 3), ("0.10 0.0 0.0 8/90 7", 4), (None, 1)],
     ids=["idle", "busy", "busy since just now", "no /proc"],
 )
-def test_patience_follows_the_load(
-    loads: str | None, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_follows_the_load(loads: str | None, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if loads is not None:
         (tmp_path / "loadavg").write_text(loads)
     monkeypatch.setattr(linux, "LOAD", str(tmp_path / "loadavg"))
@@ -379,9 +377,7 @@ def test_patience_follows_the_load(
 
 
 @pytest.mark.parametrize("made", [SandboxExecutor, BwrapBackend])
-def test_a_slow_start_is_called_slow_and_not_impossible(
-    made: type[SandboxExecutor | BwrapBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_start_is_called_slow_and_not_impossible(made: type[SandboxExecutor | BwrapBackend], monkeypatch):
     """Nothing is left of it, either: the child of a bubblewrap that is ended while it starts would wait for it for ever."""
     started: list[int] = []
     popen = BwrapBackend._popen

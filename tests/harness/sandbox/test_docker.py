@@ -50,9 +50,7 @@ def piece(stream: int, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_output_is_told_from_the_errors_however_it_arrives(
-    pair: tuple[DockerChannel, socket.socket], seed: int
-) -> None:
+def test_the_output_is_told_from_the_errors_however_it_arrives(pair: tuple[DockerChannel, socket.socket], seed: int):
     channel, there = pair
     chance = random.Random(seed)
     pieces = [(chance.choice((1, 1, 2)), chance.randbytes(chance.choice((0, 1, 7, 3000)))) for _ in range(200)]

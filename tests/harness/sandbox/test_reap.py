@@ -228,9 +228,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="only root can mount")
-def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(
-    owner: Callable[..., Owner], tmp_path: Path
-) -> None:
+def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(owner: Callable[..., Owner], tmp_path: Path):
     left = owner("directory", "process")
     folder, pid = left.names
     left.kill()
@@ -324,9 +322,7 @@ def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
     assert reap(tmp_path / "runs").directories == (str(folder),) and not folder.exists()
 
 
-def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(
-    owner: Callable[..., Owner], tmp_path: Path
-) -> None:
+def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(owner: Callable[..., Owner], tmp_path):
     """Orphans of a killed parent, as Ray's workers are while they start."""
     left = owner("directory")
     [folder] = map(Path, left.names)
@@ -350,9 +346,7 @@ def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(
         other.kill()
 
 
-def test_a_container_stays_in_the_journal_while_no_engine_answers(
-    owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_stays_in_the_journal_while_no_engine_answers(owner: Callable[..., Owner], tmp_path, monkeypatch):
     left = owner("container", "directory", container="composer_nb-1")
     left.kill()
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
@@ -364,9 +358,7 @@ def test_a_container_stays_in_the_journal_while_no_engine_answers(
 
 
 @pytest.mark.docker
-def test_only_the_container_that_was_noted_is_removed(
-    owner: Callable[..., Owner], tmp_path: Path, docker_client: Any
-) -> None:
+def test_only_the_container_that_was_noted_is_removed(owner: Callable[..., Owner], tmp_path: Path, docker_client: Any):
     """Even by name; and one that was noted and never made is gone."""
     names = [f"composer_nb-test-{tmp_path.name}-{number}" for number in range(3)]
     image = host_image(docker_client)

@@ -35,9 +35,7 @@ def by_hand(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.n
     st.integers(1, 3),
     st.sampled_from([1e-42, 1e-30, 1e-3, 1.0, 1e30]),
 )
-def test_codes_scales_and_values_are_those_of_the_definition(
-    seed: int, bits: int, group: int, groups: int, size: float
-):
+def test_codes_scales_and_values_are_those_of_the_definition(seed, bits, group, groups, size: float):
     random = np.random.default_rng(seed)
     weight = (random.normal(size=(5, group * groups)) * size).astype(np.float32)
     weight[0] = 0

@@ -56,9 +56,7 @@ def close(found: Tensor, wanted: Tensor, limit: float) -> None:
 
 
 @pytest.mark.parametrize("n, e, k", [(1, 1, 1), (37, 6, 2), (20, 130, 8), (5, 8, 8)])
-def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(
-    steps: PlainSteps, device: str, n: int, e: int, k: int
-):
+def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(steps: PlainSteps, device, n, e, k):
     logits = normal(n, e).round(decimals=1)  # many ties
     logits[n // 2] = 0
     logits[-1, ::3] = float("nan")
@@ -101,9 +99,7 @@ def test_the_product(device: str, steps: PlainSteps, gather: bool, transposed: b
 
 
 @pytest.mark.parametrize("gather_g, gather_x", [(True, False), (False, True), (False, False)])
-def test_gradients_of_weights_in_the_layout_of_the_weights(
-    device: str, steps: PlainSteps, gather_g: bool, gather_x: bool
-):
+def test_gradients_of_weights_in_the_layout_of_the_weights(device, steps: PlainSteps, gather_g: bool, gather_x: bool):
     plan = planned(device)
     g = normal(40 if gather_g else 80, 40, device=device)
     x = normal(40 if gather_x else 80, 72, seed=1, device=device)

@@ -395,9 +395,7 @@ def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
     assert (run.path / "weights" / "final" / "config.json").is_file()
 
 
-def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained_again(
-    begun, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained_again(begun, monkeypatch):
     clock = count(8000)
     monkeypatch.setattr(Coordinator, "seconds", property(lambda self: min(next(clock) / 1e4, 0.99)))
     run, settings = begun("late", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.max_seconds": 1.0})
@@ -516,9 +514,7 @@ def test_settings_that_do_not_fit_are_refused_before_anything_starts(begun):
 
 
 @pytest.mark.parametrize("live", [0, 2])
-def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_something(
-    begun, monkeypatch: pytest.MonkeyPatch, live: int
-):
+def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_something(begun, monkeypatch, live: int):
     """A batch whose groups are all dead makes versions that change nothing: the last update is an earlier one."""
     run, settings = begun("dead", IN_STEP | {"services.full_every": 1})
     streams, given = rl.streams_of, [0]

@@ -80,9 +80,7 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, runs: Path, head
     assert find(Path(head.folder)) == head, "the head lives on"
 
 
-def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(
-    loop: RunDir, runs: Path, head: Head
-) -> None:
+def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(loop: RunDir, runs: Path, head: Head):
     """Started detached, followed; an engine is killed, then the run is stopped, then it is started again."""
     asynchronous = {
         "services.on": True, "services.ahead": 1, "services.bound": 2, "rl.steps": 12, "rl.max_seconds": 0.0,

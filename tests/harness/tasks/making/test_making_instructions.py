@@ -243,9 +243,7 @@ def test_a_feature_is_asked_for_by_its_signature_or_its_documentation(files: dic
         ("Words.", 3, True),
     ],
 )
-def test_a_feature_is_asked_for_only_where_something_says_what_it_is(
-    documented: str, examples: int, said: bool
-) -> None:
+def test_a_feature_is_asked_for_only_where_something_says_what_it_is(documented: str, examples: int, said: bool):
     text = f'def f(x):\n    """{documented}"""\n    return x\n'
     some = [
         Symptom(call=f"f({n})", alone=True, wanted=str(n), exception="NotImplementedError") for n in range(examples)

@@ -203,9 +203,7 @@ def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_tasks(
-    checkout: Path, made: Path, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, backend: Backend, monkeypatch):
     """What an earlier run found out is not found out again, and tasks are written whatever ends a run."""
 
     def interrupt(state: State) -> None:

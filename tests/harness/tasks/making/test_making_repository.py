@@ -48,9 +48,7 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
         read_repository(tmp_path / "a.tar.gz")
 
 
-def test_what_is_too_large_is_left_out_or_refused(
-    tmp_path: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_large_is_left_out_or_refused(tmp_path: Path, files: dict[str, str], monkeypatch):
     held = {path: text.encode() for path, text in files.items()}
     path = laid(tmp_path, held | {"data.sql": b"x" * 5000})
     monkeypatch.setattr(reading, "MAX_FILE_BYTES", 4000)
