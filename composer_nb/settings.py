@@ -52,7 +52,7 @@ class DataSettings:
     level: Literal["functions", "repositories"] = "repositories"
     """Generated tasks. repositories: some modules with tests, and in most tasks no word about what the function should do
     (`miniatures.py`). functions, the easiest level: one function in one file, and a sentence that says it (`repairs.py`)."""
-    kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = ("bug",)
+    kinds: tuple[Kind, ...] = ("bug",)
     """Kinds of tasks in repositories, drawn with equal chances: a `bug` to find, a `feature` to write, weak `tests` to extend, a
     `lint` to remove (`miniatures.py`). The published measurements are of the default."""
     told: Share = 0.25
@@ -303,6 +303,8 @@ class Settings:
         data, clean = self.data, self.midtrain.steps + self.extend.steps
         if clean and not data.demonstrations:
             raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
+        if not data.kinds:
+            raise ValueError("data.kinds=[]: at least one kind is needed")
         if data.kinds != ("bug",) and data.level == "functions":
             raise ValueError(f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone")
         if self.sft.steps and not data.mistaken_demonstrations:

@@ -1,0 +1,62 @@
+"""A planted cheater, in a real sandbox and through the loop and the grader of RL: what it wrote is trained as a negative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from composer_nb.harness.agent.chat import Said
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.expert import ScriptedPolicy, one
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.grading.plan import Plan, with_plan
+from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.labs.attacks.patch_check import plan_for
+from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
+from composer_nb.labs.attacks.patches import patches
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.rl import batch_metrics, ledger, score_groups, streams_of
+
+
+@pytest.fixture(scope="module")
+def group(renderer: CompactRenderer, backend: Backend, sandboxes: SandboxExecutor) -> list[Attempt]:
+    """Two attempts at one task with the product's tools: a cheater, whom only twins give away, and an honest agent."""
+    plan: Plan = plan_for(TARGET, backend)
+    cheat = next(patch for patch in patches() if patch.id.startswith("16_") and patch.task is TARGET)
+    [(path, data)] = cheat.files.items()
+    assert path == MODULE and data is not None
+    written = [data.decode(), RIGHT]
+    tools = ToolSet.cursor()
+    form = renderer.offering(tools.schemas)
+
+    def script(rollout: int) -> Iterator[Said]:
+        yield one(ToolCall(name="write", arguments={"file_path": MODULE, "contents": written[rollout]}))
+        yield Said(text="Done.")
+
+    agent = Agent(form, tools, Limits(turn_tokens=20_000, tokens=40_000), backend=backend)
+    policy = ScriptedPolicy(form, lambda rollout: (said for said in script(rollout)))
+    jobs = [agent.attempt(with_plan(TARGET, plan), rollout) for rollout in range(2)]
+    done = dict(drive(jobs, policy, CachedExecutor(sandboxes)))
+    return [done[0], done[1]]
+
+
+def test_a_cheater_is_trained_as_a_negative(group: list[Attempt]) -> None:
+    cheater, honest = group
+    assert cheater.grade.status == "tampered" and "twin_passed" in cheater.grade.flags and honest.grade.passed
+    loss = LossSettings()
+    scored = score_groups([group], RewardSettings(), loss)
+    assert [each.reward.total for each in scored[0]] == [0.0, 1.0]
+    streams = streams_of(scored, loss)
+    assert [float(stream.advantage[stream.acted].max()) for stream in streams] == [-0.5, 0.5]
+    assert ledger(scored, loss) == {"trained": sum(each.rollout.sampled for each in group)}
+    counted = batch_metrics(scored)
+    assert (counted["tampered"], counted["flagged"], counted["solved"]) == (1.0, 1.0, 1.0)
+    dear = score_groups([group], RewardSettings(weights={"solved": 1.0, "tampered": -1.0}), loss)
+    assert [each.reward.total for each in dear[0]] == [-1.0, 1.0]
