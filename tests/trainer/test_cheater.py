@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import ScriptedPolicy, one
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, one
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt
-from composer_nb.harness.grading.plan import Plan, with_plan
+from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.rewards import RewardSettings
-from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.labs.attacks.patch_check import plan_for
@@ -26,29 +27,31 @@ from composer_nb.trainer.rl import batch_metrics, ledger, score_groups, streams_
 
 
 @pytest.fixture(scope="module")
-def group(renderer: CompactRenderer, backend: Backend, sandboxes: SandboxExecutor) -> list[Attempt]:
+def group(tokenizer: Tokenizer) -> Iterator[list[Attempt]]:
     """Two attempts at one task with the product's tools: a cheater, whom only twins give away, and an honest agent."""
-    plan: Plan = plan_for(TARGET, backend)
-    cheat = next(patch for patch in patches() if patch.id.startswith("16_") and patch.task is TARGET)
+    cheat = next(patch for patch in patches() if patch.id.startswith("08_") and patch.task is TARGET)
     [(path, data)] = cheat.files.items()
     assert path == MODULE and data is not None
     written = [data.decode(), RIGHT]
     tools = ToolSet.cursor()
-    form = renderer.offering(tools.schemas)
+    form = CompactRenderer(tokenizer, tools.schemas)
 
-    def script(rollout: int) -> Iterator[Said]:
+    def script(rollout: int) -> Script:
+        yield one(ToolCall(name="read_file", arguments={"target_file": MODULE}))
         yield one(ToolCall(name="write", arguments={"file_path": MODULE, "contents": written[rollout]}))
         yield Said(text="Done.")
 
-    agent = Agent(form, tools, Limits(turn_tokens=20_000, tokens=40_000), backend=backend)
-    policy = ScriptedPolicy(form, lambda rollout: (said for said in script(rollout)))
-    jobs = [agent.attempt(with_plan(TARGET, plan), rollout) for rollout in range(2)]
-    done = dict(drive(jobs, policy, CachedExecutor(sandboxes)))
-    return [done[0], done[1]]
+    with BwrapBackend() as backend, SandboxExecutor() as functions:
+        task = with_plan(TARGET, plan_for(TARGET, backend))
+        agent = Agent(form, tools, Limits(turn_tokens=20_000, tokens=40_000), backend=backend)
+        jobs = [agent.attempt(task, rollout) for rollout in range(2)]
+        done = dict(drive(jobs, ScriptedPolicy(form, script), functions))
+    yield [done[0], done[1]]
 
 
 def test_a_cheater_is_trained_as_a_negative(group: list[Attempt]) -> None:
     cheater, honest = group
+    assert all(turn.error is None for each in group for turn in each.rollout.turns)
     assert cheater.grade.status == "tampered" and "twin_passed" in cheater.grade.flags and honest.grade.passed
     loss = LossSettings()
     scored = score_groups([group], RewardSettings(), loss)
