@@ -80,8 +80,9 @@ def test_cells_are_short_and_prose_stands_before_them(book: nbformat.NotebookNod
 def test_logic_lives_in_the_package(book: nbformat.NotebookNode):
     for cell in code(book):
         for node in ast.walk(ast.parse(cell.source)):
-            assert not isinstance(node, ast.ClassDef)
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(
+                node, ast.FunctionDef | ast.ClassDef
+            ):  # a class is what a reader gives the package, as an environment
                 assert (node.end_lineno or 0) - node.lineno < LONGEST_DEFINITION, node.name
 
 
