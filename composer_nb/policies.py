@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -18,13 +18,15 @@ from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointSpeaker
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
-from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
 from composer_nb.harness.environment import RENDERERS, Carried, carried
 from composer_nb.harness.product.work import tools_for
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
+
+if TYPE_CHECKING:
+    from composer_nb.trainer.services.inference import Inference
 
 KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
 LATER = ("vllm", "sglang")
@@ -134,14 +136,12 @@ def _scripted(name: str) -> Cast:
 class OpenEngine:
     """A running checkpoint and its chat format."""
 
-    shared: Shared
+    shared: Inference
     tokenizer: Tokenizer
     format: Callable[..., ChatRenderer]
     """Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are given."""
     tokens: int
     """Maximum tokens of one conversation."""
-    version: Callable[[], int]
-    """Version that runs now. Raises ProviderFailure if nothing does."""
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def open_engine(
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.tokenizer import load_tokenizer
-    from composer_nb.trainer.services.updates import Updates, following
+    from composer_nb.trainer.services.inference import Inference, Updates, following
 
     known, tokenizer = trained_with(path), load_tokenizer(path, needed=())
     own = tools_for(known.tools).schemas if known.renderer == "compact" else []
@@ -172,10 +172,5 @@ def open_engine(
         newest = updates.receiver.newest()
         model, version = (model, -1) if newest is None else (updates.first(newest), newest)
     engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed, version=version)
-    with Shared(engine) as shared, following(updates, engine, shared.between) if updates else nullcontext():
-
-        def now() -> int:
-            shared.check()
-            return engine.version
-
-        yield OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=most, version=now)
+    with Inference(engine, updates) as service, following(service) if updates else nullcontext():
+        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=most)

@@ -29,8 +29,8 @@ from composer_nb.policies import open_engine
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
-from composer_nb.trainer.services import updates
-from composer_nb.trainer.services.updates import Updates, following
+from composer_nb.trainer.services import inference
+from composer_nb.trainer.services.inference import Inference, Updates, following
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import Store
 from tests.harness.product import conftest as product
@@ -88,8 +88,8 @@ def serving(
     kind = Endless if endless else Engine
     engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG, version=version)
     with (
-        Shared(engine) as shared,
-        following(Updates(store, "served", model.config), engine, shared.between) if store else nullcontext(),
+        Inference(engine, Updates(store, "served", model.config) if store else None) as shared,
+        following(shared) if store else nullcontext(),
         ChatServer(
             Conversations(shared, tokenizer, QwenRenderer, LONG), version=lambda: engine.version, **given
         ) as server,
@@ -243,7 +243,7 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(updates, "LOOK_S", 0.02)
+    monkeypatch.setattr(inference, "LOOK_S", 0.02)
     publisher = Publisher(tmp_path / "store", owner="test")
     with serving(model, tokenizer, slots=2, endless=True, store=tmp_path / "store", version=-1) as small:
         bare = small.chat(max_tokens=3)
@@ -272,11 +272,11 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
 def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Path) -> None:
     example = Path(__file__).parents[1] / "data/example/weights"
     with open_engine(example / "final", slots=1, tokens=300) as plain:
-        assert plain.version() == 0
+        assert plain.shared.version == 0
     start = published(load_pretrained(example / "start"))
     Publisher(tmp_path / "store", owner="test").publish(12, start, FILES)
     with open_engine(example / "final", slots=1, tokens=300, follow=str(tmp_path / "store")) as engine:
-        assert engine.version() == 12
+        assert engine.shared.version == 12
         torch.testing.assert_close(published(engine.shared.policy.model), start, rtol=0, atol=0)
 
 
@@ -316,7 +316,7 @@ def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
         ({"prompt_token_ids": [262]}, "prompt_token_ids"),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
         ({"prompt_token_ids": [5] * LONG}, "prompt_token_ids"),
-        ({"prompt_token_ids": [5], "sampling_params": {"top_k": 5}}, "sampling_params"),
+        ({"prompt_token_ids": [5], "sampling_params": {"top_k": -1}}, "sampling_params"),
         ({"prompt_token_ids": [5], "sampling_params": {"n": 5}}, "n"),
         ({"prompt_token_ids": [5], "stream": True}, "stream"),
         ({"prompt_token_ids": [5], "priority": 1}, "priority"),

@@ -45,6 +45,12 @@ class Request:
     """Temperature of this turn; None: the policy's own."""
     top_p: float = 1.0
     """Tokens are drawn from the smallest set with this total probability."""
+    top_k: int = 0
+    """Tokens are drawn from so many of the most probable ones; 0: from all."""
+    min_p: float = 0.0
+    """Tokens are drawn from those with at least this share of the highest probability."""
+    priority: int = 1
+    """Lower ones go first, at the next step: a user's is 0, a rollout's 1."""
     heard: Callable[[Drawn], None] | None = None
     """Called with every token as it is drawn, by a policy that can do so."""
     top: int = 0

@@ -55,6 +55,12 @@ def unfinished(rollout: Rollout, grade: Grade) -> float:
     return float(rollout.stop != "finished")
 
 
+@term
+def given(rollout: Rollout, grade: Grade) -> float:
+    """Return the reward that came with the grade: of a client of `composer-nb serve --record`, or of a task's script."""
+    return float(grade.rewards.get("reward", 0.0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """The effort penalty: weights of what counts as effort, and the curve. Raises ValueError unless k > 0 and q ≥ 0, where

@@ -40,8 +40,9 @@ _COUNTS = {
     "seconds": pa.float64(),
     "calls": pa.int64(),
     "calls_failed": pa.int64(),
+    "rewards": pa.string(),
 }
-"""Columns that older files lack; 0 stands for them. The tokens are an endpoint's counts."""
+"""Columns that older files lack; 0 stands for them. The tokens are an endpoint's counts, the rewards JSON."""
 _CHAIN = {name: pa.list_(pa.int64()) for name in ("segments", "parents")}
 """Tokens of each segment, and its parent. Older files lack these columns: their rollouts have one segment."""
 _COLUMNS = {
@@ -154,6 +155,7 @@ def _row(done: Attempt) -> dict[str, Any]:
         "calls_failed": done.grade.calls_failed,
         "segments": [len(segment.token_ids) for segment in done.rollout.segments],
         "parents": [segment.parent for segment in done.rollout.segments],
+        "rewards": json.dumps(dict(done.grade.rewards)),
     }
 
 
@@ -195,5 +197,6 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         flags=tuple(row["flags"]),
         calls=row["calls"],
         calls_failed=row["calls_failed"],
+        rewards=json.loads(row["rewards"] or "{}"),
     )
     return Attempt(task=tasks[row["task_id"]], rollout=rollout, grade=grade)

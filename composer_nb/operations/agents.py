@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,7 @@ def verdict(given: argparse.Namespace) -> int:
     arg("--model DIR", "checkpoint to serve", type=Path),
     arg("--policy scripted:FILE.json", "script to serve"),
     arg("--follow STORE", "store of weight versions of this model; the newest answers", ""),
+    arg("--record RUN", "folder that keeps every conversation as a rollout", type=Path),
     arg("--slots N", "conversations held at a time", SLOTS),
     arg("--tokens N", "maximum tokens of one conversation", 32_768),
     arg("--queue N", "waiting requests; more get status 429", 64),
@@ -107,6 +109,7 @@ def serve(given: argparse.Namespace) -> int:
     """Serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback."""
     from composer_nb.harness.agent.scripts import read_script
     from composer_nb.harness.product.conversations import Conversations
+    from composer_nb.harness.product.record import Record
     from composer_nb.harness.product.serve import ChatServer, ScriptServer
     from composer_nb.policies import open_engine
 
@@ -115,20 +118,30 @@ def serve(given: argparse.Namespace) -> int:
             print(server.url, flush=True)
             if server.key:
                 print(f"its key, also as COMPOSER_NB_KEY: {server.key}", file=sys.stderr, flush=True)
-            server.wait()
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            try:
+                server.wait()
+            except KeyboardInterrupt:
+                server.drain()
+                raise
         return 0
 
     if (given.model is None) == (given.policy is None):
         raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
-    if given.follow and not given.model:
-        raise ValueError("--follow needs --model DIR, for the sizes of the model and its tokenizer")
+    if (given.follow or given.record) and not given.model:
+        raise ValueError("--follow and --record need --model DIR, for the model's sizes and its tokenizer")
     if min(given.slots, given.tokens) < 1 or given.queue < 0:
         raise ValueError("--slots and --tokens must be above 0, and --queue not below it")
     address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if given.model:
         with open_engine(given.model, **pick(given, "slots", "tokens", "temperature", "follow")) as engine:
-            answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-            return run(ChatServer(answer, given.port, given.model.resolve().name, version=engine.version, **address))
+            record = Record(given.record, engine.tokenizer) if given.record else None
+            answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
+            address |= {"version": lambda: engine.shared.version, "grade": answer.grade}
+            try:
+                return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
+            finally:
+                answer.close()
     kind, _, name = given.policy.partition(":")
     if kind != "scripted" or not name.endswith(".json"):
         raise ValueError(f"--policy {given.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")

@@ -9,7 +9,8 @@ With the compiled kernel of small float32 models all that is recorded of a rollo
 under way.
 
 What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
-what else is under way. Weights can be swapped between two steps: the cache stays, and each token notes the version that drew it.
+what else is under way. At the next step, a request of higher priority takes the place of a rollout, whose cache waits in memory
+and comes back. Weights can be swapped between two steps: the cache stays, and each token notes the version that drew it.
 
 Dimensions: N new tokens of all slots, U of them distinct, S slots (live rollouts), T positions, L layers, K experts a token,
 V vocabulary.
@@ -17,9 +18,11 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,18 +43,22 @@ Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.flo
 class _Slot:
     """One live rollout."""
 
-    index: int
     pending: list[int]
     """Tokens not yet forwarded."""
     uniform: list[float]
     """Random number for the token at each position."""
+    index: int = -1
+    """Its place in the cache; -1: it made room for others, or has not had its first step."""
+    away: tuple[Tensor | NDArray[Any], ...] = ()
+    """Its part of the cache and of the records while it has no place."""
+    priority: int = 1
     past: int = 0
     """Equal for slots that hold the same tokens from the same steps."""
     length: int = 0
     """Tokens forwarded so far, those in the cache."""
     max_tokens: int = 0
-    drawn: tuple[float, float] = (1.0, 1.0)
-    """Temperature and top_p of the turn."""
+    drawn: tuple[float, float, int, float] = (1.0, 1.0, 0, 0.0)
+    """Temperature, top_p, top_k and min_p of the turn."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -101,6 +108,7 @@ class Engine:
         self._gates = np.zeros((*routed, c.num_experts_per_tok), np.float32)
         self._margins = np.zeros(routed, np.float32)
         self._checks = np.zeros(routed[:2], np.uint64)
+        self._records = self._routes, self._gates, self._margins, self._checks
         self._free = list(range(slots))[::-1]
         self._live: dict[int, _Slot] = {}
         self._pasts = 0
@@ -122,12 +130,17 @@ class Engine:
         known = self._live.get(request.rollout)
         if known is not None and not known.waiting:
             raise ValueError(f"rollout {request.rollout} is in the middle of a turn already")
-        if known is None and not self._free:
+        same = sum(slot.priority == request.priority for slot in self._live.values())
+        if known is None and same >= self.capacity:
             raise RuntimeError(f"more than engine.slots={self.capacity} rollouts are alive")
         pending = [*(known.pending if known else ()), *request.token_ids]
         temperature = self.temperature if request.temperature is None else request.temperature
-        if temperature < 0 or not 0 < request.top_p <= 1:
-            raise ValueError(f"temperature={temperature} and top_p={request.top_p}: at least 0, and above 0 up to 1")
+        drawn = temperature, request.top_p, request.top_k, request.min_p
+        if min(temperature, request.top_k, request.min_p, 1 - request.min_p) < 0 or not 0 < request.top_p <= 1:
+            raise ValueError(
+                f"temperature={temperature}, top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}: "
+                "at least 0, above 0 up to 1, at least 0, from 0 to 1"
+            )
         if not pending or request.max_tokens < 1:
             raise ValueError(
                 f"rollout {request.rollout} has no token to go on from, or no room for one: "
@@ -138,7 +151,8 @@ class Engine:
             raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
         slot = known or self._live.setdefault(request.rollout, self._new_slot(request.rollout))
         slot.pending, slot.max_tokens, slot.waiting = pending, request.max_tokens, False
-        slot.drawn, slot.heard, slot.top = (temperature, request.top_p), request.heard, request.top
+        slot.priority = request.priority
+        slot.drawn, slot.heard, slot.top = drawn, request.heard, request.top
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
@@ -152,13 +166,35 @@ class Engine:
 
     def _new_slot(self, rollout: int) -> _Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
-        slot = _Slot(self._free.pop(), [], np.random.default_rng(key).random(self.max_length + 1).tolist())
-        for record in (self._routes, self._gates, self._margins, self._checks):
-            record[slot.index] = 0  # what is not forwarded is the same on every replay: nothing
-        return slot
+        return _Slot([], np.random.default_rng(key).random(self.max_length + 1).tolist())
+
+    def _placed(self) -> list[tuple[int, _Slot]]:
+        """Return the turns that go on in this step. Those of lower priority, and who wait for a request, make room for others."""
+        outside = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
+        for slot in sorted(outside, key=lambda slot: slot.priority):
+            if not self._free:
+                inside = [each for each in self._live.values() if each.index >= 0]
+                least = max(inside, key=lambda each: (each.waiting, each.priority))
+                if not least.waiting and least.priority <= slot.priority:
+                    break
+                least.away = tuple(_copied(part) for part in self._parts(least.index, least.length))
+                self._free.append(least.index)
+                least.index = -1
+            slot.index = self._free.pop()
+            for record in self._records:
+                record[slot.index] = 0  # what is not forwarded is the same on every replay: nothing
+            for part, kept in zip(self._parts(slot.index, slot.length), slot.away, strict=False):
+                part[:] = kept
+            slot.away = ()
+        return [pair for pair in sorted(self._live.items()) if pair[1].index >= 0 and not pair[1].waiting]
+
+    def _parts(self, index: int, length: int) -> Iterator[Any]:
+        """Yield the part of the records and of the cache that a rollout has."""
+        yield from (record[index, :length] for record in self._records)
+        yield from (cache[:, index, :, :length] for cache in (self._k, self._v))
 
     def step(self) -> list[Completion]:
-        active = [(rollout, slot) for rollout, slot in sorted(self._live.items()) if not slot.waiting]
+        active = self._placed()
         if not active:
             return []
         logits_SV = self._forward([slot for _, slot in active])
@@ -202,14 +238,15 @@ class Engine:
         slot = self._live.pop(rollout, None)
         if slot is None:  # its first request was refused
             return Trace()
-        self._free.append(slot.index)
-        total = slot.length + len(slot.pending)
+        total, held = slot.length + len(slot.pending), slot.away or tuple(self._parts(slot.index, slot.length))
+        if slot.index >= 0:
+            self._free.append(slot.index)
+        found = [np.zeros((total, *record.shape[2:]), record.dtype) for record in self._records]
+        for array, known in zip(found, held if slot.length else (), strict=False):
+            array[: slot.length] = known
+        routes, gates, margins, checks = found
         return Trace(
-            routes=self._routes[slot.index, :total].copy(),
-            gates=self._gates[slot.index, :total].copy(),
-            margins=self._margins[slot.index, :total].copy(),
-            checks=self._checks[slot.index, :total].copy(),
-            route_valid=np.arange(total) < slot.length,
+            routes=routes, gates=gates, margins=margins, checks=checks, route_valid=np.arange(total) < slot.length
         )
 
     @torch.no_grad()
@@ -283,6 +320,10 @@ class Engine:
         return leaders, leader_S
 
 
+def _copied(part: Any) -> Any:
+    return part.clone() if isinstance(part, Tensor) else part.copy()
+
+
 def _sample(logits_SV: Tensor, slots: Sequence[_Slot]) -> tuple[list[int], list[float]]:
     """One token a slot with its log-probability. Slots that draw alike are worked on together."""
     kinds = {slot.drawn for slot in slots}
@@ -297,10 +338,10 @@ def _sample(logits_SV: Tensor, slots: Sequence[_Slot]) -> tuple[list[int], list[
     return tokens, logprobs
 
 
-def _draw(logits_SV: Tensor, uniform_S: list[float], temperature: float, top_p: float) -> tuple[list[int], list[float]]:
+def _draw(logits_SV: Tensor, uniform_S: list[float], *drawn: Any) -> tuple[list[int], list[float]]:
     """The first token of each row whose cumulative probability exceeds the row's random number, and its log-probability."""
-    logprob_SV = _logprobs(logits_SV, temperature, top_p)
-    if temperature == 0:
+    logprob_SV = _logprobs(logits_SV, *drawn)
+    if drawn[0] == 0:
         token_S = logprob_SV.argmax(-1)
     else:
         below_SV = logprob_SV.double().exp().cumsum(-1)
@@ -318,11 +359,18 @@ def _top(logits_V: Tensor, slot: _Slot) -> list[tuple[int, float]]:
     return [pair for pair in zip(found.indices.tolist(), found.values.tolist(), strict=True) if pair[1] > -np.inf]
 
 
-def _logprobs(logits_SV: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Log-probabilities of the distribution that is drawn from; of temperature 1 for a greedy turn."""
+def _logprobs(logits_SV: Tensor, temperature: float, top_p: float, top_k: int, min_p: float) -> Tensor:
+    """Log-probabilities of the distribution that is drawn from; of temperature 1 for a greedy turn. `min_p`: Nguyen et al. 2024,
+    arXiv 2407.01082; it comes first, then `top_k`, then `top_p`."""
     if temperature == 0:
         return logits_SV.log_softmax(-1)
     logprob_SV = (logits_SV / temperature).log_softmax(-1)
+    if min_p > 0:
+        least_S1 = logprob_SV.amax(-1, keepdim=True) + math.log(min_p)
+        logprob_SV = logprob_SV.masked_fill(logprob_SV < least_S1, -torch.inf).log_softmax(-1)
+    if 0 < top_k < logprob_SV.shape[-1]:
+        order_SV = logprob_SV.sort(stable=True, dim=-1, descending=True).indices
+        logprob_SV = logprob_SV.scatter(1, order_SV[:, top_k:], -torch.inf).log_softmax(-1)
     return nucleus(logprob_SV, top_p) if top_p < 1 else logprob_SV
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.product.record import served as served_by
 from composer_nb.harness.rollout import Kind, Segment
 from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import load_tasks
@@ -114,6 +115,12 @@ def sampled(run: RunDir, step: int = -1) -> list[Stored]:
             for s in group
         ]
     return found
+
+
+def served(run: RunDir) -> list[Stored]:
+    """Return the rollouts that `composer-nb serve --record` stored."""
+    tokenizer = load_tokenizer(run.path / "data", needed=())
+    return [Stored(attempt=done, name=name, tokenizer=tokenizer) for name, done in served_by(run.path).items()]
 
 
 def before_and_after(run: RunDir, before: str = "start", after: str = "final") -> tuple[Stored, Stored]:

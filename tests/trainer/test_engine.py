@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.driver import Job, Seat, drive
-from composer_nb.harness.policy import Request, Trace, route_checks
-from composer_nb.trainer.engine import Engine
+from composer_nb.harness.policy import Completion, Drawn, Request, Trace, route_checks
+from composer_nb.trainer.engine import Engine, _logprobs
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 
 NEVER = frozenset[int]()
@@ -461,3 +462,63 @@ def test_pairs_of_temperature_and_seed_are_reproducible(make_model):
             for _ in range(2)
         ]
         assert turns[0] == turns[1]
+
+
+# Priorities
+
+
+def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() -> None:
+    slots, prompt = 3, [5, 6, 7]
+
+    def rollouts(engine: Engine, until: int = 20) -> dict[int, Completion]:
+        done: dict[int, Completion] = {}
+        while len(done) < slots and until:
+            done |= {each.rollout: each for each in engine.step()}
+            until -= 1
+        return done
+
+    def made() -> Engine:
+        engine = Engine(ENGINE.model, stop=frozenset(), slots=slots, max_length=24, seed=4)
+        for rollout in range(slots):
+            engine.submit(Request(rollout=rollout, token_ids=prompt, max_tokens=12))
+        return engine
+
+    alone = made()
+    wanted = rollouts(alone)
+    engine = made()
+    engine.step()
+    told: list[Drawn] = []
+    for user in range(100, 100 + slots):
+        engine.submit(Request(rollout=user, token_ids=[9], max_tokens=4, priority=0, heard=told.append))
+    with pytest.raises(RuntimeError, match="more than"):
+        engine.submit(Request(rollout=103, token_ids=[9], max_tokens=4, priority=0))
+    engine.step()
+    assert len(told) == slots, "the first token of each user comes with the next step"
+    for _ in range(3):
+        engine.step()
+    engine.release(100)
+    found = rollouts(engine, 60)
+    again: list[Drawn] = []
+    engine.submit(Request(rollout=101, token_ids=[8], max_tokens=2, priority=0, heard=again.append))
+    engine.step()
+    assert len(again) == 1, "a user whose place a rollout took comes back"
+    for rollout, completion in wanted.items():
+        assert found[rollout] == completion
+        mine, theirs = engine.release(rollout), alone.release(rollout)
+        for each in fields(mine):
+            np.testing.assert_array_equal(getattr(mine, each.name), getattr(theirs, each.name))
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [({}, 5), ({"top_k": 2}, 2), ({"top_k": 9}, 5), ({"min_p": 0.3}, 3), ({"min_p": 1.0}, 1), ({"top_p": 0.4}, 1),
+     ({"top_k": 3, "top_p": 0.8}, 2), ({"min_p": 0.3, "top_k": 1}, 1), ({"temperature": 0.5, "min_p": 0.3}, 1)],
+)  # fmt: skip
+def test_what_can_be_drawn(asked: dict[str, Any], kept: int) -> None:
+    share = torch.tensor([[0.06, 0.5, 0.2, 0.16, 0.08]])
+    told = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | asked
+    found = _logprobs(share.log(), *told.values())[0].exp()
+    order = share[0].argsort(descending=True)[:kept]
+    scaled = share[0, order] ** (1 / told["temperature"])
+    torch.testing.assert_close(found[order], scaled / scaled.sum())
+    assert int((found > 0).sum()) == kept

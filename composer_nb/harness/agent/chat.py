@@ -17,8 +17,9 @@ import json
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -111,32 +112,26 @@ class ChatRenderer(ABC):
         text.encode()
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
-    def render(self, messages: Sequence[Message], system: str = "", *, spelled: bool = False) -> list[int]:
-        """Render a whole conversation, up to the cue for the next turn if its last message is not a turn.
+    def render(
+        self, messages: Sequence[Message], system: str = "", *, spelled: bool = False, after: bool = False
+    ) -> list[int]:
+        """Render a whole conversation, up to the cue for the next turn if its last message is not a turn. `after`: render what
+        follows a turn instead, without the start of a conversation.
 
         `spelled`: render a turn without calls whose text spells one as the tokens that it spells: it was an unreadable call.
         Raises ValueError for a turn that the format cannot express.
         """
-        token_ids = self.open(system)
-        results: list[Result] = []
-        said = False
-        for message in messages:
-            if isinstance(message, Result):
-                results.append(message)
-                continue
-            if results:
-                token_ids += self.results(results)
-                results = []
-            elif said:
-                token_ids += self.encoded(self._after())
-            said = isinstance(message, Said)
-            if not isinstance(message, Said):
-                token_ids += self.ask(message.text)
-            elif spelled and not message.calls and any(mark in message.text for mark in self.spelled):
-                token_ids += self.spell(message.text)
-            else:
-                token_ids += self.turn(message)
-        return token_ids + (self.results(results) if results else [])
+        token_ids = [] if after else self.open(system)
+        for turn, same in groupby(messages, lambda message: isinstance(message, Said)):
+            if not turn:
+                token_ids += self.encoded([*(self._after() if after else ()), *self._news(same), *self._cue()])
+            for number, message in enumerate(same):
+                assert isinstance(message, Said)
+                token_ids += self.encoded([*self._after(), *self._cue()]) if number or after else []
+                missed = spelled and not message.calls and any(mark in message.text for mark in self.spelled)
+                token_ids += self.spell(message.text) if missed else self.turn(message)
+            after = turn
+        return token_ids
 
     def read(self, news: Sequence[User | Result], system: str = "") -> list[int]:
         """Render what a policy reads before its next turn: the start of a conversation, or the results of its calls."""
@@ -155,11 +150,20 @@ class ChatRenderer(ABC):
 
     def following(self, text: str) -> list[int]:
         """Render what follows a turn without calls: a user's text, and the cue for the next turn."""
-        return self.encoded([*self._after(), *self._user(text), *self._cue()])
+        return self.render([User(text=text)], after=True)
 
     def results(self, results: Sequence[Result]) -> list[int]:
         """Render what follows a turn with calls: their results, and the cue for the next turn."""
-        return self.encoded([*self._after(), *self._results(results), *self._cue()])
+        return self.render(results, after=True)
+
+    def _news(self, messages: Iterable[Message]) -> Iterator[Piece]:
+        """Yield the pieces of what stands between two turns."""
+        for kind, same in groupby(messages, type):
+            if kind is Result:
+                yield from self._results([each for each in same if isinstance(each, Result)])
+            else:
+                for each in same:
+                    yield from self._user(each.text)
 
     def answers(self, results: Sequence[Result]) -> list[int]:
         """Render the results of calls where no turn follows but a user's text, rendered by `ask`."""

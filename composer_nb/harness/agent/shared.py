@@ -15,10 +15,14 @@ from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Requ
 
 
 class Shared:
-    """A context manager; at its end waiting requests get a ProviderFailure. At most `policy.capacity` rollouts at a time."""
+    """A context manager; at its end waiting requests get a ProviderFailure. At most `policy.capacity` rollouts at a time.
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    In lockstep the policy stands still from the end of a turn until somebody asks again, and so sees the same rollouts side by
+    side on every run."""
+
+    def __init__(self, policy: Policy, lockstep: bool = False) -> None:
+        self.policy, self.lockstep = policy, lockstep
+        self._still = False
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._asked: dict[int, Future[Completion]] = {}
@@ -30,8 +34,12 @@ class Shared:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._orders.put(None)
+        self.stop()
         self._thread.join()
+
+    def stop(self) -> None:
+        """End the policy's work, and who waits for it."""
+        self._orders.put(None)
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
         """Return the next turn of a rollout.
@@ -70,6 +78,7 @@ class Shared:
         return self._order(task).result()
 
     def _submit(self, requests: Sequence[Request], answers: Sequence[Future[Completion]]) -> None:
+        self._still = False
         for request, answer in zip(requests, answers, strict=True):
             try:
                 self.policy.submit(request)
@@ -79,7 +88,8 @@ class Shared:
                 self._asked[request.rollout] = answer
 
     def _forget(self, rollout: int) -> Trace:
-        self._asked.pop(rollout, None)
+        if asked := self._asked.pop(rollout, None):
+            asked.cancel()
         return self.policy.release(rollout)
 
     def _order(self, what: Callable[[], Any]) -> Future[Any]:
@@ -94,7 +104,9 @@ class Shared:
         over: BaseException = ProviderFailure("the policy was closed")
         try:
             while self._obey():
-                for turn in self.policy.step():
+                done = self.policy.step()
+                self._still = self.lockstep and bool(done)
+                for turn in done:
                     asked = self._asked.pop(turn.rollout)
                     if isinstance(turn, ProviderFailure):
                         asked.set_exception(turn)
@@ -114,7 +126,7 @@ class Shared:
         """Carry out all orders that are there; wait for one if there is nothing else to do. Returns False at the end."""
         while True:
             try:
-                order = self._orders.get(block=not self._asked)
+                order = self._orders.get(block=self._still or not self._asked)
             except queue.Empty:
                 return True
             if order is None:

@@ -2,18 +2,24 @@
 
 A request without tools gets those of `form`: none, or in the compact format those of training.
 
-A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. Any other
-request is read from its beginning. When room is needed, the conversation that has been idle longest is dropped; while all are in
-use, a request waits. A conversation whose client went away is dropped at once, also in the middle of a turn. A message with a
-call that cannot be read is sent as text, without calls; if the client sends that text back, it is read as the tokens that it
-spells.
+A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. One that goes
+on from an earlier answer, since the agent rewrote its history, is a branch: it reads the tokens up to there as they were sampled,
+and the rest anew. Any other request is read from its beginning. When room is needed, the policy forgets the conversation that has
+been idle longest; while all are in use, a request waits. A conversation whose client went away is forgotten at once, also in the
+middle of a turn. A message with a call that cannot be read is sent as text, without calls; if the client sends that text back, it
+is read as the tokens that it spells.
+
+With a `Record`, conversations stay known when the policy forgets them. They become stored rollouts when they are graded, when
+there are too many of them, or when the server closes (`record.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,99 +32,165 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
+from composer_nb.harness.agent.endpoint import spoken as spoken_by
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp, Trace
-from composer_nb.harness.product.turn import Turn
-from composer_nb.harness.product.wire import Answered, Asked, Generate, Refused, Told, messages_of
+from composer_nb.harness.product.record import Record, Row, Verdict
+from composer_nb.harness.product.turn import Continuation, Turn
+from composer_nb.harness.product.wire import Answered, Asked, Complete, Generate, Refused, Sampling, Told, messages_of
 
 LOOK_S = 0.1
 """Seconds between two checks whether a client is still there."""
 GATHER_S = 0.01
 """Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far."""
+KEPT = 256
+"""Conversations that stay known for a `Record`; the one that has been idle longest is stored."""
 Wire = Sequence[Mapping[str, Any]]
 SYSTEM = ("system", "developer")
 """Roles of system texts."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Talk:
-    """A conversation that the policy holds."""
+    """A conversation, with its tokens as the policy saw them."""
 
-    rollout: int = -1
     renderer: ChatRenderer
-    head: str
-    """Its system text, tools and seed, as JSON."""
-    wire: list[str] = field(default_factory=list)
-    """Its messages, up to our last answer, as JSON."""
-    tokens: int = 0
-    open: bool = False
-    """The last turn was cut off, so its end must be read before the next."""
+    digest: bytes
+    """Of its system text, tools, seed and name: where its messages begin."""
+    row: Row
+    drawn_by: int = 0
+    """Decides the random draws."""
+    rollout: int | None = None
+    """The policy's name for it; None: the policy does not hold it."""
+    marks: dict[bytes, int] = field(default_factory=dict)
+    """Digest of its messages up to each of our answers -> tokens up to there."""
     busy: bool = True
 
 
 class Conversations:
     """Answers requests (`serve.Answerer`). Thread-safe."""
 
-    def __init__(self, policy: Shared, tokenizer: Tokenizer, form: Callable[..., ChatRenderer], tokens: int) -> None:
+    def __init__(
+        self,
+        policy: Shared,
+        tokenizer: Tokenizer,
+        form: Callable[..., ChatRenderer],
+        tokens: int,
+        record: Record | None = None,
+    ) -> None:
         """`tokens`: maximum of one conversation."""
-        self.policy, self.tokenizer, self.form, self.tokens = policy, tokenizer, form, tokens
+        self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
         self._talks: list[_Talk] = []
+        """Known ones, the one that has been idle longest first."""
         self._door = threading.Lock()
         """Held by the request that waits for room: those behind it do not overtake it."""
         self._room = threading.Condition()
-        self._numbers = count()
+        self._numbers, self._seeds = count(), count()
 
     def __call__(
-        self, asked: Asked | Generate, there: Callable[[], bool] = lambda: True, told: Told = lambda *part: None
+        self,
+        asked: Asked | Generate | Complete,
+        there: Callable[[], bool] = lambda: True,
+        told: Told = lambda *part: None,
     ) -> Answered:
-        if isinstance(asked, Generate):
-            return self._generate(asked, there)
+        if not isinstance(asked, Asked):
+            return self._generate(asked, there, told)
+        if asked.rollout and not self.record:
+            raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
         wire = asked.messages
         system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
-        wire_now = [json.dumps(each, sort_keys=True) for each in spoken]
         renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
-        new = _Talk(renderer=renderer, head=json.dumps([system, asked.tools or [], asked.seed]))
-        held = self._held(new, asked.n or 1, asked.seed, wire_now, there)
+        digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout])]
+        for each in spoken:
+            digests.append(_digest(digests[-1], each))
+        user = next((each["content"] for each in spoken if each["role"] == "user"), "")
+        new = _Talk(renderer=renderer, digest=digests[0], row=Row(name=asked.rollout or "", instruction=user))
+        held = self._held(new, asked.n or 1, asked.seed, digests, there)
         most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
         drawn = {"temperature": asked.temperature, "top_p": asked.top_p or 1.0, "top": asked.top_logprobs or 0}
+        drawn |= {"top_k": asked.top_k or 0, "min_p": asked.min_p or 0.0}
         try:
-            for number, (talk, known) in enumerate(held):
-                request = self._request(talk, self._read(talk, system, spoken, known), most, "messages", drawn)
+            reads = [self._read(talk, system, spoken, known) for talk, known in held]
+            for number, ((talk, _), (read, _)) in enumerate(zip(held, reads, strict=True)):
+                request = self._request(talk, read, most, "messages", drawn)
                 work.append((request, Turn(talk.renderer, asked, partial(told, number))))
+            before = len(held[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, there)
             choices = [turn.choice() for _, turn in work]
         except BaseException:
             for talk, _ in held:
-                self._forget(talk)
+                self._end(talk, drop=True)
             raise
-        before = held[0][0].tokens + len(work[0][0].token_ids)
-        for (talk, _), (request, turn), (choice, whole) in zip(held, work, choices, strict=True):
-            if not whole:  # the policy holds more than the client is shown
-                self._forget(talk)
-                continue
-            talk.wire = [*wire_now, json.dumps(_plain(choice.message), sort_keys=True)]
-            talk.tokens += len(request.token_ids) + len(turn.drawn)
-            talk.open = turn.token_ids[-1:] != [talk.renderer.end]
-            with self._room:
-                talk.busy = False
-                self._room.notify_all()
-        return Answered(choices=[choice for choice, _ in choices], read=before)
+        answers = []
+        for (talk, _), (read, news), (_, turn), (choice, whole) in zip(held, reads, work, choices, strict=True):
+            talk.row.add(read, news, turn.completion, talk.renderer)
+            if whole:  # otherwise the policy holds more than the client is shown
+                talk.marks[_digest(digests[-1], _plain(choice.message))] = len(talk.row.transcript.token_ids)
+            self._end(talk, drop=not whole)
+            answers.append(replace(choice, rollout=talk.row.name if self.record else ""))
+        return Answered(choices=answers, read=before)
 
-    def _generate(self, asked: Generate, there: Callable[[], bool]) -> Answered:
-        """Continue tokens, in conversations that nothing goes on with."""
-        ids, given, vocabulary = asked.prompt_token_ids, asked.sampling_params, self.tokenizer.get_vocab_size()
-        if max(ids) >= vocabulary:
-            raise Refused(f"prompt_token_ids: {max(ids)} is not below {vocabulary}", param="prompt_token_ids")
-        renderer, drawn = self.form(self.tokenizer), given.model_dump(include={"temperature", "top_p"})
-        held = self._held(_Talk(renderer=renderer, head=""), given.n, given.seed, [], there)
-        drawn["top"] = given.logprobs or 0
+    def grade(self, name: str, verdict: Verdict) -> int:
+        """Store a rollout with its grade, or grade one that is stored. Return the number of its branches.
+
+        Raises Refused for an unknown rollout, and one that is being continued."""
+        if self.record is None:
+            raise Refused("this server records nothing; start it with --record RUN", 404, "not_found")
+        self._store(name)
         try:
-            turns = [Turn(renderer, Asked(messages=[{}]), lambda *part: None) for _ in held]
-            requests = [self._request(talk, ids, given.max_tokens, "prompt_token_ids", drawn) for talk, _ in held]
+            return self.record.grade(name, verdict)
+        except KeyError:
+            raise Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
+
+    def close(self) -> None:
+        """Store all conversations that were not stored yet."""
+        for name in dict.fromkeys(talk.row.name for talk in self._talks) if self.record else ():
+            self._store(name)
+
+    def _store(self, name: str) -> None:
+        """Store a conversation with its branches, and know it no longer."""
+        with self._room:
+            talks = [talk for talk in self._talks if talk.row.name == name]
+            if any(talk.busy for talk in talks):
+                raise Refused(f"rollout {name}: a request is under way", 409, "conflict")
+            for talk in talks:
+                self._forget(talk)
+                self._talks.remove(talk)
+            self._room.notify_all()
+        if self.record and talks:
+            self.record.keep(name, [talk.row for talk in talks])
+
+    def _generate(self, asked: Generate | Complete, there: Callable[[], bool], told: Told) -> Answered:
+        """Continue tokens, in conversations that nothing goes on with."""
+        renderer, vocabulary, kind = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), Turn
+        given: Complete | Sampling
+        if isinstance(asked, Complete):
+            param, given, how, kind = "prompt", asked, asked.asked, Continuation
+            text = asked.prompt if isinstance(asked.prompt, str) else ""
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*asked.prompt]
+        else:
+            param, given, how, ids = (
+                "prompt_token_ids",
+                asked.sampling_params,
+                Asked(messages=[{}]),
+                asked.prompt_token_ids,
+            )
+        if not ids or max(ids) >= vocabulary:
+            raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
+        held = self._held(
+            _Talk(renderer=renderer, digest=b"", row=Row(name="")), given.n or 1, given.seed, [b""], there
+        )
+        drawn = {"top": given.logprobs or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0}
+        drawn |= {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
+        try:
+            turns = [kind(renderer, how, partial(told, number)) for number in range(len(held))]
+            requests = [self._request(talk, ids, given.max_tokens, param, drawn) for talk, _ in held]
             self._run([*zip(requests, turns, strict=True)], there)
         finally:
-            traces = [self._forget(talk) for talk, _ in held]
+            traces = [self._end(talk, drop=True) for talk, _ in held]
+        if isinstance(asked, Complete):
+            return Answered(choices=[turn.choice()[0] for turn in turns], read=len(ids))
         routes = [trace.routes if asked.return_routed_experts else None for trace in traces]
         choices = [turn.tokens(given.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
         return Answered(choices=choices, read=len(ids))
@@ -127,12 +199,17 @@ class Conversations:
         self, talk: _Talk, read: Sequence[int], wanted: int | None, param: str, drawn: Mapping[str, Any]
     ) -> Request:
         """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
-        before = talk.tokens + len(read)
-        if before >= self.tokens:
+        known = talk.row.transcript.token_ids
+        if (before := len(known) + len(read)) >= self.tokens:
             message = f"{param}: {before} tokens: a conversation has {self.tokens}"
             raise Refused(message, code="context_length_exceeded", param=param)
-        room = min(wanted or self.tokens, self.tokens - before)
-        return Request(rollout=talk.rollout, token_ids=read, max_tokens=room, **drawn)
+        room, again = min(wanted or self.tokens, self.tokens - before), talk.rollout is None
+        if again:
+            talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
+        assert talk.rollout is not None
+        return Request(
+            rollout=talk.rollout, token_ids=[*(known if again else ()), *read], max_tokens=room, priority=0, **drawn
+        )
 
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
@@ -159,9 +236,9 @@ class Conversations:
                 time.sleep(GATHER_S)
 
     def _held(
-        self, new: _Talk, count: int, seed: int | None, wire: Sequence[str], there: Callable[[], bool]
+        self, new: _Talk, count: int, seed: int | None, digests: Sequence[bytes], there: Callable[[], bool]
     ) -> list[tuple[_Talk, int]]:
-        """Return a conversation for each choice of a request, and how many of its messages the policy holds; 0 for a `new` one.
+        """Return a conversation for each choice of a request, and how many of its messages are known; 0 for a `new` one.
         Waits while too many are in use. Raises TimeIsUp when the client goes away."""
         most = self.policy.policy.capacity
         if count > most:
@@ -171,48 +248,73 @@ class Conversations:
                 if not there():
                     raise TimeIsUp
                 self._room.wait(LOOK_S)
-            return [self._one(new, seed, place, wire) for place in range(count)]
+            found = [self._one(new, seed, place, digests) for place in range(count)]
+            idle = [talk for talk in self._talks if not talk.busy and talk.rollout is not None]
+            used = sum(talk.busy or talk.rollout is not None for talk in self._talks)
+            for talk in idle[: max(used - most, 0)]:
+                self._forget(talk)
+                if not self.record:
+                    self._talks.remove(talk)
+        if self.record and len(self._talks) > KEPT:
+            with suppress(StopIteration, Refused):
+                self._store(next(talk.row.name for talk in self._talks if not talk.busy))
+        return found
 
-    def _one(self, new: _Talk, seed: int | None, place: int, wire: Sequence[str]) -> tuple[_Talk, int]:
-        for talk in self._talks:
-            held = len(talk.wire)
-            if not talk.busy and talk.head == new.head and len(wire) > held and talk.wire == wire[:held]:
-                self._talks.remove(talk)
-                self._talks.append(talk)
-                talk.busy = True
-                return talk, held
-        if len(self._talks) == self.policy.policy.capacity:
-            idle = next(talk for talk in self._talks if not talk.busy)
-            self._talks.remove(idle)
-            self.policy.release(idle.rollout)
-        number = next(self._numbers)
-        drawn_by = (number if seed is None else seed + (place << 32)) % ATTEMPT_STRIDE  # decides the random draws
-        talk = replace(new, rollout=number * ATTEMPT_STRIDE + drawn_by)
-        self._talks.append(talk)
-        return talk, 0
+    def _one(self, new: _Talk, seed: int | None, place: int, digests: Sequence[bytes]) -> tuple[_Talk, int]:
+        drawn_by = (next(self._seeds) if seed is None else seed + (place << 32)) % ATTEMPT_STRIDE
+        for known in range(len(digests) - 2, 0, -1):
+            for talk in reversed(self._talks):
+                at = talk.marks.get(digests[known], 0)
+                if at and at == len(talk.row.transcript.token_ids) and not talk.busy:
+                    self._talks.remove(talk)
+                    self._talks.append(talk)
+                    talk.busy = True
+                    return talk, known
+            for talk in self._talks:
+                if at := talk.marks.get(digests[known], 0):
+                    row = talk.row.branch(at, self._next(talk.row.name))
+                    self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
+                    return self._talks[-1], known
+        name = new.row.name or f"c{uuid.uuid4().hex}"
+        row = Row(name=name, instruction=new.row.instruction, number=self._next(name))
+        self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
+        return self._talks[-1], 0
 
-    def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> list[int]:
-        """Return the new tokens. Raises ValueError for invalid messages, or if the last one is a turn of the agent."""
-        before = json.loads(talk.wire[-1]).get("tool_calls", ()) if known else ()
+    def _next(self, name: str) -> int:
+        """Return the number of the next branch of a rollout."""
+        return max((talk.row.number for talk in self._talks if talk.row.name == name), default=-1) + 1
+
+    def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> tuple[list[int], Sequence[Message]]:
+        """Return the new tokens and messages. Raises ValueError for invalid messages, or if the last one is a turn of the
+        agent."""
+        before = spoken[known - 1].get("tool_calls", ()) if known else ()
         news = _in_order(messages_of(spoken[known:]), [call["id"] for call in before])
         if not news or not isinstance(news[-1], User | Result):
             raise ValueError("messages: the last one is a user's or a tool's")
         if not known:
-            return talk.renderer.render(news, system, spelled=True)
-        end = [talk.renderer.end] if talk.open else []
-        results = [each for each in news if isinstance(each, Result)]
-        if len(results) == len(news):
-            return end + talk.renderer.results(results)
-        if results or len(news) > 1:
-            raise ValueError("messages: after a turn come the results of its calls, or one message of a user")
-        return end + talk.renderer.following(news[0].text)
+            return talk.renderer.render(news, system, spelled=True), news
+        cut = talk.row.transcript.token_ids[-1] != talk.renderer.end
+        end = [talk.renderer.end] if cut else []
+        return end + talk.renderer.render(news, spelled=True, after=True), news
 
-    def _forget(self, talk: _Talk) -> Trace:
+    def _end(self, talk: _Talk, drop: bool) -> Trace:
+        """Let others use the room of a conversation. `drop`: the policy forgets it. Returns the records of what is forgotten."""
         with self._room:
-            self._talks.remove(talk)
-            trace = self.policy.release(talk.rollout)
+            trace = self._forget(talk) if drop else Trace()
+            if drop and not (self.record and talk.row.turns):
+                self._talks.remove(talk)
+            talk.busy = False
             self._room.notify_all()
             return trace
+
+    def _forget(self, talk: _Talk) -> Trace:
+        """Have the policy forget a conversation."""
+        if talk.rollout is None:
+            return Trace()
+        trace = self.policy.release(talk.rollout)
+        talk.rollout = None
+        talk.row.traced(trace)
+        return trace
 
 
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
@@ -239,13 +341,19 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     return found
 
 
+def _digest(before: bytes, what: Any) -> bytes:
+    return hashlib.sha256(before + json.dumps(what, sort_keys=True).encode()).digest()
+
+
 def _put(news: SimpleQueue[Any], number: int, what: Drawn | Future[Completion]) -> None:
     news.put((number, what))
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in one form, since clients write the same in several ways."""
-    calls = {name: message[name] for name in ("tool_call_id", "tool_calls") if message.get(name)}
+    calls = {"tool_call_id": message["tool_call_id"]} if message.get("tool_call_id") else {}
+    if message.get("tool_calls"):
+        calls["tool_calls"] = spoken_by(message)[0].get("tool_calls", [])
     return {"role": message.get("role"), "content": _text(message), **calls}
 
 

@@ -2,8 +2,9 @@
 
     connection (how many, and how long a request may take to arrive) → Host, Origin, body → queue → a thread for each slot
 
-Covers `POST /v1/chat/completions` with tools, whole or as a stream, `POST /v1/generate` for tokens in and out, and `GET` of
-`/v1/models`, `/health` and `/metrics`. The forms of requests and answers are in `wire.py`.
+Covers `POST /v1/chat/completions` and Anthropic's `/v1/messages` with tools, whole or as a stream, `POST /v1/generate` for tokens
+in and out, `GET` of `/v1/models`, `/health` and `/metrics`, and, where conversations are recorded, the same below
+`/rollouts/NAME`, with `POST /rollouts/NAME/grade`. The forms of requests and answers are in `wire.py` and `anthropic.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Self
@@ -35,11 +36,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.product import SLOTS
+from composer_nb.harness.product.anthropic import Messages, MessagesReply, refusal
+from composer_nb.harness.product.record import NAME, Verdict
 from composer_nb.harness.product.wire import (
     Answered,
     Asked,
     Body,
     Choice,
+    Complete,
+    CompletionReply,
     Generate,
     Refused,
     Reply,
@@ -58,14 +63,18 @@ ARRIVE_S = 20.0
 """Time for the head of a request to arrive, and again for its body."""
 KEEP_S = 30.0
 """Time that a connection stays open after an answer, also one that its client does not read."""
+DRAIN_S = 30.0
+"""Time for what is under way when the server is to end."""
 RETRY_S = 1
 """Seconds that a client is asked to wait when the queue is full."""
 _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
 """A name or an address and a port, with nothing that another parser could take for the end of the name."""
-PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/generate")
+PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/generate")
+_NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
+"""Addresses that belong to one rollout, on a server that records."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-Answerer = Callable[[Asked | Generate, Callable[[], bool], Told], Answered]
+Answerer = Callable[[Asked | Generate | Complete, Callable[[], bool], Told], Answered]
 """Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
 that it does not accept, and TimeIsUp when the client goes away."""
 
@@ -118,9 +127,11 @@ class ChatServer:
         queue: int = 64,
         key: str = "",
         version: Callable[[], int] | None = None,
+        grade: Callable[[str, Verdict], int] | None = None,
     ) -> None:
         """`port` 0 is any free port. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`,
         if there is one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
+        `grade`: takes what is found out about a recorded rollout, and returns the number of its branches.
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
@@ -133,8 +144,8 @@ class ChatServer:
             ) from None
         local = ip_address(self._socket.getsockname()[0]).is_loopback
         self.key = key or ("" if local else secrets.token_urlsafe(24))
-        self._version, self._counts = version, Counter[str]()
-        self._answer, self._work = answer, set[Future[Answered]]()
+        self._version, self._grade, self._counts = version, grade, Counter[str]()
+        self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -170,6 +181,11 @@ class ChatServer:
         self._threads.shutdown()
         self._socket.close()
 
+    def drain(self) -> None:
+        """Refuse new requests, and wait until those under way are answered, but no longer than DRAIN_S."""
+        self._draining = True
+        wait([*self._work], DRAIN_S)
+
     def wait(self) -> None:
         """Wait until the server is closed, or Ctrl-C."""
         self._thread.join()
@@ -177,10 +193,13 @@ class ChatServer:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
         request = Request(scope, receive)
+        if named := _NAMED.fullmatch(scope["path"]):
+            scope["rollout"] = named[1]
+            scope["path"] = named[2]
         try:
             reply = await self._reply(request)
         except Exception as error:
-            reply = _refusal(error)
+            reply = _refusal(error, scope["path"])
             if reply.status_code == 500:
                 LOG.exception("a request failed")
         if scope["path"] in PATHS:
@@ -193,6 +212,8 @@ class ChatServer:
         listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"}
         match request.method, request.scope["path"]:
             case "GET", "/health":
+                if self._draining:
+                    raise TimeIsUp
                 return JSONResponse({"status": "ok"} | ({"policy_version": self._version()} if self._version else {}))
             case "GET", "/metrics":
                 return PlainTextResponse(self._metrics())
@@ -201,17 +222,30 @@ class ChatServer:
             case "POST", "/v1/generate":
                 tokens = self._known(read_request(body, Generate))
                 return JSONResponse(generated(await self._queued(tokens, request), self.model))
-            case "POST", "/v1/chat/completions":
-                reply = Reply(self._known(read_request(body, Asked)), self.model)
+            case "POST", ("/v1/chat/completions" | "/v1/completions" | "/v1/messages") as path:
+                reply: Reply | MessagesReply
+                named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
+                if path == "/v1/messages":
+                    given = self._known(read_request(body, Messages)).asked()
+                    reply = MessagesReply(given.model_copy(update=named), self.model)
+                elif path == "/v1/completions":
+                    text = self._known(read_request(body, Complete))
+                    reply = CompletionReply(text.asked, self.model, text)
+                else:
+                    reply = Reply(self._known(read_request(body, Asked)).model_copy(update=named), self.model)
                 if reply.asked.stream:
                     return await self._stream(reply, request)
-                return JSONResponse(reply.whole(await self._queued(reply.asked, request)))
+                return JSONResponse(reply.whole(await self._queued(reply.body, request)))
+            case "POST", "/grade" if self._grade and "rollout" in request.scope:
+                verdict = read_request(body, Verdict)
+                count = await asyncio.to_thread(self._grade, request.scope["rollout"], verdict)
+                return JSONResponse({"rollout": request.scope["rollout"], "segments": count})
             case method, path:
                 raise Refused(f"nothing at {method} {path}", 404, "not_found")
 
     def _known(self, asked: Body) -> Body:
-        if asked.model not in (None, self.model):
-            message = f"no model {asked.model!r} here; there is {self.model!r}"
+        if (model := getattr(asked, "model", None)) not in (None, self.model):
+            message = f"no model {model!r} here; there is {self.model!r}"
             raise Refused(message, 404, "model_not_found", "model")
         return asked
 
@@ -241,18 +275,18 @@ class ChatServer:
             raise Refused("requests of other origins are not served", 403, "origin_not_allowed")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
-        given = headers.get("authorization", "").encode()
-        if self.key and path != "/health" and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key and path != "/health" and not hmac.compare_digest(given.encode(), self.key.encode()):
             raise Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
 
-    async def _stream(self, reply: Reply, request: Request) -> Response:
+    async def _stream(self, reply: Reply | MessagesReply, request: Request) -> Response:
         """Return a stream, once there is something to send: what fails before is a plain refusal."""
         parts, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
 
         def told(*part: Any) -> None:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        work = asyncio.create_task(self._queued(reply.asked, request, told))
+        work = asyncio.create_task(self._queued(reply.body, request, told))
         work.add_done_callback(lambda done: parts.put_nowait(None))
         first = await parts.get()
         if first is None and work.exception() is not None:
@@ -262,24 +296,28 @@ class ChatServer:
             part = first
             try:
                 while part is not None:
-                    yield _event(reply.part(*part))
+                    for chunk in reply.part(*part):
+                        yield _event(chunk)
                     part = await parts.get()
                 for chunk in reply.rest(work.result()):
                     yield _event(chunk)
             except Exception as error:
-                yield b"data: " + bytes(_refusal(error).body) + b"\n\n"
+                yield _event(json.loads(bytes(_refusal(error, request.scope["path"]).body)))
             finally:
                 work.cancel()
-            yield b"data: [DONE]\n\n"
+            if isinstance(reply, Reply):
+                yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _queued(self, asked: Asked | Generate, request: Request, told: Told = lambda *part: None) -> Answered:
+    async def _queued(
+        self, asked: Asked | Generate | Complete, request: Request, told: Told = lambda *part: None
+    ) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             message = f"{self.most} requests are under way or wait; ask again"
             raise Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
-        if self._server.should_exit:
+        if self._draining or self._server.should_exit:
             raise TimeIsUp
         gone = threading.Event()
 
@@ -309,8 +347,8 @@ class ScriptServer(ChatServer):
     are counted as tokens."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
-        def answer(asked: Asked | Generate, there: Callable[[], bool], told: Told) -> Answered:
-            if isinstance(asked, Generate):
+        def answer(asked: Asked | Generate | Complete, there: Callable[[], bool], told: Told) -> Answered:
+            if not isinstance(asked, Asked):
                 raise Refused("a script has no tokens", 404, "not_found")
             for name in ("stop", "logprobs", "tool_choice"):
                 if getattr(asked, name) not in (None, False, "auto"):
@@ -338,7 +376,9 @@ async def _body(request: Request) -> bytes:
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    """Return a part of a stream; Anthropic's have a name."""
+    named = f"event: {chunk['type']}\n" if isinstance(chunk.get("type"), str) else ""
+    return f"{named}data: {json.dumps(chunk)}\n\n".encode()
 
 
 async def _left(request: Request) -> None:
@@ -347,8 +387,8 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _refusal(error: Exception) -> Response:
-    """Return an error in OpenAI's form. The message of a ValueError begins with the parameter that it is about."""
+def _refusal(error: Exception, path: str) -> Response:
+    """Return an error in the form of a path. The message of a ValueError begins with the parameter that it is about."""
     match error:
         case Refused():
             refused = error
@@ -362,6 +402,7 @@ def _refusal(error: Exception) -> Response:
     kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(
         refused.status, "invalid_request_error"
     )
-    body = {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
+    body = {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
     # Closed, since some of the request may not have been read.
-    return JSONResponse({"error": body}, refused.status, {"Connection": "close", **refused.headers})
+    shown = refusal(refused) if path == "/v1/messages" else body
+    return JSONResponse(shown, refused.status, {"Connection": "close", **refused.headers})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.agent.chat import ChatRenderer
+from composer_nb.harness.agent.chat import ChatRenderer, Said
 from composer_nb.harness.policy import Completion, Drawn
 from composer_nb.harness.product.wire import Asked, Choice, wire_of
 from composer_nb.harness.tools.tool_call import ToolError
@@ -33,6 +33,11 @@ class Turn:
     def token_ids(self) -> list[int]:
         return [each.token for each in self.drawn]
 
+    @property
+    def completion(self) -> Completion:
+        tokens, logprobs, versions = ([each[place] for each in self.drawn] for place in range(3))
+        return Completion(rollout=-1, token_ids=tokens, logprobs=logprobs, policy_versions=versions)  # type: ignore[arg-type]
+
     def hear(self, what: Drawn | Future[Completion]) -> bool:
         """Take the next token, or the whole turn at its end. Return whether this is the end."""
         if isinstance(what, Drawn):
@@ -47,11 +52,11 @@ class Turn:
 
     def tell(self) -> bool:
         """Tell what is new and cannot change any more: text before the first call. Return whether a stop text ends the turn."""
-        asked, renderer, token_ids = self.asked, self.renderer, self.token_ids
+        asked, token_ids = self.asked, self.token_ids
         if asked.stops and self._stop(self._spelled(token_ids)):
             return True
         if asked.stream:
-            said = renderer.parse([*token_ids, renderer.end])
+            said = self._said(token_ids)
             sure = len(said.text.rstrip("\ufffd")) - max(map(len, asked.stops), default=1) + 1
             new = said.text[: max(sure, 0)].rstrip()[len(self._text) :]
             if new and not said.calls and said.text.startswith(self._text):
@@ -59,10 +64,14 @@ class Turn:
                 self._text, self._count = self._text + new, len(self.drawn)
         return False
 
+    def _said(self, token_ids: Sequence[int]) -> Said:
+        return self.renderer.parse([*token_ids, self.renderer.end])
+
     def choice(self) -> tuple[Choice, bool]:
         """Return the turn, and whether it is all that was written: a stop text hides itself and the rest."""
         token_ids = self.token_ids
         message, kept = self._message(token_ids)
+        found = self._stop(self._spelled(token_ids))
         if not message["content"].startswith(self._text):  # a turn that is shown as a text because of what came later
             bare = message["content"].lstrip()
             message["content"] = bare if bare.startswith(self._text) else self._text
@@ -70,6 +79,7 @@ class Turn:
             message=message,
             written=len(token_ids[:kept]),
             cut=kept is None and not self.renderer.stop.issuperset(token_ids[-1:] or [-1]),
+            stopped=self._spelled(token_ids)[slice(*found[::-1])] if found else "",
             logprobs=self._logprobs(self.drawn[:kept]) if self.asked.logprobs else None,
             versions=[each.version for each in self.drawn[:kept]],
         )
@@ -123,6 +133,18 @@ class Turn:
         text = self.renderer.tokenizer.decode([token], skip_special_tokens=False)
         part = "\ufffd" in text  # a token of part of a character: the text does not tell its bytes
         return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode())}
+
+
+class Continuation(Turn):
+    """A text while it is written: there are no calls in it."""
+
+    def _said(self, token_ids: Sequence[int]) -> Said:
+        return Said(text=self._spelled(token_ids))
+
+    def _message(self, token_ids: Sequence[int]) -> tuple[dict[str, Any], int | None]:
+        message, kept = super()._message([*token_ids, self.renderer.end])
+        whole, found = self._spelled(token_ids), self._stop(self._spelled(token_ids))
+        return {**message, "content": whole[: found[1]] if found else whole}, kept
 
 
 def _numbered(token: int, logprob: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
 from composer_nb.harness.agent.endpoint import spoken
+from composer_nb.harness.product.record import NAME
 from composer_nb.harness.tools.tool_call import ToolCall
 
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -21,7 +22,7 @@ Count = Annotated[int, Field(ge=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -36,7 +37,7 @@ class _Tool(BaseModel):
     function: _Function
 
 
-class Asked(_Strict):
+class Asked(Strict):
     """The body of a request. Parameters that it does not name are refused."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -48,6 +49,8 @@ class Asked(_Strict):
     max_completion_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Probability | None = None
+    top_k: Count | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     logprobs: bool | None = None
@@ -66,6 +69,8 @@ class Asked(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
+    rollout: Annotated[str, Field(pattern=f"^{NAME}$")] | None = None
+    """Name of the rollout that the conversation belongs to, for a server that records."""
     modalities: list[Literal["text"]] | None = None
 
     @field_validator("tools")
@@ -80,19 +85,21 @@ class Asked(_Strict):
         return [text for text in found if text]
 
 
-class Sampling(_Strict):
+class Sampling(Strict):
     """Settings of sampling of a `Generate`, by vLLM's names."""
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Probability = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Log-probabilities of the drawn tokens, and of so many of the most probable ones."""
 
 
-class Generate(_Strict):
+class Generate(Strict):
     """The body of a request for tokens that follow tokens."""
 
     prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
@@ -100,6 +107,39 @@ class Generate(_Strict):
     sampling_params: Sampling = Sampling()
     return_routed_experts: bool = False
     stream: Literal[False] = False
+
+
+class Complete(Strict):
+    """The body of a request for text that follows text or tokens."""
+
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    model: str | None = None
+    max_tokens: Count = 16
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    top_k: Count | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, bool] | None = None
+    # Accepted with the values that change nothing.
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    user: str | None = None
+
+    @property
+    def asked(self) -> Asked:
+        """Its sampling as that of a conversation."""
+        same = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "stream"}
+        known = self.model_dump(include=same | {"stream_options"})
+        return Asked(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **known)
 
 
 class Refused(ValueError):
@@ -127,6 +167,10 @@ class Choice:
     """Policy version of each token."""
     token_ids: Sequence[int] = ()
     """For a `Generate`."""
+    stopped: str = ""
+    """The stop text that ended it."""
+    rollout: str = ""
+    """Name of its rollout, on a server that records."""
     routes: str | None = None
     """Experts [T - 1, L, K] of all tokens read and written but the last, as a .npy file in base64."""
 
@@ -139,7 +183,7 @@ class Answered:
     read: int
 
 
-Body = TypeVar("Body", Asked, Generate)
+Body = TypeVar("Body", bound=BaseModel)
 Told = Callable[[int, str, Sequence[Mapping[str, Any]]], None]
 """Takes what is known of an unfinished answer: number of a choice, next part of its text, and of its log-probabilities."""
 
@@ -210,8 +254,9 @@ def generated(done: Answered, model: str) -> dict[str, Any]:
 class Reply:
     """Writes the answer to one request: whole, or as the chunks of a stream."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked, model: str, body: Complete | None = None) -> None:
+        """`body`: what is asked for, where it is no conversation."""
+        self.asked, self.body = asked, body or asked
         self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._sent: dict[int, tuple[int, int]] = {}
         """Letters and log-probabilities of each choice sent so far."""
@@ -224,12 +269,12 @@ class Reply:
         self._head["system_fingerprint"] = _fingerprint(done)
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(done)}
 
-    def part(self, number: int, text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the chunk of a part of an answer."""
+    def part(self, number: int, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the chunk of a part of an answer."""
         letters, tokens = self._sent.get(number, (0, 0))
         role = {} if number in self._sent else {"role": "assistant"}
         self._sent[number] = letters + len(text), tokens + len(logprobs)
-        return self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
+        yield self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
 
     def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
         """Yield the chunks of all that was not sent yet."""
@@ -238,13 +283,13 @@ class Reply:
             message, (letters, tokens) = self._message(choice), self._sent.get(number, (0, 0))
             text, logprobs = message["content"][letters:], (choice.logprobs or ())[tokens:]
             if text or logprobs or number not in self._sent:
-                yield self.part(number, text, logprobs)
+                yield from self.part(number, text, logprobs)
             for place, call in enumerate(message.get("tool_calls", ())):
                 named = {**call, "function": {**call["function"], "arguments": ""}}
                 yield self._chunk(number, {"tool_calls": [{"index": place, **named}]})
                 said = {"arguments": call["function"]["arguments"]}
                 yield self._chunk(number, {"tool_calls": [{"index": place, "function": said}]})
-            yield self._chunk(number, {}, finish_reason=self._reason(choice), **_spoke(choice))
+            yield self._chunk(number, {}, finish_reason=self._reason(choice), **spoke(choice))
         if self._counted:
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(done)}
 
@@ -267,20 +312,48 @@ class Reply:
         return "tool_calls" if "tool_calls" in choice.message else "length" if choice.cut else "stop"
 
 
+class CompletionReply(Reply):
+    """Writes the answer to a `Complete`."""
+
+    def whole(self, done: Answered) -> dict[str, Any]:
+        self._head["system_fingerprint"] = _fingerprint(done)
+        choices = [
+            self._text(n, each.message["content"], self._reason(each), each.logprobs) | spoke(each)
+            for n, each in enumerate(done.choices)
+        ]
+        return {**self._head, "object": "text_completion", "choices": choices, "usage": _usage(done)}
+
+    def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        told = (more.get("logprobs") or {}).get("content")
+        choice = self._text(number, delta.get("content", ""), more.get("finish_reason"), told)
+        return {**self._head, "object": "text_completion", "choices": [choice]}
+
+    def _text(
+        self, number: int, text: str, reason: str | None, told: Sequence[Mapping[str, Any]] | None
+    ) -> dict[str, Any]:
+        logprobs = told and {
+            "tokens": [each["token"] for each in told],
+            "token_logprobs": [each["logprob"] for each in told],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told],
+        }
+        return {"index": number, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
+
+
 def _choice(number: int, choice: Choice, reason: str) -> dict[str, Any]:
     logprobs = None if choice.logprobs is None else _logprobs(choice.logprobs)
-    return {"index": number, "finish_reason": reason, "logprobs": logprobs, **_spoke(choice)}
+    return {"index": number, "finish_reason": reason, "logprobs": logprobs, **spoke(choice)}
 
 
-def _spoke(choice: Choice) -> dict[str, Any]:
+def spoke(choice: Choice) -> dict[str, Any]:
     """Return the policy version of the last token, and which versions wrote which tokens, in vLLM's form."""
+    named = {"rollout": choice.rollout} if choice.rollout else {}
     if not choice.versions:
-        return {}
+        return named
     spans, end = list[dict[str, int]](), 0
     for version, same in groupby(choice.versions):
         start, end = end, end + len([*same])
         spans.append({"version": version, "start": start, "end": end})
-    return {"policy_version": choice.versions[-1], "weight_versions": spans}
+    return {**named, "policy_version": choice.versions[-1], "weight_versions": spans}
 
 
 def _fingerprint(done: Answered) -> str | None:

@@ -51,11 +51,11 @@ from composer_nb.trainer.schedule import (
 )
 from composer_nb.trainer.services.actors import ActorDied, RayActors, Remote
 from composer_nb.trainer.services.environments import EnvironmentService, Outcome, Pair, prompt_order
+from composer_nb.trainer.services.inference import Running
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, store_url
 from composer_nb.trainer.services.trainer_group import TrainerGroup
-from composer_nb.trainer.services.updates import Running
 from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
 

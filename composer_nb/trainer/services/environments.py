@@ -90,7 +90,7 @@ class RemotePolicy:
         if rollout not in self._sent:
             return Trace()
         self._sent.discard(rollout)
-        trace: Trace = self._engine.wait("release", self._name, rollout)
+        trace: Trace = self._engine.wait("release", rollout)
         return trace if unsent is None else _extended(trace, len(unsent.token_ids))
 
 

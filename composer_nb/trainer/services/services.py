@@ -7,14 +7,10 @@ fetches a version while it decodes, and swaps it in between two steps. What an e
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from random import Random
 from typing import Any
 
@@ -24,7 +20,6 @@ from torch import Tensor
 
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
-from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import Settings
@@ -44,145 +39,30 @@ from composer_nb.trainer.models.checkpoint import (
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.updates import Running, Updates, fetch
+from composer_nb.trainer.services.inference import Inference, Running, Updates, fetch
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 
 
-class EngineService:
-    """An engine, decoding on a thread of its own for any number of environment workers.
-
-    In lockstep it steps only while a worker waits for it, and so sees the same rollouts side by side on every run.
-    """
+class EngineService(Inference):
+    """The inference service of a run of RL, for any number of environment workers."""
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
         set_up_process(settings.seed)
-        self._updates = Updates(
+        updates = Updates(
             store_url(run, settings),
             name,
             load_pretrained(run / "weights" / "start").config,
             kernels=settings.kernels,
             numerics=settings.engine.numerics,
         )
-        model = self._updates.first(
-            version
-        )  # which may still be on its way, where this takes the place of one that died
+        model = updates.first(version)  # which may still be on its way, where this takes the place of one that died
         stop = make_agent(settings.env, load_tokenizer(run / "data", needed=()), settings.limits).renderer.stop
-        self._engine = make_engine(model, settings, stop, seed=seed, version=version)
-        self._lockstep = settings.services.lockstep
-        self._lock, self._wake = threading.Lock(), threading.Event()
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._answers: dict[str, SimpleQueue[Completion]] = {}
-        self._client: dict[int, str] = {}
-        self._waiting: dict[str, set[int]] = {}
-        """Rollouts whose turn a client waits for; only its own calls touch it."""
-        self._failure: BaseException | None = None
-        self._stopped = False
-        if not self._lockstep:
-            threading.Thread(target=self._decode, daemon=True, name="decode").start()
-
-    # Environment workers
-
-    def exchange(self, client: str, requests: Sequence[Request]) -> list[Completion]:
-        """Take requests, and wait until at least one turn of this client has ended, if any is under way.
-
-        Raises RuntimeError when the decoding thread has failed.
-        """
-        if self._lockstep:
-            with self._lock:
-                return self._in_step(client, requests)
-        mine = self._answers.setdefault(client, SimpleQueue())
-        waiting = self._waiting.setdefault(client, set())
-        waiting |= {request.rollout for request in requests}
-        self._tell(partial(self._take, client, requests))
-        found: list[Completion] = []
-        while waiting and not (found and mine.empty()):
-            with suppress(Empty):
-                answer = mine.get(timeout=0.2)
-                if answer.rollout in waiting:  # otherwise it was released while it was answered
-                    waiting.discard(answer.rollout)
-                    found.append(answer)
-                continue
-            self._check()
-        return found
-
-    def release(self, client: str, rollout: int) -> Trace:
-        """Forget a rollout, and return what was recorded of it."""
-        self._waiting.setdefault(client, set()).discard(rollout)
-        trace: Future[Trace] = Future()
-        self._tell(lambda: trace.set_result(self._forget(rollout)))
-        while True:
-            with suppress(TimeoutError):
-                return trace.result(timeout=0.2)
-            self._check()
-
-    def _tell(self, task: Callable[[], None]) -> None:
-        """Have something done between two steps: by the decoding thread, or at once in lockstep."""
-        if self._lockstep:
-            with self._lock:
-                task()
-        else:
-            self._inbox.put(task)
-            self._wake.set()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError("the engine has failed") from self._failure
-
-    def _in_step(self, client: str, requests: Sequence[Request]) -> list[Completion]:
-        self._take(client, requests)
-        found: list[Completion] = []
-        while not found and self._engine.busy:
-            found = self._engine.step()
-        return found
-
-    def _take(self, client: str, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._client[request.rollout] = client
-            self._engine.submit(request)
-
-    def _forget(self, rollout: int) -> Trace:
-        self._client.pop(rollout, None)
-        return self._engine.release(rollout)
-
-    def _decode(self) -> None:
-        """Decode, on the one thread that touches the engine."""
-        torch.set_num_threads(1)
-        try:
-            while not self._stopped:
-                if not self._engine.busy and self._inbox.empty():
-                    self._wake.wait(0.5)
-                self._wake.clear()
-                while not self._inbox.empty():
-                    self._inbox.get()()
-                for done in self._engine.step():
-                    self._answers[self._client[done.rollout]].put(done)
-        except BaseException as error:
-            self._failure = error
-            raise
-
-    # Weights
-
-    def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
-        """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
-        return self._updates.update(self._engine, version, self._between, full)
-
-    def _between(self, task: Callable[[], None]) -> None:
-        done = threading.Event()
-
-        def do() -> None:
-            task()
-            done.set()
-
-        self._tell(do)
-        while not done.wait(0.2):
-            self._check()
-
-    def stop(self) -> None:
-        """Ends decoding, and who waits for it. A process of its own needs no such thing: it is ended."""
-        self._stopped = True
-        self._failure = self._failure or RuntimeError("it was stopped")
+        engine = make_engine(model, settings, stop, seed=seed, version=version)
+        super().__init__(engine, updates, settings.services.lockstep)
+        self.__enter__()
+        self.between(partial(torch.set_num_threads, 1))
 
 
 def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:

@@ -230,7 +230,6 @@ def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
         ({"frequency_penalty": 0.5}, "frequency_penalty", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
-        ({"extra_body": {"min_p": 0.1}}, "min_p", "unsupported_parameter"),
         ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "y"}]}, "messages", "invalid_value"),

@@ -260,7 +260,7 @@ def test_an_engine_that_is_born_before_its_version_waits_for_it(begun):
     publish.start()
     engine = EngineService(run.path, settings, 0, 0, "early")
     publish.join()
-    assert trainer[0].version == 0 and engine._engine.version == 0
+    assert trainer[0].version == 0 and engine.version == 0
 
 
 def test_layers_are_recomputed_where_the_setting_says_so_and_nothing_else_changes(begun, monkeypatch):
@@ -407,7 +407,7 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
 
 def test_an_engine_that_runs_other_weights_than_were_published_stops_the_run(begun, monkeypatch: pytest.MonkeyPatch):
     run, settings = begun("wrong", {"rl.steps": 4})
-    monkeypatch.setattr("composer_nb.trainer.services.updates.Updates.model", _spoiled)
+    monkeypatch.setattr("composer_nb.trainer.services.inference.Updates.model", _spoiled)
     with pytest.raises(RunStopped, match="the trainer made"):
         go(run, settings)
 

@@ -1,6 +1,11 @@
-"""Versions of a store on their way into an engine: fetched while it decodes, swapped in between two steps, hashed and reported.
+"""The inference service: an engine for rollouts and for users, with the weight versions of a store.
 
-An engine of RL is told which version to take (`services.EngineService`); one that serves follows the newest (`following`).
+    RL's environments ── exchange ──┐
+                                    ├── orders ── one thread: between two steps take them, then a step for all ── engine
+    serve's requests ──── start ────┘                ▲
+    a store's versions ── update ────────────────────┘  fetched while it decodes, hashed and reported
+
+RL tells it which version to take; `composer-nb serve --follow` takes the newest (`following`).
 """
 
 from __future__ import annotations
@@ -8,14 +13,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.policy import Completion, Request
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -107,11 +116,53 @@ class Updates:
         )
 
 
+class Inference(Shared):
+    """An engine on a thread of its own. RL samples from it, and `serve` puts it behind HTTP."""
+
+    policy: Engine
+
+    def __init__(self, engine: Engine, updates: Updates | None = None, lockstep: bool = False) -> None:
+        super().__init__(engine, lockstep)
+        self.updates = updates
+        self._answers: dict[str, SimpleQueue[Future[Completion]]] = {}
+        self._under_way: dict[str, set[Future[Completion]]] = {}
+
+    @property
+    def version(self) -> int:
+        """The version that runs. Raises ProviderFailure if nothing does."""
+        self.check()
+        return self.policy.version
+
+    def exchange(self, client: str, requests: Sequence[Request]) -> list[Completion]:
+        """Take requests of a client in another process, and wait until at least one of its turns has ended, if any is under way.
+
+        Raises what the engine raises, and ProviderFailure when it has ended."""
+        mine, under_way = self._answers.setdefault(client, SimpleQueue()), self._under_way.setdefault(client, set())
+        asked = self.start(*requests)
+        under_way |= {*asked}
+        for answer in asked:
+            answer.add_done_callback(mine.put)
+        found: list[Completion] = []
+        while under_way and not (found and mine.empty()):
+            ended = mine.get()
+            if self.lockstep:  # until all turns that ended in this step are here
+                self.between(int)
+            under_way.discard(ended)
+            if not ended.cancelled():  # it was released
+                found.append(ended.result())
+        return found
+
+    def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
+        """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
+        assert self.updates is not None
+        return self.updates.update(self.policy, version, self.between, full)
+
+
 @contextmanager
-def following(updates: Updates, engine: Engine, between: Between) -> Iterator[None]:
-    """Keep an engine at the newest version of a store. What cannot be used is logged and left out."""
+def following(service: Inference) -> Iterator[None]:
+    """Keep a service at the newest version of its store. What cannot be used is logged and left out."""
     ended = threading.Event()
-    thread = threading.Thread(target=_follow, args=(updates, engine, between, ended), name="follow", daemon=True)
+    thread = threading.Thread(target=_follow, args=(service, ended), name="follow", daemon=True)
     thread.start()
     try:
         yield
@@ -120,13 +171,15 @@ def following(updates: Updates, engine: Engine, between: Between) -> Iterator[No
         thread.join()
 
 
-def _follow(updates: Updates, engine: Engine, between: Between, ended: threading.Event) -> None:
-    newest, passed = None, engine.version
+def _follow(service: Inference, ended: threading.Event) -> None:
+    updates, engine, newest = service.updates, service.policy, None
+    assert updates is not None
+    passed = engine.version
     while not ended.wait(LOOK_S):
         try:
             newest = updates.receiver.newest()
             if newest is not None and newest > passed:
-                updates.update(engine, newest, between)
+                service.update(newest)
                 passed = newest
                 updates.receiver.report()
         except (WeightFault, StoreError, TimeoutError) as error:

@@ -1,0 +1,171 @@
+"""Conversations that were served, as rollouts: stored as RL stores its own, and graded when their grade is known.
+
+A conversation is a rollout, whoever carried out its calls. Where an agent rewrote its history a branch begins: a further segment,
+which names its parent. It reads the tokens that both share, so that each sampled token trains once.
+
+    RUN/data/tokenizer.json     RUN/rollouts/served_<name>.parquet, .safetensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, User
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.files import write_atomic
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.policy import Completion, Trace
+from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
+from composer_nb.harness.store import load_attempts, save_attempts
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
+"""Names of rollouts."""
+
+
+class Verdict(BaseModel):
+    """What is found out about a rollout after it: a reward, or the results of tests, of which the reward's terms make one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Read by the reward term `given`."""
+    tests: dict[str, bool] = {}
+    status: Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task"] = "graded"
+    task: str | None = None
+    """Id of the task that was worked on; else the rollout's name."""
+    files: dict[str, str] = {}
+    """The workspace at the end."""
+    stop: Literal["finished", "turns", "tokens", "time", "interrupted", "infrastructure"] = "finished"
+
+    def of(self, done: Attempt) -> Attempt:
+        """Return an attempt with this verdict."""
+        rewards = {} if self.reward is None else {"reward": self.reward}
+        grade = Grade(status=self.status, tests=self.tests, rewards=rewards)
+        name = self.task or done.task.id
+        rollout = replace(done.rollout, task_id=name, files={**done.rollout.files, **self.files}, stop=self.stop)
+        return Attempt(task=done.task.model_copy(update={"id": name}), rollout=rollout, grade=grade)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row:
+    """A conversation, or a branch of one, while it goes on."""
+
+    name: str
+    instruction: str = ""
+    """The user's first text."""
+    number: int = 0
+    """Of the branch; 0 is where the conversation began."""
+    parent: int = -1
+    """Number of the branch that it leaves; −1: it begins anew."""
+    transcript: Transcript = field(default_factory=Transcript)
+    turns: list[Turn] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+
+    def add(self, read: Sequence[int], news: Sequence[Message], done: Completion, renderer: ChatRenderer) -> None:
+        """Add a turn, and what was read before it."""
+        texts = {each.id: each.text for each in news if isinstance(each, Result)}
+        user = "\n\n".join(each.text for each in news if isinstance(each, User))
+        last = max((place for place, turn in enumerate(self.turns) if not turn.beside), default=0)
+        for place, text in zip(range(last, len(self.turns)), [*texts.values()] or [user], strict=False):
+            self.turns[place] = replace(self.turns[place], observation=text)
+        self.transcript.read(read, Kind.OBSERVATION if self.turns else Kind.PROMPT)
+        self.transcript.wrote(done, renderer.kinds(done.token_ids))
+        said = renderer.parse(done.token_ids)
+        self.turns += [
+            Turn(
+                call=written.call.json if isinstance(written.call, ToolCall) else written.text,
+                observation="",
+                error=None if isinstance(written.call, ToolCall) else "InvalidArguments",
+                said="" if number else said.text,
+                beside=number > 0,
+            )
+            for number, written in enumerate(said.calls)
+        ] or [Turn(call="", observation="", said=said.text)]
+
+    def branch(self, at: int, number: int) -> Row:
+        """Return a branch that begins after `at` tokens."""
+        row = Row(name=self.name, instruction=self.instruction, number=number, parent=self.number)
+        row.transcript.read(self.transcript.token_ids[:at], Kind.PROMPT)
+        return row
+
+    def traced(self, trace: Trace) -> None:
+        """Take the policy's records. Where tokens were forwarded twice, the first records stay: those of the sampling."""
+        old, new = self.trace, trace.head(len(self.transcript.token_ids))
+        if len(new.route_valid) < len(self.transcript.token_ids):  # it read nothing, or keeps no records
+            return
+        for each in fields(new) if len(old.route_valid) else ():
+            first = getattr(old, each.name)
+            getattr(new, each.name)[: len(first)][old.route_valid] = first[old.route_valid]
+        self.trace = new
+
+
+class Record:
+    """A folder of rollouts that were served: that of a run with this tokenizer, or a new one."""
+
+    def __init__(self, run: Path, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a run with another tokenizer."""
+        self.run, known = run, run / "data" / "tokenizer.json"
+        if known.exists() and Tokenizer.from_file(str(known)).to_str() != tokenizer.to_str():
+            raise ValueError(f"--record {run}: holds rollouts in the tokens of another model; give another folder")
+        known.parent.mkdir(parents=True, exist_ok=True)
+        (run / "rollouts").mkdir(exist_ok=True)
+        write_atomic(known, tokenizer.to_str())
+
+    def keep(self, name: str, rows: Sequence[Row]) -> None:
+        """Store a conversation with its branches. What was stored before under this name stays."""
+        rows = sorted(rows, key=lambda row: row.number)
+        place = {row.number: place for place, row in enumerate(rows)}
+        rollout = Rollout(
+            task_id=name,
+            segments=tuple(row.transcript.segment(row.trace, place.get(row.parent, -1)) for row in rows),
+            turns=tuple(turn for row in rows for turn in row.turns),
+            files={},
+            stop="interrupted",
+        )
+        done = Attempt(task=_task(name, rows[0].instruction), rollout=rollout, grade=Grade(status="ungraded"))
+        self._save(self._file(name, len(self._files(name))), done)
+
+    def grade(self, name: str, verdict: Verdict) -> int:
+        """Note the grade of a stored rollout, and return the number of its segments. Raises KeyError if it is not stored."""
+        if not (files := self._files(name)):
+            raise KeyError(name)
+        graded = [verdict.of(_loaded(file)) for file in files]
+        for file, done in zip(files, graded, strict=True):
+            self._save(file, done)
+        return sum(len(done.rollout.segments) for done in graded)
+
+    def _save(self, file: Path, done: Attempt) -> None:
+        save_attempts(file, [done], {"instruction": [done.task.instruction]})
+
+    def _files(self, name: str) -> list[Path]:
+        return [*takewhile(Path.exists, (self._file(name, part) for part in count()))]
+
+    def _file(self, name: str, part: int) -> Path:
+        return self.run / "rollouts" / f"served_{name}{f'+{part}' if part else ''}.parquet"
+
+
+def served(run: Path) -> dict[str, Attempt]:
+    """Return the served rollouts of a run by name. Raises ValueError that names a damaged file."""
+    files = sorted((run / "rollouts").glob("served_*.parquet"))
+    return {file.stem.removeprefix("served_"): _loaded(file) for file in files}
+
+
+def _loaded(file: Path) -> Attempt:
+    [named] = pq.read_table(file, columns=["task_id", "instruction"]).to_pylist()
+    [done] = load_attempts(file, {named["task_id"]: _task(named["task_id"], named["instruction"])})
+    return done
+
+
+def _task(name: str, instruction: str) -> Task:
+    # Not a task that would pass the checks of one: storing needs its name and files alone.
+    return Task.model_construct(id=name, instruction=instruction, files={})
