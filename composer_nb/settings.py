@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -465,9 +465,10 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
             return adapter.validate_python(value)
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = literal_eval(value.capitalize() if value.lower() in ("true", "false") else value)
-    if get_origin(wanted) is tuple and isinstance(value, str):  # [bug,lint], as a shell leaves it
+    bare = get_args(wanted)[0] if get_origin(wanted) is Annotated else wanted
+    if get_origin(bare) is tuple and isinstance(value, str):  # [bug,lint], as a shell leaves it
         value = re.findall(r"[\w.-]+", value)
-    if get_origin(wanted) is tuple and isinstance(value, list):  # JSON has no tuples
+    if get_origin(bare) is tuple and isinstance(value, list):  # JSON has no tuples
         value = tuple(value)
     try:
         return adapter.validate_python(value)

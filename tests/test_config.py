@@ -31,6 +31,7 @@ def kind(name: str) -> Any:
 NAMES = names(Settings())
 BESIDE: dict[str, dict[str, Any]] = {
     "trainer": {"replay.level": "ids"},
+    **{dense: {"model.intermediate_size": 64} for dense in ("llama", "qwen2", "qwen3")},
     "deepseek_v3": {
         "model.num_key_value_heads": 4,
         "model.kv_lora_rank": 16,
@@ -45,11 +46,16 @@ CHOICE = [name for name in NAMES if typing.get_origin(kind(name)) is Literal]
 
 def test_every_setting_is_of_a_kind_that_these_tests_know():
     assert {name for name in NAMES if kind(name) not in SAYS and name not in CHOICE} == {
+        "data.kinds",
         "reward.weights",
         "model.mlp_only_layers",
         "sft.sharpness",
     }
     assert len(NAMES) == len(set(NAMES)) > 50 and {"rl.steps", "seed", "reward.effort.k"} <= set(NAMES)
+
+
+def test_settings_are_read_as_they_were_saved() -> None:
+    assert from_dict(json.loads(json.dumps(to_dict(Settings())))) == Settings()
 
 
 # What can be set
