@@ -22,6 +22,8 @@ class Shared:
 
     def __init__(self, policy: Policy, lockstep: bool = False) -> None:
         self.policy, self.lockstep = policy, lockstep
+        self.idle_s = 0.0
+        """Seconds in which it had nothing to do."""
         self._still = False
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -125,10 +127,12 @@ class Shared:
     def _obey(self) -> bool:
         """Carry out all orders that are there; wait for one if there is nothing else to do. Returns False at the end."""
         while True:
+            waits, began = self._still or not self._asked, time.perf_counter()
             try:
-                order = self._orders.get(block=self._still or not self._asked)
+                order = self._orders.get(block=waits)
             except queue.Empty:
                 return True
+            self.idle_s += time.perf_counter() - began if waits else 0.0
             if order is None:
                 return False
             what, answer = order

@@ -132,6 +132,7 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     is counted in batches, for the oldest token of each rollout when it was trained. The synchronous loop samples every batch
     from the newest weights, so its bound is 0. A batch takes `optimizer_steps_per_batch` steps; the last of them is that many −
     1 steps further from the weights that sampled. `mixed_versions` is the share of rollouts sampled from more than one version.
+    `engine_idle` is the share of time in which an engine had no turn to decode.
     `in_flight` and `in_queue` split the staleness of trained rollouts by where it arose. `trend` says whether reward and solved
     rose (`reward_trend`); `last_live` is the last step that changed weights.
     """
@@ -171,6 +172,8 @@ def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -
     found: dict[str, Any] = {}
     if "mixed_versions" in steps[-1]:
         found["mixed_versions"] = mean(known(steps, "mixed_versions"))
+    if idle := known(steps, "engine_idle"):
+        found["engine_idle"] = mean(idle)
     for name in ("in_flight", "in_queue"):
         if counts := done.get("staleness", {}).get(name):
             found[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
@@ -325,7 +328,7 @@ DRAWS = 2000
 SCORES = ("pass_at_1", "ci95", "pass_greedy", "ci95_greedy", "best_of_k", "k", "n_tasks", "tool_calls_per_task")
 TRAINING = (
     *("steps", "samples", "sampled", "tokens_accounted", "staleness_bound", "staleness_mean", "staleness_max"),
-    *("trainer_idle", "seconds_per_step", "solved_first", "solved_last"),
+    *("trainer_idle", "engine_idle", "seconds_per_step", "solved_first", "solved_last"),
 )
 
 

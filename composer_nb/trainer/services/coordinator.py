@@ -94,6 +94,7 @@ class Coordinator:
         self.lost = 0
         """Rollouts lost to the infrastructure before the last batch."""
         self.running: list[Running] = []
+        self.idle: list[float] = []
         self.begin = self.last = time.perf_counter()
         self.before = 0.0
         self.saved = 0
@@ -282,6 +283,7 @@ class Coordinator:
         self.notes.append(partial(self.journal.log_served, pair.name, report))
         pair.version = report.version
         self.running.append(report)
+        self.idle.append(report.idle)
         return self._served()
 
     def _served(self) -> list[Event]:
@@ -425,6 +427,8 @@ class Coordinator:
             now = time.perf_counter()
             wall, self.last = now - self.last, now
             point["time"] = {"wall_s": wall, "train_s": train_s}
+            if self.idle:
+                point["engine_idle"], self.idle = sum(self.idle) / len(self.idle), []
             self.notes.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)
             for name, value in point.items():

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -53,6 +53,8 @@ class Running:
     """From the order to the swap."""
     paused: float
     """Part of these seconds without decoding."""
+    idle: float = 0.0
+    """Share of the time since the last version in which the engine had no turn to decode."""
 
 
 def fetch(receiver: Receiver, version: int) -> Fetched:
@@ -124,6 +126,8 @@ class Inference(Shared):
     def __init__(self, engine: Engine, updates: Updates | None = None, lockstep: bool = False) -> None:
         super().__init__(engine, lockstep)
         self.updates = updates
+        self._told = time.perf_counter(), 0.0
+        """When the last version was reported, and the idle seconds until then."""
         self._answers: dict[str, SimpleQueue[Future[Completion]]] = {}
         self._under_way: dict[str, set[Future[Completion]]] = {}
 
@@ -155,7 +159,9 @@ class Inference(Shared):
     def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
         """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
         assert self.updates is not None
-        return self.updates.update(self.policy, version, self.between, full)
+        report = self.updates.update(self.policy, version, self.between, full)
+        (then, before), self._told = self._told, (time.perf_counter(), self.idle_s)
+        return replace(report, idle=(self._told[1] - before) / (self._told[0] - then))
 
 
 @contextmanager

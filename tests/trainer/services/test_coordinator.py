@@ -187,6 +187,7 @@ def test_the_report_tells_of_staleness_and_shows_it(ahead):
     )
     assert report["in_flight"] + report["in_queue"] == pytest.approx(report["staleness_mean"], abs=1e-6)
     assert report["tokens_accounted"] == 1.0 and 0 < report["trainer_idle"] < 1
+    assert 0 < report["engine_idle"] < 1
     assert pictures(run)["staleness"][1].startswith(b"\x89PNG")
 
 
