@@ -260,9 +260,9 @@ class _Play:
 
     script: Script
     said: Said
-    """What it said last."""
+    """Its last message."""
     seen: str = ""
-    """What answered that."""
+    """The observations that answered it."""
     log: list[tuple[Said, str]] = field(default_factory=list)
     reads: bool = False
     """The policy reads a file of its own accord: the answer is not for the script."""

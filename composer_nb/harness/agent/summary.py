@@ -48,7 +48,7 @@ QUERIES = {"self": SELF, "prompted": PROMPTED}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummarySettings:
-    """How a conversation goes on that has grown past a trigger."""
+    """Rules for a conversation that has grown past a trigger."""
 
     kind: Compaction = "self"
     """self: the policy answers a short query. prompted: a long instruction. truncate: the oldest turns are dropped instead."""

@@ -113,11 +113,11 @@ class TokenSpeaker:
         self._segments: list[Segment] = []
         self._transcript = Transcript()
         self._prompt: list[int] = []
-        """What the conversation began with."""
+        """Tokens that the conversation began with."""
         self._kept: list[int] = []
-        """What the next turn reads before its news, where the oldest turns were dropped."""
+        """Tokens that the next turn reads before its news, after the oldest turns were dropped."""
         self._starts: list[int] = []
-        """Where the turns of this segment begin, those that it was begun with among them."""
+        """Places at which the turns of this segment begin, those that it was begun with among them."""
 
     @property
     def _name(self) -> int:

@@ -33,7 +33,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 
 
 class Verdict(BaseModel):
-    """What is found out about a rollout after it: a reward, or the results of tests, of which the reward's terms make one."""
+    """A judgement of a rollout, made after it: a reward, or the results of tests, of which the reward's terms make one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -51,8 +51,9 @@ class Task(BaseModel):
     tools: tuple[str, ...] = ()
     """The tools that an agent gets, of those that it would have; all of these if empty."""
     strictness: harbor.Strictness = "twins"
-    """What a right answer needs; each level with all before it. tests: it passes the hidden tests. twins: it passes no twin of
-    them, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files have no lint."""
+    """Requirements of a right answer; each level includes all before it. tests: it passes the hidden tests. twins: it passes no
+    twin of them, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files have no
+    lint."""
     metadata: dict[str, str] = {}
     """Facts, of which `max_turns` and `max_tokens` lower the limits of an attempt at it. `mutants`: its answer is tests."""
     kept: harbor.Kept | None = None

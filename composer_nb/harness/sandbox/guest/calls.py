@@ -289,7 +289,7 @@ def watch(pid: int, source: int, limits: Settings, buffer: bytearray) -> tuple[s
 
 
 def reason(ready: bool, wall_left: float, cpu_left: float, overslept: bool) -> str:
-    """Why a worker must end now, or "exit". Its own faults come first: they are the same on every machine."""
+    """Return the reason why a worker must end now, or "exit". Its own faults come first: they are the same on every machine."""
     if cpu_left <= 0:
         return "cpu"
     if overslept:
