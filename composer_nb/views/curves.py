@@ -165,13 +165,13 @@ def step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
         parts, colors = {"the trainer waits": "idle_s", "train": "train_s"}, colors[1:]
         steps = [{"time": p["time"] | {"idle_s": p["time"]["wall_s"] - p["time"]["train_s"]}} for p in steps]
     times = np.array([[max(0.0, p["time"][name]) for p in steps] for name in parts.values()])
-    ax.stackplot(at, times, labels=list(parts), colors=colors, step="mid")
+    total = times.sum(0)
+    top = min(float(total.max()), 1.5 * float(np.quantile(total, 0.98)))  # a first step may take ten times as long
+    ax.stackplot(at, times * np.minimum(1.0, top / total), labels=list(parts), colors=colors, step="mid")
     from_zero(whole_steps(ax)).set_xlim(at[0], max(at[-1], at[0] + 1))
-    ax.set_ylim(
-        0, min(ax.get_ylim()[1], 1.5 * float(np.quantile(times.sum(0), 0.98)))
-    )  # a first step may take ten times as long
+    ax.set_ylim(0, 1.6 * top)  # the key stands above the steps
     title(ax, "seconds of one RL step", "RL step", "seconds")
-    ax.legend(frameon=False, fontsize=8.5, labelcolor=style.INK, reverse=True, loc="best")
+    ax.legend(frameon=False, fontsize=8.5, labelcolor=style.INK, reverse=True, loc="upper left")
 
 
 def staleness(run: RunDir, report: Mapping[str, Any]) -> Picture:

@@ -256,7 +256,11 @@ REVIEWED = {
         "jobs/directory.py create",
         "jobs/runner.py run_job",
     },
+    "the name of a served rollout, which requests hold to letters, digits and a few signs": {
+        "harness/product/record.py _file",
+    },
     "names that the package makes itself": {
+        "agents.py evaluate",
         "doctor.py mend_sandbox",
         "harness/grading/box.py sources",
         "jobs/directory.py snapshot",

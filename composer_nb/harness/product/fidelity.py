@@ -170,6 +170,7 @@ def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
     yield call("read_file", path=paths[0])
     yield call("read_file", file=1)
     yield call("run_tests")
+    yield call("read_lints")
     yield call("undo")
     yield call("undo")
     yield call("unknown_tool")

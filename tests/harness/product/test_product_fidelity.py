@@ -75,7 +75,7 @@ def test_the_tools_of_tiny_models_are_probed_and_answer_the_same(task: Task, san
     assert {call.name for call in tiny_probes(task.files)} - {"unknown_tool"} == {tool.name for tool in TINY}
     tokens = train_tokenizer(["def f(x):"], 400)
     calls, found = differences(task, make_agent(EnvSettings(tasks="tasks"), tokens, LIMITS, sandboxes))
-    assert calls == 22 and found == []
+    assert calls == 23 and found == []
 
 
 PLANTS = {

@@ -116,7 +116,7 @@ def test_a_file_is_read_with_numbered_lines(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "path", ["g.py", "../f.py", "./f.py", "/f.py", "a/../f.py", "f.py/", "", "F.py", "f.py\0", "~"]
 )
-@pytest.mark.parametrize("name", ["read_file", "read_lints", "edit_line"])
+@pytest.mark.parametrize("name", ["read_file", "edit_line"])
 def test_only_a_file_of_the_workspace_has_a_name(path: str, name: str) -> None:
     more = {"line": 1, "text": "x"} if name == "edit_line" else {}
     space = workspace(PROGRAM)
