@@ -229,6 +229,8 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     if not steps or not files:
         return style.empty("no rollout with routes is stored yet")
     use_LE = expert_use(files)
+    if not len(use_LE):
+        return style.empty("the model has no experts")
     chosen = use_LE.sum(1).round().astype(int)[0]
     picture = Picture(7.0, 0.9 + 0.42 * len(use_LE))
     ax = picture.add_subplot()
@@ -249,10 +251,10 @@ def expert_use(files: Sequence[Path]) -> NDArray[np.float64]:
     """Return [L, E] the share of forwarded tokens in `files` that each expert received; rows sum to K."""
     tensors = [load_file(path) for path in files]
     routes_TLK = np.concatenate([t["routes"][t["route_valid"]] for t in tensors])
-    size = int(routes_TLK.max()) + 1
-    return np.stack(
-        [np.bincount(routes_TLK[:, layer].ravel(), minlength=size) for layer in range(routes_TLK.shape[1])]
-    ) / len(routes_TLK)
+    size = int(routes_TLK.max()) + 1 if routes_TLK.size else 0
+    layers = range(routes_TLK.shape[1])
+    used = [np.bincount(routes_TLK[:, layer].ravel(), minlength=size) for layer in layers]
+    return np.array(used, float).reshape(len(layers), size) / len(routes_TLK)
 
 
 def _texts(stored: Stored) -> list[str]:

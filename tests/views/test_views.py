@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pixels import drawn
+from safetensors.numpy import save_file
 
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.labs.microscope import routes
@@ -252,6 +253,12 @@ def test_expert_use_is_counted_over_forwarded_tokens(tiny_run: RunDir):
     config = tiny_run.finished("rl") and build_report(tiny_run)["settings"]["model"]
     assert use_LE.shape == (config["num_hidden_layers"], config["num_experts"])
     assert np.allclose(use_LE.sum(1), config["num_experts_per_tok"])
+
+
+def test_a_model_without_experts_uses_none(tmp_path: Path):
+    routes = {"routes": np.zeros((5, 0, 2), np.uint8), "route_valid": np.array([True] * 4 + [False])}
+    save_file(routes, tmp_path / "rl.safetensors")
+    assert rollout.expert_use([tmp_path / "rl.safetensors"]).shape == (0, 0)
 
 
 def test_a_task_card_marks_the_wrong_line(tiny_run: RunDir):
