@@ -172,7 +172,7 @@ def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -
     found: dict[str, Any] = {}
     if "mixed_versions" in steps[-1]:
         found["mixed_versions"] = mean(known(steps, "mixed_versions"))
-    if idle := known(steps, "engine_idle"):
+    if idle := known([step["time"] for step in steps], "engine_idle"):
         found["engine_idle"] = mean(idle)
     for name in ("in_flight", "in_queue"):
         if counts := done.get("staleness", {}).get(name):

@@ -428,7 +428,7 @@ class Coordinator:
             wall, self.last = now - self.last, now
             point["time"] = {"wall_s": wall, "train_s": train_s}
             if self.idle:
-                point["engine_idle"], self.idle = sum(self.idle) / len(self.idle), []
+                point["time"]["engine_idle"], self.idle = sum(self.idle) / len(self.idle), []
             self.notes.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)
             for name, value in point.items():
