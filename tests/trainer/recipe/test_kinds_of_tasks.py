@@ -34,7 +34,7 @@ TINY = MICRO | {
     "model.max_position_embeddings": 1500,
 }
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
 
 def test_every_kind_is_trained_on_and_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
