@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from composer_nb.harness.product.wire import Answered, Asked, Choice, Count, Probability, Refused, Strict, spoke
+from composer_nb.harness.product.wire import Answered, Asked, Choice, Count, Named, Probability, Refused, Strict, spoke
 
 IGNORED = ("cache_control", "citations")
 """Keys of blocks that do not change what the model reads."""
@@ -41,7 +41,7 @@ class Messages(Strict):
     top_k: Count | None = None
     stop_sequences: Annotated[list[str], Field(max_length=4)] | None = None
     stream: bool | None = None
-    rollout: str | None = None
+    rollout: Named | None = None
     # Accepted with the values that change nothing.
     metadata: dict[str, str | None] | None = None
     thinking: dict[Literal["type"], Literal["disabled"]] | None = None

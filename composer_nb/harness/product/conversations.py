@@ -37,7 +37,17 @@ from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp, Trace
 from composer_nb.harness.product.record import Record, Row, Verdict
 from composer_nb.harness.product.turn import Continuation, Turn
-from composer_nb.harness.product.wire import Answered, Asked, Complete, Generate, Refused, Sampling, Told, messages_of
+from composer_nb.harness.product.wire import (
+    Answered,
+    Asked,
+    Complete,
+    Generate,
+    Refused,
+    Sampling,
+    Told,
+    messages_of,
+    text_of,
+)
 
 LOOK_S = 0.1
 """Seconds between two checks whether a client is still there."""
@@ -98,7 +108,7 @@ class Conversations:
         if asked.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
         wire = asked.messages
-        system = "\n\n".join(_text(each) for each in wire if each.get("role") in SYSTEM)
+        system = "\n\n".join(text_of(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
         digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout])]
@@ -354,17 +364,4 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = {"tool_call_id": message["tool_call_id"]} if message.get("tool_call_id") else {}
     if message.get("tool_calls"):
         calls["tool_calls"] = spoken_by(message)[0].get("tool_calls", [])
-    return {"role": message.get("role"), "content": _text(message), **calls}
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """Return the content of a message, which may come in parts. Raises ValueError if it is not text."""
-    content = message.get("content") or ""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("messages: a content must be text, or parts that are texts")
-    whole = "".join(map(str, texts))
-    if any("\ud800" <= letter <= "\udfff" for letter in whole):
-        raise ValueError("messages: a content holds half of a surrogate pair, which is not a character")
-    return whole
+    return {"role": message.get("role"), "content": text_of(message), **calls}

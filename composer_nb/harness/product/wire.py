@@ -19,6 +19,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Named = Annotated[str, Field(pattern=f"^{NAME}$")]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -37,40 +38,46 @@ class _Tool(BaseModel):
     function: _Function
 
 
-class Asked(Strict):
-    """The body of a request. Parameters that it does not name are refused."""
+class _Drawn(Strict):
+    """Parameters of requests for text, whether it follows messages or text."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Probability | None = None
     top_k: Count | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
     # Accepted with the values that change nothing.
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    store: Literal[False] | None = None
     user: str | None = None
+
+
+class Asked(_Drawn):
+    """The body of a request. Parameters that it does not name are refused."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    rollout: Named | None = None
+    """Name of the rollout that the conversation belongs to, for a server that records."""
+    # Accepted with the values that change nothing.
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
-    rollout: Annotated[str, Field(pattern=f"^{NAME}$")] | None = None
-    """Name of the rollout that the conversation belongs to, for a server that records."""
     modalities: list[Literal["text"]] | None = None
 
     @field_validator("tools")
@@ -109,30 +116,16 @@ class Generate(Strict):
     stream: Literal[False] = False
 
 
-class Complete(Strict):
+class Complete(_Drawn):
     """The body of a request for text that follows text or tokens."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    model: str | None = None
     max_tokens: Count = 16
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
-    top_k: Count | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stream: bool | None = None
-    stream_options: dict[str, bool] | None = None
     # Accepted with the values that change nothing.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    user: str | None = None
 
     @property
     def asked(self) -> Asked:
@@ -205,6 +198,19 @@ def read_request(body: bytes, kind: type[Body]) -> Body:
     return asked
 
 
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the content of a message, which may come in parts. Raises ValueError if it is not text."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("messages: a content must be text, or parts that are texts")
+    whole = "".join(map(str, texts))
+    if any("\ud800" <= letter <= "\udfff" for letter in whole):
+        raise ValueError("messages: a content holds half of a surrogate pair, which is not a character")
+    return whole
+
+
 def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return a conversation in canonical form, without system texts. Raises ValueError for an invalid message."""
     messages: list[Message] = []
@@ -212,10 +218,10 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
         match held:
             case {"role": "system" | "developer"}:
                 pass
-            case {"role": "user", "content": str(text)}:
-                messages.append(User(text=text))
-            case {"role": "tool", "tool_call_id": str(name), "content": str(text)}:
-                messages.append(Result(id=name, text=text))
+            case {"role": "user", "content": str() | list()}:
+                messages.append(User(text=text_of(held)))
+            case {"role": "tool", "tool_call_id": str(name), "content": str() | list()}:
+                messages.append(Result(id=name, text=text_of(held)))
             case {"role": "assistant"}:
                 said, calls = spoken(held)
                 ids = [call["id"] for call in said.get("tool_calls", ())]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from tokenizers import Tokenizer
@@ -259,6 +260,26 @@ def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
         usual |= {"service_tier": "auto", "prompt_cache_key": "k", "modalities": ["text"], "safety_identifier": "s"}
         usual |= {"logit_bias": {}, "store": False, "user": "me", "metadata": {"a": "b"}, "tool_choice": "auto"}
         assert chat(client, **usual, tools=[TOOL], stop=[], top_logprobs=0).choices[0].message.content == "Done."
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "status", "shown"),
+    [
+        ("x", {}, 200, "Done."),
+        ([{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], {"system": "y"}, 200, "Done."),
+        ([{"type": "image", "source": {}}], {}, 400, "a content must be text, or parts that are texts"),
+        ("x", {"rollout": "../x"}, 400, "rollout: String should match pattern"),
+        ("x", {"top_k": 0}, 400, "top_k: Input should be greater than or equal to 1"),
+    ],
+)
+def test_messages_in_anthropics_form(
+    scripted: ScriptServer, content: Any, more: dict[str, Any], status: int, shown: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 9, **more}
+    answer = httpx.post(f"{scripted.url}/messages", json=body)
+    assert answer.status_code == status
+    found = answer.json()
+    assert shown in (found["content"][0]["text"] if status == 200 else found["error"]["message"])
 
 
 def test_another_model_is_not_found(scripted: ScriptServer) -> None:
