@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import AddedToken, Tokenizer
@@ -39,8 +40,9 @@ def convert(
         model, tokenizer = with_format(model, tokenizer, format)
     if experts:
         model = upcycle(model, experts, chosen, noise, seed)
-    save_pretrained(model, out)
-    tokenizer.save(str(out / "tokenizer.json"))
+    with TemporaryDirectory() as folder:
+        tokenizer.save(f"{folder}/tokenizer.json")
+        save_pretrained(model, out, tokenizer=Path(folder) / "tokenizer.json")
     return model.config
 
 

