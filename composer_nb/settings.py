@@ -316,7 +316,7 @@ class Settings:
             )
 
     def _check_model(self, model: ModelConfig) -> None:
-        Mesh.of(self.mesh, self.ranks).require_experts(model.num_experts)
+        Mesh.of(self.mesh, self.ranks).require_experts(model.num_experts if model.moe_layers else 1)
         numerics, narrow = ENGINES[self.engine.numerics], (model.hidden_size, model.moe_intermediate_size)
         for bits, group, widths in ((numerics.expert_bits, 32, narrow), (numerics.router_bits, 64, narrow[:1])):
             if bits and any(width % min(group, width) for width in widths):

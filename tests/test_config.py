@@ -299,3 +299,10 @@ def test_whatever_comes_in_is_taken_or_refused_with_a_value_error(anything: dict
         return
     assert from_dict(json.loads(json.dumps(to_dict(changed)))) == changed
     assert all(name in NAMES for name in anything)
+
+
+def test_a_model_without_experts_is_not_dealt_over_ranks_of_experts() -> None:
+    dense = {"model.family": "llama", "model.intermediate_size": 96}
+    assert override(Settings(), dense).model.moe_layers == 0
+    with pytest.raises(ValueError, match=r"mesh\.ep=2 does not divide model\.num_experts=1"):
+        override(Settings(), dense | {"mesh.ep": 2})
