@@ -76,14 +76,15 @@ class Agent:
         own = {name: getattr(self, name) for name in ("tools", "limits", "backend", "clock")}
         return Environment(functions=functions, **own)
 
-    def attempt(self, task: Task, rollout: int) -> Job[Attempt]:
+    def attempt(self, task: Task, rollout: int, speaks: Callable[..., TokenSpeaker] = TokenSpeaker) -> Job[Attempt]:
         """Return the job of an attempt by a policy that continues tokens. `rollout` names it to the policy and decides its random
-        draws. The job raises ValueError for a task that cannot run here, and for a prompt that leaves no room to answer."""
+        draws; `speaks` makes what takes the turns. The job raises ValueError for a task that cannot run here, and for a prompt
+        that leaves no room to answer."""
 
         def job(seat: Seat[Any]) -> Attempt:
             limits, offered = limits_of(task, self.limits), tools_of(task, self.tools)
             renderer = self.renderer if offered is self.tools else self.renderer.offering(offered.schemas)
-            speaker = TokenSpeaker(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
+            speaker = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
             if (size := speaker.prompt_size(task.instruction)) >= (most := limits.tokens):
                 raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
             opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))

@@ -135,10 +135,7 @@ class ChatRenderer(ABC):
 
     def read(self, news: Sequence[User | Result], system: str = "") -> list[int]:
         """Render what a policy reads before its next turn: the start of a conversation, or the results of its calls."""
-        users = [message.text for message in news if isinstance(message, User)]
-        if users:
-            return [*self.open(system), *self.ask(*users)]
-        return self.results([message for message in news if isinstance(message, Result)])
+        return self.render(news, system, after=any(isinstance(message, Result) for message in news))
 
     def open(self, system: str = "") -> list[int]:
         """Render the start of a conversation: system text and tools."""

@@ -149,7 +149,7 @@ def _look(task: Task) -> Generator[Said, str, dict[str, ToolCall]]:
     now = task.files[path].rstrip("\n")
     start, code, end = split_at(now, called[1])
     texts = [start + text + end for _, text in neighbours(code, ENUMERABLE)]
-    return {text: _substitute(path, now, text) for text in texts}
+    return {text: substitution(path, now, text) for text in texts}
 
 
 def _try(edits: Sequence[ToolCall]) -> Script:
@@ -163,7 +163,7 @@ def _try(edits: Sequence[ToolCall]) -> Script:
 _PARTS = re.compile(r"\n| ?\w+| ?[^\w\s]+|\s")
 
 
-def _substitute(path: str, now: str, wanted: str) -> ToolCall:
+def substitution(path: str, now: str, wanted: str) -> ToolCall:
     """Return the call that makes `wanted` of `now`, which differ in one place: the operator that changes, with the words on both
     sides of it, and as many parts before them as make it unique in the file. A model finds its place by copying the words."""
     old, new = _PARTS.findall(now), _PARTS.findall(wanted)

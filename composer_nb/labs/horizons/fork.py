@@ -1,0 +1,139 @@
+"""Forks of a stored rollout: its conversation and its sandbox as they were at a turn, from where a policy goes on, k times.
+
+The calls before the turn are carried out again in a fresh sandbox, in the loop and with the tools of any attempt, while the
+messages are taken from the store. So everything that the agent reads is made anew, and where the tools answer as they did, the
+tokens before the turn are the stored ones. A turn's worth is the share of its forks that solve the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from composer_nb.harness.agent.chat import User
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.turns import News, Spoken, TokenSpeaker
+from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.policy import Completion, Policy, Request, Trace
+from composer_nb.harness.rollout import Kind, Rollout
+from composer_nb.harness.sandbox.calls import Executor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Futures of a rollout from one of its turns on."""
+
+    turn: int
+    attempts: tuple[Attempt, ...]
+    exact: bool
+    """All tokens before the turn are the stored ones: the tools answered as they did."""
+
+    @property
+    def solved(self) -> float:
+        """The share of the futures that solve the task."""
+        return float(np.mean([done.grade.passed for done in self.attempts]))
+
+
+def fork(
+    done: Attempt,
+    turn: int,
+    agent: Agent,
+    policy: Policy,
+    executor: Executor,
+    *,
+    count: int = 8,
+    hint: str = "",
+    message: Sequence[int] = (),
+) -> Fork:
+    """Return `count` futures of a rollout from its `turn` (from 0) on. `hint` is a text that the policy reads before that turn;
+    `message`, token ids, takes the place of that turn. Raises ValueError for a turn that the rollout does not have, and for a
+    message of more than limits.turn_tokens."""
+    said = messages_before(done.rollout, turn)
+    if len(message) > (most := agent.limits.turn_tokens):
+        raise ValueError(f"the message has {len(message)} tokens, and limits.turn_tokens={most}")
+    if message:
+        told = Completion(
+            rollout=0, token_ids=[*message], logprobs=[0.0] * len(message), policy_versions=[-1] * len(message)
+        )
+        said = [*said, told]
+    speaker = partial(Again, stored=done.rollout, said=said, hint=hint)
+    jobs = [agent.attempt(done.task, number, speaker) for number in range(count)]
+    found = dict(drive(jobs, policy, executor))
+    attempts = tuple(found[number] for number in range(count))
+    head = head_before(done.rollout, turn)
+    return Fork(turn=turn, attempts=attempts, exact=all(_begins(each.rollout, head) for each in attempts))
+
+
+def turns_of(rollout: Rollout) -> list[tuple[int, int]]:
+    """Return where each turn begins: its segment, and its first token there. Summaries are no turns."""
+    return [
+        (number, int(places[0]))
+        for number, segment in enumerate(rollout.segments)
+        for places in segment.messages
+        if segment.kind[places[-1]] != Kind.SUMMARY
+    ]
+
+
+def head_before(rollout: Rollout, turn: int) -> list[list[int]]:
+    """Return the token ids before a turn, segment by segment. Raises ValueError for a turn that the rollout does not have."""
+    if not 0 <= turn < len(starts := turns_of(rollout)):
+        raise ValueError(f"turn {turn}: the rollout of task {rollout.task_id} has turns 0 to {len(starts) - 1}")
+    last, place = starts[turn]
+    return [s.token_ids[: place if n == last else None].tolist() for n, s in enumerate(rollout.segments[: last + 1])]
+
+
+def messages_before(rollout: Rollout, turn: int) -> list[Completion]:
+    """Return what the policy said before a turn, summaries too. Raises ValueError like `head_before`."""
+    sizes = [len(head) for head in head_before(rollout, turn)]
+    return [
+        Completion(
+            rollout=0,
+            token_ids=segment.token_ids[places].tolist(),
+            logprobs=segment.logprob[places].tolist(),
+            policy_versions=segment.policy_version[places].tolist(),
+        )
+        for segment, size in zip(rollout.segments, sizes, strict=False)
+        for places in segment.messages
+        if places[0] < size
+    ]
+
+
+class Again(TokenSpeaker):
+    """Says again what a stored rollout said, then asks the policy, which reads at once all that it has missed."""
+
+    def __init__(self, *given: Any, stored: Rollout, said: Sequence[Completion], hint: str = "") -> None:
+        super().__init__(*given)
+        self._stored, self._said, self._hint = stored, list(said), hint
+        self._policy, self._forget = self.ask, self.release
+        self.ask, self.release = self._again, self._released
+        self._unread: list[int] = []
+
+    def say(self, news: News, until: float) -> Spoken | None:
+        if not self._said and self._hint:
+            news, self._hint = [*news, User(text=self._hint)], ""
+        return super().say(news, until)
+
+    def _again(self, request: Request, until: float) -> Completion:
+        if self._said:
+            self._unread += [*request.token_ids, *self._said[0].token_ids]
+            return self._said.pop(0)
+        unread, self._unread = self._unread, []
+        return self._policy(replace(request, token_ids=[*unread, *request.token_ids]), until)
+
+    def _released(self, name: int) -> Trace:
+        """Return what was recorded of a segment: with the store if nothing of it is new, nothing if the policy never read it."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return self._forget(name)
+        stored = self._stored.segments[len(self._segments)]
+        return stored.trace if stored.token_ids.tolist() == unread else Trace()
+
+
+def _begins(rollout: Rollout, head: Sequence[Sequence[int]]) -> bool:
+    """Return whether the segments begin with these tokens."""
+    found = [segment.token_ids[: len(part)].tolist() for segment, part in zip(rollout.segments, head, strict=False)]
+    return found == [list(part) for part in head]

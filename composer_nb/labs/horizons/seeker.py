@@ -1,0 +1,112 @@
+"""A policy without a model that knows nothing but its context, to see what a rollout loses where a segment ends.
+
+It tests, searches the function that failed, reads its module, and tries the single changes of that function one after another,
+leaving out those that its context says it has tried. What a summary or a cut has lost it looks up, or tries, again.
+"""
+
+from __future__ import annotations
+
+import re
+
+from composer_nb.harness.agent.chat import ChatRenderer, Said
+from composer_nb.harness.agent.expert import substitution
+from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.summary import PROMPTED
+from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.tasks.miniatures import ENUMERABLE
+from composer_nb.harness.tasks.repairs import neighbours, split_at
+from composer_nb.harness.tools.tool_call import ToolCall
+
+_TEST, _UNDO, _FINISH = (ToolCall(name=name, arguments={}) for name in ("run_tests", "undo", "finish"))
+_DONE = "left: finish"
+_FAILS, _TRIED = re.compile(r"fail \d+/\d+: (\w+)\(.*"), re.compile(r"sub \S+<\|to\|>(.*?)<\|to\|>(.*?)<\|", re.S)
+
+
+def seek(context: str) -> Said:
+    """Return the next turn, which depends on nothing but the text of the context."""
+    seen = re.findall(r"<\|out\|>(.*?)<\|end\|>", context, re.S)
+    if (seen and seen[-1].startswith("pass")) or f"\n{_DONE}" in context:
+        return turn([_FINISH])
+    if (failed := _FAILS.search(context)) is None:
+        return turn([_TEST])
+    if (home := re.search(rf"([\w/]+\.py):\d+def {failed[1]}\b", context)) is None:
+        return turn([ToolCall(name="grep", arguments={"pattern": f"def {failed[1]}"})])
+    if not (shown := [text for text in seen if text.startswith("1")]):
+        return turn([_UNDO, ToolCall(name="read_file", arguments={"path": home[1]})])
+    module = "\n".join(line[len(str(n)) :] for n, line in enumerate(shown[-1].split("\n"), 1))
+    before, function, after = split_at(module, failed[1])
+    for _, changed in neighbours(function, ENUMERABLE):
+        edit = substitution(home[1], module, before + changed + after)
+        if _line(edit.arguments["old"], edit.arguments["new"]) not in tried(context):
+            return turn([_UNDO, edit, _TEST])
+    return turn([_FINISH])
+
+
+def tried(context: str) -> list[str]:
+    """Return a line about each change that the context says was tried, in a call or in a summary."""
+    lines = re.findall(r"^tried .*$", context, re.M)
+    return list(dict.fromkeys([*lines, *(_line(old, new) for old, new in _TRIED.findall(context))]))
+
+
+def _line(old: str, new: str) -> str:
+    return f"tried {old.strip()} > {new.strip()}"
+
+
+def summarise(context: str, long: bool) -> str:
+    """Return a summary of the context: what fails, where, and what was tried; or all that a long instruction asks for."""
+    failed, home = (re.search(pattern, context) for pattern in (_FAILS, r"[\w/]+\.py:\d+def .*"))
+    fails, where = (found[0].partition("<|")[0] if found else "" for found in (failed, home))
+    attempts, last = "\n".join(tried(context)), re.findall(r"<\|out\|>(\w+)", context)[-1:]
+    left = _DONE if last == ["pass"] else "left: try another change"
+    if not long:
+        return "\n".join(part for part in (fails, where, attempts, left) if part)
+    told = {
+        1: context.partition("<|user|>")[2].partition("\n")[0].partition("<|")[0],
+        4: where,
+        7: fails,
+        8: attempts,
+        9: fails,
+        11: left,
+    }
+    titles = re.findall(r"^\d+\. [\w ]+", PROMPTED, re.M)
+    return "\n".join(f"{title}\n{told.get(n) or 'none'}" for n, title in enumerate(titles, 1))
+
+
+class Seeker:
+    """The policy: `seek` as tokens of a chat format, and `summarise` where it is asked for a summary."""
+
+    capacity = 256
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self.renderer = renderer
+        self._contexts: dict[int, list[int]] = {}
+        self._asked: list[Request] = []
+        self._queries = {kind: self.renderer.ask(text) for kind, text in renderer.queries.items()}
+
+    def submit(self, request: Request) -> None:
+        self._asked.append(request)
+
+    def step(self) -> list[Completion]:
+        asked, self._asked = self._asked, []
+        return [self._answer(request) for request in sorted(asked, key=lambda request: request.rollout)]
+
+    def release(self, rollout: int) -> Trace:
+        self._asked = [request for request in self._asked if request.rollout != rollout]
+        self._contexts.pop(rollout, None)
+        return Trace()
+
+    def _answer(self, request: Request) -> Completion:
+        read = self._contexts.setdefault(request.rollout, [])
+        read += request.token_ids
+        context = self.renderer.tokenizer.decode(read, skip_special_tokens=False)
+        kind = next((kind for kind, query in self._queries.items() if read[-len(query) :] == query), "")
+        written = self.renderer.encoded([summarise(context, kind == "prompted"), self.renderer.end]) if kind else None
+        token_ids = (written or self.renderer.turn(seek(context)))[: request.max_tokens]
+        read += token_ids
+        unknown = len(token_ids)
+        return Completion(
+            rollout=request.rollout,
+            token_ids=token_ids,
+            logprobs=[0.0] * unknown,
+            policy_versions=[-1] * unknown,
+        )

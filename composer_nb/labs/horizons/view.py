@@ -1,0 +1,108 @@
+"""Figures of long rollouts: how contexts fill, what segments hold, what compaction costs, whose credit is whose.
+
+None is a widget: each is its own static twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.rollout import Kind, Segment
+from composer_nb.labs.horizons.fork import Fork
+from composer_nb.trainer.rl import Scored
+from composer_nb.views import style
+from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps
+
+_KINDS = {
+    "read": (Kind.PROMPT, Kind.OBSERVATION),
+    "said": (Kind.THINKING, Kind.TOOL_CALL, Kind.FINAL_MESSAGE),
+    "summary": (Kind.SUMMARY,),
+}
+_COLORS = {"read": style.GREY, "said": style.BLUE, "summary": style.ORANGE}
+_SIDES = {"self": style.BLUE, "prompted": style.ORANGE, "truncate": style.VERMILION}
+
+
+def contexts(attempts: Sequence[Attempt], triggers: Sequence[int]) -> Picture:
+    """Draw how many tokens each rollout of one segment holds before each turn, and lines at the triggers."""
+    picture, ax = style.one_panel(8.5, 3.0)
+    for done in attempts:
+        held = [int(places[0]) for places in done.rollout.segments[0].messages]
+        ax.plot(range(1, len(held) + 1), held, color=style.BLUE, alpha=0.35, linewidth=1)
+    for trigger in triggers:
+        ax.axhline(trigger, color=style.VERMILION, linewidth=1.2)
+        style.note(ax, 1, trigger, f"trigger {trigger}", va="bottom")
+    whole_steps(from_zero(title(ax, "the context before each turn", "turn", "tokens")))
+    return picture
+
+
+def chain(attempt: Attempt) -> Picture:
+    """Draw the tokens of each segment by what they are."""
+    segments = attempt.rollout.segments
+    picture, ax = style.one_panel(8.5, 0.9 + 0.3 * len(segments))
+    parts = {name: [np.isin(s.kind, kinds).sum() for s in segments] for name, kinds in _KINDS.items()}
+    _stacked(ax, [f"segment {number}" for number in range(1, len(segments) + 1)], parts)
+    title(ax, f"task {attempt.task.id}: {'solved' if attempt.grade.passed else 'not solved'}", "tokens")
+    key(ax, loc="lower right")
+    return picture
+
+
+def sides(found: Mapping[tuple[str, int], Mapping[str, float]], names: Sequence[str]) -> Picture:
+    """Draw figures of ways to end a segment, by (way, trigger): a panel for each of `names`, a group of bars for each trigger."""
+    triggers = list(dict.fromkeys(trigger for _, trigger in found))
+    picture = Picture(9.5, 2.8)
+    for ax, name in zip(picture.panels(1, len(names)), names, strict=True):
+        bars = [
+            style.Side(
+                way, color, [found[way, trigger][name] if (way, trigger) in found else None for trigger in triggers]
+            )
+            for way, color in _SIDES.items()
+        ]
+        form = ".2f" if name == "solved" else ".0f"
+        style.grouped(ax, [f"trigger {trigger}" for trigger in triggers], bars, form, size=7)
+        title(ax, name)
+    key(picture.axes[0], loc="lower left", framealpha=0.8)
+    return picture
+
+
+def credit(group: Sequence[Scored], names: Sequence[str]) -> Picture:
+    """Draw who gets what of a group: for each segment of each rollout its weight in the gradient, the advantage times the tokens
+    that the policy wrote, summaries apart."""
+    rows = [
+        (name, scored, n, s) for name, scored in zip(names, group, strict=True) for n, s in enumerate(_of(scored), 1)
+    ]
+    picture, ax = style.one_panel(9.0, 0.9 + 0.22 * len(rows))
+    parts = {
+        name: [s.advantage * np.isin(segment.kind, _KINDS[name]).sum() for _, s, _, segment in rows]
+        for name in ("said", "summary")
+    }
+    _stacked(ax, [f"{name} {n}" for name, _, n, _ in rows], parts)
+    ax.axvline(0, color=style.GREY, linewidth=0.8)
+    title(ax, "weight in the gradient of each segment", "advantage × written tokens")
+    key(ax, loc="best")
+    return picture
+
+
+def _stacked(ax: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    left = np.zeros(len(names))
+    for name, size in parts.items():
+        ax.barh(range(len(names)), size, left=left, color=_COLORS[name], label=name, height=0.7)
+        left = left + np.array(size)
+    style.rows(ax, names, fontsize=7.5)
+
+
+def _of(scored: Scored) -> Sequence[Segment]:
+    return scored.attempt.rollout.segments
+
+
+def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
+    """Draw the share of forks that solve the task, by the turn from which they go on: a line per name."""
+    picture, ax = style.one_panel(8.5, 2.8)
+    for (name, found), color in zip(forks.items(), (style.BLUE, style.ORANGE, style.GREEN), strict=False):
+        ax.plot([each.turn for each in found], [each.solved for each in found], "o-", color=color, label=name)
+    whole_steps(as_share(title(ax, "futures that solve the task", "forked before turn", ""), 1.05))
+    key(ax, loc="best")
+    return picture

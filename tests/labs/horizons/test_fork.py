@@ -1,0 +1,110 @@
+"""Forks of stored rollouts: the past is the stored one to the last token, and the same draws give the same future."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.summary import SummarySettings
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.rewards import Reward
+from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.store import pack_attempt
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.labs.horizons.fork import fork, head_before, turns_of
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.rl import Scored, to_streams
+
+NONE = Reward(total=0.0)
+SIZES = {"vocab_size": 420, "max_position_embeddings": 200}
+
+
+class Boxes:
+    """Sandboxes in which every call returns 2, or another value."""
+
+    def __init__(self, value: str = "2") -> None:
+        self.value = value
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        return [(CallOutcome(status="returned", text=self.value),) * len(request.arguments) for request in requests]
+
+
+@pytest.fixture
+def agent(tokenizer) -> Agent:
+    limits = Limits(turns=8, turn_tokens=9, tokens=200)
+    return Agent(CompactRenderer(tokenizer), limits=limits, summary=SummarySettings(trigger=40, tokens=9))
+
+
+@pytest.fixture
+def engine(make_model, agent):
+    """`engine(seed)`: a new engine with the same weights."""
+    model = make_model(3, **SIZES)
+    return lambda seed=5: Engine(model, stop=agent.renderer.stop, slots=4, max_length=200, seed=seed)
+
+
+@pytest.fixture
+def stored(agent, engine, task: Task) -> Attempt:
+    """A rollout of several segments that ends in its last turn."""
+    [(_, done)] = drive([agent.attempt(task, 0)], engine(), Boxes())
+    assert len(done.rollout.segments) >= 3 and len(turns_of(done.rollout)) == 8
+    return done
+
+
+def test_the_past_is_the_stored_one_and_the_same_draws_give_the_same_future(stored, agent, engine) -> None:
+    for turn, (number, place) in enumerate(turns_of(stored.rollout)):
+        found = fork(stored, turn, agent, engine(), Boxes(), count=3)
+        assert found.exact and found.turn == turn and len(found.attempts) == 3
+        assert pack_attempt(found.attempts[0]) == pack_attempt(stored), "the draws of rollout 0, and so the whole of it"
+        for other in found.attempts[1:]:
+            head = other.rollout.segments[number]
+            assert np.array_equal(head.token_ids[:place], stored.rollout.segments[number].token_ids[:place])
+            assert np.array_equal(head.logprob[:place], stored.rollout.segments[number].logprob[:place])
+            assert not any(
+                stream.route_fault() for stream in to_streams(Scored(attempt=other, reward=NONE, advantage=1.0))
+            )
+        if turn == 0:
+            assert any(pack_attempt(other) != pack_attempt(stored) for other in found.attempts[1:])
+
+
+def test_a_hint_is_read_before_the_turn_and_a_message_takes_its_place(stored, agent, engine) -> None:
+    renderer = agent.renderer
+    number, place = turns_of(stored.rollout)[4]
+    hinted = fork(stored, 4, agent, engine(), Boxes(), count=2, hint="read f.py")
+    for done in hinted.attempts:
+        segment = done.rollout.segments[number]
+        cue, ids = 1, renderer.encoded([renderer.user, "read f.py", renderer.end])
+        at = slice(place - cue, place - cue + len(ids))
+        assert segment.token_ids[at].tolist() == ids and not segment.acted[at].any()
+        assert (
+            segment.token_ids[: place - cue].tolist()
+            == stored.rollout.segments[number].token_ids[: place - cue].tolist()
+        )
+    assert not hinted.exact, "the hint stands where the turn began"
+    finish = renderer.render_call(ToolCall(name="finish", arguments={}))
+    ended = fork(stored, 4, agent, engine(), Boxes(), count=1, message=finish)
+    [done] = ended.attempts
+    assert ended.exact and done.rollout.stop == "finished"
+    assert done.rollout.segments[-1].token_ids.tolist()[place:] == finish
+
+
+def test_tools_that_answer_otherwise_are_noticed(stored, agent, engine, task: Task) -> None:
+    read = agent.renderer.render_call(ToolCall(name="read_file", arguments={"path": "f.py"}))
+    once = fork(stored, 0, agent, engine(), Boxes(), count=1, message=read).attempts[0]
+    assert fork(once, 1, agent, engine(), Boxes(), count=1).exact
+    moved = replace(once, task=task.model_copy(update={"files": {**task.files, "f.py": "def f(x):\n    return 1\n"}}))
+    assert not fork(moved, 1, agent, engine(), Boxes(), count=1).exact
+
+
+def test_a_turn_that_is_not_there_is_refused(stored, agent, engine) -> None:
+    with pytest.raises(ValueError, match="turn 8: the rollout of task t has turns 0 to 7"):
+        fork(stored, 8, agent, engine(), Boxes())
+    assert head_before(stored.rollout, 0) == [
+        stored.rollout.segments[0].token_ids[: turns_of(stored.rollout)[0][1]].tolist()
+    ]

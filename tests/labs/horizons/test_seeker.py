@@ -1,0 +1,72 @@
+"""The policy that knows nothing but its context: what it does next, and what it writes down, from the text alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.policy import Request
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.labs.horizons.seeker import Seeker, seek, summarise, tried
+
+ASKED = "<|bos|><|user|>fix the tests<|end|><|call|>"
+FAILED = "test<|end|><|out|>fail 1/2: pick([3]) = 0 want 3<|end|><|call|>"
+FOUND = "grep<|to|>def pick<|end|><|out|>calc.py:1def pick(a):<|end|><|call|>"
+SHOWN = "undo<|call|>read calc.py<|end|><|out|>same<|end|><|out|>1def pick(a):\n2    return a + 0<|end|><|call|>"
+TRIED = "undo<|call|>sub calc.py<|to|> a + 0<|to|> a - 0<|call|>test<|end|><|out|>same<|end|><|out|>ok<|end|><|out|>"
+AGAIN = "fail 1/2: pick([3]) = 0 want 3<|end|><|call|>"
+SUMMED = "<|bos|><|user|>fix the tests\nfail 1/2: pick([3]) = 0 want 3\ncalc.py:1def pick(a):\n"
+
+
+def names(context: str) -> list[str]:
+    calls = [written.call for written in seek(context).calls]
+    assert all(isinstance(call, ToolCall) for call in calls)
+    return [call.name for call in calls if isinstance(call, ToolCall)]
+
+
+@pytest.mark.parametrize(
+    ("context", "wanted"),
+    [
+        (ASKED, ["run_tests"]),
+        (ASKED + FAILED, ["grep"]),
+        (ASKED + FAILED + FOUND, ["undo", "read_file"]),
+        (ASKED + FAILED + FOUND + SHOWN, ["undo", "substitute", "run_tests"]),
+        (ASKED + FAILED + FOUND + SHOWN + TRIED + "pass 2<|end|><|call|>", ["finish"]),
+        (SUMMED + "left: try another change<|end|><|call|>", ["undo", "read_file"]),
+        (SUMMED + "left: finish<|end|><|call|>", ["finish"]),
+    ],
+)
+def test_it_does_what_its_context_leaves_to_do(context: str, wanted: list[str]) -> None:
+    assert names(context) == wanted
+
+
+def test_it_repeats_a_change_if_and_only_if_its_context_has_lost_it() -> None:
+    whole = ASKED + FAILED + FOUND + SHOWN + TRIED + AGAIN
+    first = seek(ASKED + FAILED + FOUND + SHOWN)
+    kept = summarise(whole, long=False)
+    assert tried(whole) == tried(kept) == ["tried a + 0 > a - 0"] and "left: try another change" in kept
+    assert seek(whole) != first
+    assert seek(f"<|user|>fix the tests\n{kept}<|end|><|call|>{SHOWN}") == seek(whole), "the summary has kept it"
+    assert seek(ASKED + FAILED + FOUND + SHOWN) == first, "a cut has not"
+    long = summarise(whole, long=True)
+    assert len(re.findall(r"^\d+\. ", long, re.M)) == 12 and tried(long) == tried(kept) and len(long) > 3 * len(kept)
+
+
+def test_as_a_policy_it_writes_a_summary_where_it_is_asked_for_one(tokenizer: Tokenizer) -> None:
+    renderer = CompactRenderer(tokenizer)
+    policy = Seeker(renderer)
+
+    def told(rollout: int, token_ids: list[int]) -> str:
+        policy.submit(Request(rollout=rollout, token_ids=token_ids, max_tokens=900))
+        [done] = policy.step()
+        return tokenizer.decode(done.token_ids, skip_special_tokens=False)
+
+    assert told(3, renderer.prompt("fix the tests")) == "test<|end|>"
+    assert told(3, renderer.observation("fail 1/2: pick([3]) = 0 want 3")) == "grep<|to|>def pick<|end|>"
+    assert told(4, renderer.prompt("fix the tests")) == "test<|end|>", "another rollout, another context"
+    assert told(3, renderer.ask("summary")) == "fail 1/2: pick([3]) = 0 want 3\nleft: try another change<|end|>"
+    policy.release(3)
+    assert told(3, renderer.prompt("fix the tests")) == "test<|end|>"
