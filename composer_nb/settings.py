@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from ast import literal_eval
@@ -184,6 +185,9 @@ class RlSettings:
     half of `max_seconds` if that gives less."""
     warmup: Count = 6
     clip: NotNegative = 1.0
+    refill: NotNegative = 0.0
+    """Most groups, as a share of those that are trained, that are replaced because all their rewards are equal. Needs
+    services.on=true, and tasks for them in `data.rl_tasks`."""
     checkpoint_every: Some = 20
     evaluate_every: Count = 0
     """Steps between evaluations on the tuning tasks; 0: none. The last step has none, because the held-out tasks follow."""
@@ -309,10 +313,12 @@ class Settings:
             raise ValueError(f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone")
         if self.sft.steps and not data.mistaken_demonstrations:
             raise ValueError("data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them")
-        if not self.env.path and self.data.rl_tasks < (needed := self.rl.steps * self.rl.prompts):
+        if self.rl.refill and not self.services.on:
+            raise ValueError(f"rl.refill={self.rl.refill:g}: needs services.on=true")
+        if not self.env.path and self.data.rl_tasks < (needed := self.prompts_needed):
             raise ValueError(
-                f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts ({needed}): each task is "
-                "trained on once"
+                f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts × (1 + rl.refill) "
+                f"({needed}): each task is taken once"
             )
 
     def _check_model(self, model: ModelConfig) -> None:
@@ -358,6 +364,11 @@ class Settings:
         return self.env.path is None and self.data.level == "repositories"
 
     @property
+    def prompts_needed(self) -> int:
+        """Tasks that RL takes at most, each once."""
+        return math.ceil(self.rl.steps * self.rl.prompts * (1 + self.rl.refill))
+
+    @property
     def prompt_seed(self) -> str:
         """Seed of the order of RL's prompts."""
         return f"{self.seed} {self.rl_seed}"
@@ -388,6 +399,7 @@ class Settings:
         return Schedule(
             **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
             **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths", "hang_s")},
+            refill=round(self.rl.refill * self.rl.steps * self.rl.prompts),
         )
 
 

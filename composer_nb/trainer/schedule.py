@@ -36,9 +36,11 @@ class Schedule:
     """A dispatch without any event of its own for so long is taken for hung."""
     steps: int = 0
     """Batches in all; 0: until `Drain`."""
+    refill: int = 0
+    """Groups without a signal (all rewards equal) that are replaced by a group at another prompt, in all."""
 
     def __post_init__(self) -> None:
-        lowest = {"prompts": 1, "group": 1, "ahead": 0, "bound": -1, "retries": 0, "deaths": 0, "steps": 0}
+        lowest = {"prompts": 1, "group": 1, "ahead": 0, "bound": -1, "retries": 0, "deaths": 0, "steps": 0, "refill": 0}
         for name, least in lowest.items():
             if not whole(value := getattr(self, name), least):
                 raise ValueError(f"services.{name}={value!r}: must be a whole number of at least {least}")
@@ -95,6 +97,8 @@ class Finished(Event):
     place: int
     oldest_version: int
     sampled: int
+    reward: float | None = None
+    """Its reward, where groups without a signal are replaced."""
 
     def sound(self, version: int) -> bool:
         """Return whether the numbers are possible while `version` is the newest."""

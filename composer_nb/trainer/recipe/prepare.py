@@ -213,10 +213,10 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
             save_tasks(kept[kind], folder / f"{kind}.jsonl")
         elif kind != "structures" or s.settings.data.structure_tasks:
             raise ValueError(f"no {kind} task is left; raise data.{kind.removesuffix('s')}_tasks")
-    needed = s.settings.rl.steps * s.settings.rl.prompts
+    needed = s.settings.prompts_needed
     if len(kept["rl"]) < needed:
         raise ValueError(
-            f"rl.steps × rl.prompts = {needed} tasks are needed, no task is trained on twice, and only "
+            f"rl.steps × rl.prompts × (1 + rl.refill) = {needed} tasks are needed, no task is trained on twice, and only "
             f"{len(kept['rl'])} are there; raise data.rl_tasks or lower rl.steps"
         )
     return {"tasks": {kind: len(tasks) for kind, tasks in kept.items()}, "dropped": dict(dropped)}

@@ -29,7 +29,7 @@ from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
+from composer_nb.trainer.rl import Batch, Scored, reinforce, score_groups, scores_line
 from composer_nb.trainer.schedule import (
     Alive,
     Cancel,
@@ -234,9 +234,16 @@ class Coordinator:
                 events.append(Faulted(at=time.monotonic(), **name, reason=o.reason, sampled=o.sampled))
                 continue
             self.notes.append(partial(self.journal.keep, o))
-            oldest = o.oldest_version // self.per_step
-            events.append(Finished(at=time.monotonic(), **name, oldest_version=oldest, sampled=o.sampled))
+            oldest, value = o.oldest_version // self.per_step, self._reward(o) if self.settings.rl.refill else None
+            events.append(Finished(at=time.monotonic(), **name, oldest_version=oldest, sampled=o.sampled, reward=value))
         return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in pair.assigned]
+
+    def _reward(self, outcome: Outcome) -> float:
+        assert outcome.packed is not None
+        done = unpack_attempt(outcome.packed, self.tasks[outcome.slot])
+        s = self.settings
+        [[scored]] = score_groups([[done]], s.reward, s.loss, getattr(s.env.own, "reward", None))
+        return float(scored.reward.total or 0.0)
 
     def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined
@@ -328,6 +335,8 @@ class Coordinator:
                 if isinstance(event, Trained) and self.orchestrator.version > before:
                     [train] = self.journal.batches(before, before + 1)
                     self.journal.forget(train.slots)
+                elif isinstance(event, Finished) and event.slot not in self.orchestrator.groups:
+                    self.journal.forget([event.slot])  # its group had no signal
             for command in commands:
                 if isinstance(command, Train):
                     self.journal.log_batch(command, self.settings.rl.rate(command.step, self.seconds))
@@ -384,7 +393,10 @@ class Coordinator:
         if train.step == self.orchestrator.version:
             self.lost = faulted
         in_flight = sum(len(places) for pair in self.pairs.values() for places in pair.assigned.values())
-        batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight})
+        more = {"in_flight": in_flight}
+        if self.settings.rl.refill:
+            more["refilled"] = self.orchestrator.books.counts["refilled"]
+        batch = partial(Batch, step=train.step, lost=lost, more=more)
         file = batch_file(self.run.path, train.step)
         if file.is_file():
             return batch(scored=load_batch(file, self.by_id))

@@ -13,7 +13,9 @@
 Admission: (served + O + 1)·B − (accepted + running) ≥ G, where accepted = trained, in training or ready. Staleness of a
 rollout = the step that trains it − the version of its oldest token. It never passes `bound`, because a batch is only taken
 if what stays behind can still be trained in time: the trainer rather waits for a long rollout than loses it. What is
-dropped all the same is counted by reason and dispatched again: no prompt is ever skipped.
+dropped all the same is counted by reason and dispatched again: no prompt is ever skipped, but those of `refill` groups whose
+rewards are all equal: another prompt takes the place of each, so that a batch is full of signal (DAPO, arXiv:2503.14476,
+section 3.2).
 
 After a crash `restore` dispatches again what was running, and gives the batch that was in training out once more (after the
 steps since the trainer's checkpoint, if any): the same rollouts in the same order.
@@ -165,10 +167,15 @@ class Orchestrator:
     def _finished(self, group: Group, event: Finished) -> None:
         self.books.receive(event.sampled)
         self.books.counts["finished"] += 1
-        group.done[event.place] = Done(event.attempt, event.oldest_version, self.version, event.sampled)
+        group.done[event.place] = Done(event.attempt, event.oldest_version, self.version, event.sampled, event.reward)
         group.ready = self.books.counts["finished"]
         if self.version - event.oldest_version > self.schedule.bound:
             self._drop(group)
+        elif group.without_signal and self.books.counts["refilled"] < self.schedule.refill:
+            for done in group.done.values():
+                self.books.settle(done, "zero_advantage")
+            self.books.counts["refilled"] += 1
+            del self.groups[group.slot]
 
     def _heard(self, lease: Lease) -> None:
         lease.heard = self.now
@@ -316,7 +323,8 @@ class Orchestrator:
 
     def _closed(self) -> bool:
         """Return whether no further group is admitted."""
-        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= self.next_slot
+        taken = self.next_slot - self.books.counts["refilled"]
+        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= taken
 
     def _attempt(self, group: Group) -> int:
         return self.life * ATTEMPTS_A_LIFE + group.attempts

@@ -42,6 +42,7 @@ class Done:
     finished: int
     """The version when it finished."""
     sampled: int
+    reward: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,12 @@ class Group:
     @property
     def complete(self) -> bool:
         return len(self.done) == self.size
+
+    @property
+    def without_signal(self) -> bool:
+        """Whether it is complete and its rewards are known and equal: none of its rollouts has an advantage."""
+        rewards = [done.reward for done in self.done.values() if done.reward is not None]
+        return self.complete and len(rewards) == self.size and max(rewards) - min(rewards) < 1e-6
 
     def missing(self) -> list[int]:
         under_way = {place for lease in self.leases.values() for place in lease.places}

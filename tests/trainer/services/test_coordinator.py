@@ -293,6 +293,26 @@ def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: R
     assert points(run) == points(loop) and weights(run) == weights(loop)
 
 
+def test_groups_without_a_signal_are_replaced_and_a_resumed_run_replaces_the_same(begun):
+    changes = IN_STEP | {"rl.refill": 1.0, "reward.weights": {"invalid_calls": -1.0}}
+    runs, infos = [], []
+    for name, interrupted in (("whole", ()), ("cut", (5, 9))):
+        run, settings = begun(name, changes)
+        for after in interrupted:
+            cut_off(run, settings, after)
+        infos.append(go(run, settings))
+        runs.append(run)
+    whole, cut = runs
+    assert points(cut) == points(whole) and weights(cut) == weights(whole)
+    refilled = infos[0]["counts"]["refilled"]
+    assert 0 < refilled < 8 and refilled == whole.steps("rl")[-1]["refilled"]
+    assert all(step["live_groups"] == 1.0 for step in whole.steps("rl"))
+    ids = [task for _, tasks in trained(whole) for task in tasks]
+    assert len(set(ids)) == 8 and all(ids.count(task) == 4 for task in set(ids))
+    assert sum(whole.ledger().values()) == infos[0]["sampled"]
+    assert whole.query("SELECT COUNT(*) FROM rollout") == [(0,)]
+
+
 def test_settings_change_while_a_run_is_live_and_are_noted(begun):
     run, settings = begun("live", {"services.ahead": 1, "services.bound": 2, "rl.steps": 5})
     request_change(run, "services.bound", 4)

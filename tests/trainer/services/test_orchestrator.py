@@ -94,9 +94,10 @@ class Driver:
     def check(self) -> None:
         """What holds after every event, by this caller's own counts."""
         o, s = self.orchestrator, self.schedule
-        trained = [slot for train in self.log for slot in train.slots]
-        assert len(set(trained)) == len(trained), "a prompt was trained twice"
-        assert sorted(trained + list(o.groups)) == list(range(o.next_slot)), "a prompt was skipped"
+        trained = {slot for train in self.log for slot in train.slots}
+        assert len(trained) == sum(len(train.slots) for train in self.log), "a prompt was trained twice"
+        assert trained.isdisjoint(o.groups)
+        assert len(self.refilled) == o.books.counts["refilled"] <= s.refill, "a prompt was skipped"
         assert len(trained) == o.version * s.prompts
         accepted_and_running = len(trained) * s.group + sum(group.size for group in o.groups.values())
         assert accepted_and_running <= (o.served + s.ahead + 1) * s.batch
@@ -117,15 +118,23 @@ class Driver:
             self.zombies.append(key)
         return self.send(Left(at=self.now, worker=worker))
 
-    def finish(self, key: Key, tokens: int = 100, lag: int = 0) -> list[Command]:
+    def finish(self, key: Key, tokens: int = 100, lag: int = 0, reward: float | None = None) -> list[Command]:
         slot, attempt, place = key
-        oldest = max(0, self.born[key] - lag)
+        oldest, sampled = max(0, self.born[key] - lag), tokens // 2
         event = Finished(
-            at=self.now, slot=slot, attempt=attempt, place=place, oldest_version=oldest, sampled=tokens // 2
+            at=self.now, slot=slot, attempt=attempt, place=place, oldest_version=oldest, sampled=sampled, reward=reward
         )
         self.running.pop(key, None)
         self.told[key] = event
         return self.send(event)
+
+    @property
+    def refilled(self) -> list[int]:
+        """Prompts that were taken and are neither under way nor trained."""
+        trained = {slot for train in self.log for slot in train.slots}
+        return [
+            slot for slot in range(self.orchestrator.next_slot) if slot not in trained | self.orchestrator.groups.keys()
+        ]
 
     def finish_slot(self, slot: int) -> None:
         for key in [key for key in self.running if key[0] == slot]:
@@ -515,6 +524,26 @@ def test_a_number_of_steps_takes_exactly_their_prompts():
     assert len(d.log) == 3 and d.end == Drained(left=())
 
 
+@pytest.mark.parametrize("refill, replaced", [(0, []), (1, [0]), (10, [0, 3])])
+def test_a_group_without_a_signal_makes_room_for_another_prompt(refill: int, replaced: list[int]):
+    rewards = {0: (1.0, 1.0), 1: (0.0, 1.0), 2: (0.5, 0.0), 3: (0.0, 0.0)}
+    d = Driver(schedule(ahead=1, steps=3, refill=refill), 1000)
+    assert d.slots() == {0, 1, 2, 3}
+    for slot in range(4):
+        for key in [key for key in d.running if key[0] == slot]:
+            d.finish(key, reward=rewards[slot][key[2]])
+    assert d.refilled == replaced
+    assert d.orchestrator.books.ledger["zero_advantage"] == 100 * len(replaced)
+    saved = d.save()
+    d.crash(saved, life=1)
+    d.join("w1", 1000)
+    d.run_out()
+    assert len(d.log) == 3 and d.end == Drained(left=())
+    assert sorted(slot for train in d.log for slot in train.slots) == [
+        slot for slot in range(6 + len(replaced)) if slot not in replaced
+    ]
+
+
 def test_settings_change_while_running():
     d = Driver(schedule(ahead=1, bound=4, window=1.0), 1000)
     for _ in range(2):
@@ -639,7 +668,7 @@ def test_a_life_is_never_lived_twice():
 
 FAULTS = ("kill", "hang", "rubbish", "fault", "repeat", "zombie", "crash", "rewind", "trainer", "lag")
 schedules = st.builds(
-    lambda prompts, group, ahead, more, window, order: Schedule(
+    lambda prompts, group, ahead, more, window, order, refill: Schedule(
         prompts=prompts,
         group=group,
         ahead=ahead,
@@ -649,6 +678,7 @@ schedules = st.builds(
         retries=10**6,
         deaths=10**6,
         hang_s=10.0,
+        refill=refill,
     ),
     st.integers(1, 3),
     st.integers(1, 3),
@@ -656,6 +686,7 @@ schedules = st.builds(
     st.integers(0, 3),
     st.floats(0, 1),
     st.sampled_from(["window", "fifo", "discard"]),
+    st.sampled_from([0, 3, 100]),
 )
 
 
@@ -683,7 +714,8 @@ class Chaos(Driver):
         elif self.training and self.rng.random() < 0.4:
             self.trained()
         elif self.running:
-            self.finish(self.rng.choice(list(self.running)), tokens=self.rng.randrange(1, 9000))
+            reward = self.rng.choice((None, 0.0, 0.0, 1.0))
+            self.finish(self.rng.choice(list(self.running)), tokens=self.rng.randrange(1, 9000), reward=reward)
         if self.publishes and self.rng.random() < 0.3:
             self.serve()
         if self.rng.random() < 0.1:
@@ -771,7 +803,7 @@ def assert_nothing_is_missing(chaos: Chaos) -> None:
     o = chaos.orchestrator
     assert isinstance(chaos.end, Drained), chaos.end
     trained = sorted(slot for train in chaos.log for slot in train.slots)
-    assert sorted(trained + list(chaos.end.left)) == list(range(o.next_slot))
+    assert sorted(trained + list(chaos.end.left) + chaos.refilled) == list(range(o.next_slot))
     assert [train.step for train in chaos.log] == list(range(len(chaos.log)))
     assert len(chaos.end.left) < chaos.schedule.prompts
     assert sum(o.books.staleness.get("total", {}).values()) == len(trained) * chaos.schedule.group
