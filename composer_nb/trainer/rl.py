@@ -167,15 +167,16 @@ def score_groups(
     groups: Sequence[Sequence[Attempt]], rewards: RewardSettings, loss: LossSettings, own: OwnReward | None = None
 ) -> list[list[Scored]]:
     """Return the groups with rewards and advantages. `own`: the reward of an environment, in place of the weighted terms."""
-
-    def scored(done: Attempt) -> Reward:
-        if own is None:
-            return reward(done.rollout, done.grade, rewards)
-        total = float(own(done.rollout, done.grade))
-        return Reward(total=total, terms={"own": total})
-
-    totals = [[scored(done) for done in group] for group in groups]
+    totals = [[reward_of(done, rewards, own) for done in group] for group in groups]
     return _with_phases([_scored(g, given, loss) for g, given in zip(groups, totals, strict=True)], loss)
+
+
+def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> Reward:
+    """Return the reward of an attempt."""
+    if own is None:
+        return reward(done.rollout, done.grade, rewards)
+    total = float(own(done.rollout, done.grade))
+    return Reward(total=total, terms={"own": total})
 
 
 def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random) -> list[list[Scored]]:

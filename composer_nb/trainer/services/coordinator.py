@@ -29,7 +29,7 @@ from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Batch, Scored, reinforce, score_groups, scores_line
+from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line
 from composer_nb.trainer.schedule import (
     Alive,
     Cancel,
@@ -234,16 +234,12 @@ class Coordinator:
                 events.append(Faulted(at=time.monotonic(), **name, reason=o.reason, sampled=o.sampled))
                 continue
             self.notes.append(partial(self.journal.keep, o))
-            oldest, value = o.oldest_version // self.per_step, self._reward(o) if self.settings.rl.refill else None
+            oldest, s, value = o.oldest_version // self.per_step, self.settings, None
+            if s.rl.refill:
+                done = unpack_attempt(o.packed, self.tasks[o.slot])
+                value = reward_of(done, s.reward, getattr(s.env.own, "reward", None)).total
             events.append(Finished(at=time.monotonic(), **name, oldest_version=oldest, sampled=o.sampled, reward=value))
         return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in pair.assigned]
-
-    def _reward(self, outcome: Outcome) -> float:
-        assert outcome.packed is not None
-        done = unpack_attempt(outcome.packed, self.tasks[outcome.slot])
-        s = self.settings
-        [[scored]] = score_groups([[done]], s.reward, s.loss, getattr(s.env.own, "reward", None))
-        return float(scored.reward.total or 0.0)
 
     def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined
@@ -317,8 +313,7 @@ class Coordinator:
         if not limit or self.seconds < limit or self.stopped_early or o.version >= self.settings.rl.steps:
             return []
         self.stopped_early = True
-        steps = max(1, o.version + (o.training is not None))
-        self.settings = override(self.settings, {"rl.steps": steps})
+        self.settings = override(self.settings, {"rl.steps": max(1, o.version + (o.training is not None))})
         return [Changed(at=time.monotonic(), schedule=self.settings.schedule())]
 
     # What is commanded
@@ -333,10 +328,7 @@ class Coordinator:
                 before = self.orchestrator.version
                 commands += self.orchestrator.handle(event)
                 if isinstance(event, Trained) and self.orchestrator.version > before:
-                    [train] = self.journal.batches(before, before + 1)
-                    self.journal.forget(train.slots)
-                elif isinstance(event, Finished) and event.slot not in self.orchestrator.groups:
-                    self.journal.forget([event.slot])  # its group had no signal
+                    self.journal.keep_only(self.orchestrator.groups)
             for command in commands:
                 if isinstance(command, Train):
                     self.journal.log_batch(command, self.settings.rl.rate(command.step, self.seconds))
@@ -393,10 +385,8 @@ class Coordinator:
         if train.step == self.orchestrator.version:
             self.lost = faulted
         in_flight = sum(len(places) for pair in self.pairs.values() for places in pair.assigned.values())
-        more = {"in_flight": in_flight}
-        if self.settings.rl.refill:
-            more["refilled"] = self.orchestrator.books.counts["refilled"]
-        batch = partial(Batch, step=train.step, lost=lost, more=more)
+        more = {"refilled": self.orchestrator.books.counts["refilled"]} if self.settings.rl.refill else {}
+        batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight, **more})
         file = batch_file(self.run.path, train.step)
         if file.is_file():
             return batch(scored=load_batch(file, self.by_id))
@@ -461,8 +451,7 @@ class Coordinator:
         step, state = self.trainer.wait("state")
         self._saved(step, step, state)
         version = self.orchestrator.version * self.per_step
-        before = min(version, self.live * self.per_step)
-        self.trainer.wait("finish", {"before_final": before, "final": version})
+        self.trainer.wait("finish", {"before_final": min(version, self.live * self.per_step), "final": version})
         books = self.orchestrator.report()
         unused = Counter({why: n for why, n in books["ledger"].items() if why != "trained"})
         unused["unused_at_the_end"] += books["held_tokens"]

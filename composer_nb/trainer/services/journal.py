@@ -89,9 +89,11 @@ class Journal:
             found.append(row[0])
         return found
 
-    def forget(self, slots: Iterable[int]) -> None:
-        """Removes the rollouts of groups that are trained: the step's file has them."""
-        self._db.executemany("DELETE FROM rollout WHERE slot = ?", [(slot,) for slot in slots])
+    def keep_only(self, slots: Iterable[int]) -> None:
+        """Removes the rollouts of all other groups: they are trained, and in the file of their step, or replaced."""
+        self._db.execute(
+            "DELETE FROM rollout WHERE slot NOT IN (SELECT value FROM json_each(?))", (json.dumps([*slots]),)
+        )
 
     # The log
 
