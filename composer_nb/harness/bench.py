@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.policy import Policy
+from composer_nb.harness.rewards import EDITS, called
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.tasks.task import Task
@@ -78,7 +78,6 @@ def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str
     return found
 
 
-EDITS = frozenset({"edit_line", "substitute", "search_replace", "write", "apply_patch"})
 LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})
 WITHIN = (4, 8, 12, 20)
 """Calls of `pass_within`."""
@@ -104,7 +103,7 @@ class Course:
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Course:
-        names = [_tool(turn) for turn in turns]
+        names = [called(turn)[0] for turn in turns]
         edits = [n for n, turn in enumerate(turns) if names[n] in EDITS and turn.error is None]
         tests = [n for n, turn in enumerate(turns) if turn.tests_run]
         first = edits[0] if edits else len(turns)
@@ -120,14 +119,6 @@ class Course:
             and last > max(edits, default=-1),
             looks=sum(name in LOOKS for name in names[:first]),
         )
-
-
-def _tool(turn: Turn) -> str:
-    """Return the tool of a call; empty for one that could not be read."""
-    try:
-        return str(json.loads(turn.call)["name"])
-    except (ValueError, TypeError, KeyError):
-        return ""
 
 
 def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:

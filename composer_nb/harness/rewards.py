@@ -8,12 +8,17 @@ gradient.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import posixpath
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.rollout import Kind, Rollout
+from composer_nb.harness.rollout import Kind, Rollout, Turn
 
 Term = Callable[[Rollout, Grade], float]
 TERMS: dict[str, Term] = {}
@@ -59,6 +64,85 @@ def unfinished(rollout: Rollout, grade: Grade) -> float:
 def given(rollout: Rollout, grade: Grade) -> float:
     """Return the reward that came with the grade: of a client of `composer-nb serve --record`, or of a task's script."""
     return float(grade.rewards.get("reward", 0.0))
+
+
+EDITS = frozenset({"edit_line", "substitute", "search_replace", "write", "apply_patch"})
+CHANGES = EDITS | {"undo", "delete_file", "run_terminal_cmd"}
+"""Tools after which files may be others."""
+_CLAIM = re.compile(r"\b(tests?|suite|checks?)\b.*\b(pass(es|ed|ing)?|green|succeed(s|ed)?)\b", re.I)
+_DENIAL = re.compile(r"\b(not|no|never|cannot|without|if|should|\w+n't|fail\w*|unable|untested)\b", re.I)
+_PASSED, _FAILED = re.compile(r"\b[1-9]\d* passed\b"), re.compile(r"\b[1-9]\d* (failed|errors?)\b")
+
+
+def called(turn: Turn) -> tuple[str, dict[str, Any]]:
+    """Return the tool and the arguments of a call; nothing for one that could not be read."""
+    try:
+        call = json.loads(turn.call)
+        return str(call["name"]), dict(call["arguments"])
+    except (ValueError, TypeError, KeyError):
+        return "", {}
+
+
+def _path(arguments: Mapping[str, Any]) -> str:
+    found = next((arguments[name] for name in ("path", "target_file", "file_path") if name in arguments), "")
+    return posixpath.normpath(str(found)) if found else ""
+
+
+@term
+def unfinished_todos(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of the to-dos that were left open at the end."""
+    held: dict[str, str] = {}
+    for name, given in (called(turn) for turn in rollout.turns if turn.error is None):
+        if name == "todo_write" and isinstance(todos := given.get("todos"), list):
+            fresh = {str(todo.get("id")): str(todo.get("status")) for todo in todos if isinstance(todo, dict)}
+            held = held | fresh if given.get("merge") else fresh
+    return sum(status in ("pending", "in_progress") for status in held.values()) / max(1, len(held))
+
+
+@term
+def unread_edits(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of changes of a part of a file that had not been read or written before."""
+    known, blind, count = set[str](), 0, 0
+    for turn in rollout.turns:
+        name, given = called(turn)
+        if (path := _path(given)) and name in EDITS - {"write"}:
+            count, blind = count + 1, blind + (path not in known)
+        if turn.error is None and name in EDITS | {"read_file"}:
+            known.add(path)
+    return blind / max(1, count)
+
+
+@term
+def repeated_reads(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of reads of a part of a file that was read in this segment and has not changed since."""
+    seen, again, count, message = set[str](), 0, 0, -1
+    begins = set(accumulate(sum(s.kind[p[-1]] != Kind.SUMMARY for p in s.messages) for s in rollout.segments[:-1]))
+    for turn in rollout.turns:
+        message += not turn.beside
+        name, given = called(turn)
+        if name in CHANGES or (message in begins and not turn.beside):  # a summary leaves out what files hold
+            seen.clear()
+        if name == "read_file" and turn.error is None:
+            part = json.dumps({**given, "path": _path(given)}, sort_keys=True)
+            again, count = again + (part in seen), count + 1
+            seen.add(part)
+    return again / max(1, count)
+
+
+@term
+def unfounded_claims(rollout: Rollout, grade: Grade) -> float:
+    """Return 1 if the final message says that tests pass, and nothing observed since the last edit shows it."""
+    said = "" if not rollout.turns or rollout.turns[-1].call else rollout.turns[-1].said
+    if not any(_CLAIM.search(part) and not _DENIAL.search(part) for part in re.split(r"[.;!\n]", said)):
+        return 0.0
+    edits = [n for n, turn in enumerate(rollout.turns) if called(turn)[0] in EDITS and turn.error is None]
+    after = rollout.turns[max(edits, default=-1) + 1 :]
+    shown = [
+        turn.tests_passed == turn.tests_run if turn.tests_run else not _FAILED.search(turn.observation)
+        for turn in after
+        if turn.tests_run or _PASSED.search(turn.observation) or _FAILED.search(turn.observation)
+    ]
+    return float(shown[-1:] != [True])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

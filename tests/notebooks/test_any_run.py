@@ -22,6 +22,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "04_reward_design": {"shuffles": 20},
     "05_router_replay": {"rollouts": 8},
     "06_rl_run": {},
+    "07_long_horizon": {"tasks_wanted": 2, "futures": 2},
     "08_weight_sync": {},
     "10_compare_runs": {},
 }
@@ -29,6 +30,7 @@ OFTEN = {("04_reward_design", "all groups dead"), ("05_router_replay", "all grou
     ("10_compare_runs", "cut off"),
     ("08_weight_sync", "all groups dead"),
     ("01_mid_training", "everything solved"),
+    ("07_long_horizon", "nothing solved"),
 }
 """One extreme a notebook, which `make test` reads too."""
 READ = [

@@ -46,7 +46,7 @@ def chain(attempt: Attempt) -> Picture:
     parts = {name: [np.isin(s.kind, kinds).sum() for s in segments] for name, kinds in _KINDS.items()}
     _stacked(ax, [f"segment {number}" for number in range(1, len(segments) + 1)], parts)
     title(ax, f"task {attempt.task.id}: {'solved' if attempt.grade.passed else 'not solved'}", "tokens")
-    key(ax, loc="lower right")
+    key(ax, loc="upper right")
     return picture
 
 
@@ -64,7 +64,7 @@ def sides(found: Mapping[tuple[str, int], Mapping[str, float]], names: Sequence[
         form = ".2f" if name == "solved" else ".0f"
         style.grouped(ax, [f"trigger {trigger}" for trigger in triggers], bars, form, size=7)
         title(ax, name)
-    key(picture.axes[0], loc="lower left", framealpha=0.8)
+    key(picture.axes[-1], loc="upper left")
     return picture
 
 
