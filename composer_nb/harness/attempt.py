@@ -1,7 +1,7 @@
 """An attempt: an agent's rollout and its grade. The same in training, in evaluation and in the bench.
 
-A task of the grader `functions` is worked on as plain files, whose code is called in shared sandboxes: milliseconds an attempt.
-Any other has a sandbox for the agent, and another one for its grade.
+A task of the grader `functions` is graded by calls of its code in shared sandboxes: milliseconds. With tiny tools it is worked on
+as plain files too. With the product's tools, and for any other grader, the agent has a sandbox of its own, and so has the grade.
 """
 
 from __future__ import annotations
@@ -113,10 +113,11 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
     large to carry away, is `agent_failed`. Raises ValueError for a task that cannot run here."""
     place = replace(place, limits=limits_of(task, place.limits), tools=tools_of(task, place.tools))
-    if task.grader != "functions":
-        return _attempt_in_sandbox(task, place, speaker, told)
-    if place.functions is None:
+    if task.grader == "functions" and place.functions is None:
         raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
+    if task.grader != "functions" or place.tools.needs_sandbox:
+        return _attempt_in_sandbox(task, place, speaker, told)
+    assert place.functions is not None
     own = frozenset(filter(is_test, task.source_scope))
     work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=place.functions, own_tests=own)
     try:
@@ -134,7 +135,7 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
 def open_session(task: Task, place: Environment) -> Iterator[Session]:
     """Open an agent's session in a new sandbox with a task's workspace. Raises ValueError for a task that cannot run here."""
     if place.backend is None:
-        raise ValueError(f"task {task.id}: its grader {task.grader!r} needs a backend of sandboxes")
+        raise ValueError(f"task {task.id}: its grader {task.grader!r}, or its tools, need a backend of sandboxes")
     with start(task, place.backend) as box:
         if not task.image:  # images of tasks come with theirs
             add_history(box)
@@ -159,8 +160,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: 
     finally:
         segments = speaker.close()
     if left is not None:
-        assert place.backend is not None
-        found = grade(task, left, place.backend)
+        found = grade(task, left, place.functions if task.grader == "functions" else place.backend)
     rollout = done.rollout(task.id, segments, task.files if left is None else _texts(left, task.files))
     return Attempt(task=task, rollout=rollout, grade=found)
 

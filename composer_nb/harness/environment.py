@@ -66,8 +66,10 @@ class EnvSettings:
     tasks: str = "generated"
     """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote; or
     `MODULE:CLASS`, an environment of your own (`Own`)."""
-    tools: Literal["tiny", "cursor"] = "tiny"
-    """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the tools of the product."""
+    tools: str = "tiny"
+    """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the tools of the product. Names of these with commas
+    between them: these alone, undescribed, which makes the prompt short. Other tools than tiny work in a sandbox of each
+    rollout."""
     renderer: Literal["compact", "qwen", "kimi"] = "compact"
     """The chat format; the tokenizer must have its tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
@@ -76,6 +78,13 @@ class EnvSettings:
     """Rollouts at a time, of each engine, that have a sandbox of their own."""
     summary: SummarySettings = NO_SUMMARIES
     """Summaries, for conversations that outgrow a context."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for tools that are unknown."""
+        try:
+            ToolSet.named(self.tools)
+        except ValueError as error:
+            raise ValueError(f"env.tools={self.tools!r}: {error}; or give tiny or cursor") from None
 
     @property
     def path(self) -> Path | None:
@@ -91,7 +100,12 @@ class EnvSettings:
     def toolset(self) -> ToolSet:
         if tools := getattr(self.own, "tools", None):
             return cast(ToolSet, tools)
-        return ToolSet.tiny() if self.tools == "tiny" else ToolSet.cursor(search=Indexes())
+        return ToolSet.named(self.tools, Indexes())
+
+    @property
+    def boxed(self) -> bool:
+        """Whether rollouts may have a sandbox of their own."""
+        return self.path is not None or self.toolset.needs_sandbox
 
 
 CARRIED = "environment.json"
@@ -104,7 +118,7 @@ class Carried:
 
     renderer: Literal["compact", "qwen", "kimi"]
     tools: str
-    """`tiny`, `cursor`, or the `MODULE:CLASS` whose tools they were."""
+    """As `env.tools`, or the `MODULE:CLASS` whose tools they were."""
     limits: Limits | None = None
     summary: SummarySettings = NO_SUMMARIES
 
@@ -166,16 +180,17 @@ def require_sandboxes(env: EnvSettings) -> None:
     """Raise SandboxUnavailable, which names the setting, if the sandboxes of an environment cannot be made here."""
     try:
         with Sandboxes(env.backend) as sandboxes:
-            _ = sandboxes.backend if env.path else sandboxes.functions
+            _ = env.boxed and sandboxes.backend
+            _ = env.path or sandboxes.functions
     except SandboxUnavailable as error:
         # Generated tasks call functions, which bubblewrap alone can.
-        named = f"env.backend={env.backend}" if env.path else "env.tasks=generated"
+        named = f"env.backend={env.backend}" if env.boxed else "env.tasks=generated"
         raise SandboxUnavailable(f"{named}: {error}") from None
 
 
 def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes: Sandboxes | None = None) -> Agent:
     """Return the agent of an environment. Raises ValueError for a tokenizer that lacks the tokens of the chat format."""
     tools = env.toolset
-    backend = sandboxes.backend if sandboxes and env.path else None
+    backend = sandboxes.backend if sandboxes and env.boxed else None
     renderer = RENDERERS[env.renderer](tokenizer, tools.schemas)
     return Agent(renderer, tools, limits, backend=backend, system=system_text(WORKSPACE), summary=env.summary)

@@ -79,6 +79,8 @@ class ChatRenderer(ABC):
     """Special tokens that a turn may have before its end."""
     closing: str
     """Special token that ends a turn."""
+    around: tuple[str, str]
+    """Special tokens before and after the answer to a call."""
     spelled: tuple[str, ...]
     """Beginnings of a call: if one is spelled out in a text, a call was meant and missed."""
     queries: Mapping[str, str] = QUERIES

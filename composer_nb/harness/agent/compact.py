@@ -110,6 +110,7 @@ class CompactRenderer(ChatRenderer):
     tokens = SPECIALS
     allowed = frozenset((TO, "<|call|>"))
     closing = "<|end|>"
+    around = ("<|out|>", "<|end|>")
     queries = MappingProxyType({**QUERIES, "self": "summary"})
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> None:

@@ -339,7 +339,8 @@ class ScriptedPolicy:
 
     def _observed(self, request: Request) -> str | None:
         """Return the last observation among the tokens of a request, if there is one."""
-        out, end, read = self.renderer.ids["<|out|>"], self.renderer.end, list(request.token_ids)
+        out, end = (self.renderer.ids[token] for token in self.renderer.around)
+        read = list(request.token_ids)
         if out not in read:
             return None
         last = len(read) - read[::-1].index(out)

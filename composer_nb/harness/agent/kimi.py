@@ -35,6 +35,7 @@ class KimiRenderer(ChatRenderer):
     )
     allowed = frozenset((SECTION, SECTION_END, CALL, ARGUMENT, CALL_END))
     closing = "<|im_end|>"
+    around = ("<|im_middle|>", "<|im_end|>")
     spelled = (SECTION, CALL)
 
     def _message(self, role: str, name: str, text: str) -> list[Piece]:

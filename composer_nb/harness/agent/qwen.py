@@ -55,6 +55,7 @@ class QwenRenderer(ChatRenderer):
     tokens = (START, END, CALL, CALL_END, RESPONSE, RESPONSE_END)
     allowed = frozenset((CALL, CALL_END))
     closing = END
+    around = (RESPONSE, RESPONSE_END)
     spelled = (CALL, CALL_END, "<function=")
 
     def _message(self, role: str, *pieces: Piece) -> list[Piece]:
@@ -171,13 +172,18 @@ def _kind(value: Any) -> str:
 
 
 def _declared(function: Mapping[str, Any]) -> str:
-    """Return a tool's schema in the model's form: tags for name, description and parameters, JSON for everything else."""
+    """Return a tool's schema in the model's form: tags for name, description and parameters, JSON for everything else. One of
+    nothing but names and types (`ToolSet.brief`) has a short form of this project's, a line for each parameter."""
     schema = function.get("parameters", {})
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):
         parts.append(f"<description>{function['description'].strip()}</description>")
+    properties = schema.get("properties", {})
+    if schema.keys() == {"type", "properties"} and all(told.keys() == {"type"} for told in properties.values()):
+        lines = [f"{name}: {told['type']}" for name, told in properties.items()]
+        return "\n".join([*parts, *lines, "</function>"])
     parts.append("<parameters>")
-    for name, told in schema.get("properties", {}).items():
+    for name, told in properties.items():
         parts.append(f"<parameter>\n<name>{name}</name>")
         parts += [
             f"<{key}>{value if isinstance(value, str) else write_json(value)}</{key}>" for key, value in told.items()

@@ -28,8 +28,14 @@ SHORT = 120
 """Lines of a file that is read whole; in a longer one the expert looks for the function that it will change."""
 
 
+TEST = "python -m pytest -q -x --tb=no"
+
+
 def expert(task: Task) -> Script:
-    """Return a script that finds, reads, edits and compiles what the solution changes. Raises ValueError without a solution."""
+    """Return a script that finds, reads, edits and compiles what the solution changes. At a task of the grader `functions`, whose
+    tests are quick, it runs them after its edits, and first of all where the request does not name the function.
+
+    Raises ValueError without a solution."""
     if not task.solution or task.grader == "script":
         raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
     paths = sorted(task.solution)
@@ -37,10 +43,18 @@ def expert(task: Task) -> Script:
     looks = [_look(path, task.files[path], task.solution[path]) for path in paths if path in task.files]
     searches, reads = [search for search, _ in looks if search], [read for _, read in looks]
     python = " ".join(f"'{path}'" for path in paths if path.endswith(".py"))
-    command = {"command": f"python -m py_compile {python}", "is_background": False}
-    tries = [ToolCall(name="run_terminal_cmd", arguments=command)] if python else []
-    steps = [step for step in (searches, reads, edits, tries) if step]
-    return play([*map(turn, steps), Said(text=f"I changed {', '.join(paths)}.")])
+    tries = [_run(f"python -m py_compile {python}")] if python else []
+    if task.grader == "functions":
+        test, name = _run(TEST), task.metadata.get("function", "")
+        searches += [ToolCall(name="grep", arguments={"pattern": f"def {name}"})] if name else []
+        steps = [[] if f" {name}: " in task.instruction else [test], searches, reads, [*edits, test]]
+    else:
+        steps = [searches, reads, edits, tries]
+    return play([*(turn(step) for step in steps if step), Said(text=f"I changed {', '.join(paths)}.")])
+
+
+def _run(command: str) -> ToolCall:
+    return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False})
 
 
 def lazy(task: Task) -> Script:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from composer_nb.harness.grading.diff import CACHE_FOLDERS
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests
@@ -67,6 +68,7 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
     if task.grader != "functions":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, which is no function call")
     changed = {path for path in {*files, *task.files} if files.get(path) != task.files.get(path)}
+    changed = {path for path in changed if CACHE_FOLDERS.isdisjoint(path.split("/"))}
     flags = ("outside_scope",) if changed - set(task.source_scope) else ()
     if task.mutants:
         return _grade_written(task, files.get(task.source_scope[0], ""), flags, executor)

@@ -19,7 +19,6 @@ from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.product.accept import Conflict, accept
-from composer_nb.harness.product.arms import ARMS
 from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import Changes, patch
 from composer_nb.harness.rollout import Segment
@@ -28,6 +27,7 @@ from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Session, shown
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.harness.untrusted import HISTORY, json_of, visible
 
 Verdict = Literal["accepted", "rejected", "open"]
@@ -72,11 +72,11 @@ class Work:
 
 
 def tools_for(name: str) -> ToolSet:
-    """Return the tools `tiny` or `cursor` for an agent in the product. Raises ValueError for those of an environment of your own:
-    the file of a checkpoint makes nobody import a module."""
-    if name not in ("tiny", "cursor"):
+    """Return the tools of this name (`ToolSet.named`) for an agent in the product. Raises ValueError for those of an environment
+    of your own: the file of a checkpoint makes nobody import a module."""
+    if ":" in name:
         raise ValueError(f"the checkpoint was trained with the tools of {name}, which only its training has")
-    return ToolSet.tiny() if name == "tiny" else ARMS["all"].tools()
+    return ToolSet.named(name, Indexes())
 
 
 @contextmanager

@@ -48,6 +48,8 @@ class ToolSet:
     """Leave the kind of an error out of the observation."""
     described: bool = True
     """Describe tools and parameters in the schemas; without, for a model that was trained with these tools."""
+    brief: bool = False
+    """Show required parameters alone, with no more than their types, in the schemas."""
 
     @classmethod
     def tiny(cls) -> ToolSet:
@@ -72,6 +74,21 @@ class ToolSet:
         tools = [tool for tool in TOOLS if tool.name in offer and (tool.name != SEARCH or search is not None)]
         return cls(tools={tool.name: tool for tool in tools}, search=search, described=described)
 
+    @classmethod
+    def named(cls, name: str, search: Callable[[Session], Search] | None = None) -> ToolSet:
+        """Return `tiny`, `cursor`, or with commas between them some of the product's tools. Of these the schemas are `brief` and
+        undescribed, for a model that is trained with them. Raises ValueError for an unknown tool."""
+        if name == "tiny":
+            return cls.tiny()
+        offer = NAMES if name == "cursor" else tuple(name.split(","))
+        made = cls.cursor(search=search if SEARCH in offer else None, offer=offer, described=name == "cursor")
+        return replace(made, brief=name != "cursor")
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether these tools work only in a sandbox: those of the product do, tiny ones and your own in plain files too."""
+        return any(tool in TOOLS for tool in self.tools.values())
+
     def only(self, names: Collection[str]) -> ToolSet:
         """Return these of the tools, all if none is named. Raises ValueError for one that is not offered."""
         if strange := sorted({*names} - {*self.tools}):
@@ -84,8 +101,11 @@ class ToolSet:
         found = []
         for name, tool in self.tools.items():
             description = {"description": tool.description} if self.described else {}
-            function = {"name": name, **description, "parameters": parameters(tool.arguments, self.described)}
-            found.append({"type": "function", "function": function})
+            schema = parameters(tool.arguments, self.described)
+            if self.brief:
+                kinds = {each: {"type": schema["properties"][each]["type"]} for each in schema["required"]}
+                schema = {"type": "object", "properties": kinds}
+            found.append({"type": "function", "function": {"name": name, **description, "parameters": schema}})
         return found
 
     def find(self, call: ToolCall) -> tuple[Tool, BaseModel]:

@@ -94,9 +94,11 @@ def deal(sizes: Mapping[K, int], ranks: int) -> list[list[K]]:
     return shares
 
 
-def set_up_process(seed: int) -> None:
-    """One torch thread, seeded, and a malloc that keeps what it has instead of returning it to the kernel every step."""
+def set_up_process(seed: int, matmul: str = "float32") -> None:
+    """One torch thread, seeded, and a malloc that keeps what it has instead of returning it to the kernel every step. `matmul` is
+    the setting."""
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("medium" if matmul == "bfloat16" else "highest")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     random.seed(seed)
     np.random.seed(seed % (1 << 32))

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe.routing import Routing
-from composer_nb.trainer.learning.data import Batch, Row, within
+from composer_nb.trainer.learning.data import Row, within
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.packing import Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks, deal
-from composer_nb.trainer.models.transformer import Model, PackedRows, balance_loss
+from composer_nb.trainer.models.transformer import Model, balance_loss
 
 LOOKS = 10
 """Looks at the watched rows in a stage."""
@@ -92,16 +92,15 @@ def train_step(
     optimizer.zero_()
     counts = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
     if rows:
-        batch = Batch.of(rows)
-        loss_N, routings = _losses(model, batch)
-        weighted = (loss_N * batch.weight_N).sum()
-        acted_N = batch.weight_N == 1.0
+        loss_S, weight_S, routings = _losses(model, rows)
+        weighted = (loss_S * weight_S).sum()
+        acted_S = weight_S == 1.0
         counts = {
             "loss": float(weighted.detach()),
-            "weight": float(batch.weight_N.sum()),
-            "agent_loss": float(loss_N.detach()[acted_N].sum()),
-            "agent_tokens": float(acted_N.sum()),
-            "tokens": float(len(loss_N)),
+            "weight": float(weight_S.sum()),
+            "agent_loss": float(loss_S.detach()[acted_S].sum()),
+            "agent_tokens": float(acted_S.sum()),
+            "tokens": float(sum(len(row.token_ids) - 1 for row in rows)),
         }
     totals = ranks.sums(counts)
     if rows:
@@ -116,13 +115,22 @@ def train_step(
     }
 
 
-def _losses(model: Model, batch: Batch) -> tuple[Tensor, list[Routing]]:
-    """Cross-entropy [N] of each target, and each layer's routing."""
-    packed = PackedRows.of_lengths(batch.lengths, model.config)
-    hidden_ND, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
-    every_N = torch.arange(len(hidden_ND))
-    logprob_N, _ = logprob_entropy(hidden_ND, model.output_weight, every_N, batch.targets_N)
-    return -logprob_N, routings
+def _losses(model: Model, rows: Sequence[Row], least: float = 0.0) -> tuple[Tensor, Tensor, list[Routing]]:
+    """Cross-entropy [S] and weight [S] of each target that weighs more than 0, and at least `least`; and each layer's routing.
+    There are logits for no other target, and what rows begin with alike is forwarded once."""
+    streams = [
+        Stream(
+            token_ids=row.token_ids,
+            acted=(row.weight > 0) & (row.weight >= least),
+            logprob=row.weight,
+            advantage=row.weight,
+            routes=np.zeros((0, 0, 0), np.uint8),
+        )
+        for row in rows
+    ]
+    batch, routings = flatten(streams), list[Routing]()
+    logprob_S, _ = score(model, batch, seen=routings)
+    return -logprob_S, batch.advantage_S, routings
 
 
 def share(rows: Sequence[Row], ranks: Ranks) -> list[Row]:
@@ -137,10 +145,8 @@ def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int =
     mine = rows[ranks.rank :: ranks.world]
     total = {"loss": 0.0, "tokens": 0.0}
     for part in within(budget, mine):
-        batch = Batch.of(part)
-        loss_N, _ = _losses(model, batch)
-        counted_N = batch.weight_N == 1.0
-        total["loss"] += float(loss_N[counted_N].sum())
-        total["tokens"] += float(counted_N.sum())
+        loss_S, _, _ = _losses(model, part, least=1.0)
+        total["loss"] += float(loss_S.sum())
+        total["tokens"] += len(loss_S)
     total = ranks.sums(total)
     return total["loss"] / total["tokens"]

@@ -158,9 +158,7 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
         seed = chunk.name  # the same questions for every seed, so that scores compare
     tasks = list(chunk.own) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
-        able = (
-            s.settings.env.tools == "cursor"
-        )  # the expert with these tools, and `searcher`, do more than change lines
+        able = s.settings.env.toolset.needs_sandbox  # the expert with these tools does more than change lines
         shown = [task for task in tasks if able or "function" in task.metadata or changes_lines(task)]
         done = demonstrate(shown, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
         solved = [d.rollout for d in done if d.grade.passed or not (chunk.own or s.settings.searched)]
@@ -234,8 +232,6 @@ def own_tasks(env: EnvSettings) -> list[Task]:
             raise ValueError(f"env.tasks: task {task.id} has the grader `script`, which is for evaluation alone")
         if task.grader == "pytest" and PLAN not in task.metadata:
             raise ValueError(f"env.tasks: task {task.id} has no plan of its tests; composer-nb tasks make makes one")
-        if task.grader == "functions" and env.tools != "tiny":
-            raise ValueError(f"env.tools={env.tools!r}: task {task.id} has the grader `functions`, which needs tiny")
     return tasks
 
 

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     path, world, rendezvous, rank = arguments
     run = RunDir(Path(path))
     settings = from_dict(run.settings())
-    set_up_process(settings.seed)
+    set_up_process(settings.seed, settings.matmul)
     start = time.perf_counter()
 
     def say(text: str) -> None:

@@ -49,7 +49,7 @@ class EngineService(Inference):
     """The inference service of a run of RL, for any number of environment workers."""
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
-        set_up_process(settings.seed)
+        set_up_process(settings.seed, settings.matmul)
         updates = Updates(
             store_url(run, settings),
             name,
@@ -125,7 +125,7 @@ class TrainerService:
 
     def __init__(self, run: Path, settings: Settings, from_start: bool = False) -> None:
         """Stands where the newest checkpoint of `run` does, or at its start; publishes what it stands at."""
-        set_up_process(settings.seed)
+        set_up_process(settings.seed, settings.matmul)
         self._run, self._settings = RunDir(run), settings
         self._learner, self.step, _ = make_learner(self._run, settings, from_start)
         model = self._learner.model
@@ -231,7 +231,7 @@ class EvaluationService:
     """Scores a published version on the run's tuning tasks, with an engine and sandboxes of its own."""
 
     def __init__(self, run: Path, settings: Settings) -> None:
-        set_up_process(settings.seed)
+        set_up_process(settings.seed, settings.matmul)
         self._run, self._settings = run, settings
 
     def look(self, version: int) -> dict[str, float]:

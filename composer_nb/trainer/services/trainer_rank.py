@@ -65,7 +65,7 @@ class TrainerRank(TrainerService):
     def begin(self, address: str) -> None:
         """Joins the others, and stands where the newest checkpoint does, or at the start; publishes that."""
         s, run = self._settings, self._run.path
-        set_up_process(s.seed)
+        set_up_process(s.seed, s.matmul)
         host, _, port = address.rpartition(":")
         if host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
