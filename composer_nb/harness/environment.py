@@ -84,7 +84,7 @@ class EnvSettings:
         try:
             ToolSet.named(self.tools)
         except ValueError as error:
-            raise ValueError(f"env.tools={self.tools!r}: {error}; or give tiny or cursor") from None
+            raise ValueError(f"env.tools={self.tools!r}: {error}, or give tiny or cursor") from None
 
     @property
     def path(self) -> Path | None:

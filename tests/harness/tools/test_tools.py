@@ -349,3 +349,24 @@ def test_a_request_calls_one_function_with_every_argument(task: Task) -> None:
     request = tools.request_tests(task.files, tests)
     assert (request.module, request.function) == ("f", "f")
     assert request.arguments == tuple(test.arguments for test in tests)
+
+
+# Sets of tools by name
+
+
+def test_a_few_tools_are_told_briefly_and_checked_in_full() -> None:
+    few = ToolSet.named("grep,run_terminal_cmd")
+    shown = {each["function"]["name"]: each["function"] for each in few.schemas}
+    assert [*shown] == ["grep", "run_terminal_cmd"] and few.needs_sandbox and not ToolSet.named("tiny").needs_sandbox
+    assert shown["run_terminal_cmd"] == {
+        "name": "run_terminal_cmd",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}, "is_background": {"type": "boolean"}},
+        },
+    }
+    few.find(ToolCall(name="grep", arguments={"pattern": "x", "-A": 3}))
+    with pytest.raises(ToolError, match="is_background"):
+        few.find(ToolCall(name="run_terminal_cmd", arguments={"command": "ls"}))
+    with pytest.raises(ValueError, match="there is no tool find; there are read_file"):
+        ToolSet.named("grep,find")

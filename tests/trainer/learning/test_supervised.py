@@ -80,6 +80,20 @@ def test_the_loss_is_the_weighted_mean_over_tokens_and_the_step_descends_it():
     assert later[-1] < found["loss"] - 0.1
 
 
+def test_rows_that_begin_alike_learn_as_they_would_apart():
+    net, batch = model(), rows(5)
+    head = rows(1, seed=3)[0]
+    joined = [
+        Row(*map(np.concatenate, zip(*((r.token_ids, r.weight) for r in (head, row)), strict=True))) for row in batch
+    ]
+    total, weight = by_hand(net, joined)
+    wanted = torch.autograd.grad(total / weight, list(net.parameters()), allow_unused=True)
+    optimizer = FlatOptimizer(net)
+    found = train_step(net, joined, optimizer, Ranks(), lr=0.0, balance=0.0, clip=1e9)
+    assert found["tokens"] == sum(len(row.token_ids) - 1 for row in joined)
+    torch.testing.assert_close(optimizer.gradients, torch.cat([g.flatten() for g in wanted]), atol=1e-6, rtol=1e-4)
+
+
 def test_the_agent_s_loss_is_the_plain_mean_over_tokens_that_weigh_one():
     net, batch = model(), rows(5)
     chosen = [Row(row.token_ids, (row.weight == 1.0).astype(np.float32)) for row in batch]

@@ -209,7 +209,10 @@ def test_tasks_that_cannot_be_trained_on_are_refused_before_there_is_a_run(tmp_p
     assert "gone: no task file or folder here" in refused([], **{"env.tasks": "gone"})
     assert "task own-4 has the grader `script`" in refused([*three, script])
     assert "task own-5 has no plan of its tests" in refused([*three, unplanned])
-    assert refused(three, **{"env.tools": "cursor"}).startswith("env.tools='cursor': task own-")
+    with pytest.raises(
+        ValueError, match=r"env\.tools='grep,find': there is no tool find; there are read_file, .*, or give tiny"
+    ):
+        override(Settings(), {"env.tools": "grep,find"})
     assert "at least 3 tasks" in refused(three[:2])
 
 
