@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from pathspec.patterns.gitignore.spec import _DIR_MARK, GitIgnoreSpecPattern
+from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
 NAMES = (".gitignore", ".ignore", ".cursorignore")
 _MOST_RULES, _LONGEST_RULE, _MOST_DEEP = 2000, 256, 2
@@ -30,23 +29,27 @@ package-lock.json
 """Ignored unless the repository's own rules say otherwise."""
 
 
-class _Pattern(GitIgnoreSpecPattern):
-    """A rule whose wildcards within one name take linear time."""
+_STAR = r"\[\^/\]\*"
+_MORE = re.compile(rf"(?<={_STAR})(?:{_STAR})+")
+_FOLLOWED = re.compile(rf"{_STAR}((?:\[\^/\](?!\*)|\\.|[^/])+?)(?={_STAR})")
+"""A star, and what follows it in the same name up to the next one. No character class but `[^/]` holds a slash."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """A rule."""
+
+    regex: re.Pattern[str]
+    """As pathspec translates it, but for stars. A folder's mark is its only group."""
+    include: bool
+    """False for an exception."""
 
     def names(self, path: str, folder: bool) -> bool:
         """Return whether the rule matches a file or folder itself, not only a folder that contains it."""
-        assert self.regex is not None
-        if (found := self.regex.search(path)) and not found.groupdict().get(_DIR_MARK):
+        if (found := self.regex.search(path)) and not found.lastindex:
             return True
-        ends = (found.end(_DIR_MARK) for found in self.regex.finditer(path + "/") if _DIR_MARK in found.groupdict())
-        return folder and len(path) + 1 in ends
-
-    @staticmethod
-    def _translate_segment_glob(pattern: str, range_error: Literal["literal", "raise"]) -> str:
-        first, *others = GitIgnoreSpecPattern._translate_segment_glob(pattern, range_error).split("[^/]*")
-        if not others:
-            return first
-        return first + "".join(f"(?>[^/]*?{each})" for each in others[:-1] if each) + f"[^/]*{others[-1]}"
+        marks = (found.end(found.lastindex) for found in self.regex.finditer(path + "/") if found.lastindex)
+        return folder and len(path) + 1 in marks
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class Ignore:
             name = path[len(at) + 1 :] if at else path
             for rule in self.rules.get(at, ()):
                 if rule.names(name, folder):
-                    return bool(rule.include)
+                    return rule.include
         return False
 
 
@@ -106,7 +109,8 @@ def _pattern(line: str) -> _Pattern | None:
     if len(line) > _LONGEST_RULE or line.split("/").count("**") > _MOST_DEEP:
         return None
     try:
-        pattern = _Pattern(line)
+        regex, include = GitIgnoreSpecPattern.pattern_to_regex(line)
+        linear = None if regex is None else _FOLLOWED.sub(r"(?>[^/]*?\1)", _MORE.sub("", regex))
+        return None if linear is None else _Pattern(re.compile(linear), bool(include))
     except (ValueError, re.error):
         return None
-    return pattern if pattern.regex is not None else None
