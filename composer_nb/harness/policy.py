@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -145,5 +146,5 @@ class Policy(Protocol):
     def step(self) -> Sequence[Completion | ProviderFailure]:
         """Work on everything submitted, and return the turns that ended in this step, in order of rollout."""
 
-    def release(self, rollout: int) -> Trace:
-        """Forget a rollout, also in the middle of a turn or before its first, and return its records."""
+    def release(self, rollout: int) -> Trace | Future[Trace]:
+        """Forget a rollout, also in the middle of a turn or before its first, and return its records, or what will hold them."""

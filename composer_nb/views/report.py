@@ -148,8 +148,11 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "reward", train["trend"]
         yield "every token accounted for", shown(train["tokens_accounted"], ".3f")
         yield "trainer idle", f"{shown(train['trainer_idle'], '.0%')} of RL's time"
-        if "engine_idle" in train:
-            yield "engine idle", f"{shown(train['engine_idle'], '.0%')} of the time, for want of turns to decode"
+        if waits := train.get("engine_waits"):
+            yield (
+                "engine idle",
+                ", ".join(f"{share:.0%} for the {name}" for name, share in waits.items()) + ", of the time",
+            )
         bound, most, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
         yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
     if reward := report.get("rewards"):

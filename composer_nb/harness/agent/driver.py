@@ -35,7 +35,7 @@ class Release:
 
 
 Asked = Request | CallRequest | Release | Future[Any]
-Answer = Completion | tuple[CallOutcome, ...] | Trace | BaseException
+Answer = Completion | tuple[CallOutcome, ...] | Trace | Future[Trace] | BaseException
 
 
 class Seat(Generic[Result]):
@@ -60,8 +60,8 @@ class Seat(Generic[Result]):
 
     def release(self, rollout: int) -> Trace:
         """Have the policy forget a rollout, and return what it recorded."""
-        trace: Trace = self._answer(Release(rollout))
-        return trace
+        trace: Trace | Future[Trace] = self._answer(Release(rollout))
+        return trace.result() if isinstance(trace, Future) else trace
 
     def answer(self, answer: Answer) -> None:
         """Let the agent go on. For the driver."""

@@ -89,7 +89,7 @@ class Shared:
             else:
                 self._asked[request.rollout] = answer
 
-    def _forget(self, rollout: int) -> Trace:
+    def _forget(self, rollout: int) -> Any:
         if asked := self._asked.pop(rollout, None):
             asked.cancel()
         return self.policy.release(rollout)

@@ -132,7 +132,8 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     is counted in batches, for the oldest token of each rollout when it was trained. The synchronous loop samples every batch
     from the newest weights, so its bound is 0. A batch takes `optimizer_steps_per_batch` steps; the last of them is that many −
     1 steps further from the weights that sampled. `mixed_versions` is the share of rollouts sampled from more than one version.
-    `engine_idle` is the share of time in which an engine had no turn to decode.
+    `engine_idle` is the share of time in which an engine had no turn to decode, the sum of `engine_waits`: for the `trainer`, as
+    no rollout was admitted, and for `environments`, which had all rollouts that were.
     `in_flight` and `in_queue` split the staleness of trained rollouts by where it arose. `trend` says whether reward and solved
     rose (`reward_trend`); `last_live` is the last step that changed weights.
     """
@@ -172,8 +173,9 @@ def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -
     found: dict[str, Any] = {}
     if "mixed_versions" in steps[-1]:
         found["mixed_versions"] = mean(known(steps, "mixed_versions"))
-    if idle := known([step["time"] for step in steps], "engine_idle"):
-        found["engine_idle"] = mean(idle)
+    if waits := [step["time"]["engine_waits"] for step in steps if "engine_waits" in step["time"]]:
+        found["engine_waits"] = {name: float(np.mean([each[name] for each in waits])) for name in waits[0]}
+        found["engine_idle"] = sum(found["engine_waits"].values())
     for name in ("in_flight", "in_queue"):
         if counts := done.get("staleness", {}).get(name):
             found[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)

@@ -94,7 +94,7 @@ class Coordinator:
         self.lost = 0
         """Rollouts lost to the infrastructure before the last batch."""
         self.running: list[Running] = []
-        self.idle: list[float] = []
+        self.waits: list[dict[str, float]] = []
         self.begin = self.last = time.perf_counter()
         self.before = 0.0
         self.saved = 0
@@ -286,7 +286,7 @@ class Coordinator:
         self.notes.append(partial(self.journal.log_served, pair.name, report))
         pair.version = report.version
         self.running.append(report)
-        self.idle.append(report.idle)
+        self.waits.append(pair.waits(report.idle))
         return self._served()
 
     def _served(self) -> list[Event]:
@@ -337,6 +337,8 @@ class Coordinator:
         self.notes.clear()
         for command in commands:
             self._carry_out(command)
+        for pair in self.pairs.values():
+            pair.note()
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -423,14 +425,13 @@ class Coordinator:
         self.notes.append(partial(self.journal.log_version, point["version"], step, hash))
         train_s = point.pop("train_s")
         self.train_s += train_s
-        if (
-            step == self.orchestrator.version
-        ):  # otherwise it was recorded before the trainer went back to its checkpoint
-            now = time.perf_counter()
-            wall, self.last = now - self.last, now
+        if step == self.orchestrator.version:
+            # otherwise it was recorded before the trainer went back to its checkpoint
+            wall, self.last = time.perf_counter() - self.last, time.perf_counter()
             point["time"] = {"wall_s": wall, "train_s": train_s}
-            if self.idle:
-                point["time"]["engine_idle"], self.idle = sum(self.idle) / len(self.idle), []
+            if waits := self.waits:
+                mean = {name: sum(each[name] for each in waits) / len(waits) for name in waits[0]}
+                point["time"]["engine_waits"], self.waits = mean, []
             self.notes.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)
             for name, value in point.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +58,23 @@ class Pair:
     start: list[Dispatch] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
     assigned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    _noted: float = field(default_factory=time.perf_counter)
+    _told: float = field(default_factory=time.perf_counter)
+    _admitted: bool = False
+    _without_s: float = 0.0
+
+    def note(self) -> None:
+        """Take note of whether any rollout is admitted from now on."""
+        now = time.perf_counter()
+        self._without_s += 0.0 if self._admitted else now - self._noted
+        self._noted, self._admitted = now, bool(self.assigned)
+
+    def waits(self, idle: float) -> dict[str, float]:
+        """Split the share of time that the engine was idle since its last report: for want of rollouts, and while it had some."""
+        self.note()
+        without = min(idle, self._without_s / (self._noted - self._told))
+        self._told, self._without_s = self._noted, 0.0
+        return {"trainer": without, "environments": idle - without}
 
 
 class RemotePolicy:
@@ -84,14 +102,14 @@ class RemotePolicy:
         self._under_way -= {completion.rollout for completion in done}
         return sorted(done, key=lambda completion: completion.rollout)
 
-    def release(self, rollout: int) -> Trace:
+    def release(self, rollout: int) -> Trace | Future[Trace]:
         unsent = self._requests.pop(rollout, None)
         self._under_way.discard(rollout)
         if rollout not in self._sent:
             return Trace()
         self._sent.discard(rollout)
-        trace: Trace = self._engine.wait("release", rollout)
-        return trace if unsent is None else _extended(trace, len(unsent.token_ids))
+        trace: Future[Trace] = self._engine.call("release", rollout)
+        return trace if unsent is None else _extended(trace.result(), len(unsent.token_ids))
 
 
 def _extended(trace: Trace, count: int) -> Trace:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from composer_nb.harness.agent.driver import Driver, Seat, drive
@@ -43,6 +45,24 @@ class Nothing:
 
 def ask(seat: Seat[Any], rollout: int) -> list[int]:
     return seat.ask(Request(rollout=rollout, token_ids=[1], max_tokens=1)).token_ids
+
+
+def test_traces_of_rollouts_that_end_together_are_fetched_together() -> None:
+    """The policy, which is elsewhere, gives none of them before it was asked for all."""
+    asked: list[Future[Trace]] = []
+
+    class Far(Echo):
+        def release(self, rollout: int) -> Future[Trace]:  # type: ignore[override]
+            asked.append(Future())
+            if len(asked) == 3:
+                for trace in asked:
+                    trace.set_result(Trace(margins=np.ones((1, 1), np.float32)))
+            return asked[-1]
+
+    def job(number: int) -> Callable[[Seat[Any]], Trace]:
+        return lambda seat: [ask(seat, number), seat.release(number)][1]  # type: ignore[return-value]
+
+    assert [len(trace.margins) for _, trace in drive(map(job, range(3)), Far(), Nothing())] == [1, 1, 1]
 
 
 def test_in_lockstep_agents_are_served_in_order_whoever_is_first() -> None:

@@ -155,6 +155,9 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
         assert ours == theirs
     assert info["staleness"]["total"] == [(0, 4 * 2 * 4)] and info["versions"] == 8
     assert run.ledger() == {**loop.ledger(), "unused_at_the_end": 0}
+    assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), (
+        "nothing is admitted meanwhile"
+    )
 
 
 @pytest.fixture
@@ -187,7 +190,8 @@ def test_the_report_tells_of_staleness_and_shows_it(ahead):
     )
     assert report["in_flight"] + report["in_queue"] == pytest.approx(report["staleness_mean"], abs=1e-6)
     assert report["tokens_accounted"] == 1.0 and 0 < report["trainer_idle"] < 1
-    assert 0 < report["engine_idle"] < 1
+    waits = report["engine_waits"]
+    assert min(waits.values()) >= 0 and sum(waits.values()) == report["engine_idle"] and 0 < report["engine_idle"] < 1
     assert pictures(run)["staleness"][1].startswith(b"\x89PNG")
 
 
