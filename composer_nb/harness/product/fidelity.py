@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.loop import converse
 from composer_nb.harness.agent.turns import Script, ScriptSpeaker
 from composer_nb.harness.attempt import Agent, open_session
@@ -99,7 +98,7 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
         return
     if agent.backend is None or task.image:
         raise ValueError(f"task {task.id}: a user's repository has a sandbox of its own, and no image of its task")
-    tools = work.tools_for("tiny" if isinstance(agent.renderer, CompactRenderer) else "cursor")
+    tools = work.tools_for(_name(agent.tools))
     with tempfile.TemporaryDirectory() as folder:
         for path, text in task.files.items():
             target = beneath(Path(folder), path)
@@ -108,6 +107,13 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
         source = read_checkout(Path(folder))
     with work.open_session(source, tools, agent.backend, task.metadata.get("image", "")) as (session, system):
         yield Side(session=session, tools=tools, system=system, schemas=tools.schemas)
+
+
+def _name(tools: ToolSet) -> str:
+    """Return the name of a tool set, under which a checkpoint that was trained with it asks the product for tools."""
+    if "edit_line" in tools.tools:
+        return "tiny"
+    return "cursor" if tools.described else ",".join(tools.tools)
 
 
 def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
@@ -179,12 +185,8 @@ def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
 
 def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
     """Return the number of calls made in each place, and what differs. Raises what `open_in` does."""
-    tiny = "edit_line" in agent.tools.tools
-    calls = [
-        call
-        for call in (tiny_probes if tiny else probes)(task.files)
-        if call.name in agent.tools.tools or call.name == "unknown_tool"
-    ]
+    made = tiny_probes if _name(agent.tools) == "tiny" else probes
+    calls = [call for call in made(task.files) if call.name in {*agent.tools.tools, "unknown_tool"}]
     told: list[dict[str, str]] = []
     replies: list[list[str]] = []
     for place in PLACES:

@@ -78,6 +78,17 @@ def test_the_tools_of_tiny_models_are_probed_and_answer_the_same(task: Task, san
     assert calls == 23 and found == []
 
 
+@pytest.mark.parametrize("tools", ["cursor", "read_file,search_replace,run_terminal_cmd"])
+def test_the_product_offers_what_a_checkpoint_was_trained_with_in_any_format(
+    task: Task, sandboxes: Sandboxes, tools: str
+) -> None:
+    tokens = train_tokenizer(["def f(x):"], 400)
+    calls, found = differences(
+        task, make_agent(replace(CURSOR, tools=tools, renderer="compact"), tokens, LIMITS, sandboxes)
+    )
+    assert calls > 10 and found == []
+
+
 PLANTS = {
     "reply": {"run_terminal_cmd"},
     "system text": {"system text"},
