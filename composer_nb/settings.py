@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.monitors import MonitorSettings
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.miniatures import Kind
 from composer_nb.kernels.moe.recipes import RECIPES
@@ -291,6 +292,7 @@ class Settings:
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     kernels: Kernels = field(default_factory=Kernels)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     services: ServicesSettings = field(default_factory=ServicesSettings)

@@ -25,6 +25,7 @@ import torch
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.monitors import MonitorSettings, Watch, counts
 from composer_nb.harness.rewards import Reward, RewardSettings, reward
 from composer_nb.harness.rollout import Rollout
 from composer_nb.trainer.learning.learner import share
@@ -91,6 +92,8 @@ class Settings(Protocol):
     @property
     def loss(self) -> LossSettings: ...
     @property
+    def monitor(self) -> MonitorSettings: ...
+    @property
     def env(self) -> Any: ...
 
 
@@ -128,7 +131,8 @@ class Services(Protocol):
 
 
 def reinforce(services: Services) -> None:
-    """Train until there is nothing left to take."""
+    """Train until there is nothing left to take. Raises GamedError where monitors stop the run, before it learns."""
+    watch = Watch()
     while (batch := services.take()) is not None:
         s: Settings = services.settings
         groups = batch.scored
@@ -137,11 +141,15 @@ def reinforce(services: Services) -> None:
             if s.rl.shuffle_rewards:
                 groups = shuffle_rewards(groups, s.loss, Random(f"shuffle {batch.step} {services.ranks.rank}"))
             services.keep(batch, groups)
+        seen = sum(services.ranks.gather(suspects(groups)), Counter[str]())
+        share, told = watch.add(seen, s.monitor)
+        if told:
+            services.say(f"rl {batch.step + 1}: {told}")
         found = services.learn(batch, streams_of(groups, s.loss))
         if found is None:
             continue
         step, steps = batch.step + 1, services.settings.rl.steps
-        point = measured(groups, batch, s.rl.minibatches, services.ranks) | found
+        point = measured(groups, batch, s.rl.minibatches, services.ranks) | found | {"flagged_share": share}
         if s.rl.evaluate_every and step % s.rl.evaluate_every == 0 and step != steps:
             point |= services.evaluate(batch, point)
         tokens: Counter[str] = sum(services.ranks.gather(ledger(groups, s.loss)), Counter())
@@ -248,6 +256,13 @@ def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[st
             reason = "trained" if trains(scored, loss) else "zero_advantage"
             counts[reason] += scored.attempt.rollout.sampled
     return counts
+
+
+def suspects(groups: Sequence[Sequence[Scored]]) -> Counter[str]:
+    """Count this rank's rollouts, their tokens, and what monitors flag among them (`monitors.counts`)."""
+    done = [scored.attempt for group in groups for scored in group]
+    size = Counter[str](samples=len(done), sampled=sum(each.rollout.sampled for each in done))
+    return size + counts(done)
 
 
 def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: int, ranks: Ranks) -> dict[str, Any]:

@@ -157,6 +157,8 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
     if reward := report.get("rewards"):
         yield "lost to the infrastructure", f"{reward['infra_errors']} attempts; {reward['flagged']} flagged"
+        if (share := reward.get("flagged_share")) is not None:
+            yield "flagged by monitors", f"{share:.1%} of the newest rollouts at most"
     if replay := report.get("replay"):
         off, on = (shown(replay[name]["logprob_gap_p99"], ".4f") for name in ("off", "on"))
         yield f"mismatch ({replay.get('pair', 'bf16')}), p99 of |Δ log p|", f"{off}, {on} with routes replayed"

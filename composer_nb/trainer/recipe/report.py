@@ -41,7 +41,8 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `midtrain`, `sft`  first and last point of the loss curves; of `sft` the factor of the logits (`recipe.calibrate`)
     `extend`           the same of the long-context phase, with the losses on long rows before it
     `train`            see `training`
-    `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors and flagged rollouts
+    `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors and flagged rollouts;
+                       `flagged_share`, the highest share that monitors saw (`monitor.*`)
     `replay`           mismatch of an engine and the trainer (`pair`), with the trainer's routes (off) and the engine's (on)
     `fidelity`         calls made in training's sandbox and in the product's, and what `differences` there are; null where no
                        task has a sandbox of its own; `error` where the two could not be compared
@@ -198,6 +199,7 @@ def rewards(run: RunDir) -> dict[str, Any]:
         "rollouts": int(count),
         "infra_errors": int(sum(step["infra_errors"] for step in steps)),
         "flagged": int(sum(step["flagged"] for step in steps)),
+        "flagged_share": max((step.get("flagged_share") or 0.0 for step in steps), default=None),
     }
 
 

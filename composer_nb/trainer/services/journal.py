@@ -34,7 +34,8 @@ CREATE TABLE IF NOT EXISTS change
 """
 
 LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
-"""Settings that can be changed while a run is live; and all of `reward`. The loss's denominator stays that of the start."""
+"""Settings that can be changed while a run is live; and all of `reward` and `monitor`.
+The loss's denominator stays that of the start."""
 REFUSED = -1
 """In place of the step of a change that could not be taken up."""
 Name = tuple[int, int, int]
@@ -162,8 +163,8 @@ class Journal:
 
 def change_live(settings: Settings, name: str, value: Any) -> Settings:
     """`settings` with one of them changed. Raises ValueError for one that a live run cannot change, or that does not fit."""
-    if name not in LIVE and not name.startswith("reward."):
-        raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* can")
+    if name not in LIVE and not name.startswith(("reward.", "monitor.")):
+        raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* and monitor.* can")
     return override(settings, {name: value})
 
 
