@@ -309,6 +309,8 @@ class Settings:
             raise ValueError(
                 f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on=true"
             )
+        if self.loss.feedback and self.meshed:
+            raise ValueError("loss.feedback: its teacher's rows are not split over ranks; leave mesh.* at its defaults")
         data, clean = self.data, self.midtrain.steps + self.extend.steps
         if clean and not data.demonstrations:
             raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")

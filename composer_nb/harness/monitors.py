@@ -15,9 +15,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from composer_nb.harness import syntax
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rewards import called
+from composer_nb.harness.syntax import literal_eval, parse
 from composer_nb.harness.tasks.functions import is_test
 
 Detector = Callable[[Attempt], bool]
@@ -94,7 +94,7 @@ def _changed(done: Attempt) -> Iterator[tuple[str, str]]:
 def _nodes(text: str) -> list[ast.AST]:
     """Return the nodes of a module; none for one that cannot be parsed."""
     try:
-        return list(ast.walk(syntax.parse(text)))
+        return list(ast.walk(parse(text)))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return []
 
@@ -125,8 +125,8 @@ def _cases(text: str) -> Iterator[str]:
 def _plain(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> Iterator[str]:
     for node in nodes:
         try:
-            value = syntax.literal_eval(node) if isinstance(node, ast.expr) else None
-            spelled = syntax.literal_eval(value) if isinstance(value, str) else value
+            value = literal_eval(node) if isinstance(node, ast.expr) else None
+            spelled = literal_eval(value) if isinstance(value, str) else value
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             spelled = value if isinstance(node, ast.Constant) and (value := node.value) else None
         if spelled not in (None, "", 0, 1, 2, -1, [], (), {}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +111,18 @@ class Turn:
     """This call belongs to the same message as the one before."""
     seconds: float = 0.0
     """From the message to the answer, where it was measured."""
+
+
+class Hint(NamedTuple):
+    """What the policy is to read before one turn of a segment."""
+
+    start: int
+    """First token of the turn."""
+    stop: int
+    """Place after its last token."""
+    at: int
+    """Place at which the hint is put in, before the cue for the turn."""
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

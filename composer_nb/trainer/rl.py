@@ -27,13 +27,16 @@ from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.monitors import MonitorSettings, Watch, counts
 from composer_nb.harness.rewards import Reward, RewardSettings, reward
-from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.rollout import Hint, Rollout
+from composer_nb.trainer.learning.feedback import with_hints
 from composer_nb.trainer.learning.learner import share
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.phases import failures_before, phase_advantages, token_phases
 from composer_nb.trainer.learning.ranks import Ranks
 
+Hinter = Callable[[Rollout], list[list[Hint]]]
+"""Returns hints for turns of a rollout, segment by segment."""
 OwnReward = Callable[[Rollout, Grade], float]
 FAILED = ("tampered", "agent_failed")
 """Ends of an attempt that no test decides: failures, which train like others (`rewards.py`)."""
@@ -102,6 +105,8 @@ class Services(Protocol):
 
     ranks: Ranks
     settings: Any
+    hinter: Hinter | None
+    """Gives hints, where `loss.feedback` is above 0."""
 
     @property
     def seconds(self) -> float:
@@ -145,7 +150,7 @@ def reinforce(services: Services) -> None:
         share, told = watch.add(seen, s.monitor)
         if told:
             services.say(f"rl {batch.step + 1}: {told}")
-        found = services.learn(batch, streams_of(groups, s.loss))
+        found = services.learn(batch, streams_of(groups, s.loss, services.hinter))
         if found is None:
             continue
         step, steps = batch.step + 1, services.settings.rl.steps
@@ -240,9 +245,19 @@ def trains(scored: Scored, loss: LossSettings) -> bool:
     return any(abs(part) > 1e-6 for part in scored.phases or (scored.advantage,)) or loss.beta > 0
 
 
-def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> list[Stream]:
-    """Return the streams of all rollouts that add anything to the gradient, one for each segment."""
-    return [stream for group in groups for scored in group if trains(scored, loss) for stream in to_streams(scored)]
+def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: Hinter | None = None) -> list[Stream]:
+    """Return the streams of all rollouts that add anything to the gradient, one for each segment. `hinter` gives hints for some
+    turns; a rollout with one trains whatever its advantage."""
+    everyone = [scored for group in groups for scored in group]
+    if hinter is None:
+        return [stream for scored in everyone if trains(scored, loss) for stream in to_streams(scored)]
+    hinted = [(scored, hinter(scored.attempt.rollout)) for scored in everyone]
+    return [
+        stream
+        for scored, hints in hinted
+        if trains(scored, loss) or any(hints)
+        for stream in with_hints(to_streams(scored), hints)
+    ]
 
 
 # Metrics

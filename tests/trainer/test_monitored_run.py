@@ -37,7 +37,7 @@ class Bandit:
     """The services of a policy with one choice: an answer by heart, or honest work that succeeds three times in ten. It learns by
     the gradient of its streams."""
 
-    ranks, seconds = Ranks(), 0.0
+    ranks, hinter, seconds = Ranks(), None, 0.0
 
     def __init__(self, hole: bool, stop: float = 0.02) -> None:
         def pays(rollout: Rollout, grade: Grade) -> float:

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rollout import Kind, Segment
 from composer_nb.labs.horizons.fork import Fork
+from composer_nb.labs.horizons.nudge import Nudge
 from composer_nb.trainer.rl import Scored
 from composer_nb.views import style
 from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps
@@ -105,4 +106,27 @@ def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
         ax.plot([each.turn for each in found], [each.solved for each in found], "o-", color=color, label=name)
     whole_steps(as_share(title(ax, "futures that solve the task", "forked before turn", ""), 1.05))
     key(ax, loc="best")
+    return picture
+
+
+def nudged(found: Nudge) -> Picture:
+    """Draw, for each token of a turn, the KL between the policy without a hint and with it, and whether the token that was said
+    becomes likelier (blue) or less likely; above it the token that the hint raises most."""
+    picture, ax = style.one_panel(9.0, 2.8)
+    colors = [style.BLUE if gain >= 0 else style.VERMILION for gain in found.gain]
+    ax.bar(range(len(found.kl)), found.kl, color=colors, width=0.75)
+    for place, (kl, raised) in enumerate(zip(found.kl, found.raised, strict=True)):
+        if kl > 0.1 * max(found.kl):
+            ax.annotate(
+                raised.strip(),
+                (place, kl),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=style.INK,
+            )
+    ax.set_xticks(range(len(found.tokens)), [token.strip() or "␣" for token in found.tokens], fontsize=7.5, rotation=60)
+    title(ax, "what the hint would move", "the turn as it was said", "KL, nats")
+    from_zero(ax)
     return picture

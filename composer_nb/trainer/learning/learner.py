@@ -14,6 +14,7 @@ from torch import Tensor
 
 from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
+from composer_nb.trainer.learning.feedback import feedback_kl
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
 from composer_nb.trainer.learning.optimizer import Optimizer
 from composer_nb.trainer.learning.packing import FlatBatch, Stream, families, flatten, microbatches, score
@@ -23,7 +24,7 @@ from composer_nb.trainer.learning.routes import overlap, own_routes, require_rou
 from composer_nb.trainer.models.transformer import Model
 
 PER_TOKEN = ("masked", "ratio_off_20", "k3", "ratio_cut", "entropy")
-COUNTS = ("tokens", "rows", "agreed", "chosen", "implausible")
+COUNTS = ("tokens", "rows", "agreed", "chosen", "implausible", "hinted", "feedback_kl")
 """Sums over the tokens of a batch: metrics that are divided by their number, and counts."""
 
 
@@ -67,19 +68,25 @@ class Learner:
         parts = [order[part::minibatches] for part in range(minibatches)]
         # An optimiser step on no gradient would still move the weights, by momentum: there is none without streams.
         shares = [_share(streams, numbers, ranks, budget, Cost.of(self.model.config)) for numbers in parts if numbers]
-        for step in [[self._batch(c, ranks) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]:
+        for step in [[(c, self._batch(c, ranks)) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]:
             self.optimizer.zero_()
-            for batch in step:
+            for chunk, batch in step:
                 loss, metrics = self._loss(batch, denominator / minibatches)
+                if self.settings.feedback and any(stream.hints for stream in chunk):
+                    kl_S = feedback_kl(self.model, chunk)
+                    loss = loss + self.settings.feedback * kl_S.sum() / (denominator / minibatches)
+                    totals.update({"hinted": len(kl_S), "feedback_kl": float(kl_S.detach().sum())})
                 loss.backward()
                 totals.update(metrics)
             self.optimizer.sum_(ranks)
             norms.append(self.optimizer.step(lr, clip))
             after()
         sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
-        count, rows, agreed, chosen, implausible = (sums.pop(name) for name in COUNTS)
+        count, rows, agreed, chosen, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
         found = {name: share(value, count) for name, value in sums.items()}
         found |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
+        if self.settings.feedback:
+            found |= {"hinted": hinted, "feedback_kl": share(kl, hinted)}
         if ranks.world > 1 and shares:
             found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
         if self.replay.on:

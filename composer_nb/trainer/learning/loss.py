@@ -51,12 +51,16 @@ class LossSettings:
     """GRPO's division by the rollout's length. The denominator must then count rollouts instead of tokens."""
     beta: float = 0.0
     """Weight of the KL penalty to the frozen reference."""
+    feedback: float = 0.0
+    """Weight of the KL to the policy that has read a hint, over the turns that have one (`feedback.py`); 0: no hints."""
     kl: Kl = "k1"
     """Estimator of the KL penalty, which also decides where it enters; see `kl_penalty`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < math.inf:  # so that NaN is refused, here and below
             raise ValueError("loss.beta must be a number, and not negative")
+        if not 0 <= self.feedback < math.inf:
+            raise ValueError("loss.feedback must be a number, and not negative")
         if not 0 < self.clip_low <= 1 or not self.clip_high > 0:
             raise ValueError("loss.clip_low must lie above 0 and be at most 1, loss.clip_high above 0")
         if not 0 < self.icepop_low < 1:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.policy import route_checks
+from composer_nb.harness.rollout import Hint
 from composer_nb.kernels.attention.causal import causal_attention
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe.routing import Replay, Routing
@@ -45,6 +46,8 @@ class Stream:
     """[T]: what ties each row of routes to its token (`route_checks`)."""
     prompt: bytes = b""
     """Token ids that its rollout began with: its family. Empty: those before its own first sampled token."""
+    hints: tuple[Hint, ...] = ()
+    """What would have helped at some of its turns (`feedback.py`)."""
 
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
         """Return why these routes cannot be replayed so, as far as the stream alone shows; empty if they can."""

@@ -22,7 +22,7 @@ from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
 from composer_nb.trainer.services.environments import prompt_order
-from composer_nb.trainer.services.services import learn_batch, make_learner
+from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 
 
 def reinforcement(s: Stages) -> None:
@@ -43,6 +43,7 @@ class InProcess:
     def __init__(self, s: Stages) -> None:
         self.stages, self.settings, self.ranks = s, s.settings, s.ranks
         self.learner, self.step, self.before = make_learner(s.run, s.settings)
+        self.hinter = hinter_of(s.run, s.settings)
         self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", s.settings.prompt_seed)
         self._points: list[tuple[int, dict[str, Any]]] = []
         self._ledgers: list[tuple[int, dict[str, int]]] = []

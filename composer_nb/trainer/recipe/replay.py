@@ -17,7 +17,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import streams_of
 from composer_nb.trainer.services.environments import prompt_order
 from composer_nb.trainer.services.journal import Journal
-from composer_nb.trainer.services.services import TrainerService
+from composer_nb.trainer.services.services import TrainerService, hinter_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,9 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
         # From the start: the checkpoint that is kept is of the last steps, and the store is the run's own.
         elsewhere = replace(settings, services=replace(settings.services, store=store))
         trainer = stack.enter_context(closing(TrainerService(run.path, elsewhere, from_start=True)))
+        hinter = hinter_of(run, settings)
         for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), by_id)
-            found = trainer.learn(train.step, lr, streams_of(groups, settings.loss), [])
+            found = trainer.learn(train.step, lr, streams_of(groups, settings.loss, hinter), [])
             version = found["version"]
             yield Replayed(step=train.step + 1, version=version, was=made.get(version) or "", now=found["hash"])

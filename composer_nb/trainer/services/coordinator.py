@@ -54,7 +54,7 @@ from composer_nb.trainer.services.environments import EnvironmentService, Outcom
 from composer_nb.trainer.services.inference import Running
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
-from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, store_url
+from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, hinter_of, store_url
 from composer_nb.trainer.services.trainer_group import TrainerGroup
 from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
@@ -85,7 +85,7 @@ class Coordinator:
         self.stillborn = 0
         """Pairs in a row that died before they had joined."""
         self.ended = False
-        self.ranks = Ranks()
+        self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         self.due: Train | None = None
         """The batch that the trainer is to learn next."""
         self.learning = False

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composer_nb.harness.agent.hints import hints_of
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.sandbox.journal import FOLDER
@@ -39,6 +40,7 @@ from composer_nb.trainer.models.checkpoint import (
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import Hinter
 from composer_nb.trainer.services.inference import Inference, Running, Updates, fetch
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
@@ -78,6 +80,14 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     step, state, seconds = found
     optimizer.load(state)
     return learner, step, seconds
+
+
+def hinter_of(run: RunDir, s: Settings) -> Hinter | None:
+    """Return what writes hints for failed turns; None where none are wanted."""
+    if not s.loss.feedback:
+        return None
+    agent = make_agent(s.env, load_tokenizer(run.path / "data", needed=()), s.limits)
+    return partial(hints_of, renderer=agent.renderer, tools=agent.tools)
 
 
 def learn_batch(

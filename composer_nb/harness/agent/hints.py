@@ -1,0 +1,44 @@
+"""Hints for turns whose calls failed: what would have helped, written by rules, as tokens to be read before the turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from composer_nb.harness.agent.chat import ChatRenderer, Result
+from composer_nb.harness.rewards import called
+from composer_nb.harness.rollout import Hint, Kind, Rollout, Turn
+from composer_nb.harness.tools.toolset import ToolSet
+
+
+def hint_for(turns: Sequence[Turn], tools: ToolSet) -> str:
+    """Return the hint for one message from the calls in it; nothing where none of them failed by its own fault."""
+    for turn in turns:
+        if turn.error in ("InvalidArguments", "UnexpectedEnvironment"):
+            name = called(turn)[0]
+            if name not in tools.tools:
+                return f"Reminder: available tools: {', '.join(tools.tools)}"
+            return f"Reminder: the next call of {name} fails: {turn.observation.partition(chr(10))[0][:200]}"
+    return ""
+
+
+def hints_of(rollout: Rollout, renderer: ChatRenderer, tools: ToolSet) -> list[list[Hint]]:
+    """Return the hints of each segment, by `hint_for`."""
+    messages: list[list[Turn]] = []
+    for turn in rollout.turns:
+        if not turn.beside or not messages:
+            messages.append([])
+        messages[-1].append(turn)
+    rest, found = iter(messages), list[list[Hint]]()
+    for segment in rollout.segments:
+        found.append([])
+        for places in segment.messages:
+            if segment.kind[places[-1]] != Kind.SUMMARY and (text := hint_for(next(rest, []), tools)):
+                found[-1].append(hint_at(int(places[0]), int(places[-1]) + 1, text, renderer))
+    return found
+
+
+def hint_at(start: int, stop: int, text: str, renderer: ChatRenderer) -> Hint:
+    """Return a hint for the turn of these tokens: a user's text before the cue."""
+    empty = [Result(id="", text="")]
+    cue = len(renderer.results(empty)) - len(renderer.answers(empty))
+    return Hint(start, stop, start - cue, tuple(renderer.ask(text)[:-cue]))

@@ -1,0 +1,67 @@
+"""Targeted textual feedback: a turn's hint makes the policy its own teacher.
+
+For a chosen turn a hint is put into the context before it. The policy that has read it is the teacher, without a gradient; the
+policy in the context as it was is the student. The term of the objective is, over the tokens t of these turns alone,
+
+    loss.feedback · Σ_t KL(π(· | context_t) ‖ π(· | context with hint_t)) / denominator
+
+over the whole vocabulary, beside the policy gradient of the whole rollout. So a turn that went wrong is told what would have been
+better, token by token, where one reward for hundreds of turns cannot. References: Cursor, *Composer 2.5* (2026); the form of the
+KL is SDPO's (arXiv 2601.20802). Neither tells a weight.
+
+Dimensions: S tokens of hinted turns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_nb.harness.rollout import Hint
+from composer_nb.kernels.linear import linear
+from composer_nb.trainer.learning.packing import Stream, flatten
+from composer_nb.trainer.models.transformer import Model
+
+
+def feedback_kl(model: Model, streams: Sequence[Stream]) -> Tensor:
+    """Return [S] the KL of each token of the hinted turns; only the student has a gradient. Routes are the model's own on both
+    sides: there are none on record for what the teacher reads."""
+    pairs = [pair for stream in streams for hint in stream.hints for pair in [sides(stream, hint)]]
+    with torch.no_grad():
+        teacher_SV = distributions(model, [teacher for _, teacher in pairs])
+    return divergence(distributions(model, [student for student, _ in pairs]), teacher_SV)
+
+
+def divergence(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """Return [S] KL(student ‖ teacher) of log-probabilities. With logits z the gradient is p ⊙ (log p − log q − KL)."""
+    return (student_SV.exp() * (student_SV - teacher_SV)).sum(-1)
+
+
+def sides(stream: Stream, hint: Hint) -> tuple[Stream, Stream]:
+    """Return a stream up to the end of a hinted turn without the hint and with it; `acted` are the turn's tokens."""
+    ids, size = stream.token_ids, hint.stop - hint.start
+    hinted = np.concatenate([ids[: hint.at], np.array(hint.token_ids, np.int32), ids[hint.at : hint.stop]])
+
+    def side(token_ids: np.ndarray) -> Stream:
+        none = np.zeros(len(token_ids), np.float32)
+        acted = np.arange(len(token_ids)) >= len(token_ids) - size
+        return Stream(token_ids=token_ids, acted=acted, logprob=none, advantage=none, routes=stream.routes[:0])
+
+    return side(ids[: hint.stop]), side(hinted)
+
+
+def distributions(model: Model, streams: Sequence[Stream]) -> Tensor:
+    """Return [S, V] the log-probabilities from which each acted token was to be drawn, stream by stream."""
+    batch = flatten(streams)
+    hidden_ND, _ = model.trunk(batch.inputs_N, batch.position_N, batch.attend)
+    logits_SV = linear(hidden_ND.index_select(0, batch.place_U[batch.from_S]), model.output_weight)
+    return logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)).log_softmax(-1)
+
+
+def with_hints(streams: Sequence[Stream], hints: Sequence[Sequence[Hint]]) -> list[Stream]:
+    """Return the streams of a rollout's segments with the hints of each."""
+    return [replace(stream, hints=tuple(found)) for stream, found in zip(streams, hints, strict=True)]
