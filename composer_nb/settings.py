@@ -134,6 +134,8 @@ class MidtrainSettings:
     """Share of the steps that train on code alone, at the start."""
     code_share: Share = 0.1
     """Share of code tokens in the later steps."""
+    rehearsal: Share = 0.0
+    """Share of the rows of code that are replaced by text which the checkpoint wrote itself, against forgetting."""
     context_weight: NotNegative = 0.2
     """Loss weight of the tokens that the agent reads; those that it writes weigh 1."""
     code_weight: NotNegative = 0.5
@@ -314,6 +316,8 @@ class Settings:
         data, clean = self.data, self.midtrain.steps + self.extend.steps
         if clean and not data.demonstrations:
             raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
+        if self.midtrain.rehearsal and not self.model.start:
+            raise ValueError("midtrain.rehearsal: needs model.start, because random weights have nothing to forget")
         if not data.kinds:
             raise ValueError("data.kinds=[]: at least one kind is needed")
         if data.kinds != ("bug",) and data.level == "functions":

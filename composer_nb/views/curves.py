@@ -21,6 +21,7 @@ _LOSSES = {
     "agent_loss": ("training, what the agent writes", style.ORANGE),
     "heldout_agent_loss": ("held out, what the agent writes", style.BLUE),
     "heldout_code_loss": ("held-out code", style.GREEN),
+    "heldout_own_loss": ("text of the checkpoint's own", style.PURPLE),
     "heldout_long_loss": ("held-out code, all positions", style.VERMILION),
 }
 

@@ -9,6 +9,7 @@ what it would have started from is published under its name too.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from composer_nb.harness.agent.chat import User
 from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.policy import Request
 from composer_nb.settings import MidtrainSettings
+from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.headroom import require_headroom, run_headroom
-from composer_nb.trainer.learning.data import CODE_ROW, Row, code_rows, deal, mixture, mixture_code, read_corpus
+from composer_nb.trainer.learning.data import (
+    CODE_ROW,
+    Row,
+    code_rows,
+    deal,
+    mixture,
+    mixture_code,
+    read_corpus,
+    save_rows,
+)
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.checkpoint import load_pretrained
@@ -93,8 +106,39 @@ def midtrain(s: Stages) -> None:
         if not m.steps:
             s.publish_again("base", "midtrained")
             return
-        _train(s, model, midtrain_plan(m, _watched(s)), _midtrain_batches(s), info)
+        watch, own = _watched(s), _own_text(s, model)
+        if own:
+            watch["heldout_own_loss"] = own[:HELD]
+            info["own_loss_before"] = cross_entropy(model, own[:HELD], s.ranks)
+        _train(s, model, midtrain_plan(m, watch), _midtrain_batches(s, own[HELD:]), info)
         s.publish(model, "midtrained")
+
+
+REHEARSED, HELD = 256, 32
+"""Rows of text of the checkpoint's own: those to train on, at most, and those that its loss is measured on."""
+
+
+def _own_text(s: Stages, model: Model) -> list[Row]:
+    """Return rows that the checkpoint wrote before it is trained, each of its own accord after the token that begins a
+    conversation; none where nothing is rehearsed. Each rank samples its part, once."""
+    m, path = s.settings.midtrain, s.run.path / "data" / f"own-{s.ranks.rank}.npz"
+    if not m.rehearsal:
+        return []
+    if not path.is_file():
+        wanted = m.rehearsal * mixture_code(m.steps, m.tokens, m.code_first, m.code_share)
+        numbers = range(HELD + min(REHEARSED, math.ceil(wanted)))[s.ranks.rank :: s.ranks.world]
+        begin = s.agent().renderer.read([User(text="")])[:1]
+        slots = min(s.settings.engine.slots, len(numbers))
+        engine = Engine(model, stop=frozenset(), slots=slots, max_length=CODE_ROW, seed=s.settings.seed)
+        rows = list[Row]()
+        for at in range(0, len(numbers), slots):
+            asked = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
+            for one in engine.generate(asked):
+                rows.append(Row(np.array([*begin, *one.token_ids], np.int32), np.ones(CODE_ROW, np.float32)))
+                engine.release(one.rollout)
+        save_rows(rows, path)
+    s.ranks.barrier()
+    return s.rows("own")
 
 
 def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[Row]]) -> Plan:
@@ -116,18 +160,27 @@ def _watched(s: Stages) -> dict[str, list[Row]]:
     return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
 
 
-def _midtrain_batches(s: Stages) -> Iterator[list[Row]]:
+def _midtrain_batches(s: Stages, own: Sequence[Row] = ()) -> Iterator[list[Row]]:
     m = s.settings.midtrain
-    return _mixture(s, s.settings.seed, m.steps, m.tokens, m.code_first, m.code_share, CODE_ROW)
+    return _mixture(s, s.settings.seed, m.steps, m.tokens, m.code_first, m.code_share, CODE_ROW, own)
 
 
 def _mixture(
-    s: Stages, seed: int, steps: int, tokens: int, code_first: float, code_share: float, length: int
+    s: Stages,
+    seed: int,
+    steps: int,
+    tokens: int,
+    code_first: float,
+    code_share: float,
+    length: int,
+    own: Sequence[Row] = (),
 ) -> Iterator[list[Row]]:
     texts = list(read_corpus(s.settings.data.code).train)
     Random(f"code {seed}").shuffle(texts)
     wanted = mixture_code(steps, tokens, code_first, code_share, length)
     code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=wanted, length=length)
+    for place in range(round(len(code) * s.settings.midtrain.rehearsal) if own else 0):
+        code[place] = replace(code[place], token_ids=own[place % len(own)].token_ids)
     Random(f"code rows {seed}").shuffle(code)  # neighbours are of one file; a long table would fill many batches
     return mixture(code, _shown(s), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed)
 

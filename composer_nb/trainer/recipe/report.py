@@ -115,7 +115,7 @@ def supervised(run: RunDir, stage: str) -> dict[str, Any]:
     steps = run.steps(stage)
     if not steps:
         return {}
-    losses = ("loss", "agent_loss", "heldout_agent_loss", "heldout_code_loss", "heldout_long_loss")
+    losses = ("loss", "agent_loss", *(f"heldout_{part}_loss" for part in ("agent", "code", "own", "long")))
 
     def at(point: Mapping[str, Any]) -> dict[str, Any]:
         return {name: point[name] for name in losses if point.get(name) is not None}

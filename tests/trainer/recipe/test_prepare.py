@@ -27,6 +27,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import FORMATS, format_of
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe import recipe
 from composer_nb.trainer.recipe.launch import new_run
 from composer_nb.trainer.recipe.prepare import chunks, deal_tasks, make_data, make_tokenizer, own_tasks
 from composer_nb.trainer.recipe.recipe import fine_tune, midtrain
@@ -253,6 +254,31 @@ def test_the_tokenizer_knows_an_agents_words_and_rl_tasks_end_early(tmp_path: Pa
     assert {text: len(found) for text, found in pieces.items()} == dict.fromkeys(pieces, 1)
     turns = {kind: {task.metadata.get("max_turns") for task in s.tasks(kind)} for kind in ("heldout", "tune", "rl")}
     assert turns == {"heldout": {None}, "tune": {None}, "rl": {"7"}}
+
+
+def test_a_checkpoint_rehearses_what_it_wrote_itself(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"heldout_tasks": 3, "structure_tasks": 0, "tune_tasks": 2, "rl_tasks": 4, "demonstrations": 4}
+    values = {f"data.{name}": count for name, count in (small | {"mistaken_demonstrations": 0}).items()}
+    values |= {"rl.steps": 1, "rl.prompts": 1, "sft.steps": 0, "model.start": str(checkpoint), "limits.tokens": 512}
+    values |= {"midtrain.steps": 4, "midtrain.code_first": 1.0, "midtrain.rehearsal": 0.5, "engine.slots": 8}
+    s = stages(tmp_path, override(Settings(), values))
+    seen: list[Any] = []
+    monkeypatch.setattr(recipe, "supervise", lambda model, optimizer, batches, *_: seen.append([*batches]) or iter(()))
+    with s.sandboxes:
+        for stage in (make_tokenizer, make_data, midtrain):
+            stage(s)
+    own = s.rows("own")
+    begin, wrote = s.tokenizer().token_to_id("<|bos|>"), {row.token_ids.tobytes() for row in own}
+    assert all(len(row.token_ids) == 256 and row.token_ids[0] == begin for row in own) and len(wrote) == len(own)
+    held = {row.token_ids.tobytes() for row in own[: recipe.HELD]}
+    rows = [row.token_ids.tobytes() for batch in seen[0] for row in batch]
+    assert 0.2 < sum(row in wrote for row in rows) / len(rows) < 0.8 and not held & {*rows}
+    info = s.run.finished("midtrain")
+    assert info is not None and info["own_loss_before"] < 5.2, "less than the 5.6 of a guess: it wrote this"
+    with pytest.raises(ValueError, match=r"midtrain.rehearsal: needs model.start"):
+        override(Settings(), {"midtrain.rehearsal": 0.5})
 
 
 # The order of RL
