@@ -29,8 +29,12 @@ from composer_nb.trainer.models.transformer import Model
 
 def feedback_kl(model: Model, streams: Sequence[Stream]) -> Tensor:
     """Return [S] the KL of each token of the hinted turns; only the student has a gradient. Routes are the model's own on both
-    sides: there are none on record for what the teacher reads."""
-    pairs = [pair for stream in streams for hint in stream.hints for pair in [sides(stream, hint)]]
+    sides: there are none on record for what the teacher reads. A hint for which the model has too few positions is left out."""
+    room = model.config.max_position_embeddings
+    fitting = [(stream, hint) for stream in streams for hint in stream.hints if hint.stop + len(hint.token_ids) <= room]
+    pairs = [sides(stream, hint) for stream, hint in fitting]
+    if not pairs:
+        return model.embed.new_zeros(0)
     with torch.no_grad():
         teacher_SV = distributions(model, [teacher for _, teacher in pairs])
     return divergence(distributions(model, [student for student, _ in pairs]), teacher_SV)
