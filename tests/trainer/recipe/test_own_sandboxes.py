@@ -1,8 +1,10 @@
-"""RL on tasks with sandboxes of their own: one seed gives one result, nobody's death costs a reward, and what a run reports."""
+"""RL with the product's tools on tasks that are made of a library which is not ours, graded by pytest with twins: one seed gives
+one result, nobody's death costs a reward, and what a run reports."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -12,29 +14,27 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import websocket
 
 from composer_nb.cli import main
 from composer_nb.harness import attempt as attempts
-from composer_nb.harness.grading.plan import with_plan
-from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Sandbox
-from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import EXAMPLES
-from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.views.report import fact_rows, fidelity_line
+from tests.trainer.services.test_coordinator import cut_off
 from tests.trainer.services.threads import Threads
 
 pytestmark = pytest.mark.slow
 WEIGHTS = EXAMPLES[0] / "weights" / "final"
 SMALL: dict[str, Any] = {
     "env.sandboxes": 3,
+    "env.tools": "cursor",
     "ranks": 1,
     "rl.gate": False,
     "rl.steps": 2,
@@ -58,34 +58,17 @@ IN_STEP = {
 }
 
 
-def in_pytest(task: Task) -> Task:
-    """The same task with tests that run in sandboxes of their own."""
-    made = Task(
-        id=task.id,
-        instruction=f"{task.instruction} of {task.id}",  # tasks with one instruction would stay together
-        grader="pytest",
-        files=task.files,
-        tests={f"tests/{name}": text for name, text in task.tests.items()},
-        solution=task.solution,
-        source_scope=task.source_scope,
-    )
-    return made
-
-
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tasks, with the plans of their tests."""
-    held = []
-    with BwrapBackend() as backend:
-        for task in map(in_pytest, load_tasks(EXAMPLES[0] / "data" / "heldout.jsonl")):
-            found = validate_task(task, backend)
-            if found.valid and found.plan is not None:
-                held.append(with_plan(task, found.plan))
-            if len(held) == 4:
-                break
-    path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
-    save_tasks(held, path)
-    return path
+    """What `composer-nb tasks make` makes of a library that is not ours, with the part of its suite that needs no network."""
+    folder, library = tmp_path_factory.mktemp("tasks"), Path(websocket.__file__).parent
+    shutil.copytree(library, folder / "lib" / "websocket", ignore=shutil.ignore_patterns("tests", "__pycache__"))
+    for name in ("url", "cookiejar"):
+        (folder / "lib" / "tests").mkdir(exist_ok=True)
+        shutil.copyfile(library / "tests" / f"test_{name}.py", folder / "lib" / "tests" / f"test_{name}.py")
+    out = folder / "made"
+    assert main(["tasks", "make", str(folder / "lib"), "--out", str(out), "--limit", "5"]) == 0
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +80,17 @@ def loop(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 def rl(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings, list[str]]]:
-    """`rl(name, settings)`: RL of that run as services, once more; with what it said."""
+    """`rl(name, settings)`: RL of that run as services, once more; with what it said. `cut`: it is killed after so many commands,
+    and resumed."""
 
-    def go(name: str, **changes: Any) -> tuple[RunDir, Settings, list[str]]:
+    def go(name: str, cut: int = 0, **changes: Any) -> tuple[RunDir, Settings, list[str]]:
         known = override(Settings(), SMALL | ALONE | {"model.start": str(WEIGHTS)})
         settings = override(known, {"env.tasks": loop.settings()["env"]["tasks"], **IN_STEP, **changes})
         run, actors, said = fork(loop, settings, runs=tmp_path, name=name), Threads(), list[str]()
+        if cut:
+            said += cut_off(run, settings, cut)
         try:
-            Coordinator(run, settings, actors, said.append).go()
+            run.finish("rl", 1.0, Coordinator(run, settings, actors, said.append).go())
         finally:
             actors.close()
         return run, settings, said
@@ -114,7 +100,7 @@ def rl(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings, li
 
 def made(run: RunDir) -> tuple[list[Any], bytes, list[Any]]:
     """Versions, final weights and rollouts of a run."""
-    columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage", "dispatch", "status"]
+    columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage", "status"]
     stored = [
         pq.read_table(path, columns=columns).to_pylist() for path in sorted(run.path.glob("rollouts/rl_*.parquet"))
     ]
@@ -151,27 +137,37 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> No
 
 
 def test_in_lockstep_one_seed_gives_one_result_and_its_steps_replay(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the calls take, also beyond the time after which a silent worker counts as hung."""
-    first, settings, _ = rl("first")
+    """However long the calls take, also beyond the time after which a silent worker counts as hung, and although it is killed in
+    the middle of the second batch."""
+    first, _, _ = rl("first")
     with monkeypatch.context() as patch:
         slow(patch, lambda number: (0.0, 0.1, 0.7)[number % 3] if number else 5.0)
-        second, _, said = rl("second", **{"services.hang_s": 4.0})
-    assert not said or not any("said nothing" in line for line in said)
-    assert made(first) == made(second) and len({hash for _, hash in made(first)[0]}) > 1
-    for step in (1, 2):
-        found = list(replay(second, settings, step))
-        assert len(found) == step and all(each.same for each in found)
+        second, _, said = rl("second", cut=4, **{"services.hang_s": 4.0})
+    assert not any("said nothing" in line for line in said)
+    assert made(first) == made(second) and made(first)[1] != (WEIGHTS / "model.safetensors").read_bytes()
+    for run in (first, second):
+        info = run.finished("rl")
+        assert info is not None and sum(run.ledger().values()) == info["sampled"] > 0
+        assert info["counts"]["finished"] == 12, "each ended once"
+    assert main(["replay", str(second.path), "--step", "2"]) == 0
 
 
 def killed(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Callable[..., Sandbox], which: set[int]
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    box_of: Callable[..., Sandbox],
+    which: set[int],
+    dead: list[Sandbox],
 ) -> None:
-    """End the sandboxes of these calls of a function from outside, as a machine does that is short of memory."""
+    """End the sandboxes of these calls of a function from outside, as a machine does that is short of memory; each once."""
     original, number = getattr(owner, name), count()
 
     def shot(*given: Any, **more: Any) -> Any:
-        if next(number) in which:
-            os.kill(box_of(*given)._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]
+        box = box_of(*given)
+        if next(number) in which and all(box is not each for each in dead):
+            dead.append(box)
+            os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]
         return original(*given, **more)
 
     monkeypatch.setattr(owner, name, shot)
@@ -179,11 +175,16 @@ def killed(
 
 def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is dispatched again, whether it is killed while the agent works or when its work is carried out."""
-    killed(monkeypatch, ToolSet, "answer", lambda tools, session, calls: session.sandbox, {1, 6})
-    killed(monkeypatch, attempts, "carry_back", lambda box: box, {2})
+    dead: list[Sandbox] = []
+    killed(monkeypatch, ToolSet, "answer", lambda tools, session, calls: session.sandbox, {1, 6}, dead)
+    killed(monkeypatch, attempts, "carry_back", lambda box: box, {4}, dead)
     run, _, _ = rl("killed")
-    steps, (_, _, stored) = run.steps("rl"), made(run)
-    assert sum(step["infra_errors"] for step in steps) == 3 == build_report(run)["rewards"]["infra_errors"]
+    steps = run.steps("rl")
+    stored = [
+        pq.read_table(path, columns=["dispatch", "status"]).to_pylist()
+        for path in run.path.glob("rollouts/rl_*.parquet")
+    ]
+    assert sum(step["infra_errors"] for step in steps) == len(dead) == build_report(run)["rewards"]["infra_errors"] > 0
     assert [len(rows) for rows in stored] == [6, 6] and max(row["dispatch"] for rows in stored for row in rows) > 1
     assert {row["status"] for rows in stored for row in rows} == {"graded"}
 
@@ -200,5 +201,5 @@ def test_rl_in_containers_of_docker(tasks: Path, tmp_path: Path, docker_client: 
     assert main([*words, *(part for name, value in given.items() for part in ("--set", f"{name}={value}"))]) == 0
     report = build_report(RunDir((tmp_path / "rl").resolve()))
     assert report["complete"] and report["train"]["steps"] == 2 and report["rewards"]["rollouts"] == 12
-    assert report["fidelity"]["differences"] == []
+    assert report["fidelity"]["differences"] == [] and report["train"]["tokens_accounted"] == 1.0
     assert not docker_client.containers.list(all=True, filters={"label": f"composer_nb.run={report['run']}"})
