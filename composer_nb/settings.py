@@ -247,6 +247,9 @@ class ServicesSettings:
     """Step engines only while an environment worker waits for them. Bit-reproducible with ahead=0 and one engine."""
     full_every: Some = 25
     """Interval of full weight versions; those between are deltas."""
+    serve: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port on the loopback at which users speak to the policy while it trains, as with `composer-nb serve`: their requests go
+    before rollouts. 0: none."""
     store: str = ""
     """URL (fsspec) of the store of weight versions; each run has its own folder. Empty: the run directory."""
 

@@ -4,8 +4,8 @@
 For each mid-training seed one full run, and forks of it for the other RL seeds. Prints Markdown tables from the runs' reports.
 With `--controls` each seed's first run is also compared, paired by task, with what RL must beat in as many calls:
 
-    more SFT          supervised training for as long as RL took, on the demonstrations, its sharpness calibrated like the
-                      start's; and RL that begins where this ends
+    more SFT          supervised training for as long as fine-tuning and RL took, on all demonstrations, its sharpness calibrated
+                      like the start's; and RL that begins where this ends
     expert iteration  RL's own tasks and batches, but the solved rollouts are imitated: no baseline, no blame
     shuffled rewards  rewards permuted within each batch
     masked tests      RL where the tests of an edit say nothing (`masked.py`), scored like all others
@@ -105,9 +105,9 @@ def after(runs: Path, name: str, settings: Settings, source: RunDir, taught: Run
 
 
 def control_steps(source: RunDir) -> int:
-    """Steps of SFT that take as long as RL took, by the speed of the run's own SFT, without its calibration."""
-    seconds = dict(source.query("SELECT stage, seconds FROM checkpoint"))
-    return round(seconds["rl"] / (seconds["sft"] / source.settings()["sft"]["steps"]))
+    """Steps of SFT that take as long as SFT and RL together took, by the speed of the run's own SFT, without its calibration."""
+    seconds, steps = dict(source.query("SELECT stage, seconds FROM checkpoint")), source.settings()["sft"]["steps"]
+    return steps + round(seconds["rl"] / seconds["sft"] * steps)
 
 
 # Without training

@@ -95,7 +95,7 @@ class Conversations:
         self._door = threading.Lock()
         """Held by the request that waits for room: those behind it do not overtake it."""
         self._room = threading.Condition()
-        self._numbers, self._seeds = count(), count()
+        self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
         self,

@@ -123,21 +123,23 @@ class ChatServer:
         model: str = "model",
         *,
         host: str = "127.0.0.1",
+        shared: bool = False,
         slots: int = SLOTS,
         queue: int = 64,
         key: str = "",
         version: Callable[[], int] | None = None,
         grade: Callable[[str, Verdict], int] | None = None,
     ) -> None:
-        """`port` 0 is any free port. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`,
-        if there is one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
+        """`port` 0 is any free port; with `shared`, several servers of a machine may listen on one, and each connection goes to
+        one of them. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`, if there is
+        one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
         `grade`: takes what is found out about a recorded rollout, and returns the number of its branches.
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((host, port), family=family)
+            self._socket = socket.create_server((host, port), family=family, reuse_port=shared)
         except (OSError, OverflowError) as error:
             raise ValueError(
                 f"--host {host} --port {port}: {error}; give another one, or port 0 for any that is free"

@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.hints import hints_of
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.sandbox.journal import FOLDER
@@ -60,11 +63,29 @@ class EngineService(Inference):
             numerics=settings.engine.numerics,
         )
         model = updates.first(version)  # which may still be on its way, where this takes the place of one that died
-        stop = make_agent(settings.env, load_tokenizer(run / "data", needed=()), settings.limits).renderer.stop
-        engine = make_engine(model, settings, stop, seed=seed, version=version)
+        agent = make_agent(settings.env, load_tokenizer(run / "data", needed=()), settings.limits)
+        engine = make_engine(model, settings, agent.renderer.stop, seed=seed, version=version)
         super().__init__(engine, updates, settings.services.lockstep)
         self.__enter__()
         self.between(partial(torch.set_num_threads, 1))
+        self._front = self._open(run.name, settings, agent) if settings.services.serve else None
+
+    def _open(self, name: str, s: Settings, agent: Agent) -> Any:
+        """Serve users too. A request without tools gets those of training."""
+        from composer_nb.harness.product.conversations import Conversations
+        from composer_nb.harness.product.serve import ChatServer
+
+        def form(tokenizer: Tokenizer, tools: Any = None) -> ChatRenderer:
+            return agent.renderer if tools is None else agent.renderer.offering(tools)
+
+        answer = Conversations(self, agent.renderer.tokenizer, form, s.limits.tokens)
+        server = ChatServer(answer, s.services.serve, name, shared=True, version=lambda: self.version)
+        return server.__enter__()
+
+    def stop(self) -> None:
+        if self._front is not None:
+            self._front.__exit__(None, None, None)
+        super().stop()
 
 
 def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:

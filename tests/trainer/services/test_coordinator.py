@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import sqlite3
 import threading
 import time
@@ -11,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -256,6 +258,49 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
     assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
     assert sum(run.ledger().values()) == info["sampled"]
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
+
+
+def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still_replays(begun):
+    """Each request gets an answer of a version that was published, or an error; a new engine takes the place of the dead one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    changes = {"services.serve": port, "services.engines": 1, "services.ahead": 1, "services.bound": 2, "rl.steps": 6}
+    run, settings = begun("users", changes)
+    over, answers, errors = threading.Event(), list[int](), list[str]()
+
+    def user() -> None:
+        asked = {"messages": [{"role": "user", "content": "fix f.py"}], "max_tokens": 8}
+        while not over.is_set():
+            try:
+                got = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=asked, timeout=60)
+            except httpx.TransportError as error:
+                errors.append(repr(error))
+            else:
+                body = got.json()
+                if got.status_code == 200:
+                    answers.append(body["choices"][0]["policy_version"])
+                else:
+                    errors.append(body["error"]["message"])
+            time.sleep(0.05)
+
+    users = [threading.Thread(target=user) for _ in range(3)]
+    for each in users:
+        each.start()
+    actors = Flaky(exchange={30})
+    try:
+        info = go(run, settings, actors)
+    finally:
+        over.set()
+        for each in users:
+            each.join()
+    assert actors.calls["exchange"] > 30 and len([name for name in actors.made if name.startswith("engine")]) == 2
+    made = {0, *versions(run)}
+    assert len({*answers}) >= 3 and {*answers} <= made, errors[-1]
+    assert all(errors), "each that was not answered was told why"
+    assert sum(run.ledger().values()) == info["sampled"]
+    found = list(replay(run, settings, 6))
+    assert all(step.same for step in found) and {r.version: r.now for r in found} == versions(run)
 
 
 def test_an_engine_that_is_born_before_its_version_waits_for_it(begun):
