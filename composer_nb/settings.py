@@ -311,9 +311,7 @@ class Settings:
         elif self.meshed:
             raise ValueError("mesh.* needs the trainer service: set services.on=true, or leave mesh.* at its defaults")
         elif self.rl.prompts < self.ranks:
-            raise ValueError(
-                f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on=true"
-            )
+            raise ValueError(f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on")
         if self.loss.feedback and self.meshed:
             raise ValueError("loss.feedback: its teacher's rows are not split over ranks; leave mesh.* at its defaults")
         data, clean = self.data, self.midtrain.steps + self.extend.steps
