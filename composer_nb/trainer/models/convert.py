@@ -83,18 +83,22 @@ def upcycle(model: Model, experts: int, chosen: int, noise: float = 0.0, seed: i
 
 @torch.no_grad()
 def with_format(model: Model, tokenizer: Tokenizer, format: str) -> tuple[Model, Tokenizer]:
-    """Return the model and the tokenizer with the tokens that a chat format needs. Rows of new tokens are the mean of all
-    others, so that they take nothing from their probability. Raises ValueError for an unknown format."""
+    """Return the model and the tokenizer with the tokens that a chat format needs. The row of a new token is the mean of the rows
+    of the pieces that spelt it before: the model writes it about where it would have written its text, while the mean of all
+    rows is no more probable in one place than in another, and short training does not change that. Raises ValueError for an
+    unknown format."""
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown, there are {', '.join(FORMATS)}")
-    tokenizer, before = copy.deepcopy(tokenizer), model.config.vocab_size
+    plain, tokenizer = tokenizer, copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in FORMATS[format]])
-    if (size := max(before, tokenizer.get_vocab_size())) == before:
+    if not (new := [token for token in FORMATS[format] if plain.token_to_id(token) is None]):
         return model, tokenizer
+    size = max(model.config.vocab_size, tokenizer.get_vocab_size())
     made = empty_model(replace(model.config, vocab_size=size), model.embed.dtype)
     theirs = dict(model.named_parameters())
     for name, weight in made.named_parameters():
         weight[: len(theirs[name])] = theirs[name]
-        if len(weight) > len(theirs[name]):
-            weight[before:] = theirs[name].mean(0)
+        for token in new if name in ("embed", "head") else ():
+            pieces = plain.encode(token, add_special_tokens=False).ids or slice(None)
+            weight[tokenizer.token_to_id(token)] = theirs[name][pieces].mean(0)
     return made, tokenizer
