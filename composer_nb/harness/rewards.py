@@ -78,7 +78,7 @@ def called(turn: Turn) -> tuple[str, dict[str, Any]]:
     """Return the tool and the arguments of a call; nothing for one that could not be read."""
     try:
         call = json.loads(turn.call)
-        return str(call["name"]), dict(call["arguments"])
+        return str(call["name"]), dict(call.get("arguments") or {})
     except (ValueError, TypeError, KeyError):
         return "", {}
 

@@ -121,7 +121,7 @@ REHEARSED, HELD = 256, 32
 def _own_text(s: Stages, model: Model) -> list[Row]:
     """Return rows that the checkpoint wrote before it is trained, each of its own accord after the token that begins a
     conversation; none where nothing is rehearsed. Each rank samples its part, once."""
-    m, path = s.settings.midtrain, s.run.path / "data" / f"own-{s.ranks.rank}.npz"
+    m, path = s.settings.midtrain, s.run.path / "data" / f"own-{s.ranks.rank:02d}.npz"
     if not m.rehearsal:
         return []
     if not path.is_file():

@@ -149,7 +149,7 @@ def test_files_do_not_tell_when_they_were_written(task: Task, agent: Agent, plac
 
 
 def test_what_cannot_be_compared_is_refused(task: Task, agent: Agent) -> None:
-    with pytest.raises(ValueError, match="needs a backend"):
+    with pytest.raises(ValueError, match="need a backend of sandboxes"):
         differences(task, replace(agent, backend=None))
 
 
