@@ -197,7 +197,7 @@ def test_a_finished_tour_resumes_to_its_results(
     run = copy_of(tiny_run)
     assert cli.main(["tour", "--plain", "--resume", "--runs", str(run.path.parent)]) == 0
     shown = capsys.readouterr().out
-    assert "the run is complete" in shown and "report.html" in shown and "00_tour" not in shown
+    assert "the run is complete" in shown and "report.html" in shown and "01_tour" not in shown
     page = (run.path / "report.html").read_text()
     assert page.count("data:image/png") >= 7
     assert json.loads((run.path / "report.json").read_text())["complete"]

@@ -5,14 +5,14 @@
     parameters: {seed: 0}                # for every notebook that takes them
     nodes:
       train:
-        notebook: ../notebooks/06_rl_run.ipynb
+        notebook: ../notebooks/05_rl_run.ipynb
         parameters: {runs: "${job.dir}/runs"}
         outputs: {run_dir: run.path}     # wanted of it: a name, and the notebook's variable
         timeout_s: 3600
-      evaluate:
-        notebook: ../notebooks/09_evaluation.ipynb
+      rewards:
+        notebook: ../notebooks/04_reward_design.ipynb
         parameters: {run_dir: "${train.run_dir}"}    # makes it wait for train
-        grid: {seed: [0, 1, 2]}          # one node for each combination
+        grid: {shuffles: [20, 200]}      # one node for each combination
 
 A value that is one reference and nothing else keeps its type; in a longer text it becomes text. `${train.run_dir}` of a node
 with a grid is the list over the grid, in order. Beside its outputs a node has `dir`, a directory of its own that its attempts

@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides
 
-NOTEBOOK = "00_tour.ipynb"
+NOTEBOOK = "01_tour.ipynb"
 TOUR = arg("path RUN", "a run directory", Path("runs/tour"), nargs="?")
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 from screen import Lab, Notebook
 
 pytestmark = pytest.mark.browser
-BOOK = "02_product.ipynb"
+BOOK = "08_product.ipynb"
 
 
 def test_a_click_accepts_what_the_agent_did(

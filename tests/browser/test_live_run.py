@@ -14,7 +14,7 @@ from composer_nb.harness.sandbox.reap import reap
 from composer_nb.trainer.recipe.detached import stop
 
 pytestmark = pytest.mark.browser
-BOOK = "06_rl_run.ipynb"
+BOOK = "05_rl_run.ipynb"
 PATIENCE_S = 400.0
 
 

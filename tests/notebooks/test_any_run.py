@@ -18,18 +18,18 @@ EXTREMES: dict[str, Callable[[RunDir], None]] = {
     "cut off": cut_off,
 }
 SMALL: dict[str, dict[str, Any]] = {
-    "01_mid_training": {"steps": 24, "tokens": 256, "demonstrations": 16, "hidden": 32, "looks": 8},
+    "02_mid_training": {"steps": 24, "tokens": 256, "demonstrations": 16, "hidden": 32, "looks": 8},
     "04_reward_design": {"shuffles": 20},
-    "05_router_replay": {"rollouts": 8},
-    "06_rl_run": {},
+    "10_router_replay": {"rollouts": 8},
+    "05_rl_run": {},
     "07_long_horizon": {"tasks_wanted": 2, "futures": 2},
-    "08_weight_sync": {},
-    "10_compare_runs": {},
+    "12_weight_sync": {},
+    "06_compare_runs": {},
 }
-OFTEN = {("04_reward_design", "all groups dead"), ("05_router_replay", "all groups dead"), ("06_rl_run", "cut off")} | {
-    ("10_compare_runs", "cut off"),
-    ("08_weight_sync", "all groups dead"),
-    ("01_mid_training", "everything solved"),
+OFTEN = {("04_reward_design", "all groups dead"), ("10_router_replay", "all groups dead"), ("05_rl_run", "cut off")} | {
+    ("06_compare_runs", "cut off"),
+    ("12_weight_sync", "all groups dead"),
+    ("02_mid_training", "everything solved"),
     ("07_long_horizon", "nothing solved"),
 }
 """One extreme a notebook, which `make test` reads too."""
@@ -54,7 +54,7 @@ def test_a_run_of_any_outcome_can_be_read(
     run = copy_of(tiny_run)
     EXTREMES[extreme](run)
     two = {"first": str(tiny_run.path), "second": str(run.path)}
-    there = two if book == "10_compare_runs" else {"run_dir": str(run.path)}
+    there = two if book == "06_compare_runs" else {"run_dir": str(run.path)}
     said = execute(book, there | SMALL[book])
     assert not re.search(r"(?<!\w)nan(?!\w)", said, re.I), "a missing value is told by a word or a dash"
 
@@ -66,6 +66,6 @@ def test_the_tour_of_any_outcome_comes_to_its_end(
 ) -> None:
     run = copy_of(tiny_run)
     {**EXTREMES, "out of time": ran_out_of_time}[extreme](run)
-    said = execute("00_tour", {"run_dir": str(run.path)})
+    said = execute("01_tour", {"run_dir": str(run.path)})
     unchanged = "the last batch had no group that teaches, so none of"
     assert (unchanged in said) == (extreme == "all groups dead")

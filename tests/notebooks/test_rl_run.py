@@ -14,7 +14,7 @@ from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 
 pytestmark = pytest.mark.whole
-NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "06_rl_run.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "05_rl_run.ipynb"
 
 
 def execute(out: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:

@@ -1,4 +1,4 @@
-"""The minimal twin says the same as the package: same advantages, same loss, same gradients, same updates.
+"""The minimal loop says the same as the package: same advantages, same loss, same gradients, same updates.
 
 The package computes what rollouts of a prompt have in common once, the page computes it for each of them. So sums of floats
 differ in their order, and nothing else: gradients agree to 1e-5, an update to a hundredth of the learning rate.
@@ -35,7 +35,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "notebooks" / "minimal_twin.ipynb"
+NOTEBOOK = ROOT / "notebooks" / "00_minimal_loop.ipynb"
 TINY: dict[str, Any] = {"steps": 6, "prompts": 8, "group": 8, "warmup": 2}
 SMOKE: dict[str, Any] = {"steps": 40, "prompts": 16, "group": 8}
 ONE_CHUNK = 10**9
@@ -51,12 +51,12 @@ def tags(cell: nbformat.NotebookNode) -> list[str]:
 
 
 @pytest.fixture
-def twin() -> Iterator[ModuleType]:
+def loop() -> Iterator[ModuleType]:
     """The notebook's parameters, at tiny size, and its functions, as a module."""
-    module = ModuleType("minimal_twin")
+    module = ModuleType("minimal_loop")
     sys.modules[module.__name__] = module
     for cell in code_cells():
-        if {"parameters", "twin"} & set(tags(cell)):
+        if {"parameters", "loop"} & set(tags(cell)):
             exec(compile(cell.source, f"{NOTEBOOK.name}:{cell.id}", "exec"), vars(module))
         if "parameters" in tags(cell):
             vars(module).update(TINY)
@@ -64,20 +64,20 @@ def twin() -> Iterator[ModuleType]:
     del sys.modules[module.__name__]
 
 
-def settings(twin: ModuleType) -> LossSettings:
-    return LossSettings(clip_low=twin.clip_low, clip_high=twin.clip_high)
+def settings(loop: ModuleType) -> LossSettings:
+    return LossSettings(clip_low=loop.clip_low, clip_high=loop.clip_high)
 
 
-def batch(twin: ModuleType, model: Model, seed: int) -> list[Any]:
+def batch(loop: ModuleType, model: Model, seed: int) -> list[Any]:
     """Judged rollouts that train, as `run` would pick them."""
     rng, dice = Random(seed), torch.Generator().manual_seed(seed)
-    rollouts_P_G = twin.sample(model, [twin.draw_prompt(rng) for _ in range(twin.prompts)], twin.group, dice)
-    twin.judge(rollouts_P_G)
+    rollouts_P_G = loop.sample(model, [loop.draw_prompt(rng) for _ in range(loop.prompts)], loop.group, dice)
+    loop.judge(rollouts_P_G)
     return [r for rollouts_G in rollouts_P_G for r in rollouts_G if abs(r.advantage) > 1e-6]
 
 
 def to_stream(rollout: Any, model: Model) -> Stream:
-    """A rollout of the twin as the package's trainer gets it."""
+    """A rollout of the loop as the package's trainer gets it."""
     acted = np.arange(len(rollout.token_ids)) >= rollout.asked
     logprob = np.zeros(len(acted), np.float32)
     logprob[acted] = rollout.logprobs
@@ -91,26 +91,26 @@ def to_stream(rollout: Any, model: Model) -> Stream:
     )
 
 
-def package_loss(model: Model, rollouts: list[Any], twin: ModuleType, denominator: float) -> Tensor:
+def package_loss(model: Model, rollouts: list[Any], loop: ModuleType, denominator: float) -> Tensor:
     flat = flatten([to_stream(r, model) for r in rollouts])
     logprob_N, _ = score(model, flat)
     value, _ = package.policy_loss(
-        logprob_N, flat.sampled_S, flat.advantage_S, flat.rollout_S, settings(twin), denominator
+        logprob_N, flat.sampled_S, flat.advantage_S, flat.rollout_S, settings(loop), denominator
     )
     return value
 
 
 class PackageLearner:
-    """The package's trainer, with the interface of the twin's `learn`."""
+    """The package's trainer, with the interface of the loop's `learn`."""
 
-    def __init__(self, twin: ModuleType, model: Model) -> None:
-        self.twin = twin
+    def __init__(self, loop: ModuleType, model: Model) -> None:
+        self.loop = loop
         optimizer = FlatOptimizer(model, published=torch.bfloat16)
-        self.learner = Learner(model, optimizer, settings(twin))
+        self.learner = Learner(model, optimizer, settings(loop))
         self.norms: list[float] = []
 
     def learn(self, rollouts: list[Any], rng: Random, lr: float, budget: int = ONE_CHUNK) -> None:
-        t = self.twin
+        t = self.loop
         metrics = self.learner.learn(
             [to_stream(r, self.learner.model) for r in rollouts],
             Ranks(),
@@ -128,12 +128,12 @@ class PackageLearner:
         return parameters_to_vector(self.learner.model.parameters()).detach()
 
 
-def two_models(twin: ModuleType, seed: int = 0) -> tuple[Model, Model]:
+def two_models(loop: ModuleType, seed: int = 0) -> tuple[Model, Model]:
     """The same random weights twice."""
     models = []
     for _ in range(2):
         torch.manual_seed(seed)
-        models.append(Model(twin.CONFIG))
+        models.append(Model(loop.CONFIG))
     return models[0], models[1]
 
 
@@ -141,24 +141,24 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def test_advantages_are_the_package_s(twin: ModuleType):
+def test_advantages_are_the_package_s(loop: ModuleType):
     rng = Random(0)
     for _ in range(200):
         rewards_G = torch.tensor([rng.choice([0.0, 1 / 3, 0.5, 2 / 3, 1.0, rng.random()]) for _ in range(16)])
-        assert torch.equal(twin.advantages(rewards_G), package.advantages(rewards_G))
+        assert torch.equal(loop.advantages(rewards_G), package.advantages(rewards_G))
 
 
-def test_a_group_of_equals_teaches_nothing(twin: ModuleType):
+def test_a_group_of_equals_teaches_nothing(loop: ModuleType):
     for value in (0.0, 1 / 3, 2 / 3, 1.0):
         for size in (2, 3, 7, 16):
-            assert not twin.advantages(torch.full((size,), value)).any()
+            assert not loop.advantages(torch.full((size,), value)).any()
 
 
-def test_judge_compares_within_groups_alone(twin: ModuleType):
+def test_judge_compares_within_groups_alone(loop: ModuleType):
     torch.manual_seed(0)
-    model, dice = Model(twin.CONFIG), torch.Generator().manual_seed(0)
-    rollouts_P_G = twin.sample(model, [twin.draw_prompt(Random(n)) for n in range(8)], 5, dice)
-    twin.judge(rollouts_P_G)
+    model, dice = Model(loop.CONFIG), torch.Generator().manual_seed(0)
+    rollouts_P_G = loop.sample(model, [loop.draw_prompt(Random(n)) for n in range(8)], 5, dice)
+    loop.judge(rollouts_P_G)
     for rollouts_G in rollouts_P_G:
         rewards_G = torch.tensor([r.reward for r in rollouts_G])
         assert [r.advantage for r in rollouts_G] == package.advantages(rewards_G).tolist()
@@ -166,14 +166,14 @@ def test_judge_compares_within_groups_alone(twin: ModuleType):
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
-def test_loss_and_its_gradient_are_the_package_s(twin: ModuleType, spread: float):
+def test_loss_and_its_gradient_are_the_package_s(loop: ModuleType, spread: float):
     random = torch.Generator().manual_seed(1)
     logprob_N, noise_N, advantage_N = (torch.randn(400, generator=random) for _ in range(3))
     sampled_N = logprob_N + spread * noise_N
     ours, theirs = logprob_N.clone().requires_grad_(), logprob_N.clone().requires_grad_()
-    found = twin.policy_loss(ours, sampled_N, advantage_N, twin.clip_low, twin.clip_high, 7.0)
+    found = loop.policy_loss(ours, sampled_N, advantage_N, loop.clip_low, loop.clip_high, 7.0)
     rollout_N = torch.zeros(400, dtype=torch.long)
-    wanted, metrics = package.policy_loss(theirs, sampled_N, advantage_N, rollout_N, settings(twin), 7.0)
+    wanted, metrics = package.policy_loss(theirs, sampled_N, advantage_N, rollout_N, settings(loop), 7.0)
     found.backward()
     wanted.backward()
     assert ours.grad is not None and theirs.grad is not None
@@ -182,14 +182,14 @@ def test_loss_and_its_gradient_are_the_package_s(twin: ModuleType, spread: float
     assert int((ours.grad == 0).sum()) == metrics["masked"]
 
 
-def test_minibatch_loss_and_its_gradient_are_the_package_s(twin: ModuleType):
+def test_minibatch_loss_and_its_gradient_are_the_package_s(loop: ModuleType):
     """On rollouts of other weights, so that ratios are away from 1 and some of them clipped."""
-    model, same = two_models(twin)
-    sampler, _ = two_models(twin, seed=1)
-    rollouts = batch(twin, sampler, 0)
+    model, same = two_models(loop)
+    sampler, _ = two_models(loop, seed=1)
+    rollouts = batch(loop, sampler, 0)
     assert len({len(r.token_ids) for r in rollouts}) > 1, "rollouts of one length say little about masks"
-    found = twin.minibatch_loss(model, rollouts, 11.0)
-    wanted = package_loss(same, rollouts, twin, 11.0)
+    found = loop.minibatch_loss(model, rollouts, 11.0)
+    wanted = package_loss(same, rollouts, loop, 11.0)
     found.backward()
     wanted.backward()
     assert relative(found.detach(), wanted.detach()) < 1e-5
@@ -199,19 +199,19 @@ def test_minibatch_loss_and_its_gradient_are_the_package_s(twin: ModuleType):
 
 
 @pytest.mark.parametrize("clip", [100.0, 0.02])
-def test_updates_are_the_package_s(twin: ModuleType, clip: float):
+def test_updates_are_the_package_s(loop: ModuleType, clip: float):
     """Over six batches of two minibatches, each sampled from the weights that the one before has left. Both sides begin a
     batch with the same state, so that rounding does not add up."""
-    twin.clip = clip
-    model, same = two_models(twin)
-    master_W, adam = twin.make_optimizer(model)
-    theirs = PackageLearner(twin, same)
+    loop.clip = clip
+    model, same = two_models(loop)
+    master_W, adam = loop.make_optimizer(model)
+    theirs = PackageLearner(loop, same)
     assert torch.equal(parameters_to_vector(model.parameters()), theirs.published_W)
-    for step in range(twin.steps):
+    for step in range(loop.steps):
         before_W = parameters_to_vector(model.parameters()).detach().clone()
-        rollouts = batch(twin, model, step)
-        lr = twin.lr_at(step, twin.steps)
-        twin.learn(model, master_W, adam, rollouts, Random(step), lr)
+        rollouts = batch(loop, model, step)
+        lr = loop.lr_at(step, loop.steps)
+        loop.learn(model, master_W, adam, rollouts, Random(step), lr)
         theirs.learn(rollouts, Random(step), lr)
         published_W = parameters_to_vector(model.parameters()).detach()
         optimizer = theirs.learner.optimizer
@@ -224,80 +224,80 @@ def test_updates_are_the_package_s(twin: ModuleType, clip: float):
     assert all((norm > clip) == (clip < 1) for norm in theirs.norms), "clipping was not put to the test on both sides"
 
 
-def test_microbatches_give_the_same_gradient(twin: ModuleType):
+def test_microbatches_give_the_same_gradient(loop: ModuleType):
     """The package adds up gradients of several microbatches: the same to rounding."""
-    model, same = two_models(twin)
-    rollouts = batch(twin, model, 0)
-    master_W, adam = twin.make_optimizer(model)
-    theirs = PackageLearner(twin, same)
-    twin.minibatches = 1
-    twin.learn(model, master_W, adam, rollouts, Random(0), 1e-4)
+    model, same = two_models(loop)
+    rollouts = batch(loop, model, 0)
+    master_W, adam = loop.make_optimizer(model)
+    theirs = PackageLearner(loop, same)
+    loop.minibatches = 1
+    loop.learn(model, master_W, adam, rollouts, Random(0), 1e-4)
     theirs.learn(rollouts, Random(0), 1e-4, budget=64)
     gradient_W = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert relative(gradient_W, theirs.learner.optimizer.gradients) < 1e-5
 
 
-def test_the_whole_loop_is_the_package_s(twin: ModuleType):
+def test_the_whole_loop_is_the_package_s(loop: ModuleType):
     """The package's parts, called as in its own loop, draw the same rollouts as `run` at every step, and end with its
     weights."""
-    policy, history = twin.run(twin.steps)
-    assert len(history) == twin.steps
-    torch.manual_seed(twin.seed)
-    rng, dice = Random(twin.seed), torch.Generator().manual_seed(twin.seed)
-    theirs = PackageLearner(twin, Model(twin.CONFIG))
-    share = twin.warmup / twin.steps
-    for step in range(twin.steps):
-        tasks = [twin.draw_prompt(rng) for _ in range(twin.prompts)]
-        rollouts_P_G = twin.sample(theirs.learner.model, tasks, twin.group, dice)
+    policy, history = loop.run(loop.steps)
+    assert len(history) == loop.steps
+    torch.manual_seed(loop.seed)
+    rng, dice = Random(loop.seed), torch.Generator().manual_seed(loop.seed)
+    theirs = PackageLearner(loop, Model(loop.CONFIG))
+    share = loop.warmup / loop.steps
+    for step in range(loop.steps):
+        tasks = [loop.draw_prompt(rng) for _ in range(loop.prompts)]
+        rollouts_P_G = loop.sample(theirs.learner.model, tasks, loop.group, dice)
         for rollouts_G in rollouts_P_G:
-            rewards = [twin.reward(r.token_ids[: r.asked], r.token_ids[r.asked :]) for r in rollouts_G]
+            rewards = [loop.reward(r.token_ids[: r.asked], r.token_ids[r.asked :]) for r in rollouts_G]
             shares = package.advantages(torch.tensor(rewards)).tolist()
             for r, advantage in zip(rollouts_G, shares, strict=True):
                 r.advantage = advantage
-        assert twin.measure(rollouts_P_G) == history[step]
+        assert loop.measure(rollouts_P_G) == history[step]
         live = [r for rollouts_G in rollouts_P_G for r in rollouts_G if abs(r.advantage) > 1e-6]
-        factor = trapezoid(step, twin.steps, share, share, 0.05)
-        assert twin.lr_at(step, twin.steps) == pytest.approx(twin.lr * factor, rel=1e-12)
-        theirs.learn(live, rng, twin.lr_at(step, twin.steps))
+        factor = trapezoid(step, loop.steps, share, share, 0.05)
+        assert loop.lr_at(step, loop.steps) == pytest.approx(loop.lr * factor, rel=1e-12)
+        theirs.learn(live, rng, loop.lr_at(step, loop.steps))
     apart_W = (parameters_to_vector(policy.parameters()) - theirs.published_W).detach().abs()
-    assert (apart_W > 0).float().mean() < 0.01 and apart_W.max() < twin.lr
+    assert (apart_W > 0).float().mean() < 0.01 and apart_W.max() < loop.lr
 
 
-def test_full_forwards_sample_from_what_the_engine_samples_from(twin: ModuleType):
-    """The engine's log-probabilities of its own tokens are those that the twin finds for them, with its cache or without."""
-    model, _ = two_models(twin)
-    twin.publish(model, parameters_to_vector(model.parameters()))
-    prompts = [twin.draw_prompt(Random(n)) for n in range(24)]
+def test_full_forwards_sample_from_what_the_engine_samples_from(loop: ModuleType):
+    """The engine's log-probabilities of its own tokens are those that the loop finds for them, with its cache or without."""
+    model, _ = two_models(loop)
+    loop.publish(model, parameters_to_vector(model.parameters()))
+    prompts = [loop.draw_prompt(Random(n)) for n in range(24)]
     engine = Engine(model, stop=frozenset(), slots=len(prompts), max_length=16, seed=3)
     requests = [Request(rollout=n, token_ids=p, max_tokens=len(p) - 1) for n, p in enumerate(prompts)]
     done = engine.generate(requests)
-    rollouts = [twin.Rollout([*p, *d.token_ids], len(p), list(d.logprobs)) for p, d in zip(prompts, done, strict=True)]
+    rollouts = [loop.Rollout([*p, *d.token_ids], len(p), list(d.logprobs)) for p, d in zip(prompts, done, strict=True)]
     sampled_N = torch.tensor([logprob for r in rollouts for logprob in r.logprobs])
-    assert torch.allclose(twin.score(model, rollouts).detach(), sampled_N, atol=1e-5)
+    assert torch.allclose(loop.score(model, rollouts).detach(), sampled_N, atol=1e-5)
 
 
-def test_sampled_tokens_follow_the_distribution(twin: ModuleType):
+def test_sampled_tokens_follow_the_distribution(loop: ModuleType):
     """4,000 first tokens after one prompt: each as often as its probability says, within five standard errors."""
-    model, _ = two_models(twin)
-    prompt = [3, 0, 2, twin.ASK]
-    [rollouts] = twin.sample(model, [prompt], 4000, torch.Generator().manual_seed(0))
+    model, _ = two_models(loop)
+    prompt = [3, 0, 2, loop.ASK]
+    [rollouts] = loop.sample(model, [prompt], 4000, torch.Generator().manual_seed(0))
     counts = np.bincount([r.token_ids[4] for r in rollouts], minlength=7) / 4000
     with torch.no_grad():
         probability = model(torch.tensor([prompt]))[0][0, -1].softmax(-1).double().numpy()
     assert (np.abs(counts - probability) <= 5 * np.sqrt(probability * (1 - probability) / 4000)).all()
 
 
-def test_a_run_shorter_than_its_warm_up_still_goes_uphill(twin: ModuleType):
-    for steps in (1, twin.warmup, twin.warmup + 1, 20):
-        assert all(0 < twin.lr_at(step, steps) <= twin.lr for step in range(steps))
+def test_a_run_shorter_than_its_warm_up_still_goes_uphill(loop: ModuleType):
+    for steps in (1, loop.warmup, loop.warmup + 1, 20):
+        assert all(0 < loop.lr_at(step, steps) <= loop.lr for step in range(steps))
 
 
-def test_reward_is_the_share_of_right_positions(twin: ModuleType):
-    assert twin.reward([5, 0, 5, 1, twin.ASK], [0, 1, 5, 5]) == 1.0
-    assert twin.reward([5, 0, 5, 1, twin.ASK], [0, 1, 1, twin.ASK]) == 0.5
-    assert twin.reward([1, 0, twin.ASK], [1, 0]) == 0.0
+def test_reward_is_the_share_of_right_positions(loop: ModuleType):
+    assert loop.reward([5, 0, 5, 1, loop.ASK], [0, 1, 5, 5]) == 1.0
+    assert loop.reward([5, 0, 5, 1, loop.ASK], [0, 1, 1, loop.ASK]) == 0.5
+    assert loop.reward([1, 0, loop.ASK], [1, 0]) == 0.0
     with pytest.raises(ValueError):
-        twin.reward([1, 0, twin.ASK], [0])
+        loop.reward([1, 0, loop.ASK], [0])
 
 
 def test_it_stands_alone():
@@ -322,7 +322,7 @@ def test_it_keeps_to_one_page():
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno is not None and node.end_lineno - node.lineno < 20, node.name
-                assert "twin" in tags(cell), f"{node.name} is not tagged, so nothing holds it equal"
+                assert "loop" in tags(cell), f"{node.name} is not tagged, so nothing holds it equal"
     assert 150 < lines <= 300
 
 
@@ -351,7 +351,7 @@ def test_it_runs_and_the_reward_rises(tmp_path: Path, monkeypatch: pytest.Monkey
     """From top to bottom at a small size; its own asserts say that the ratio is 1 and that the reward has risen."""
     for name in ("IPYTHONDIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    output = tmp_path / "minimal_twin.ipynb"
+    output = tmp_path / "00_minimal_loop.ipynb"
     record = run_notebook(NOTEBOOK, output, SMOKE)
     assert record["state"] == "completed" and record["cells_run"] == record["cells"] >= 25
     done = nbformat.read(output, 4)
@@ -363,13 +363,13 @@ def test_it_runs_and_the_reward_rises(tmp_path: Path, monkeypatch: pytest.Monkey
     assert float(before) < 0.35 and float(after) > float(before) + 0.1
 
 
-def test_its_solutions_are_right(twin: ModuleType):
+def test_its_solutions_are_right(loop: ModuleType):
     """The solutions are text; here they run after the cells that they follow."""
     exercises = next(cell for cell in nbformat.read(NOTEBOOK, 4).cells if "<summary>Solutions" in cell.source)
     solutions = re.findall(r"```python\n(.*?)```", exercises.source, re.S)
     assert len(solutions) == 2
-    vars(twin).update(SMOKE)
+    vars(loop).update(SMOKE)
     mean = partial(lambda part, window: sum(h["reward"] for h in part) / window, window=4)
-    twin.window, twin.after = 4, mean(twin.run(twin.steps)[1][-4:])
+    loop.window, loop.after = 4, mean(loop.run(loop.steps)[1][-4:])
     for solution in solutions:
-        exec(compile(solution, "solution", "exec"), vars(twin))
+        exec(compile(solution, "solution", "exec"), vars(loop))
