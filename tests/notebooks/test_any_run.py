@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "02_mid_training": {"steps": 24, "tokens": 256, "demonstrations": 16, "hidden": 32, "looks": 8},
     "04_reward_design": {"shuffles": 20},
     "10_router_replay": {"rollouts": 8},
+    "11_mismatch_and_losses": {"rollouts": 8},
     "05_rl_run": {},
     "07_long_horizon": {"tasks_wanted": 2, "futures": 2},
     "12_weight_sync": {},
@@ -29,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
 OFTEN = {("04_reward_design", "all groups dead"), ("10_router_replay", "all groups dead"), ("05_rl_run", "cut off")} | {
     ("06_compare_runs", "cut off"),
     ("12_weight_sync", "all groups dead"),
+    ("11_mismatch_and_losses", "all groups dead"),
     ("02_mid_training", "everything solved"),
     ("07_long_horizon", "nothing solved"),
 }

@@ -57,10 +57,18 @@ def test_it_begins_with_what_a_reader_needs(book: nbformat.NotebookNode):
     opening = book.cells[0].source
     assert book.cells[0].cell_type == "markdown" and opening.startswith("# ")
     assert "*You will*" in opening
+    assert "*You will have learnt* " in opening and "*Know before*: " in opening
     assert re.search(r"\*Needs\*.*minute.*memory", opening)
     everything = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
     for heading in ("## Recap", "## Exercises", "Solutions", "## What next"):
         assert heading in everything
+
+
+def test_it_leads_to_its_neighbours_at_both_ends(path: Path, book: nbformat.NotebookNode):
+    here = NOTEBOOKS.index(path)
+    near = [NOTEBOOKS[place].name for place in (here - 1, here + 1) if 0 <= place < len(NOTEBOOKS)]
+    for cell in (book.cells[0], book.cells[-1]):
+        assert re.findall(r"\[\d\d · [^]]+\]\((\w+\.ipynb)\)", cell.source.splitlines()[-1]) == near
 
 
 def test_its_first_code_cell_holds_the_parameters(path: Path, book: nbformat.NotebookNode):
