@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights speedrun lab clean moved
+.PHONY: help setup demo demo-smollm example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights speedrun docs lab clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -82,6 +82,9 @@ speedrun: .venv/.ready ## three seeds of the tour against a target, by the rules
 
 bench-weights: .venv/.peers ## the codec of weight updates beside others, in some minutes
 	@$(BIN)/python scripts/weights_bench.py $(ARGS)
+
+docs: .venv/.ready ## the pages and the notebooks with their figures as a site in build/docs/html; runs what has changed
+	@$(BIN)/python scripts/make_docs.py $(ARGS)
 
 lab: .venv/.ready ## the notebooks in JupyterLab
 	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \

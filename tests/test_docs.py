@@ -1,0 +1,129 @@
+"""The pages of docs/ hold together: words are explained, links lead somewhere, the index is current, the site builds offline."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from composer_nb.jobs.check import notebook_digest
+from scripts import make_docs
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+TERMS = re.findall(r"^### (.+)$", GLOSSARY, re.M)
+OTHER_SENSE = {
+    ("03_environments", "control"),
+    ("04_reward_design", "flip"),
+    ("04_reward_design", "rank"),
+    ("12_weight_sync", "flip"),
+    ("13_kernels", "floor"),
+}
+"""Notebooks in which a term is an ordinary word."""
+NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|^#[^\n]*|\$[^$]*\$|<[^>]*>", re.S | re.M)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and the site give a heading."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"`|\*\*", "", heading).strip().lower()).replace(" ", "-")
+
+
+def prose(path: Path) -> str:
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    return "\n\n".join(cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "markdown")
+
+
+def word(term: str) -> str:
+    return rf"(?<![\w@-]){re.escape(term)}(?:s|es)?(?![\w-])"
+
+
+def unlinked(path: Path) -> Iterator[str]:
+    """Terms whose first use in the prose of a notebook does not lead to the glossary."""
+    text = NOT_PROSE.sub("", prose(path))
+    for term in TERMS:
+        own = f"../docs/glossary.md#{slug(term)}"
+        plain = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", lambda m, own=own: f"\0{own}\0" if m[2] == own else "", text)
+        found = re.search(f"{word(term)}|\0", plain, re.I)
+        if found and found[0] != "\0" and (path.stem, term) not in OTHER_SENSE:
+            yield f"[{term}]({own})"
+
+
+def test_the_glossary_is_sorted_and_every_term_is_used() -> None:
+    assert sorted(TERMS, key=str.lower) == TERMS and len(set(TERMS)) == len(TERMS) > 40
+    others = "\n".join(prose(path) for path in (*PAGES, *make_docs.notebooks()) if path.name != "glossary.md")
+    assert [term for term in TERMS if not re.search(word(term), others, re.I)] == []
+
+
+@pytest.mark.parametrize("path", make_docs.notebooks(), ids=lambda path: path.stem)
+def test_a_notebook_links_to_the_glossary_where_it_first_uses_a_term(path: Path) -> None:
+    assert list(unlinked(path)) == [], "link the first use; a line *Words*: below the title does as well"
+
+
+def test_every_link_leads_somewhere() -> None:
+    anchors = {
+        path: {slug(heading) for heading in re.findall(r"^#+ (.+)$", prose(path), re.M)}
+        for path in (*PAGES, *make_docs.notebooks())
+    }
+    lost = []
+    for path in anchors:
+        text = re.sub(r"```.*?```", "", prose(path), flags=re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            file, _, place = target.partition("#")
+            found = (path.parent / file).resolve() if file else path
+            if "://" not in target and not (found.exists() and (not place or place in anchors[found])):
+                lost.append(f"{path.name}: {target}")
+    assert lost == []
+
+
+def test_llms_txt_is_current() -> None:
+    assert (ROOT / "llms.txt").read_text(encoding="utf-8") == make_docs.llms_txt(), "run scripts/make_docs.py --llms"
+
+
+def test_a_page_is_stale_after_a_change_of_code_and_not_of_prose(tmp_path: Path) -> None:
+    source = tmp_path / "a.ipynb"
+    title, code = nbformat.v4.new_markdown_cell("# A", id="t"), nbformat.v4.new_code_cell("1 + 1", id="c")
+    nbformat.write(nbformat.v4.new_notebook(cells=[title, code]), source)
+    assert make_docs.is_stale(source, tmp_path)
+
+    copy = make_docs.executed(source, tmp_path)
+    copy.parent.mkdir(parents=True)
+    ran = nbformat.read(source, 4)
+    ran.cells[1].outputs = [nbformat.v4.new_output("stream", text="2\n")]
+    nbformat.write(ran, copy)
+    record = {"state": "completed", "parameters": {}, "notebook_sha256": notebook_digest(source)}
+    copy.with_name("run.json").write_text(json.dumps(record))
+    title.source = "# Another title"
+    nbformat.write(nbformat.v4.new_notebook(cells=[title, code]), source)
+    assert not make_docs.is_stale(source, tmp_path)
+    assert [cell.get("outputs") for cell in make_docs.page(source, tmp_path).cells] == [None, ran.cells[1].outputs]
+
+    code.source = "1 + 2"
+    nbformat.write(nbformat.v4.new_notebook(cells=[title, code]), source)
+    assert make_docs.is_stale(source, tmp_path)
+    assert make_docs.page(source, tmp_path).cells[1].outputs == []
+
+
+def test_pages_that_were_built_here_are_current() -> None:
+    build = ROOT / "build" / "docs"
+    there = [path for path in make_docs.notebooks() if make_docs.executed(path, build).is_file()]
+    if not there:
+        pytest.skip("no pages with figures were built here; make docs builds them")
+    assert [path.name for path in there if make_docs.is_stale(path, build)] == [], "run make docs"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="make setup brings it")
+    site = make_docs.build_site(tmp_path)
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(PAGES) + len(make_docs.notebooks())
+    for path in pages:
+        fetched = re.findall(r"<(?:script|img|iframe)[^>]*src=\"(\w+:)?//|<link[^>]*href=\"(\w+:)?//", path.read_text())
+        assert not fetched, path.name
+    assert "staleness" in (site / "searchindex.js").read_text()
