@@ -9,10 +9,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from termios import ICANON, tcgetattr
 from typing import Any
 
 import openai
@@ -338,6 +340,28 @@ def test_no_changes_are_no_verdict(repository: Path, tmp_path: Path) -> None:
     path.write_text('[{"text": "' + "x" * 60_000 + '"}]')
     assert main(["agent", str(repository), "fix", "--policy", f"scripted:{path}", "--out", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == "open"
+
+
+@pytest.mark.parametrize(("keys", "verdict"), [(b"xY", "accepted"), (b"n", "rejected"), (b"\x04", "open")])
+def test_one_key_decides_and_none_from_before_the_question(
+    repository: Path, script: Path, tmp_path: Path, keys: bytes, verdict: str
+) -> None:
+    ours, theirs = os.openpty()
+    words = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(tmp_path / "out")]
+    os.write(ours, b"y" if verdict == "rejected" else b"n")
+    command = [sys.executable, "-m", "composer_nb.cli", *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ran:
+        os.close(theirs)
+        assert ran.stdout is not None
+        shown = b""
+        while not shown.endswith(b"[y/n] ") and (part := ran.stdout.read1()):  # type: ignore[attr-defined]
+            shown += part
+        while tcgetattr(ours)[3] & ICANON:  # the question is there before the terminal hands out single keys
+            time.sleep(0.01)
+        os.write(ours, keys)
+        shown += ran.stdout.read()
+    os.close(ours)
+    assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == verdict, shown.decode()
 
 
 def test_a_folder_of_any_name_keeps_what_was_done(repository: Path, script: Path, tmp_path: Path) -> None:

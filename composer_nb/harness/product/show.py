@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import termios
+import tty
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -100,12 +103,18 @@ def _beginning(text: str) -> tuple[str, int]:
 
 
 def _asked(console: Console) -> str:
-    while True:
-        said = console.input("accept these changes? \\[y/n] ").strip().lower()
-        if said in ("y", "yes"):
-            return "accept"
-        if said in ("n", "no"):
-            return "reject"
+    """Ask for one key, without Enter. Keys that were pressed before the question do not answer it."""
+    keys = {b"y": "accept", b"n": "reject", b"\x04": "later", b"": "later"}
+    console.print("accept these changes? \\[y/n] ", end="")
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)  # drops what was typed so far
+        while (key := os.read(sys.stdin.fileno(), 1).lower()) not in keys:
+            pass
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+    console.print(keys[key])
+    return keys[key]
 
 
 def bench_progress(total: int, console: Console) -> Callable[[str, Attempt], None]:
