@@ -1,4 +1,4 @@
-"""Commands for tasks and their sandboxes: tasks make, tasks check, tasks from, sandbox check."""
+"""Commands for tasks and their sandboxes: tasks make, tasks check, tasks from, audit, sandbox check."""
 
 from __future__ import annotations
 
@@ -109,6 +109,43 @@ def convert(given: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
     line = f"{written} tasks in {given.out}, {len(problems)} rows left out"
     return emit(given, {"tasks": written, "problems": problems}, lambda: line, int(bool(problems)))
+
+
+@command(
+    "audit",
+    arg("path PATH|MODULE:CLASS", "a .jsonl file, task directories, or an environment of your own"),
+    arg("--seconds S", "begin no further task after this time; tasks come in a random order", 55.0),
+    arg("--seed SEED", "decides the order", 0),
+    BACKEND,
+    JSON,
+)
+def audit(given: argparse.Namespace) -> int:
+    """Try tasks with workspaces that they must accept or refuse, before anything is trained on them."""
+    if find_spec("libcst") is None:
+        raise ValueError("audit plants bugs with libcst: pip install 'composer_nb[tasks]'")
+    from rich.console import Group
+
+    from composer_nb.harness.environment import EnvSettings
+    from composer_nb.harness.tasks.task import read_tasks
+    from composer_nb.labs.audit.audit import audit as run
+    from composer_nb.views.page import text_table
+
+    own = EnvSettings(tasks=given.path).own
+    tasks = ((task.id, task) for task in own.tasks()) if own else read_tasks(Path(given.path))
+    options = {"seconds": given.seconds, "seed": given.seed, "pays": getattr(own, "reward", None)}
+    found = run(tasks, given.backend, **options)
+    if not found["read"]:
+        raise ValueError(f"{given.path}: holds no task")
+    rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in found["probes"].items()]
+    problems = [(row["id"], kind, text) for row in found["tasks"] for kind, text in row["problems"]]
+    slips, planted = (sum(row["slips"][place] for row in found["tasks"]) for place in (0, 1))
+    line = (
+        f"{found['sound']} of {found['audited']} tasks are sound; {found['read'] - found['audited']} were not reached"
+    )
+    line += f"; {slips} of {planted} planted bugs found; {found['seconds']:.0f} s"
+    tables = [text_table(rates, ("workspace", "tried", "wrongly graded"))]
+    tables += [text_table(problems, ("task", "problem", ""))] if problems else []
+    return emit(given, found, lambda: Group(*tables, line), int(bool(problems)))
 
 
 @command("sandbox check", arg("--backend NAME", "backend", "bwrap"), JSON)

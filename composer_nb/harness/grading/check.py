@@ -70,7 +70,8 @@ def check_task(task: Task, sandbox: Executor | Backend, require: Guarding = "non
             row |= _validated(task, cast(Backend, sandbox))
         else:
             gold, none = (
-                [grade(task, _files(task, sandbox, solved), sandbox) for _ in range(2)] for solved in (True, False)
+                [grade(task, workspace_of(task, sandbox, solved), sandbox, anew=True) for _ in range(2)]
+                for solved in (True, False)
             )
             row |= _compared(gold, none, SOLVE in task.solution if task.grader == "script" else bool(task.solution))
             if task.grader == "pytest":
@@ -82,7 +83,7 @@ def check_task(task: Task, sandbox: Executor | Backend, require: Guarding = "non
     return row
 
 
-def _files(task: Task, sandbox: Executor | Backend, solved: bool) -> Mapping[str, str | bytes]:
+def workspace_of(task: Task, sandbox: Executor | Backend, solved: bool) -> Mapping[str, bytes]:
     """Return the workspace with the solution, or as it is at the start."""
     if task.grader == "script":
         return _left(task, cast(Backend, sandbox), solve=solved and SOLVE in task.solution)

@@ -33,12 +33,15 @@ KEPT = 4096
 _known: OrderedDict[bytes, Grade] = OrderedDict()
 
 
-def grade(task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Backend | None = None) -> Grade:
+def grade(
+    task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Backend | None = None, *, anew: bool = False
+) -> Grade:
     """Grade `files`, a whole workspace, by the task's own grader, or look up the clean grade by `pytest` of the same tree.
 
     Args:
         sandbox: what runs the tests: an `Executor` for the grader `functions`, a `Backend` for `pytest` and `script`. By default
             one on bubblewrap is opened and closed here.
+        anew: run the tests also of a tree that was graded before.
 
     Raises SandboxUnavailable if no sandbox can be made here, and ValueError for a task that asks for what no sandbox has.
     """
@@ -54,7 +57,8 @@ def grade(task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Back
             return _strictly(task, files, made)
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
         held = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
-        return _strictly(task, files, (grade_script if task.grader == "script" else grade_once)(task, held, backend))
+        run = grade_script if task.grader == "script" else grade_pytest if anew else grade_once
+        return _strictly(task, files, run(task, held, backend))
 
 
 def _strictly(task: Task, files: Mapping[str, str | bytes], made: Grade) -> Grade:

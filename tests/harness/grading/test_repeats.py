@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.grading import front
+from composer_nb.harness.grading.check import check_task
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import Plan, with_plan
+from composer_nb.harness.grading.plan import Plan, digest, with_plan
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
@@ -115,3 +116,15 @@ def test_a_real_grade_is_looked_up(backend: Backend, plans: Mapping[str, Plan]) 
     right, wrong = files(task, **{MODULE: RIGHT + "# once\n"}), files(task)
     first, again, other = (grade(task, left, backend) for left in (right, right, wrong))
     assert first == again and first.passed and again.cost["repeats"] == 1 and not other.passed
+
+
+def test_a_check_runs_the_tests_again(ask: Any) -> None:
+    """`tasks check` compares two runs, and would never find a difference between a run and what was remembered of it."""
+    backend: Any = Named()
+    task = with_plan(TARGET, Plan(digest=digest(TARGET), tests={"a": "a"})).model_copy(
+        update={"solution": {MODULE: RIGHT}}
+    )
+    failed = Grade(status="graded", tests={"a": False})
+    grader = ask(CLEAN, failed, failed, failed)
+    row = check_task(task, backend)
+    assert grader.asked == 4 and row["problem"] == "two runs gave different results: a" and not row["repeatable"]

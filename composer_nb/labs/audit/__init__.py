@@ -1,0 +1,1 @@
+"""Auditing a set of tasks or an environment before it trains anything."""

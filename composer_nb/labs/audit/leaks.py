@@ -1,0 +1,82 @@
+"""Find answers and hidden tests in what an agent can read: the workspace, the instruction, the environment's other files.
+
+By text alone, so reworded answers are not found. References: SWE-bench #465 (history), Composer 2.5 (caches of type checkers,
+decompiled bytecode).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from composer_nb.harness.grading.source import Function
+from composer_nb.harness.syntax import parse
+from composer_nb.harness.tasks.scope import is_test_module
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.audit.probes import Files
+
+LETTERS = 12
+"""Characters of a line that says something."""
+SHARE = 0.8
+"""Share of the lines of a test module, or of a solution, that makes a copy of it."""
+FEW = 3
+"""A solution of fewer lines may stand elsewhere in other code by chance; only in places that hold no other code does it count."""
+LEFTOVERS = re.compile(
+    r"(^|/)(\.git|\.hg|\.svn|__pycache__|\.mypy_cache|\.pytest_cache)/|\.(py[co]|orig|rej|patch|diff|bak)$"
+)
+COPIES = re.compile(r"^\s*(COPY|ADD)\s.*\b(solution|tests)\b", re.I | re.M)
+
+
+def leaks(task: Task, start: Files, gold: Files, failed: Sequence[str] = ()) -> Iterator[str]:
+    """Yield what an agent could read that it must not, in one line each.
+
+    `failed`: node ids of the hidden tests that fail at the start. Where they are known, only these count: the others are often
+    the workspace's own.
+    """
+    places = readable(task, start)
+    if left := sorted(path for path in places if LEFTOVERS.search(path)):
+        yield f"leftovers lie in the workspace: {', '.join(left[:3])}"
+    if COPIES.search(places.get("environment/Dockerfile", "")):
+        yield "environment/Dockerfile copies the solution or the tests"
+    for path, text in task.tests.items():
+        lines = _asserted(path, text, failed)
+        if is_test_module(path) and len(lines) > 1:
+            held = [place for place, known in places.items() if len(lines & _lines(known)) >= SHARE * len(lines)]
+            if held:
+                yield f"the hidden tests of {path} lie in {held[0]}"
+    changed = [path for path, data in gold.items() if data != start.get(path)]
+    new = _all(gold, changed) - _all(start, changed)
+    for place, known in places.items() if new else ():
+        code = place.endswith(".py") and not LEFTOVERS.search(place)
+        copied = len(new & _lines(known)) >= SHARE * len(new)
+        if copied and place not in changed and not (code and len(new) < FEW):
+            yield f"the solution lies in {place}"
+
+
+def readable(task: Task, start: Files) -> Mapping[str, str]:
+    """Return the texts that an agent can read, by place."""
+    rest = {
+        path: data for path, data in (task.kept.rest if task.kept else {}).items() if path.startswith("environment/")
+    }
+    texts = {path: data.decode("utf-8", "replace") for path, data in {**start, **rest}.items()}
+    return {"the instruction": task.instruction, **texts}
+
+
+def _asserted(path: str, text: str, failed: Sequence[str]) -> set[str]:
+    """Return the lines that assert something, of the tests that failed if any is known by its id."""
+    names = {name.partition("[")[0].rpartition("::")[2] for name in failed if name.startswith(f"{path}::")}
+    try:
+        tests = [node for node in ast.walk(parse(text)) if isinstance(node, Function) and node.name in names]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tests = []
+    parts = [ast.get_source_segment(text, node) or "" for node in tests] if failed else [text]
+    return {line for part in parts for line in _lines(part) if "assert" in line}
+
+
+def _all(files: Files, paths: Iterable[str]) -> set[str]:
+    return {line for path in paths for line in _lines(files.get(path, b"").decode("utf-8", "replace"))}
+
+
+def _lines(text: str) -> set[str]:
+    return {line.strip() for line in text.splitlines() if len(line.strip()) >= LETTERS}

@@ -1,0 +1,181 @@
+"""The audit of tasks: each planted fault is found and named, and sound tasks have none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb.cli import main
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.labs.audit.audit import audit, audit_task
+from composer_nb.labs.audit.leaks import leaks
+from composer_nb.labs.audit.probes import contradicted, probes
+
+RIGHT = "def clip(values, most):\n    kept = [value for value in values if value < most]\n    return sorted(kept, reverse=True)\n"
+WRONG = RIGHT.replace("value < most", "value <= most")
+SHOWN = [(([3, 1], 9), [3, 1]), (([4], 4), [])]
+HIDDEN = [(([5, 2, 7], 6), [5, 2]), (([8, 8, 1], 8), [1]), (([], 3), []), (([2, 6], 6), [2]), (([9], 1), [])]
+
+
+def sound(**changes: Any) -> Task:
+    files = {"clip.py": WRONG, "test_seen.py": render_tests("clip", "clip", SHOWN)}  # type: ignore[arg-type]
+    given = {
+        "id": "clip",
+        "instruction": "fix clip.py",
+        "files": files,
+        "tests": {"test_clip.py": render_tests("clip", "clip", HIDDEN)},  # type: ignore[arg-type]
+        "solution": {"clip.py": RIGHT},
+        "source_scope": ("clip.py",),
+    }
+    return Task.model_validate(given | changes)
+
+
+def with_files(**files: str) -> dict[str, Any]:
+    return {"files": sound().files | files}
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "sound": ({}, ""),
+    "its tests pass before anything is changed": (with_files(**{"clip.py": RIGHT + "\n# old\n"}), "false positive"),
+    "its solution is wrong": ({"solution": {"clip.py": WRONG + "# new\n"}}, "false negative"),
+    "it has no solution": ({"solution": {}}, "false negative"),
+    "its visible tests say all": ({"tests": {"test_clip.py": render_tests("clip", "clip", SHOWN)}}, "false positive"),  # type: ignore[arg-type]
+    "None is right": (
+        {"tests": {"test_clip.py": "from clip import clip\n\n\ndef test_0():\n    assert clip([], 1) == None\n"}}
+        | {"solution": {"clip.py": "def clip(values, most):\n    if values:\n        return values\n"}},
+        "false positive",
+    ),
+    "the solution lies beside it": (with_files(**{"clip.py.orig": RIGHT}), "leak"),
+    "the instruction holds it": ({"instruction": f"Write this into clip.py:\n{RIGHT}"}, "leak"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    changes, kind = FAULTS[name]
+    with SandboxExecutor() as calls:
+        row = audit_task(sound(**changes), calls, {})
+    assert kind in {found for found, _ in row["problems"]} if kind else row["problems"] == []
+    assert not kind or row["problems"][0][1]
+
+
+def test_probes_are_what_they_say() -> None:
+    task = sound()
+    start, gold = (
+        {path: text.encode() for path, text in files.items()} for files in (task.files, task.files | task.solution)
+    )
+    found = {probe.name: probe for probe in probes(task, start, gold)}
+    values: dict[str, Any] = {}
+    for name in ("the solution, in another layout", "functions return their first argument", "visible tests by heart"):
+        exec(compile(found[name].files["clip.py"], name, "exec"), space := {})  # type: ignore[var-annotated]
+        values[name] = [space["clip"]([4, 3], 4), space["clip"]([3, 1], 9)]
+    assert list(values.values()) == [[[3], [3, 1]], [[4, 3], [3, 1]], [None, [3, 1]]]
+    slips = [probe.files["clip.py"] for probe in found.values() if probe.slip]
+    assert len(set(slips)) == len(slips) == 5 and RIGHT.encode() not in slips
+    assert found["no change"].files == start and [probe.name for probe in found.values() if probe.right] == [
+        "the solution",
+        "the solution, in another layout",
+        "the solution, beside notes",
+    ]
+
+
+def test_negated_assertions() -> None:
+    text = "def test_a():\n    assert 1 == 1, 'why'\n\n\ndef test_b():\n    with raises(ValueError):\n        f()\n"
+    task = Task(id="t", instruction="i", files={}, tests={"test_a.py": text}, source_scope=("*.py",), grader="pytest")
+    twin = contradicted(task)
+    assert twin is not None and twin.tests["test_a.py"] == text.replace(
+        "assert 1 == 1, 'why'", "assert not 1 == 1"
+    ).replace("\n\n\n", "\n\n")
+    assert contradicted(task.model_copy(update={"tests": {"test_a.py": text.replace("assert", "print")}})) is None
+    assert contradicted(sound()) is None
+
+
+COPY = "return sorted(kept, reverse=True)\nkept = [value for value in values if value < most]\n"
+TESTS = render_tests("clip", "clip", HIDDEN)  # type: ignore[arg-type]
+READABLE = [
+    ({}, []),
+    ({"old.py": "x = 1\n"}, []),
+    ({"notes.md": COPY}, ["the solution lies in notes.md"]),
+    ({".git/HEAD": "ref: refs/heads/fix\n"}, ["leftovers lie in the workspace: .git/HEAD"]),
+    ({"copy_of_tests.py": TESTS}, ["the hidden tests of test_clip.py lie in copy_of_tests.py"]),
+]
+
+
+@pytest.mark.parametrize(("places", "wanted"), READABLE)
+def test_what_an_agent_can_read(places: dict[str, str], wanted: list[str]) -> None:
+    task = sound(**with_files(**places))
+    start = {path: text.encode() for path, text in task.files.items()}
+    assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()})) == wanted
+    mine = {"test_clip.py::test_0": "test_clip.py::test_0", "": "test_other.py::test_0"}
+    assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, [mine[""]]))[1:] == []
+
+
+def script(text: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "grader": "script",
+        "files": {"clip.py": WRONG},
+        "tests": {"test.sh": f"#!/bin/bash\n{text}\n", "test_clip.py": PYTEST},
+        "solution": {"solve.sh": f"#!/bin/bash\ncat > clip.py <<'EOF'\n{RIGHT}EOF\n"},
+        "source_scope": ("**",),
+    } | changes
+
+
+PYTEST = "from clip import clip\n\n\ndef test_clip():\n    assert clip([5, 2, 6, 7], 6) == [5, 2]\n"
+REWARDED = "if {}; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi"
+STATUS = "cd /workspace && PYTHONPATH=.:$PYTHONPATH python3 -m pytest -q /tests/test_clip.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("echo 1 > /logs/verifier/reward.txt", "false positive"),
+        (REWARDED.format("grep -q 'value < most' clip.py"), "false positive"),
+        pytest.param(REWARDED.format(STATUS), "false positive", marks=pytest.mark.slow),  # pytest, thirty times
+        (REWARDED.format("md5sum clip.py | grep -q 'never'"), "false negative"),
+    ],
+    ids=["always", "source text", "exit code", "never"],
+)
+def test_scripts_of_others(text: str, kind: str, tmp_path: Path) -> None:
+    Task.model_validate(sound().model_dump() | script(text)).to_harbor(tmp_path / "tasks" / "clip")
+    out = tmp_path / "audit.json"
+    with pytest.MonkeyPatch.context() as patch, out.open("w") as file:
+        patch.setattr("sys.stdout", file)
+        assert main(["audit", str(tmp_path / "tasks"), "--json"]) == 1
+    found = json.loads(out.read_text())
+    assert found["problems"][kind] == 1 and found["audited"] == found["read"] == 1
+
+
+class Own:
+    """An environment whose reward pays for words."""
+
+    def tasks(self) -> list[Task]:
+        return [sound()]
+
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        return float(grade.passed) + sum(len(turn.said) for turn in rollout.turns) / 1000
+
+
+def test_a_reward_that_pays_for_talk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", f"{__name__}:Own"]) == 1
+    shown = capsys.readouterr().out
+    assert "for a long answer, and 1 for the solution" in shown and "0 of 1 tasks are sound" in shown
+
+
+def test_a_set_of_tasks(tmp_path: Path) -> None:
+    tasks = [sound(id=f"t{number}") for number in range(3)]
+    save_tasks([*tasks, tasks[0]], tmp_path / "tasks.jsonl")
+    (tmp_path / "tasks.jsonl").open("a").write("nonsense\n")
+    held = [(task.id, task) for task in [*tasks, tasks[0]]]
+    found = audit([*held, ("line 5", ValueError("not JSON"))])
+    assert found["problems"] == Counter(unreadable=3) and (found["sound"], found["audited"], found["read"]) == (2, 5, 5)
+    assert audit(held, seconds=0)["audited"] == 1
+    assert main(["audit", str(tmp_path / "tasks.jsonl")]) == 1
+    assert main(["audit", str(tmp_path / "none")]) == 2
