@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from composer_nb import cli
 from composer_nb.jobs.check import notebook_digest
 from scripts import make_docs
 
@@ -79,6 +81,18 @@ def test_every_link_leads_somewhere() -> None:
             if "://" not in target and not (found.exists() and (not place or place in anchors[found])):
                 lost.append(f"{path.name}: {target}")
     assert lost == []
+
+
+@pytest.mark.parametrize("name", ["comparison.md", "two_days.md"])
+def test_commands_that_a_page_shows_are_accepted(name: str) -> None:
+    """As far as the parser looks: their names, actions and options."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets
+    shown = re.findall(r"(?:^|`)composer-nb ([^`\n|]+)", text, re.M)
+    assert len(shown) > 3
+    for command in shown:
+        cli.parser().parse_args(shlex.split(command))
 
 
 def test_llms_txt_is_current() -> None:
