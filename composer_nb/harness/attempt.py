@@ -125,7 +125,7 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     finally:  # also when the driver drops the agent: the policy must not keep a rollout that will not continue
         segments = speaker.close()
     counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (done.read, done.written)
-    rollout = replace(done.rollout(task.id, segments, work.files), counted=counted, seconds=0.0)
+    rollout = replace(done.rollout(task.id, segments, work.files, task.files), counted=counted, seconds=0.0)
     known = done.stop not in ("infrastructure", "interrupted")
     grade_ = grade(task, work.files, place.functions) if known else Grade(status="infra_error")
     return Attempt(task=task, rollout=rollout, grade=grade_)
@@ -161,7 +161,8 @@ def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: 
         segments = speaker.close()
     if left is not None:
         found = grade(task, left, place.functions if task.grader == "functions" else place.backend)
-    rollout = done.rollout(task.id, segments, task.files if left is None else _texts(left, task.files))
+    files = task.files if left is None else _texts(left, task.files)
+    rollout = done.rollout(task.id, segments, files, task.files)
     return Attempt(task=task, rollout=rollout, grade=found)
 
 

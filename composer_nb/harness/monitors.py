@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
@@ -167,19 +167,24 @@ class GamedError(ValueError):
 
 @dataclass(slots=True)
 class Watch:
-    """The newest steps of a run, as their monitors saw them. Counts anew when a run is resumed."""
+    """The steps of a run, as their monitors saw them."""
 
-    steps: deque[Counter[str]] = field(default_factory=deque)
-    first: float = 0.0
-    """Tokens written per rollout in the first step."""
+    steps: dict[int, Counter[str]] = field(default_factory=dict)
+    """Counts by the number of batches trained before."""
 
-    def add(self, seen: Counter[str], settings: MonitorSettings) -> tuple[float, str]:
-        """Take in the counts of a step (`samples`, `sampled` tokens, `suspects`, and each detector by its name). Return the share
-        flagged, and what is to be said of it. Raises GamedError above `monitor.stop`."""
-        self.steps.append(seen)
-        while sum(each["samples"] for each in self.steps) - self.steps[0]["samples"] >= settings.window:
-            self.steps.popleft()
-        sums = sum(self.steps, Counter[str]())
+    @classmethod
+    def of(cls, points: Iterable[Mapping[str, Any]]) -> Self:
+        """Return a watch that goes on from the metrics of recorded steps; those without counts are left out."""
+        return cls({each["step"] - 1: Counter(each["monitors"]) for each in points if "monitors" in each})
+
+    def add(self, step: int, seen: Counter[str], settings: MonitorSettings) -> tuple[float, str]:
+        """Take in the counts of a step (`samples`, `sampled` tokens, `suspects`, and each detector by its name), which may be one
+        that is done again. Return the share flagged, and what is to be said of it. Raises GamedError above `monitor.stop`."""
+        self.steps[step] = seen
+        sums = Counter[str]()
+        for number in sorted((each for each in self.steps if each <= step), reverse=True):
+            if sums["samples"] < settings.window:
+                sums += self.steps[number]
         share = sums["suspects"] / max(settings.window, sums["samples"])
         by = ", ".join(f"{name} {sums[name]}" for name in (*DETECTORS, "tampered") if sums[name])
         told = f"{share:.1%} of the last {settings.window} rollouts flagged ({by})"
@@ -188,10 +193,11 @@ class Watch:
                 f"{told}: the reward is being gamed; close the hole, or raise monitor.stop={settings.stop:g}"
             )
         length = seen["sampled"] / max(1, seen["samples"])
-        self.first = self.first or length
-        factor = max(length, 1) / max(self.first, 1)
+        begun = self.steps[min(self.steps)]
+        first = begun["sampled"] / max(1, begun["samples"])
+        factor = max(length, 1) / max(first, 1)
         if not 1 / settings.drift <= factor <= settings.drift:
-            told += f"; {length:.0f} tokens a rollout, {self.first:.0f} at first (monitor.drift)"
+            told += f"; {length:.0f} tokens a rollout, {first:.0f} at first (monitor.drift)"
             return share, told
         return share, told if share > settings.alarm else ""
 

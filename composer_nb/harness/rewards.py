@@ -1,5 +1,8 @@
 """Rewards: registered terms over a stored rollout and its grade, so that any run can be scored again later.
 
+The terms below are those that every run needs. `harness/terms/` has more, which are imported once a weight names one.
+`docs/rewards.md` lists all of them.
+
     R = R_task + Σ_b w_b r_b − λ · C_{k,q}(effort),   C(x) = ((1 + kx)^(1−q) − 1) / (k (1−q))
 
 (Composer 2 technical report §4.2.) `total` is None when the grade is an infrastructure error: such a rollout never reaches a
@@ -10,12 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-import posixpath
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Rollout, Turn
@@ -28,6 +29,21 @@ def term(function: Term) -> Term:
     """Register a reward term under its function's name."""
     TERMS[function.__name__] = function
     return function
+
+
+def term_named(name: str) -> Term:
+    """Return a registered term, or the function that `MODULE:FUNCTION` names. Raises ValueError."""
+    module, _, function = name.partition(":")
+    if function:
+        try:
+            return cast(Term, getattr(import_module(module), function))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"reward.weights names {name!r}, which cannot be imported ({error})") from None
+    if name not in TERMS:
+        import_module("composer_nb.harness.terms")
+    if name not in TERMS:
+        raise ValueError(f"reward.weights names {name!r}; registered terms: {sorted(TERMS)}, or give MODULE:FUNCTION")
+    return TERMS[name]
 
 
 @term
@@ -69,9 +85,6 @@ def given(rollout: Rollout, grade: Grade) -> float:
 EDITS = frozenset({"edit_line", "substitute", "search_replace", "write", "apply_patch"})
 CHANGES = EDITS | {"undo", "delete_file", "run_terminal_cmd"}
 """Tools after which files may be others."""
-_CLAIM = re.compile(r"\b(tests?|suite|checks?)\b.*\b(pass(es|ed|ing)?|green|succeed(s|ed)?)\b", re.I)
-_DENIAL = re.compile(r"\b(not|no|never|cannot|without|if|should|\w+n't|fail\w*|unable|untested)\b", re.I)
-_PASSED, _FAILED = re.compile(r"\b[1-9]\d* passed\b"), re.compile(r"\b[1-9]\d* (failed|errors?)\b")
 
 
 def called(turn: Turn) -> tuple[str, dict[str, Any]]:
@@ -81,68 +94,6 @@ def called(turn: Turn) -> tuple[str, dict[str, Any]]:
         return str(call["name"]), dict(call.get("arguments") or {})
     except (ValueError, TypeError, KeyError):
         return "", {}
-
-
-def _path(arguments: Mapping[str, Any]) -> str:
-    found = next((arguments[name] for name in ("path", "target_file", "file_path") if name in arguments), "")
-    return posixpath.normpath(str(found)) if found else ""
-
-
-@term
-def unfinished_todos(rollout: Rollout, grade: Grade) -> float:
-    """Return the share of the to-dos that were left open at the end."""
-    held: dict[str, str] = {}
-    for name, given in (called(turn) for turn in rollout.turns if turn.error is None):
-        if name == "todo_write" and isinstance(todos := given.get("todos"), list):
-            fresh = {str(todo.get("id")): str(todo.get("status")) for todo in todos if isinstance(todo, dict)}
-            held = held | fresh if given.get("merge") else fresh
-    return sum(status in ("pending", "in_progress") for status in held.values()) / max(1, len(held))
-
-
-@term
-def unread_edits(rollout: Rollout, grade: Grade) -> float:
-    """Return the share of changes of a part of a file that had not been read or written before."""
-    known, blind, count = set[str](), 0, 0
-    for turn in rollout.turns:
-        name, given = called(turn)
-        if (path := _path(given)) and name in EDITS - {"write"}:
-            count, blind = count + 1, blind + (path not in known)
-        if turn.error is None and name in EDITS | {"read_file"}:
-            known.add(path)
-    return blind / max(1, count)
-
-
-@term
-def repeated_reads(rollout: Rollout, grade: Grade) -> float:
-    """Return the share of reads of a part of a file that was read in this segment and has not changed since."""
-    seen, again, count, message = set[str](), 0, 0, -1
-    begins = set(accumulate(sum(s.kind[p[-1]] != Kind.SUMMARY for p in s.messages) for s in rollout.segments[:-1]))
-    for turn in rollout.turns:
-        message += not turn.beside
-        name, given = called(turn)
-        if name in CHANGES or (message in begins and not turn.beside):  # a summary leaves out what files hold
-            seen.clear()
-        if name == "read_file" and turn.error is None:
-            part = json.dumps({**given, "path": _path(given)}, sort_keys=True)
-            again, count = again + (part in seen), count + 1
-            seen.add(part)
-    return again / max(1, count)
-
-
-@term
-def unfounded_claims(rollout: Rollout, grade: Grade) -> float:
-    """Return 1 if the final message says that tests pass, and nothing observed since the last edit shows it."""
-    said = "" if not rollout.turns or rollout.turns[-1].call else rollout.turns[-1].said
-    if not any(_CLAIM.search(part) and not _DENIAL.search(part) for part in re.split(r"[.;!\n]", said)):
-        return 0.0
-    edits = [n for n, turn in enumerate(rollout.turns) if called(turn)[0] in EDITS and turn.error is None]
-    after = rollout.turns[max(edits, default=-1) + 1 :]
-    shown = [
-        turn.tests_passed == turn.tests_run if turn.tests_run else not _FAILED.search(turn.observation)
-        for turn in after
-        if turn.tests_run or _PASSED.search(turn.observation) or _FAILED.search(turn.observation)
-    ]
-    return float(shown[-1:] != [True])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,15 +152,24 @@ class RewardSettings:
     effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
-        if unknown := set(self.weights) - set(TERMS):
-            raise ValueError(f"reward.weights names {sorted(unknown)}; registered terms: {sorted(TERMS)}")
+        for name in self.weights:
+            term_named(name)
+
+    def tried(self) -> None:
+        """Score a rollout of nothing, so that a term that cannot work here is found before it ends a run. Raises ValueError."""
+        nothing = Rollout(task_id="", segments=(), turns=(), files={}, stop="tokens")
+        for name, weight in self.weights.items():
+            try:
+                _ = weight and float(term_named(name)(nothing, Grade(status="graded")))
+            except Exception as error:
+                raise ValueError(f"reward.weights: {name} fails on a rollout without turns: {error!r}") from None
 
 
 def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
     """Score a rollout; its total is None if the grade says nothing about the agent's work."""
     if not grade.known:
         return Reward(total=None)
-    terms = {name: weight * TERMS[name](rollout, grade) for name, weight in settings.weights.items() if weight}
+    terms = {name: weight * term_named(name)(rollout, grade) for name, weight in settings.weights.items() if weight}
     if settings.effort.weight:
         terms["effort"] = -settings.effort.weight * effort_curve(
             settings.effort.of(rollout), settings.effort.k, settings.effort.q

@@ -142,6 +142,8 @@ class Rollout:
     """Tokens read and written, as counted by an endpoint, which gives no token streams."""
     seconds: float = 0.0
     """From its first message to its last, where it was measured."""
+    before: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The workspace at the start: the task's files."""
 
     @property
     def tokens(self) -> int:

@@ -181,7 +181,8 @@ def _segments(row: Mapping[str, Any], trace: Trace) -> tuple[Segment, ...]:
 
 def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) -> Attempt:
     row = {**dict.fromkeys(_COUNTS, 0), "segments": [len(row["token_ids"])], "parents": [-1], **row}
-    files: dict[str, str | None] = tasks[row["task_id"]].files | json.loads(row["files"])
+    before = tasks[row["task_id"]].files
+    files: dict[str, str | None] = before | json.loads(row["files"])
     rollout = Rollout(
         task_id=row["task_id"],
         segments=_segments(row, trace),
@@ -190,6 +191,7 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         stop=row["stop"],
         counted=(row["read_tokens"], row["written_tokens"]),
         seconds=row["seconds"],
+        before=before,
     )
     grade = Grade(
         status=row["status"],

@@ -112,6 +112,9 @@ class Services(Protocol):
     def seconds(self) -> float:
         """Time spent on RL so far."""
 
+    def past(self) -> Sequence[Mapping[str, Any]]:
+        """Return the metrics of the steps that are on record, with their numbers from 1 as `step`."""
+
     def take(self) -> Batch | None:
         """Wait for the next batch. None: this was the last one."""
 
@@ -137,7 +140,7 @@ class Services(Protocol):
 
 def reinforce(services: Services) -> None:
     """Train until there is nothing left to take. Raises GamedError where monitors stop the run, before it learns."""
-    watch = Watch()
+    watch = Watch.of(services.past())
     while (batch := services.take()) is not None:
         s: Settings = services.settings
         groups = batch.scored
@@ -147,14 +150,15 @@ def reinforce(services: Services) -> None:
                 groups = shuffle_rewards(groups, s.loss, Random(f"shuffle {batch.step} {services.ranks.rank}"))
             services.keep(batch, groups)
         seen = sum(services.ranks.gather(suspects(groups)), Counter[str]())
-        share, told = watch.add(seen, s.monitor)
+        share, told = watch.add(batch.step, seen, s.monitor)
         if told:
             services.say(f"rl {batch.step + 1}: {told}")
         found = services.learn(batch, streams_of(groups, s.loss, services.hinter))
         if found is None:
             continue
         step, steps = batch.step + 1, services.settings.rl.steps
-        point = measured(groups, batch, s.rl.minibatches, services.ranks) | found | {"flagged_share": share}
+        point = measured(groups, batch, s.rl.minibatches, services.ranks) | found
+        point |= {"flagged_share": share, "monitors": dict(seen)}
         if s.rl.evaluate_every and step % s.rl.evaluate_every == 0 and step != steps:
             point |= services.evaluate(batch, point)
         tokens: Counter[str] = sum(services.ranks.gather(ledger(groups, s.loss)), Counter())

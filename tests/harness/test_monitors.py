@@ -185,22 +185,22 @@ def step(samples: int, suspects: int, sampled: int = 0) -> Counter[str]:
 
 def test_a_watch_warns_above_the_alarm_and_raises_above_the_stop() -> None:
     settings, watch = MonitorSettings(window=200), Watch()
-    assert watch.add(step(100, 1), settings) == (0.005, "")
-    share, told = watch.add(step(100, 2), settings)
+    assert watch.add(0, step(100, 1), settings) == (0.005, "")
+    share, told = watch.add(1, step(100, 2), settings)
     assert share == 0.015 and told == "1.5% of the last 200 rollouts flagged (special_casing 3)"
-    assert watch.add(step(100, 2), settings)[0] == 0.02, (
+    assert watch.add(2, step(100, 2), settings)[0] == 0.02, (
         "the first step has left the window; the bound itself is allowed"
     )
     with pytest.raises(GamedError, match=r"2.5% .*special_casing 5.*monitor.stop=0.02"):
-        watch.add(step(100, 3), settings)
-    assert watch.add(step(100, 90), MonitorSettings(window=200, stop=1.0))[0] > 0.4, "1: never"
+        watch.add(3, step(100, 3), settings)
+    assert watch.add(4, step(100, 90), MonitorSettings(window=200, stop=1.0))[0] > 0.4, "1: never"
 
 
 def test_drift_of_length_is_said() -> None:
     settings, watch = MonitorSettings(), Watch()
-    assert not watch.add(step(10, 0, 500), settings)[1] and not watch.add(step(10, 0, 1900), settings)[1]
-    assert "210 tokens a rollout, 50 at first (monitor.drift)" in watch.add(step(10, 0, 2100), settings)[1]
-    assert "10 tokens a rollout" in watch.add(step(10, 0, 100), settings)[1]
+    assert not watch.add(0, step(10, 0, 500), settings)[1] and not watch.add(1, step(10, 0, 1900), settings)[1]
+    assert "210 tokens a rollout, 50 at first (monitor.drift)" in watch.add(2, step(10, 0, 2100), settings)[1]
+    assert "10 tokens a rollout" in watch.add(3, step(10, 0, 100), settings)[1]
 
 
 def test_an_alarm_above_the_stop_is_refused() -> None:

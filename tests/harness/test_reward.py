@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -147,7 +147,7 @@ def test_what_the_agent_did_to_its_grade_is_no_fault_of_the_infrastructure(
 
 
 def test_an_unknown_term_is_named_before_anything_is_scored() -> None:
-    with pytest.raises(ValueError, match=r"reward\.weights names \['sovled'\]; registered terms: \[.*'solved'"):
+    with pytest.raises(ValueError, match=r"reward\.weights names 'sovled'; registered terms: \[.*'solved'"):
         RewardSettings(weights={"sovled": 1.0})
 
 
@@ -163,6 +163,22 @@ def test_a_term_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quick(rollout(turns=3), PASSED) == 0.0
 
 
+TERM = "def quick(rollout, grade):\n    return 1.0\n\ndef rash(rollout, grade):\n    return 1 / len(rollout.turns)\n"
+
+
+def test_a_term_of_a_module_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "terms_of_mine.py").write_text(TERM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    good, bad = (RewardSettings(weights={"solved": 1.0, f"terms_of_mine:{name}": 0.5}) for name in ("quick", "rash"))
+    assert reward(rollout(), PASSED, good).total == 1.5
+    good.tried()
+    with pytest.raises(ValueError, match=r"terms_of_mine:rash fails on a rollout without turns: ZeroDivisionError"):
+        bad.tried()
+    for name in ("terms_of_mine:no", "no.such.module:quick"):
+        with pytest.raises(ValueError, match=rf"reward\.weights names '{name}', which cannot be imported"):
+            RewardSettings(weights={name: 1.0})
+
+
 def test_calls_of_one_message_are_calls_and_no_turns_of_their_own() -> None:
     made = rollout(turns=2)
     message = (
@@ -173,78 +189,3 @@ def test_calls_of_one_message_are_calls_and_no_turns_of_their_own() -> None:
     made = replace(made, turns=message)
     assert (made.calls, made.messages) == (2, 2)
     assert Effort(calls=1.0, turns=0.0).of(made) - Effort(calls=0.0, turns=0.0).of(made) == pytest.approx(2.0)
-
-
-def talk(*turns: tuple[Any, ...]) -> Rollout:
-    """A rollout of these turns: (tool, arguments), with fields of `Turn` after them; a text alone is the final message."""
-    made = []
-    for each in turns:
-        if len(each) == 1:
-            made.append(Turn(call="", observation="", said=each[0]))
-            continue
-        name, arguments, *rest = each
-        fields = {"observation": "", **(rest[0] if rest else {})}
-        made.append(Turn(call=json.dumps({"name": name, "arguments": arguments}), **fields))
-    return replace(rollout(), turns=tuple(made))
-
-
-def todos(merge: bool, **status: str) -> tuple[str, dict[str, Any]]:
-    return "todo_write", {"merge": merge, "todos": [{"id": n, "content": n, "status": s} for n, s in status.items()]}
-
-
-READ, EDIT = ("read_file", {"target_file": "a.py"}), ("search_replace", {"file_path": "./a.py"})
-PART = ("read_file", {"target_file": "a.py", "offset": 40})
-REFUSED = {"error": "InvalidArguments"}
-GREEN, RED = {"tests_run": 2, "tests_passed": 2}, {"tests_run": 2, "tests_passed": 1}
-SHELL = ("run_terminal_cmd", {"command": "pytest"})
-CONDUCT: list[tuple[str, list[tuple[Any, ...]], float]] = [
-    ("unfinished_todos", [], 0.0),
-    ("unfinished_todos", [todos(False, a="pending", b="completed")], 0.5),
-    ("unfinished_todos", [todos(False, a="pending", b="in_progress"), todos(True, a="completed")], 0.5),
-    ("unfinished_todos", [todos(False, a="pending"), todos(False, b="cancelled")], 0.0),
-    ("unfinished_todos", [(*todos(False, a="pending"), REFUSED)], 0.0),
-    ("unfinished_todos", [("todo_write", {"todos": "all of it"})], 0.0),
-    ("unread_edits", [READ, EDIT], 0.0),
-    ("unread_edits", [EDIT, READ, EDIT], 0.5),
-    ("unread_edits", [EDIT, EDIT], 0.5),  # what it wrote itself it knows
-    ("unread_edits", [(*READ, REFUSED), EDIT], 1.0),
-    ("unread_edits", [("write", {"file_path": "a.py"}), EDIT], 0.0),
-    ("unread_edits", [("edit_line", {"path": "f.py", "line": 2, "text": "x"})], 1.0),
-    ("repeated_reads", [READ, READ], 0.5),
-    ("repeated_reads", [READ, PART, ("read_file", {"target_file": "b.py"})], 0.0),
-    ("repeated_reads", [READ, EDIT, READ], 0.0),
-    ("repeated_reads", [READ, SHELL, READ], 0.0),
-    ("repeated_reads", [READ, ("grep", {"pattern": "x"}), READ, READ], 2 / 3),
-    ("unfounded_claims", [("All tests pass now.",)], 1.0),
-    ("unfounded_claims", [EDIT, ("run_tests", {}, GREEN), ("All tests pass.",)], 0.0),
-    ("unfounded_claims", [("run_tests", {}, GREEN), EDIT, ("I fixed it. The tests are passing.",)], 1.0),
-    ("unfounded_claims", [EDIT, ("run_tests", {}, RED), ("The suite passed!",)], 1.0),
-    ("unfounded_claims", [EDIT, ("run_tests", {}, GREEN), ("run_tests", {}, RED), ("Tests pass.",)], 1.0),
-    ("unfounded_claims", [EDIT, (*SHELL, {"observation": "3 passed in 0.1s"}), ("Tests pass.",)], 0.0),
-    ("unfounded_claims", [EDIT, (*SHELL, {"observation": "3 passed, 1 failed"}), ("Tests pass.",)], 1.0),
-    ("unfounded_claims", [EDIT, ("The tests do not pass yet.",)], 0.0),
-    ("unfounded_claims", [EDIT, ("I could not run the tests; they should pass.",)], 0.0),
-    ("unfounded_claims", [EDIT, ("I changed a.py.",)], 0.0),
-    ("unfounded_claims", [EDIT, READ], 0.0),
-]
-
-
-@pytest.mark.parametrize(("name", "turns", "value"), CONDUCT, ids=lambda each: each if isinstance(each, str) else None)
-def test_conduct(name: str, turns: list[tuple[Any, ...]], value: float) -> None:
-    assert TERMS[name](talk(*turns), FAILED) == pytest.approx(value)
-
-
-def test_a_read_after_a_summary_is_none_too_many() -> None:
-    def part(*kinds: Kind) -> Segment:
-        kind = np.array(kinds, np.uint8)
-        return Segment(
-            token_ids=np.zeros(len(kind), np.int32),
-            kind=kind,
-            logprob=np.zeros(len(kind), np.float32),
-            policy_version=np.zeros(len(kind), np.int32),
-        )
-
-    first = part(Kind.PROMPT, Kind.TOOL_CALL, Kind.OBSERVATION, Kind.SUMMARY)
-    done = replace(talk(READ, READ), segments=(first, part(Kind.PROMPT, Kind.TOOL_CALL)))
-    assert TERMS["repeated_reads"](done, FAILED) == 0.0
-    assert TERMS["repeated_reads"](replace(done, segments=(part(Kind.PROMPT, Kind.TOOL_CALL),)), FAILED) == 0.5

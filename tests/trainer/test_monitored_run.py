@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.monitors import GamedError, MonitorSettings
+from composer_nb.harness.monitors import GamedError, MonitorSettings, Watch
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.harness.tasks.task import Task
@@ -77,6 +79,9 @@ class Bandit:
         rollout = Rollout(task_id="t", segments=(segment,), turns=(), files=files, stop="finished")
         return Attempt(task=TASK, rollout=rollout, grade=Grade(status="graded", tests={"t": text == RIGHT}))
 
+    def past(self) -> list[dict[str, Any]]:
+        return self.points
+
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
         pass
 
@@ -89,7 +94,7 @@ class Bandit:
         return {}
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
-        self.points.append(point)
+        self.points.append({**point, "step": self.step})
 
     def save(self, step: int) -> None:
         pass
@@ -117,3 +122,31 @@ def test_a_run_without_a_hole_goes_on_to_its_end() -> None:
     run = Bandit(hole=False)
     reinforce(run)
     assert run.step == 40 and run.cheats < 0.01 and run.points[-1]["flagged_share"] == 0
+
+
+@pytest.mark.parametrize("back", [0, 3])
+def test_what_was_flagged_is_known_after_a_resume(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after step 6, the run goes on from there or from three steps before: every share is that of a run
+    that nobody disturbed."""
+
+    def batch(run: Bandit, step: int) -> Batch:
+        run.random, run.logit, run.step = Random(step), -4.0, step
+        return Batch(step=step, groups=[[run._attempt() for _ in range(8)] for _ in range(8)])
+
+    def run_on(run: Bandit, start: int, stop: int) -> dict[int, float]:
+        steps = iter(range(start, stop))
+        monkeypatch.setattr(run, "take", lambda: batch(run, step) if (step := next(steps, -1)) >= 0 else None)
+        reinforce(run)
+        return {point["step"]: point["flagged_share"] for point in run.points}
+
+    whole, killed = Bandit(hole=False, stop=1.0), Bandit(hole=False, stop=1.0)
+    shares = run_on(whole, 0, 12)
+    run_on(killed, 0, 6)
+    killed.points = json.loads(json.dumps(killed.points))[: 6 - back]
+    assert run_on(killed, 6 - back, 12) == shares and len(set(shares.values())) > 2
+
+
+def test_steps_that_are_done_again_count_once() -> None:
+    settings, watch = MonitorSettings(window=64, stop=1.0), Watch()
+    first = watch.add(0, Counter(samples=32, sampled=32, suspects=8), settings)[0]
+    assert watch.add(0, Counter(samples=32, sampled=32, suspects=8), settings)[0] == first == 8 / 64

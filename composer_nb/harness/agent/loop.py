@@ -39,13 +39,16 @@ class Conversation:
     why: str = ""
     """Reason of the stop `infrastructure`."""
 
-    def rollout(self, task_id: str, segments: tuple[Segment, ...], files: dict[str, str]) -> Rollout:
-        """Return the conversation as a rollout that left `files` in the workspace."""
+    def rollout(
+        self, task_id: str, segments: tuple[Segment, ...], files: dict[str, str], before: dict[str, str]
+    ) -> Rollout:
+        """Return the conversation as a rollout that found `before` in the workspace and left `files`."""
         return Rollout(
             task_id=task_id,
             segments=segments,
             turns=self.turns,
             files=files,
+            before=before,
             stop=self.stop,
             counted=(self.read, self.written),
             seconds=self.seconds,

@@ -162,7 +162,7 @@ def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: st
         after.pop(path, None)
         if blob is not None:
             after[path] = blob.data.decode("utf-8", "surrogateescape")
-    rollout = done.rollout(name, segments, after)
+    rollout = done.rollout(name, segments, after, before)
     changed = {path: before[path] for path in work.changes if path in before}
     # Not a task that would pass the checks of one: storing needs its name and files alone.
     task = Task.model_construct(id=name, instruction=instruction, files=before)

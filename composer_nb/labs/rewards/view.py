@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
+import composer_nb.harness.terms  # noqa: F401  registers the terms that sliders are for
 from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge
 from composer_nb.settings import override

@@ -44,6 +44,7 @@ def check_inputs(settings: Settings) -> None:
     """Raise ValueError that names the setting where the code, the checkpoint or the tasks of a run are not fit."""
     if settings.data.code != "stdlib":
         read_corpus(settings.data.code)
+    settings.reward.tried()
     model, renderer = settings.model, settings.env.renderer
     if not model.start and renderer != "compact":
         raise ValueError(f"env.renderer={renderer!r}: only a checkpoint's tokenizer can have it; set model.start")

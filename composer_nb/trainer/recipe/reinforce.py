@@ -60,6 +60,9 @@ class InProcess:
     def seconds(self) -> float:
         return self.before + time.perf_counter() - self._start
 
+    def past(self) -> list[dict[str, Any]]:
+        return self.stages.run.steps("rl")
+
     def take(self) -> Batch | None:
         """Sample this rank's share of the next batch. Every rank stops at the same step."""
         s, rl = self.stages, self.settings.rl

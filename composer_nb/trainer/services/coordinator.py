@@ -81,14 +81,12 @@ class Coordinator:
         self.by_id = {task.id: task for task in self.tasks}
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, Pair] = {}
-        self.made = 0
-        self.stillborn = 0
-        """Pairs in a row that died before they had joined."""
-        self.ended = False
+        self.made = self.stillborn = 0
+        """Pairs that were made, and those in a row that died before they had joined."""
+        self.ended = self.stopped_early = self.learning = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         self.due: Train | None = None
         """The batch that the trainer is to learn next."""
-        self.learning = False
         self.found: dict[str, Any] | None = None
         """The trainer's answer about the batch that it was given."""
         self.lost = 0
@@ -96,12 +94,9 @@ class Coordinator:
         self.running: list[Running] = []
         self.waits: list[dict[str, float]] = []
         self.begin = self.last = time.perf_counter()
-        self.before = 0.0
-        self.saved = 0
-        self.live = 0
-        """The step that the last batch with a signal began at. Batches without one make versions that change nothing."""
-        self.train_s = 0.0
-        self.stopped_early = False
+        self.before = self.train_s = 0.0
+        self.saved = self.live = 0
+        """`live`: the step that the last batch with a signal began at. Batches without one make versions that change nothing."""
         self.notes: list[Callable[[], None]] = []
         """Notes to write down in the transaction of the next events."""
         self.board = SummaryWriter(str(run.path / "tensorboard"), flush_secs=10)
@@ -375,6 +370,9 @@ class Coordinator:
                 self._handle(self._pair_died(pair, died))
 
     # The loop's services
+
+    def past(self) -> list[dict[str, Any]]:
+        return self.run.steps("rl")
 
     def take(self) -> Batch | None:
         while self.due is None and not self.ended:

@@ -165,7 +165,9 @@ def change_live(settings: Settings, name: str, value: Any) -> Settings:
     """`settings` with one of them changed. Raises ValueError for one that a live run cannot change, or that does not fit."""
     if name not in LIVE and not name.startswith(("reward.", "monitor.")):
         raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* and monitor.* can")
-    return override(settings, {name: value})
+    changed = override(settings, {name: value})
+    changed.reward.tried()
+    return changed
 
 
 def request_change(run: RunDir, name: str, value: Any) -> None:

@@ -1,0 +1,114 @@
+"""Terms about conduct: to-dos, reads before edits, and what the final message says."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rewards import CHANGES, EDITS, called, term
+from composer_nb.harness.rollout import Kind, Rollout
+
+LONG = 150
+"""Words of a final message that cost nothing."""
+_CLAIM = re.compile(r"\b(tests?|suite|checks?)\b.*\b(pass(es|ed|ing)?|green|succeed(s|ed)?)\b", re.I)
+_DENIAL = re.compile(r"\b(not|no|never|cannot|without|if|should|\w+n't|fail\w*|unable|untested)\b", re.I)
+_PASSED, _FAILED = re.compile(r"\b[1-9]\d* passed\b"), re.compile(r"\b[1-9]\d* (failed|errors?)\b")
+_DONE = re.compile(r"\b(fixed|changed|added|updated|implemented|removed|renamed|rewrote|refactored|edited)\b", re.I)
+_CODE = re.compile(r"```.*?(```|\Z)|`[^`\n]*`", re.S)
+
+
+def _path(arguments: Mapping[str, Any]) -> str:
+    found = next((arguments[name] for name in ("path", "target_file", "file_path") if name in arguments), "")
+    return posixpath.normpath(str(found)) if found else ""
+
+
+@term
+def unfinished_todos(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of the to-dos that were left open at the end."""
+    held: dict[str, str] = {}
+    for name, given in (called(turn) for turn in rollout.turns if turn.error is None):
+        if name == "todo_write" and isinstance(todos := given.get("todos"), list):
+            fresh = {str(todo.get("id")): str(todo.get("status")) for todo in todos if isinstance(todo, dict)}
+            held = held | fresh if given.get("merge") else fresh
+    return sum(status in ("pending", "in_progress") for status in held.values()) / max(1, len(held))
+
+
+@term
+def unread_edits(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of changes of a part of a file that had not been read or written before."""
+    known, blind, count = set[str](), 0, 0
+    for turn in rollout.turns:
+        name, given = called(turn)
+        if (path := _path(given)) and name in EDITS - {"write"}:
+            count, blind = count + 1, blind + (path not in known)
+        if turn.error is None and name in EDITS | {"read_file"}:
+            known.add(path)
+    return blind / max(1, count)
+
+
+@term
+def repeated_reads(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of reads of a part of a file that was read in this segment and has not changed since."""
+    seen, again, count, message = set[str](), 0, 0, -1
+    begins = set(accumulate(sum(s.kind[p[-1]] != Kind.SUMMARY for p in s.messages) for s in rollout.segments[:-1]))
+    for turn in rollout.turns:
+        message += not turn.beside
+        name, given = called(turn)
+        if name in CHANGES or (message in begins and not turn.beside):  # a summary leaves out what files hold
+            seen.clear()
+        if name == "read_file" and turn.error is None:
+            part = json.dumps({**given, "path": _path(given)}, sort_keys=True)
+            again, count = again + (part in seen), count + 1
+            seen.add(part)
+    return again / max(1, count)
+
+
+def final_message(rollout: Rollout) -> str:
+    """Return what the agent said last; nothing if it ended with a call."""
+    return "" if not rollout.turns or rollout.turns[-1].call else rollout.turns[-1].said
+
+
+def _says(text: str, what: re.Pattern[str]) -> bool:
+    """Return whether a sentence says it without a word of denial or doubt."""
+    return any(what.search(part) and not _DENIAL.search(part) for part in re.split(r"[;!\n]|\.(?!\w)", text))
+
+
+@term
+def unfounded_claims(rollout: Rollout, grade: Grade) -> float:
+    """Return 1 if the final message says that tests pass, and nothing observed since the last edit shows it."""
+    if not _says(final_message(rollout), _CLAIM):
+        return 0.0
+    edits = [n for n, turn in enumerate(rollout.turns) if called(turn)[0] in EDITS and turn.error is None]
+    after = rollout.turns[max(edits, default=-1) + 1 :]
+    shown = [
+        turn.tests_passed == turn.tests_run if turn.tests_run else not _FAILED.search(turn.observation)
+        for turn in after
+        if turn.tests_run or _PASSED.search(turn.observation) or _FAILED.search(turn.observation)
+    ]
+    return float(shown[-1:] != [True])
+
+
+@term
+def vague_claims(rollout: Rollout, grade: Grade) -> float:
+    """Return 1 if the final message says that something was changed, and names none of the files that differ."""
+    said, before, after = final_message(rollout), rollout.before, rollout.files
+    changed = [path for path in {*before, *after} if before.get(path) != after.get(path)]
+    named = any(re.search(rf"(?<![\w.]){re.escape(posixpath.basename(path))}(?!\w)", said) for path in changed)
+    return float(_says(said, _DONE) and not named)
+
+
+@term
+def long_message(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of the final message's words beyond the first `LONG`."""
+    return max(0.0, 1 - LONG / max(1, len(final_message(rollout).split())))
+
+
+@term
+def asked_back(rollout: Rollout, grade: Grade) -> float:
+    """Return 1 if the final message asks the user something; question marks in code do not count."""
+    return float(bool(re.search(r"\w[\"')\]]*\?(?=\W|\Z)", _CODE.sub(" ", final_message(rollout)))))

@@ -1,0 +1,216 @@
+"""Terms about the change that an attempt left: what a linter says of it, and whether it keeps to the code's names and helpers.
+
+Each reads the Python files that differ, as they were and as they are. The linter is ruff, the one behind `read_lints`: it parses
+text and runs nothing of it. It reads no settings of the repository and heeds no `noqa`, for an agent can write both.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from composer_nb.harness import syntax
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rewards import term
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.sandbox.toolchain import host_programs
+from composer_nb.harness.tasks.scope import is_test_module
+
+LINTS, STYLE = ("F", "E9", "B"), ("E4", "E7", "W", "I", "N", "C4", "C90", "SIM", "RET", "PIE")
+"""Rules of ruff about probable errors, and about style."""
+TIMEOUT_S = 20.0
+FEW = 3
+"""Names of a kind that make a convention."""
+SMALL = 12
+"""Nodes of the syntax tree from which on a function counts as a helper."""
+
+
+def saturated(count: float) -> float:
+    """Return n / (1 + |n|): between −1 and 1, so that no number of findings outweighs the task, and no padding dilutes them."""
+    return count / (1 + abs(count))
+
+
+@lru_cache(maxsize=8192)
+def findings(text: str) -> tuple[int, int]:
+    """Return what ruff finds in a module: probable errors, and faults of style. A text that ends the linter is one of each.
+    Raises ValueError where there is no ruff."""
+    if (ruff := host_programs().get("ruff")) is None:
+        raise ValueError("lint_delta and style_delta need ruff: pip install 'composer_nb[agent]'")
+    rules = ",".join((*LINTS, *STYLE))
+    command = [ruff, "check", "--isolated", "--no-cache", "--quiet", "--ignore-noqa", "--output-format=json"]
+    command += [f"--select={rules}", "--stdin-filename=module.py", "-"]
+    data = text.encode("utf-8", "surrogateescape")
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, cwd="/", env={}, timeout=TIMEOUT_S, check=False)
+        found = [str(each["code"] or "") for each in json.loads(done.stdout)]
+    except (subprocess.TimeoutExpired, ValueError):
+        return 1, 1
+    style = sum(code.startswith(STYLE) for code in found)
+    return len(found) - style, style
+
+
+def _changed(rollout: Rollout) -> list[tuple[str, str, str]]:
+    """Return path, text before and text after of each Python file that differs."""
+    paths = sorted({*rollout.before, *rollout.files})
+    pairs = [
+        (path, rollout.before.get(path, ""), rollout.files.get(path, "")) for path in paths if path.endswith(".py")
+    ]
+    return [each for each in pairs if each[1] != each[2]]
+
+
+def _delta(rollout: Rollout, place: int) -> float:
+    findings("")
+    return saturated(sum(findings(new)[place] - findings(old)[place] for _, old, new in _changed(rollout)))
+
+
+@term
+def lint_delta(rollout: Rollout, grade: Grade) -> float:
+    """Return the probable errors that the change adds less those that it removes, `saturated`."""
+    return _delta(rollout, 0)
+
+
+@term
+def style_delta(rollout: Rollout, grade: Grade) -> float:
+    """Return the faults of style that the change adds less those that it removes, `saturated`."""
+    return _delta(rollout, 1)
+
+
+class Defined(NamedTuple):
+    """A function of a module."""
+
+    name: str
+    top: bool
+    """It is in no class and no function."""
+    arguments: int
+    shape: str
+    """Its code without names of its own, annotations, decorators and docstring; empty for a small one."""
+
+
+class Names(NamedTuple):
+    """What a module defines: its functions, and names by kind."""
+
+    functions: tuple[Defined, ...] = ()
+    names: frozenset[tuple[str, str]] = frozenset()
+
+
+@lru_cache(maxsize=8192)
+def defined(text: str) -> Names:
+    """Return what a module defines; nothing for one that cannot be parsed."""
+    try:
+        tree = syntax.parse(text)
+        return Names(tuple(_functions(tree)), frozenset(_names(tree)))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return Names()
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield "function", node.name
+        elif isinstance(node, ast.ClassDef):
+            yield "class", node.name
+        elif isinstance(node, ast.arg):
+            yield "variable", node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield "variable", node.id
+
+
+def case_of(name: str) -> str:
+    """Return the form of a name; empty where it could be of several (`total`, `x`, `__init__`)."""
+    bare = name.strip("_")
+    if not bare or name.startswith("__") or (bare.islower() and "_" not in bare) or len(bare) == 1:
+        return ""
+    if bare.islower() or bare.isupper():
+        return "snake" if bare.islower() else "UPPER"
+    return "mixed" if "_" in bare else "Pascal" if bare[0].isupper() else "camel"
+
+
+def _convention(modules: Iterable[str], kind: str) -> str:
+    """Return the form that most names of a kind have; empty for fewer than `FEW` that show one."""
+    names = {name for text in modules for each, name in defined(text).names if each == kind}
+    forms = Counter(form for name in sorted(names) if (form := case_of(name)) not in ("", "UPPER"))
+    return forms.most_common(1)[0][0] if forms.total() >= FEW else ""
+
+
+@term
+def odd_names(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of new names (functions, classes, variables) that break the convention of their module, or of all code
+    where the module has too few. Names that fit every form, and constants, do not count."""
+    sources = [text for path, text in rollout.before.items() if path.endswith(".py")]
+    odd = count = 0
+    for _, old, new in _changed(rollout):
+        for kind, name in defined(new).names - defined(old).names:
+            wanted = _convention([old], kind) or _convention(sources, kind)
+            if wanted and (form := case_of(name)) not in ("", "UPPER"):
+                odd, count = odd + (form != wanted), count + 1
+    return odd / max(1, count)
+
+
+def _functions(node: ast.AST, top: bool = True) -> Iterator[Defined]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            count = sum(isinstance(each, ast.arg) for each in ast.walk(child.args))
+            yield Defined(child.name, top, count, _shape(child))
+        yield from _functions(
+            child, top and not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        )
+
+
+def _shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    body: Sequence[ast.stmt] = function.body[1:] if ast.get_docstring(function, clean=False) else function.body
+    nodes = [node for part in (function.args, *body) for node in ast.walk(part)]
+    if len(nodes) < SMALL:
+        return ""
+    own = {function.name: "f"}
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            own.setdefault(node.arg, f"v{len(own)}")
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.setdefault(node.id, f"v{len(own)}")
+    return "\n".join(_dump(part, own) for part in (function.args, *body))
+
+
+def _dump(node: object, own: dict[str, str]) -> str:
+    """Return a syntax tree as text, with names replaced."""
+    if isinstance(node, list):
+        return f"[{','.join(_dump(each, own) for each in node)}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    named = {"arg", "id"} if isinstance(node, ast.arg | ast.Name) else set()
+    fields = [(name, value) for name, value in ast.iter_fields(node) if name not in ("annotation", "ctx", "kind")]
+    held = [repr(own.get(value, value)) if name in named else _dump(value, own) for name, value in fields]
+    return f"{type(node).__name__}({','.join(held)})"
+
+
+@term
+def rewritten_helpers(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of the functions that the change wrote which the code had already, and still has: the same code under
+    whatever names, or a new function of a module with the name and the number of arguments of another module's. Tests and
+    small functions do not count."""
+    before, after = rollout.before, rollout.files
+    kept = [
+        (path, each)
+        for path, text in before.items()
+        if path.endswith(".py") and not is_test_module(path)
+        for each in defined(text).functions
+        if each.shape and each in defined(after.get(path, "")).functions
+    ]
+    again = count = 0
+    for path, old, new in _changed(rollout):
+        known = defined(old).functions
+        names = {each.name for each in known}
+        for each in () if is_test_module(path) else defined(new).functions:
+            if each.shape and each not in known:
+                count += 1
+                fresh = each.top and each.name not in names
+                again += any(
+                    each.shape == other.shape
+                    or (fresh and other.top and home != path and each[:3] == other[:3] and each.name != "main")
+                    for home, other in kept
+                )
+    return again / max(1, count)
