@@ -141,6 +141,20 @@ def rescore(batch: StoredBatch, rewards: RewardSettings) -> Scores:
     return Scores.of(score_groups(groups, rewards, batch.settings.loss))
 
 
+def rescore_with(batch: StoredBatch, values: Sequence[float | None], weight: float) -> Scores:
+    """Return a batch's stored rewards with `weight` times a further value of each rollout, such as a judge's. A group in which a
+    value is missing keeps its rewards: a missing one is no 0."""
+    rest, totals = iter(values), dict[int, float]()
+    for group in batch.groups:
+        given = [next(rest) for _ in group]
+        for scored, value in zip(group, given, strict=True):
+            more = 0.0 if None in given else weight * float(value or 0.0)
+            totals[id(scored.attempt.rollout)] = float(scored.reward.total or 0.0) + more
+    groups = [[scored.attempt for scored in group] for group in batch.groups]
+    settings = batch.settings
+    return Scores.of(score_groups(groups, settings.reward, settings.loss, lambda rollout, _: totals[id(rollout)]))
+
+
 def shuffled(batch: StoredBatch, seed: int) -> Scores:
     """Return a control: the stored rewards permuted at random over the batch."""
     groups = [list(group) for group in batch.groups]

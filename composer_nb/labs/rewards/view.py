@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import composer_nb.harness.terms  # noqa: F401  registers the terms that sliders are for
 from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
+from composer_nb.labs.rewards.judges import Agreement
 from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge
 from composer_nb.settings import override
 from composer_nb.views import style
@@ -249,6 +250,25 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
     ax.set_xlim(-1.05, 1.05)
     title(ax, "cosine to the gradient as trained", "cosine", "shuffles")
     key(ax, loc="center left")
+    return picture
+
+
+def agreed(found: Agreement, levels: Sequence[str]) -> Picture:
+    """Draw a judge against labels: rollouts by label and level, and the accuracy with its interval beside that of a constant."""
+    picture = Picture(9.5, 2.8)
+    table, ax = picture.panels(1, 2, width_ratios=(1, 1.3))
+    count_KK = np.array([[found.counts.get((k, j), 0) for j in range(len(levels))] for k in range(len(levels))])
+    table.imshow(count_KK, cmap="Blues", vmax=2 * max(1, count_KK.max()))
+    for (k, j), count in np.ndenumerate(count_KK):
+        style.note(table, j, k, str(count), ha="center", color=style.DARK)
+    table.set_xticks(range(len(levels)), [text[:18] for text in levels], fontsize=8)
+    table.set_yticks(range(len(levels)), [text[:18] for text in levels], fontsize=8)
+    table.grid(visible=False)
+    title(table, f"{found.n} rollouts, {found.failed} without an answer", "judge", "label")
+    style.bars(ax, {"judge": found.accuracy, "a constant": found.constant}, [style.BLUE, style.GREY])
+    style.interval(ax, found.interval, [0, 0])
+    ax.set_xlim(0, 1)
+    title(ax, f"Cohen's κ = {found.kappa:.2f}", "accuracy, with its 95 % interval")
     return picture
 
 

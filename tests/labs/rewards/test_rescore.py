@@ -22,6 +22,7 @@ from composer_nb.labs.rewards.rescore import (
     open_lab,
     policy_gradients,
     rescore,
+    rescore_with,
     settings_at,
     shuffled,
     stored_batch,
@@ -51,6 +52,17 @@ def test_unchanged_terms_give_the_stored_advantages_bit_for_bit(tiny_run: RunDir
     assert again.advantage_R.tobytes() == stored.advantage_R.tobytes()
     assert again.reward_R.tobytes() == stored.reward_R.tobytes()
     assert again.terms == stored.terms
+
+
+def test_a_further_value_counts_in_groups_where_nobody_lacks_it(tiny_run: RunDir):
+    batch, stored = stored_batch(tiny_run, 1), stored_scores(stored_batch(tiny_run, 1))
+    values: list[float | None] = [float(n % 3) for n in range(16)]
+    values[3] = None
+    found, group = rescore_with(batch, values, 0.5), stored.group_R == stored.group_R[3]
+    assert np.array_equal(found.reward_R[group], stored.reward_R[group])
+    assert np.allclose(found.reward_R[~group], (stored.reward_R + 0.5 * (np.arange(16) % 3))[~group])
+    assert not np.array_equal(found.advantage_R, stored.advantage_R)
+    assert np.array_equal(rescore_with(batch, [None] * 16, 1.0).advantage_R, stored.advantage_R)
 
 
 @pytest.mark.parametrize(("step", "name"), [(1, "start"), (3, "before_final")])
