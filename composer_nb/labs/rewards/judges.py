@@ -78,14 +78,17 @@ def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     """Return the parts of an attempt that a judge sees. Hidden tests and the grade are never among them."""
     before, after = done.task.files, done.rollout.files
     paths = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
-    diffs = (
-        difflib.unified_diff(*(files.get(path, "").split("\n") for files in (before, after)), path, path, lineterm="")
+    lines = [
+        line
         for path in paths
-    )
+        for line in difflib.unified_diff(
+            before.get(path, "").split("\n"), after.get(path, "").split("\n"), path, path, lineterm=""
+        )
+    ]
     calls = [f"{turn.call}\n→ {turn.observation}" for turn in done.rollout.turns if turn.call]
     parts: dict[Part, str] = {
         "task": done.task.instruction,
-        "changes": "\n".join(line for diff in diffs for line in diff),
+        "changes": "\n".join(lines),
         "calls": "\n".join(calls),
         "message": final_message(done.rollout),
     }
