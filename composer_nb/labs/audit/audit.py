@@ -195,7 +195,7 @@ def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Itera
 
     def of(probe: Probe, found: Grade, turns: tuple[Turn, ...] = ()) -> float:
         texts = {path: data.decode("utf-8", "surrogateescape") for path, data in probe.files.items()}
-        return float(pays(Conversation(turns=turns, stop="finished").rollout(task.id, (), texts), found))
+        return float(pays(Conversation(turns=turns, stop="finished").rollout(task.id, (), texts, task.files), found))
 
     try:
         paid = {probe.name: of(probe, found) for probe, found in graded if found.known}
