@@ -1,4 +1,4 @@
-"""Commands for tasks and their sandboxes: tasks make, tasks check, tasks from, audit, sandbox check."""
+"""Commands for tasks and their sandboxes: tasks make, tasks mine, tasks check, tasks from, audit, sandbox check."""
 
 from __future__ import annotations
 
@@ -53,6 +53,42 @@ def make(given: argparse.Namespace) -> int:
         options = pick(given, "limit", "seed", "require")
         made = make(given.path, given.out, backend, running=running, told=told, **options)
     return emit(given, made, lambda: table(made), int(not made["tasks"]))
+
+
+@command(
+    "tasks mine",
+    arg("paths PATH", "a checkout, or folders of releases, the oldest first", nargs="+", type=Path),
+    arg("--out DIR", "folder for tasks; the same folder resumes", required=True, type=Path),
+    arg("--limit N", "maximum number of tasks", 30),
+    arg("--commits N", "look at this many commits, the newest first", 200),
+    arg("--most-lines N", "leave out changes of more source lines", 400),
+    arg("--suite-seconds S", "time limit of one run of the tests", 60.0),
+    arg("--packages FOLDER", "installed packages that the tests need, from pip install --target", type=Path),
+    arg("--image NAME", "Docker image in which the tests run, with --backend docker", ""),
+    BACKEND,
+    JSON,
+)
+def mine(given: argparse.Namespace) -> int:
+    """Make tasks from the commits of a checkout, or from consecutive releases."""
+    if find_spec("libcst") is None or find_spec("dulwich") is None:
+        raise ValueError("tasks mine needs dulwich and libcst: pip install 'composer_nb[tasks]'")
+    from rich.console import Console, Group
+
+    from composer_nb.harness.sandbox import open_backend
+    from composer_nb.harness.tasks.making.mine import mine
+    from composer_nb.harness.tasks.making.options import Running
+    from composer_nb.harness.tasks.making.show import progress
+    from composer_nb.views.page import text_table
+
+    running = Running(**pick(given, "packages", "image"), suite_s=given.suite_seconds)
+    with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
+        options = pick(given, "limit", "commits", "most_lines")
+        made = mine(given.paths, given.out, backend, running=running, told=told, **options)
+    rows = [(str(count), verdict) for verdict, count in made["verdicts"].most_common()]
+    line = (
+        f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s; reasons: {given.out}/summary.json"
+    )
+    return emit(given, made, lambda: Group(text_table(rows, ("changes", "")), line), int(not made["tasks"]))
 
 
 @command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)

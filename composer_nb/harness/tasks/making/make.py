@@ -82,7 +82,7 @@ def make(
         spec = SandboxSpec(image=running.image, memory_bytes=2 << 30) if running.image else SandboxSpec()
     repository = read_repository(path)
     with Store(out / RECORD) as store:
-        repository, options = _prepared(repository, running)
+        repository, options = prepared(repository, running)
         _claim(store, repository, seed, out, [running.test_s, list(options.select), *options.paths, *options.ignored])
         if "baseline" not in store.facts:
             if options.dropped:
@@ -103,7 +103,7 @@ def make(
     return made
 
 
-def _prepared(repository: Repository, running: Running) -> tuple[Repository, Options]:
+def prepared(repository: Repository, running: Running) -> tuple[Repository, Options]:
     """Return the repository with the packages that its tests need, and how they run. Raises ValueError."""
     settings: dict[str, str] = {"image": running.image} if running.image else {}
     plugins: list[str] = []

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
@@ -33,7 +34,7 @@ NO_SOURCE = {"setup.py", "noxfile.py", "tasks.py", "fabfile.py"}
 NO_SOURCE_FOLDERS = {"doc", "docs", "example", "examples", "benchmark", "benchmarks", "scripts", "tools"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Repository:
     """A repository's text files, without history, caches and copies."""
 
@@ -43,27 +44,28 @@ class Repository:
     settings: dict[str, str] = field(default_factory=dict)
     """Metadata that each of its tasks has: how its tests run."""
 
-    @property
+    @cached_property
     def tests(self) -> tuple[str, ...]:
         """Test modules."""
         return tuple(path for path in self.files if is_test_module(path))
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         """Python files that are neither tests nor there to support them, nor to build, document or show the package."""
         return tuple(path for path in self.files if path.endswith(".py") and _is_source(path))
 
-    @property
+    @cached_property
     def scope(self) -> tuple[str, ...]:
         """The paths that an answer may change: top-level folders with sources, and top-level modules."""
         tops = {path.split("/")[0] for path in self.sources}
         return tuple(sorted(top if top.endswith(".py") else f"{top}/**" for top in tops))
 
-    @property
+    @cached_property
     def hidden(self) -> dict[str, str]:
         """Hidden files of a grade: test modules, and their support if an answer could change it."""
-        support = {path for path in self.files if _supports_tests(path) and in_scope(path, self.scope)}
-        return {path: text for path, text in self.files.items() if path in support or path in self.tests}
+        support = {path for path in self.files if supports_tests(path) and in_scope(path, self.scope)}
+        kept = support | set(self.tests)
+        return {path: text for path, text in self.files.items() if path in kept}
 
 
 def _is_source(path: str) -> bool:
@@ -73,7 +75,8 @@ def _is_source(path: str) -> bool:
     return not (no_source or folders & TEST_FOLDERS or set(pure.parts[:1]) & NO_SOURCE_FOLDERS)
 
 
-def _supports_tests(path: str) -> bool:
+def supports_tests(path: str) -> bool:
+    """Return whether a file lies in a folder of tests."""
     return bool(set(PurePosixPath(path).parts[:-1]) & TEST_FOLDERS)
 
 
@@ -92,10 +95,15 @@ def read_repository(path: Path) -> Repository:
         raise FileNotFoundError(f"{path}: no repository here; give a folder or a git checkout")
     if not path.is_dir():
         raise ValueError(f"{path}: not a folder; unpack an archive first")
+    return of_files(path.resolve().name, _of_folder(path), path)
+
+
+def of_files(name: str, entries: Iterable[tuple[str, bytes]], path: Path) -> Repository:
+    """Return the repository of these files, as far as they are text. `path` names it in errors. Raises ValueError."""
     files: dict[str, str] = {}
     total = 0
-    for file, data in _of_folder(path):
-        text = None if b"\0" in data else decoded(data)
+    for file, data in entries:
+        text = None if b"\0" in data or len(data) > MAX_FILE_BYTES else decoded(data)
         if text is None:
             continue
         files[file] = text
@@ -104,7 +112,7 @@ def read_repository(path: Path) -> Repository:
             raise ValueError(
                 f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
             )
-    repository = Repository(name=path.resolve().name, files=dict(sorted(files.items())))
+    repository = Repository(name=name, files=dict(sorted(files.items())))
     if not repository.tests:
         raise ValueError(f"{path}: no test module (test_….py or …_test.py); some source distributions ship none")
     if not repository.sources:

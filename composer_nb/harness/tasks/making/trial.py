@@ -69,7 +69,8 @@ class Outcome:
 
     key: str
     kind: str
-    verdict: Verdict
+    verdict: str
+    """A `Verdict`, or one of `mine.py`."""
     seconds: float
     task: Task | None = None
 

@@ -1,0 +1,294 @@
+"""Tasks from what developers did: the commits of a checkout, or consecutive releases of a library.
+
+The workspace is the state before. The request is the commit's message, or what the release adds to the changelog. The hidden
+tests are the test modules that the change touches, as they are afterwards. A task is kept if some of them fail before, all that
+count pass afterwards, and repeats agree. dulwich reads the history and runs nothing, so a hostile checkout cannot name programs.
+
+What a request does not name, but its tests need, is added as a list of names, as in SWE-bench Pro (arXiv 2509.16941).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import re
+import stat
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.plan import with_plan
+from composer_nb.harness.grading.source import Function
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.syntax import parse
+from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, prepared
+from composer_nb.harness.tasks.making.options import Running
+from composer_nb.harness.tasks.making.repository import (
+    Repository,
+    of_files,
+    read_repository,
+    supports_tests,
+    unwanted,
+)
+from composer_nb.harness.tasks.making.store import Store
+from composer_nb.harness.tasks.making.trial import Outcome, needed
+from composer_nb.harness.tasks.scope import in_scope, is_test_module
+from composer_nb.harness.tasks.task import Task, save_tasks
+
+MIN_WORDS = 4
+"""Words of a message that asks for something."""
+MAX_REQUEST = 4000
+"""Characters of a request."""
+TRAILER = re.compile(
+    r"^([\w-]+-by|Change-Id|Refs?|See|Link|BREAKING CHANGE|PiperOrigin-RevId)\b.*:|^https?://\S+$", re.I
+)
+NUMBER = re.compile(r"\s*\((?:GH-|gh-|#)\d+\)|\b(?:fixes|closes|resolves)\s+#\d+\.?", re.I)
+CHORE = re.compile(
+    r"^(merge|bump|release|revert|version|v?\d+(\.\d+)+|wip|typo|lint|format|pre-commit|chore|docs?|ci)\b", re.I
+)
+CHANGELOG = re.compile(
+    r"(^|/)(changes|changelog|history|news|release[_-]?notes|versions)[^/]*\.(rst|md|txt)$|^(changes|changelog|news)$",
+    re.I,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Two states of a repository, and what was asked between them. `unfit`: why it can be no task, known without a run."""
+
+    id: str
+    before: Repository | None
+    after: Repository | None
+    request: str = ""
+    unfit: str = ""
+
+
+def mine(
+    paths: Sequence[Path],
+    out: Path,
+    backend: Backend,
+    *,
+    limit: int = 30,
+    commits: int = 200,
+    most_lines: int = 400,
+    running: Running | None = None,
+    told: Callable[[State], None] = lambda state: None,
+) -> dict[str, Any]:
+    """Make up to `limit` tasks and write them into `out`. Return what was made: `tasks`, `tried`, `verdicts` with their counts,
+    `candidates` with a verdict each, and `wall_s`. The same call continues where it was interrupted.
+
+    Args:
+        paths: a checkout, or folders of releases, the oldest first.
+        commits: looks at this many, the newest first.
+        most_lines: leaves out changes of more source lines, added and removed.
+
+    Raises FileNotFoundError and ValueError for paths that hold no repository, and SandboxFailure.
+    """
+    began, running = time.monotonic(), running or Running()
+    found = releases(paths) if len(paths) > 1 else history(paths[0], commits)
+    tasks: list[Task] = []
+    with Store(out / RECORD) as store:
+        own = hashlib.sha256(repr([[str(path.resolve()) for path in paths], most_lines, running]).encode()).hexdigest()
+        if store.facts.get("mined from", own) != own:
+            raise ValueError(
+                f"--out {out}: holds tasks of another history, or made in another way; choose another folder"
+            )
+        rows: list[dict[str, Any]] = []
+        for candidate in found:
+            if len(tasks) == limit:
+                break
+            told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
+            store.keep_fact("mined from", own)  # once its history could be read
+            if candidate.id not in store.outcomes:
+                store.keep(_outcome(candidate, backend, running, most_lines))
+            outcome = store.outcomes[candidate.id]
+            rows.append({"id": candidate.id, "verdict": outcome.verdict, "why": outcome.kind})
+            if outcome.task is not None:
+                tasks.append(outcome.task)
+                save_tasks(tasks, out / TASKS)
+    made = {
+        "repository": paths[-1].resolve().name,
+        "tasks": len(tasks),
+        "tried": len(rows),
+        "verdicts": Counter(row["verdict"] for row in rows),
+        "candidates": rows,
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+    write_json(out / SUMMARY, made)
+    return made
+
+
+def history(path: Path, commits: int) -> Iterator[Candidate]:
+    """Yield the commits of a checkout, the newest first. Raises ValueError if it is none that can be read."""
+    from dulwich import errors
+    from dulwich.object_store import iter_tree_contents
+    from dulwich.objects import Commit, ObjectID
+    from dulwich.repo import Repo
+
+    texts: dict[bytes, bytes] = {}
+
+    def state(tree: ObjectID) -> Repository:
+        def entries() -> Iterator[tuple[str, bytes]]:
+            for entry in iter_tree_contents(repo.object_store, tree):
+                name = entry.path.decode("utf-8", "surrogateescape")
+                if stat.S_ISREG(entry.mode) and not unwanted(name):
+                    if entry.sha not in texts:
+                        texts[entry.sha] = repo[entry.sha].as_raw_string()
+                    yield name, texts[entry.sha]
+
+        return of_files(path.resolve().name, entries(), path)
+
+    try:
+        repo = Repo(str(path))
+    except errors.NotGitRepository:
+        raise ValueError(f"{path}: no git checkout; for releases give two folders or more, the oldest first") from None
+    with repo:
+        try:
+            for step in repo.get_walker(max_entries=commits):
+                commit = step.commit
+                name = f"{path.resolve().name}-{commit.id.decode()[:12]}"
+                asked = request_of(commit.message.decode("utf-8", "replace"))
+                if len(commit.parents) != 1:
+                    yield Candidate(id=name, before=None, after=None, unfit="merge" if commit.parents else "first")
+                elif not asked:
+                    yield Candidate(id=name, before=None, after=None, unfit="no request")
+                else:
+                    try:
+                        parent = repo[commit.parents[0]]
+                        assert isinstance(parent, Commit)
+                        before, after = state(parent.tree), state(commit.tree)
+                    except ValueError:
+                        yield Candidate(id=name, before=None, after=None, unfit="no suite")
+                    else:
+                        yield Candidate(id=name, before=before, after=after, request=asked)
+        except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
+            raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
+
+
+def releases(paths: Sequence[Path]) -> Iterator[Candidate]:
+    """Yield the steps between folders of releases."""
+    for old, new in pairwise(paths):
+        name = new.resolve().name
+        try:
+            before, after = read_repository(old), read_repository(new)
+        except ValueError:
+            yield Candidate(id=name, before=None, after=None, unfit="no suite")
+            continue
+        request = changelog(before, after)
+        unfit = "" if request else "no request"
+        yield Candidate(id=name, before=before, after=after, request=request, unfit=unfit)
+
+
+def request_of(message: str) -> str:
+    """Return what a commit's message asks for, without trailers, links and issue numbers; empty if it is a chore or too terse."""
+    lines = [NUMBER.sub("", line).rstrip() for line in message.strip().splitlines() if not TRAILER.match(line.strip())]
+    text = "\n".join(lines).strip()[:MAX_REQUEST]
+    return text if len(text.split()) >= MIN_WORDS and not CHORE.match(text) else ""
+
+
+def changelog(before: Repository, after: Repository) -> str:
+    """Return the lines that a release adds to its changelog; empty if there are none."""
+    added: list[str] = []
+    for path, text in after.files.items():
+        if CHANGELOG.search(path) and text != before.files.get(path):
+            lines = difflib.ndiff(before.files.get(path, "").splitlines(), text.splitlines())
+            added += [NUMBER.sub("", line[2:]) for line in lines if line.startswith("+ ")]
+    text = "\n".join(added).strip()[:MAX_REQUEST]
+    return text if len(text.split()) >= MIN_WORDS else ""
+
+
+def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str:
+    """Return the task of a candidate before it has run, or why there is none."""
+    before, after = candidate.before, candidate.after
+    if candidate.unfit or before is None or after is None:
+        return candidate.unfit
+    changed = {path for path, text in after.files.items() if before.files.get(path) != text}
+    modules = sorted(path for path in changed if is_test_module(path))
+    support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
+    hidden = {path: after.files[path] for path in {*needed(after.hidden, modules), *support}} if modules else {}
+    scope = tuple(sorted({*before.scope, *after.scope}))
+    solution = {
+        path: after.files[path]
+        for path in changed - hidden.keys()
+        if in_scope(path, scope) and not supports_tests(path)
+    }
+    if not any(path in after.sources for path in solution):
+        return "no source"
+    if not modules:
+        return "no tests"
+    size = sum(_changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
+    if size > most_lines:
+        return "too much"
+    held, _ = prepared(after, running)
+    names = unnamed(before, after, hidden, candidate.request)
+    request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
+    facts = {"kind": "history", "repository": after.name, "lines": str(size)}
+    try:
+        return Task(
+            id=candidate.id,
+            instruction=request,
+            files=before.files,
+            tests=hidden,
+            solution=solution,
+            source_scope=scope,
+            grader="pytest",
+            metadata=held.settings | facts,
+        )
+    except ValueError as error:
+        return f"unfit: {str(error)[:200]}"
+
+
+def _outcome(candidate: Candidate, backend: Backend, running: Running, most_lines: int) -> Outcome:
+    """Try a candidate. Raises SandboxFailure."""
+    began, task = time.monotonic(), draft(candidate, most_lines, running)
+    if isinstance(task, str):
+        verdict, _, why = task.partition(": ")
+        return Outcome(key=candidate.id, kind=why, verdict=verdict, seconds=0.0)
+    found = validate_task(task, backend, timeout_s=running.suite_s)
+    verdict, why = "kept", ""
+    if not found.valid or found.plan is None:
+        why = (found.problems or ("no test counts",))[0][:300]
+        verdict = "unseen" if why == "all tests pass without a change" else "ungraded"
+    return Outcome(
+        key=candidate.id,
+        kind=why,
+        verdict=verdict,
+        seconds=time.monotonic() - began,
+        task=with_plan(task, found.plan) if verdict == "kept" and found.plan else None,
+    )
+
+
+def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:
+    """Return the names of new functions and classes that the tests use and the request does not mention."""
+    changed = [path for path in after.sources if before.files.get(path) != after.files[path]]
+    new = set[str]().union(*(_defined(after.files[path]) - _defined(before.files.get(path, "")) for path in changed))
+    used = {
+        name
+        for path, text in tests.items()
+        if path.endswith(".py")
+        for node in ast.walk(parse(text))
+        for name in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "name", None))
+    }
+    wanted = [name for name in new & used if not re.search(rf"\b{re.escape(name)}\b", request)]
+    known = "\n".join(before.files[path] for path in before.sources) if wanted else ""
+    return sorted(name for name in wanted if not re.search(rf"\b(def|class) {re.escape(name)}\b", known))
+
+
+def _defined(text: str) -> set[str]:
+    """Return the names of a module's functions and classes; none if it cannot be parsed."""
+    try:
+        return {node.name for node in ast.walk(parse(text)) if isinstance(node, Function | ast.ClassDef)}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+
+
+def _changed_lines(old: str, new: str) -> int:
+    return sum(line[:1] in "+-" for line in list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0))[2:])

@@ -1,0 +1,163 @@
+"""Tasks from commits and releases: what is asked, what is hidden, what is left out and why, and that nothing of history runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dulwich import porcelain
+
+from composer_nb.cli import main
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.plan import gold_files
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of
+from composer_nb.harness.tasks.making.options import Running
+from composer_nb.harness.tasks.making.repository import of_files
+from composer_nb.harness.tasks.runtime import workspace
+from composer_nb.harness.tasks.task import load_tasks
+
+SUMS = "def total(values):\n    return sum(values)\n\n\ndef mean(values):\n    return total(values) / len(values)\n"
+MEAN = SUMS.replace("    return total(values) /", "    if not values:\n        return 0.0\n    return total(values) /")
+RANGE = "\n\ndef spread(values):\n    return max(values) - min(values)\n"
+TESTS = """\
+from sums import mean, total
+
+
+def test_total():
+    assert total([1, 2]) == 3
+
+
+def test_mean():
+    assert mean([1, 3]) == 2
+"""
+EMPTY = "\n\ndef test_mean_of_nothing():\n    assert mean([]) == 0.0\n"
+SPREAD = "\n\ndef test_spread():\n    from sums import spread\n\n    assert spread([4, 1]) == 3\n"
+OTHERWISE = MEAN.replace("sum(values)", "sum(list(values))") + RANGE
+MESSAGE = "Let the mean of nothing be 0.0 (#12)\n\nIt raised ZeroDivisionError.\n\nSigned-off-by: A <a@b.c>\n"
+COMMITS: list[tuple[str, dict[str, str]]] = [
+    ("Begin with sums", {"sums.py": SUMS, "tests/test_sums.py": TESTS, "README.md": "Sums.\n"}),
+    (MESSAGE, {"sums.py": MEAN, "tests/test_sums.py": TESTS + EMPTY}),
+    ("Say more about what sums are", {"README.md": "Sums of numbers.\n"}),
+    ("Bump version to 2.0 now", {"sums.py": MEAN + "VERSION = 2\n", "tests/test_sums.py": TESTS + EMPTY + "\n"}),
+    ("A way to see how far values lie apart", {"sums.py": MEAN + RANGE, "tests/test_sums.py": TESTS + EMPTY + SPREAD}),
+    ("Tests of sums in another order of lines", {"tests/test_sums.py": SPREAD + TESTS + EMPTY}),
+    ("Write sums in another way, as before", {"sums.py": OTHERWISE, "tests/test_sums.py": TESTS + EMPTY + SPREAD}),
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("history") / "sums"
+    root.mkdir()
+    porcelain.init(root)
+    for message, files in COMMITS:
+        for path, text in files.items():
+            (root / path).parent.mkdir(exist_ok=True)
+            (root / path).write_text(text)
+        porcelain.add(root, [str(root / path) for path in files])
+        porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+    marker = root.parent / "ran"
+    for name in ("pre-commit", "post-checkout", "post-index-change"):
+        (root / ".git/hooks" / name).write_text(f"#!/bin/sh\ntouch {marker}\n")
+        (root / ".git/hooks" / name).chmod(0o755)
+    with (root / ".git/config").open("a") as config:
+        config.write(
+            f'[core]\n\tfsmonitor = "touch {marker}"\n\tpager = "touch {marker}"\n[diff]\n\texternal = "touch {marker}"\n'
+        )
+    return root
+
+
+def test_commits_become_tasks(checkout: Path, tmp_path: Path, backend: Backend) -> None:
+    out = tmp_path / "out"
+    made = mine([checkout], out, backend)
+    assert made["verdicts"] == Counter({"kept": 2, "no source": 2, "no request": 1, "unseen": 1, "first": 1})
+    tasks = {task.instruction.split()[0]: task for task in load_tasks(out)}
+    mean, spread = tasks["Let"], tasks["A"]
+    assert mean.instruction == "Let the mean of nothing be 0.0\n\nIt raised ZeroDivisionError."
+    assert spread.instruction.endswith("It has to provide: spread.")
+    assert mean.files["sums.py"] == SUMS and mean.solution == {"sums.py": MEAN}
+    assert mean.files["tests/test_sums.py"] == TESTS and mean.tests == {"tests/test_sums.py": TESTS + EMPTY}
+    for task in tasks.values():
+        right, wrong = (grade(task, files, backend) for files in (gold_files(task), workspace(task)))
+        assert right.passed and len(wrong.failed) == 1
+    assert not (checkout.parent / "ran").exists()
+
+
+def test_what_is_known_is_not_tried_again(
+    checkout: Path, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    first = mine([checkout], out, backend, limit=1)
+    again = mine([checkout], out, None, limit=1)  # type: ignore[arg-type]
+    assert first["tasks"] == 1 and {**first, "wall_s": 0} == {**again, "wall_s": 0}
+    with pytest.raises(ValueError, match="another history"):
+        mine([checkout], out, backend, most_lines=1)
+
+
+def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
+    found = [draft(candidate, 0, Running()) for candidate in history(checkout, 3)]
+    assert found == ["too much", "no source", "too much"]
+
+
+@pytest.mark.parametrize(
+    ("message", "asked"),
+    [
+        ("Fix the parser of dates with one digit", "Fix the parser of dates with one digit"),
+        ("Fix dates", ""),
+        ("bump the version of everything to 3", ""),
+        ("Merge branch 'a' into the branch b", ""),
+        ("Let it fail early (GH-3)\n\nFixes #4. Closes #5\nReviewed-by: B\nhttps://a.b/c\n", "Let it fail early\n\n"),
+        ("Versioned files are read as they were\n\nCo-authored-by: X <x@y>", "Versioned files are read as they were"),
+    ],
+)  # fmt: skip
+def test_requests(message: str, asked: str) -> None:
+    assert request_of(message) == asked.strip()
+
+
+def test_releases(tmp_path: Path, backend: Backend) -> None:
+    texts = [
+        (SUMS, TESTS, "2.0\n---\n- all of it\n"),
+        (MEAN, TESTS + EMPTY, "2.1\n---\n- The mean of nothing is 0.0 (#3)\n\n2.0\n---\n- all of it\n"),
+    ]
+    for number, (code, tests, log) in enumerate(texts):
+        for path, text in {"sums.py": code, "tests/test_sums.py": tests, "CHANGES.rst": log}.items():
+            (tmp_path / f"sums-{number}" / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / f"sums-{number}" / path).write_text(text)
+    (tmp_path / "sums-2").mkdir()
+    paths = [tmp_path / f"sums-{number}" for number in range(3)]
+    first, second = releases(paths)
+    assert first.request == "2.1\n---\n- The mean of nothing is 0.0" and second.unfit == "no suite"
+    words = ["tasks", "mine", *map(str, paths), "--out", str(tmp_path / "out"), "--json"]
+    assert main(words) == 0
+    [task] = load_tasks(tmp_path / "out")
+    assert task.id == "sums-1" and grade(task, gold_files(task), backend).passed
+    held = json.loads((tmp_path / "out/summary.json").read_text())
+    assert held["verdicts"] == {"kept": 1, "no suite": 1}
+
+
+def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(path: Path) -> str:
+        assert main(["tasks", "mine", str(path), "--out", str(tmp_path / "out")]) == 2
+        return capsys.readouterr().err
+
+    assert "no git checkout; for releases give two folders or more" in said(tmp_path)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    porcelain.init(broken)
+    (broken / ".git/HEAD").write_text("ref: refs/heads/master\n")
+    (broken / ".git/refs/heads/master").write_text("0" * 39 + "1\n")
+    assert "its history cannot be read" in said(broken)
+
+
+def test_files_that_are_no_text_are_left_out(tmp_path: Path) -> None:
+    entries: list[tuple[str, Any]] = [
+        ("a.py", b"x = 1\n"),
+        ("test_a.py", b"import a\n"),
+        ("b.bin", b"\0"),
+        ("c.txt", b"\xff"),
+    ]
+    assert list(of_files("r", entries, tmp_path).files) == ["a.py", "test_a.py"]
