@@ -33,6 +33,42 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOT_LEARNT = {"infra_errors", "version", "staleness", "time", "lr", "tune_pass_at_1", "tune_greedy"}
 """Metrics that a step without anything to learn has all the same, beside those of its rollouts."""
 
+CHECKS = {
+    "01_tour": (
+        "report['complete'] and set(report['eval']) >= {'base', 'midtrained', 'start', 'final'}",
+        "logits.shape == (1, len(ids), model.config.vocab_size)",
+        "all(0 <= score['pass_at_1'] <= score['best_of_k'] + 1e-9 for score in report['eval'].values())",
+        "0 <= (room['live'] or 0) <= 1",
+        "all(each['ci95'][0] <= each['gain'] <= each['ci95'][1] for each in gain['within_12'].values())",
+        "all(0 <= share <= 1 for share in report['eval']['final']['by_family'].values())",
+        "before.attempt.task == after.attempt.task",
+        "(before.segment.logprob <= 0).all() and (after.segment.logprob <= 0).all()",
+        "len(strongest.segment.trace.routes) == len(strongest.segment.token_ids)",
+        "0 <= update['delta_bytes'] <= update['full_bytes']",
+        "abs(report['wall_s']['total'] - sum(report['stages'].values())) < 1e-6",
+    ),
+    "06_compare_runs": (
+        "not (same and (found['settings'] or found['provenance']))",
+        "len(rows) == len(found['eval']) and found['wall_s']['total'][0] > 0",
+        "all(gap['ci95'][0] <= gap['ci95'][1] for gap in gaps.values())",
+        "all(width >= 0 for width in widths.values())",
+    ),
+    "10_router_replay": (
+        "all(one.segment.trace.route_valid[:-1].all() for one in stored)",
+        "trace.routes.shape == (len(texts), model.config.num_hidden_layers, model.config.num_experts_per_tok)",
+        "(margins >= 0).all() and (margins <= 1).all() and len(trace.gates) == len(texts)",
+        "((table >= 0) & (table <= 1)).all(axis=None)",
+        "len(unlike.on_S) == len(unlike.off_S)",
+    ),
+    "11_mismatch_and_losses": (
+        "(table['k3'] >= 0).all()",
+        "np.isclose(gap, np.abs(compared[pair].off_S).max(), atol=1e-3)",
+        "all(np.isnan(cos) or abs(cos) <= 1 + 1e-6 for way in turned.values() for cos in way.values())",
+        "np.allclose(np.diag(np.nan_to_num(compared_losses.cosines, nan=1.0)), 1.0)",
+    ),
+}
+"""What holds at the end of a notebook whatever a run found, in the notebook's names. A reader need not see it."""
+
 
 def solves(run: RunDir, passed: bool) -> None:
     """Make every rollout and every held-out attempt of a run pass its tests, or fail them."""
@@ -137,6 +173,7 @@ def execute(name: str, parameters: dict[str, Any]) -> str:
                     print(*as_text(shown))
             if "parameters" in cell.metadata.get("tags", []):
                 space |= parameters
+    assert [check for check in CHECKS.get(name, ()) if not eval(check, space)] == []
     return said.getvalue()
 
 
