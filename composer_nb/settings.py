@@ -28,11 +28,13 @@ from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.miniatures import Kind
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW
+from composer_nb.trainer.learning.infill import InfillSettings
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import trapezoid
 from composer_nb.trainer.learning.replay_settings import ReplaySettings
 from composer_nb.trainer.models.hf_config import read_config
+from composer_nb.trainer.models.tokenizer import TokenizerSettings
 from composer_nb.trainer.models.transformer import Kernels, ModelConfig
 from composer_nb.trainer.models.variants import ENGINES, EngineName
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
@@ -50,7 +52,7 @@ class DataSettings:
     """Tasks, demonstrations and code."""
 
     code: str = "stdlib"
-    """Python source to train on: `stdlib`, or a folder."""
+    """Python source to train on: `stdlib`, a folder of Python files, or one that `composer-nb corpus` made."""
     level: Literal["functions", "repositories"] = "repositories"
     """Generated tasks. repositories: some modules with tests, and in most tasks no word about what the function should do
     (`miniatures.py`). functions, the easiest level: one function in one file, and a sentence that says it (`repairs.py`)."""
@@ -76,11 +78,6 @@ class DataSettings:
     """Tasks of new structures for calibration, and for evaluation during RL."""
     mistake_rate: Share = 0.5
     """Probability of a mistake before the right edit, and of another after each mistake, up to three."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerSettings:
-    vocab_size: Annotated[int, Field(ge=264)] = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +136,7 @@ class MidtrainSettings:
     context_weight: NotNegative = 0.2
     """Loss weight of the tokens that the agent reads; those that it writes weigh 1."""
     code_weight: NotNegative = 0.5
+    infill: InfillSettings = field(default_factory=InfillSettings)
     balance: NotNegative = 1e-3
     """Weight of the load-balancing loss."""
 

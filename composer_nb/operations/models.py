@@ -1,11 +1,11 @@
-"""The command convert: a checkpoint to start training from."""
+"""Commands for what training starts from: convert, corpus, bases."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from composer_nb.operations import arg, command
+from composer_nb.operations import JSON, SET, arg, command, emit, overrides
 
 
 @command(
@@ -36,3 +36,52 @@ def convert(given: argparse.Namespace) -> int:
     size = plan_memory(config)
     print(f"{given.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token")
     return 0
+
+
+@command(
+    "corpus",
+    arg("root DIR", "a folder of repositories, one repository, or a site-packages folder", type=Path),
+    arg("--out DIR", "folder to write", type=Path, required=True),
+    arg(
+        "--tasks PATH",
+        "tasks that must not leak into it, as for composer-nb eval; may be given again",
+        [],
+        action="append",
+    ),
+    SET,
+    JSON,
+    epilog="Settings are those of CorpusSettings, as similar=0.7. composer-nb tour --set data.code=DIR trains on it.",
+)
+def corpus(given: argparse.Namespace) -> int:
+    """Filter repositories by licence, quality, duplicates and leaked tasks, into code to train on."""
+    from composer_nb.harness.tasks.task import load_tasks
+    from composer_nb.settings import override
+    from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
+    from composer_nb.views.midtraining import yields
+
+    tasks = [task for path in given.tasks for task in load_tasks(Path(path))]
+    report = make_corpus(given.root, given.out, override(CorpusSettings(), overrides(given.set)), tasks)
+    return emit(given, report, lambda: yields(report))
+
+
+@command(
+    "bases",
+    arg("bases MODEL", "checkpoint folders, GGUF files, random:DIR for random weights of its sizes", nargs="+"),
+    arg("--code DIR", "code that no model was trained on: what data.code holds out", "stdlib"),
+    arg("--against MODEL", "ask only what this earlier model does not know", ""),
+    SET,
+    JSON,
+    epilog="Settings are those of Measures, as questions=200. Figures compare between models of any tokenizer.",
+)
+def bases(given: argparse.Namespace) -> int:
+    """Compare models to train, by fresh knowledge, state tracking and the likelihood of a codebase."""
+    from composer_nb.labs.bases import Base, Measures, compare_bases
+    from composer_nb.settings import override
+    from composer_nb.trainer.learning.data import read_corpus
+    from composer_nb.views.midtraining import base_table
+
+    measures = override(Measures(), overrides(given.set))
+    against = Base.open(given.against, measures.seed) if given.against else None
+    opened = [Base.open(name, measures.seed) for name in given.bases]
+    found = compare_bases(opened, read_corpus(given.code).validation, measures, against)
+    return emit(given, found, lambda: base_table(found))

@@ -10,17 +10,51 @@ import torch
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
+from rich.table import Table
 from torch import Tensor
 
 from composer_nb.labs.scaling import LossFit
 from composer_nb.trainer.learning.data import Batch, Row
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.views import style
+from composer_nb.views.page import shown, text_table
 from composer_nb.views.style import Picture, key, title
 
 MOVED = 1e-4
 """Smaller changes of a logit are rounding."""
 _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.BLUE])
+
+
+def yields(report: Mapping[str, Any]) -> Table:
+    """Return what each filter of a corpus (`corpus.build`) dropped and left, as a table for a terminal."""
+    head = ("filter", "dropped: files", "MB", "left: files", "MB", "repositories", "of bytes")
+    found = report["yields"][0]["bytes"] or 1
+    rows = [
+        (
+            *(row["filter"], f"{row['dropped_files']:,}", f"{row['dropped_bytes'] / 1e6:.2f}"),
+            *(
+                f"{row['files']:,}",
+                f"{row['bytes'] / 1e6:.2f}",
+                f"{row['repositories']:,}",
+                f"{row['bytes'] / found:.1%}",
+            ),
+        )
+        for row in [*report["yields"], report["heldout"]]
+    ]
+    return text_table(rows, head, numbers=True)
+
+
+def base_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the rows of `labs.bases.compare_bases` as a table for a terminal; arrows point to the better side."""
+    head = ("base", "M weights", "knowledge ↑", "state, edits ↓", "code, nats ↓", "bits/byte ↓")
+    rows = [
+        (
+            *(row["base"], f"{row['weights'] / 1e6:.1f}", shown(row["fresh_knowledge"], ".1%")),
+            *(f"{row['state_distance']:.1f}", f"{row['codebase_nats']:,.0f}", f"{row['bits_per_byte']:.3f}"),
+        )
+        for row in found
+    ]
+    return text_table(rows, head, numbers=True)
 
 
 def tokens_seen(points: Sequence[Mapping[str, Any]], begin: int = 0) -> NDArray[np.float64]:

@@ -30,6 +30,7 @@ from composer_nb.harness.files import replacing
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.tasks.task import Task
+from composer_nb.trainer.corpus.store import FILES, digest_of, documents, read_rows
 
 CODE_ROW = 256
 """Tokens of a row of code."""
@@ -46,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Python files split into training and validation by a hash of their path."""
+    """Python files, or documents of several, split into training and validation."""
 
     train: list[str]
     validation: list[str]
@@ -56,13 +57,23 @@ class Corpus:
 
 
 def read_corpus(code: str) -> Corpus:
-    """Reads `stdlib` (the running interpreter's standard library) or a folder of Python files.
+    """Reads `stdlib` (the running interpreter's standard library) or a folder of Python files, split by a hash of their path; or
+    what `composer-nb corpus` made, which says what is held out.
 
-    Raises ValueError when the folder holds fewer than 20 usable files. Files that are not UTF-8 are left out.
+    Raises ValueError when a folder of Python files holds fewer than 20 that are usable. Files that are not UTF-8 are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if code == "stdlib" else Path(code).expanduser()
     if not root.is_dir():
         raise ValueError(f"data.code={code!r}: neither 'stdlib' nor a folder")
+    if (root / FILES).is_file():
+        rows = read_rows(root)
+        parts = list(documents(rows))
+        return Corpus(
+            train=[text for text, heldout in parts if not heldout],
+            validation=[text for text, heldout in parts if heldout],
+            names=[f"{row['repository']}/{row['path']}" for row in rows],
+            digest=digest_of(rows),
+        )
     texts: dict[str, str] = {}
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

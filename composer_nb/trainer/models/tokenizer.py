@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from composer_nb.harness.agent.compact import SPECIALS
@@ -19,14 +22,21 @@ FORMATS = {"compact": SPECIALS, "qwen": QwenRenderer.tokens, "kimi": KimiRendere
 _WORDS = r"\n *| {2,}| ?[A-Za-z_]+|[0-9]| ?(?:[-+*/%<>=!]=|\*\*|//)| ?[^\sA-Za-z_0-9]|\s"
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains on `texts`. Every byte is in the alphabet, so any text round-trips; digits are tokens of their own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSettings:
+    vocab_size: Annotated[int, Field(ge=264)] = 1024
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, more: Sequence[str] = ()) -> Tokenizer:
+    """Trains on `texts`. Every byte is in the alphabet, so any text round-trips; digits are tokens of their own. The special
+    tokens are those of the compact format, and `more`.
 
     Raises ValueError when `vocab_size` cannot hold the special tokens and the bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(SPECIALS) + len(alphabet):
-        raise ValueError(f"tokenizer.vocab_size={vocab_size}: at least {len(SPECIALS) + len(alphabet)} are needed")
+    special = [*SPECIALS, *more]
+    if vocab_size < len(special) + len(alphabet):
+        raise ValueError(f"tokenizer.vocab_size={vocab_size}: at least {len(special) + len(alphabet)} are needed")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -36,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -26,6 +26,7 @@ from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints,
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.settings import DataSettings, Settings
 from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
+from composer_nb.trainer.learning.infill import GAP_TOKENS, gap_tokens
 from composer_nb.trainer.models.checkpoint import Source
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
@@ -55,6 +56,8 @@ def check_inputs(settings: Settings) -> None:
             tokenizer, source = load_tokenizer(model.folder, FORMATS[renderer]), Source.open(model.folder)
             if tokenizer.get_vocab_size() > source.config.vocab_size:
                 raise ValueError(f"its tokenizer has more than {source.config.vocab_size} tokens")
+            if settings.midtrain.infill.share:
+                gap_tokens(tokenizer)
         except (OSError, ValueError) as error:
             raise ValueError(f"model.start={model.start!r} with env.renderer={renderer!r}: {error}") from None
     if settings.env.path:
@@ -72,7 +75,9 @@ def make_tokenizer(s: Stages) -> None:
             return
         corpus = read_corpus(s.settings.data.code)
         texts = _conversations(s) * OFTEN
-        train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size).save(str(s.tokenizer_file))
+        more = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
+        made = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, more)
+        made.save(str(s.tokenizer_file))
         write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
         info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
 

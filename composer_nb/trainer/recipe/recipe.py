@@ -35,6 +35,7 @@ from composer_nb.trainer.learning.data import (
     read_corpus,
     save_rows,
 )
+from composer_nb.trainer.learning.infill import with_gaps
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.checkpoint import load_pretrained
@@ -179,6 +180,7 @@ def _mixture(
     Random(f"code {seed}").shuffle(texts)
     wanted = mixture_code(steps, tokens, code_first, code_share, length)
     code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=wanted, length=length)
+    code = with_gaps(code, s.tokenizer(), s.settings.midtrain.infill, seed)
     for place in range(round(len(code) * s.settings.midtrain.rehearsal) if own else 0):
         code[place] = replace(code[place], token_ids=own[place % len(own)].token_ids)
     Random(f"code rows {seed}").shuffle(code)  # neighbours are of one file; a long table would fill many batches

@@ -1,0 +1,245 @@
+"""Which base to train: the three evaluations by which Composer 2 chose its own (arXiv 2603.24477, appendix B).
+
+    fresh knowledge   questions about code that its makers wrote lately; share answered right
+    state tracking    a file after many diffs (as LoCoDiff); mean edits between the answer and the file, in characters
+    codebase          its files one after another; summed negative log-likelihood, each token read in a rolling window
+
+Scores of a coding agent are left out on purpose: RL changes them most. There, questions came from what earlier models had to look
+up; here they ask for the parameters of a function, among those of others, and `against` drops what an earlier model knows.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import unified_diff
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from composer_nb.harness.policy import Request
+from composer_nb.labs.scaling import bits_per_byte
+from composer_nb.trainer.corpus.quality import parsed
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import cross_entropy
+from composer_nb.trainer.models.convert import read_model
+from composer_nb.trainer.models.transformer import Model
+
+END = "# end\n"
+"""The line after which an answer is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A model that could be trained, with its tokenizer."""
+
+    name: str
+    model: Model
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, named: str, seed: int = 0) -> Base:
+        """Read a checkpoint folder or a GGUF file, in float32; `random:DIR` has random weights, its sizes and its tokenizer."""
+        path = Path(named.removeprefix("random:")).expanduser()
+        model, tokenizer = read_model(path)
+        name = path.resolve().name
+        if named.startswith("random:"):
+            torch.manual_seed(seed)
+            name, model = f"random {name}", Model(model.config)
+        return cls(name=name, model=model, tokenizer=tokenizer)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text in which nothing is a special token."""
+        found: list[int] = self.tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
+        return found
+
+    @property
+    def first(self) -> int:
+        """The token before a text: the one that begins a row of code, else a newline."""
+        begin = self.tokenizer.token_to_id("<|bos|>")
+        return self.ids("\n")[0] if begin is None else int(begin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Which parameters does this function have?"""
+
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A file, changes to it as unified diffs, and what it is after the last."""
+
+    start: str
+    diffs: tuple[str, ...]
+    end: str
+
+    @property
+    def prompt(self) -> str:
+        """What the model reads."""
+        changes = "".join(f"# change {number}\n{diff}" for number, diff in enumerate(self.diffs, 1))
+        return f"# first version\n{self.start}{END}{changes}# last version\n"
+
+
+def rolling_loss(base: Base, text: str, window: int, stride: int) -> float:
+    """Return the summed negative log-likelihood of a text in nats. Each token is predicted once; windows of `window` tokens move
+    on by `stride`, so at least window − stride tokens before it are seen, if the text has them."""
+    if not 0 < stride < window <= base.model.config.max_position_embeddings:
+        raise ValueError(
+            f"window={window}, stride={stride}: 0 < stride < window ≤ {base.model.config.max_position_embeddings}, the "
+            f"positions of {base.name}"
+        )
+    stream = np.array([base.first, *base.ids(text)], np.int32)
+    rows = []
+    for begin in range(0, len(stream) - 1, stride):
+        end = min(len(stream), begin + 1 + stride)
+        low = max(0, end - window)
+        rows.append(Row(stream[low:end], (np.arange(low, end) > begin).astype(np.float32)))
+    return cross_entropy(base.model, rows, Ranks()) * (len(stream) - 1)
+
+
+def make_questions(texts: Sequence[str], count: int, choices: int, seed: int) -> list[Question]:
+    """Return at most `count` questions about functions with two parameters or more, each asked once, in an order that the seed
+    decides. The wrong choices are parameters of other functions. Raises ValueError where too few differ."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for node in ast.walk(parsed(text) or ast.Module([], [])):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                names = [each.arg for each in node.args.args if each.arg not in ("self", "cls")]
+                if len(names) >= 2:
+                    found.setdefault(node.name, ", ".join(names) + ")")
+    answers = sorted(set(found.values()))
+    if len(answers) < choices:
+        raise ValueError(f"questions: {len(answers)} functions differ in their parameters, and {choices} are needed")
+    random = Random(f"questions {seed}")
+    made = []
+    for name in random.sample(sorted(found), min(count, len(found))):
+        wrong = random.sample([each for each in answers if each != found[name]], choices - 1)
+        place = random.randrange(choices)
+        made.append(
+            Question(prompt=f"def {name}(", choices=(*wrong[:place], found[name], *wrong[place:]), answer=place)
+        )
+    return made
+
+
+def chosen(base: Base, question: Question) -> int:
+    """Return the choice with the smallest loss per byte of text after the prompt."""
+    before = [base.first, *base.ids(question.prompt)]
+    losses = []
+    for choice in question.choices:
+        ids = base.ids(choice)
+        row = Row(
+            np.array([*before, *ids], np.int32), np.repeat([0.0, 1.0], [len(before), len(ids)]).astype(np.float32)
+        )
+        losses.append(cross_entropy(base.model, [row], Ranks()) * len(ids) / len(choice.encode()))
+    return int(np.argmin(losses))
+
+
+def make_histories(texts: Sequence[str], count: int, lines: int, edits: int, seed: int) -> list[History]:
+    """Return histories of pieces of `lines` lines. Each edit deletes a line, repeats one elsewhere, or puts one in the place of
+    another. Raises ValueError where no text has so many lines."""
+    pieces = [text.splitlines(keepends=True) for text in texts]
+    able = [piece for piece in pieces if len(piece) > lines]
+    if not able:
+        raise ValueError(f"lines={lines}: no text has more lines; lower it")
+    random = Random(f"histories {seed}")
+    made = []
+    for _ in range(count):
+        piece = random.choice(able)
+        at = random.randrange(len(piece) - lines)
+        now = first = [line.replace("\r", "") for line in piece[at : at + lines]]
+        diffs = []
+        for _ in range(edits):
+            new = list(now)
+            place, line = random.randrange(len(new)), random.choice(now)
+            kind = random.choice(["delete", "repeat", "replace"])
+            new[place : place + (kind != "repeat")] = [] if kind == "delete" and len(new) > 1 else [line]
+            diffs.append("".join(islice(unified_diff(now, new, n=1), 2, None)))
+            now = new
+        made.append(History(start="".join(first), diffs=tuple(diffs), end="".join(now)))
+    return made
+
+
+def distance(one: str, other: str) -> int:
+    """Return the Levenshtein distance in characters: insertions, deletions and replacements."""
+    from ukkonen import distance as bounded
+
+    return int(bounded(one, other, max(len(one), len(other), 1)))
+
+
+def rebuilt(base: Base, histories: Sequence[History], slots: int = 16) -> list[str]:
+    """Return what the model writes for the last version of each file, greedily, up to the line that ends it."""
+    asked = [[base.first, *base.ids(history.prompt)] for history in histories]
+    most = [len(base.ids(history.end + END)) + 16 for history in histories]
+    needed = max(len(ids) + room for ids, room in zip(asked, most, strict=True))
+    if needed > base.model.config.max_position_embeddings:
+        raise ValueError(f"lines, edits: a history needs {needed} positions, more than {base.name} has; lower them")
+    engine = Engine(base.model, stop=frozenset(), slots=slots, max_length=needed, temperature=0.0)
+    texts = []
+    for at in range(0, len(asked), slots):
+        part = range(at, min(len(asked), at + slots))
+        for one in engine.generate([Request(rollout=n, token_ids=asked[n], max_tokens=most[n]) for n in part]):
+            texts.append(base.tokenizer.decode(one.token_ids).partition(END)[0])
+            engine.release(one.rollout)
+    return texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """How much of each evaluation."""
+
+    bytes: int = 40_000
+    """Of the codebase, at most."""
+    window: int = 256
+    stride: int = 128
+    questions: int = 64
+    choices: int = 4
+    histories: int = 16
+    lines: int = 6
+    edits: int = 3
+    seed: int = 0
+
+
+def compare_bases(
+    bases: Sequence[Base], texts: Sequence[str], m: Measures, against: Base | None = None
+) -> list[dict[str, Any]]:
+    """Return a row for each base, after one that needs no model: guessing, the first version as the answer, and 8 bits a byte.
+    `texts` are the files of the codebase, in order; `against` drops the questions that it answers right."""
+    questions = make_questions(texts, m.questions, m.choices, m.seed)
+    if against:
+        questions = [each for each in questions if chosen(against, each) != each.answer]
+    histories = make_histories(texts, m.histories, m.lines, m.edits, m.seed)
+    code = "\n".join(texts).encode()[: m.bytes].decode(errors="ignore")
+    size = len(code.encode())
+    unread = [distance(history.start, history.end) for history in histories]
+    rows = [_scores("no model", 1 / m.choices, unread, size * np.log(256), size, 0)]
+    for base in bases:
+        right = [chosen(base, each) == each.answer for each in questions]
+        answers = zip(rebuilt(base, histories), histories, strict=True)
+        off = [distance(answer, history.end) for answer, history in answers]
+        weights = sum(weight.numel() for weight in base.model.parameters())
+        nats = rolling_loss(base, code, m.window, m.stride)
+        rows.append(_scores(base.name, float(np.mean(right)) if right else float("nan"), off, nats, size, weights))
+    return [row | {"questions": len(questions)} for row in rows]
+
+
+def _scores(name: str, right: float, off: Sequence[int], nats: float, size: int, weights: int) -> dict[str, Any]:
+    return {
+        "base": name,
+        "weights": weights,
+        "fresh_knowledge": right,
+        "state_distance": float(np.mean(off)),
+        "codebase_nats": float(nats),
+        "bits_per_byte": float(bits_per_byte(nats, size)),
+    }

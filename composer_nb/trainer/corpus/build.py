@@ -1,0 +1,214 @@
+"""Make a corpus of a folder of repositories: filters one after another, then documents in import order.
+
+    read → licence → quality by rule → identical → near duplicates → contamination → held out | documents
+
+Every text is in memory at once. One seed and one folder give the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from composer_nb.harness.files import replacing, write_json
+from composer_nb.harness.tasks.task import Task
+from composer_nb.trainer.corpus import licences, quality
+from composer_nb.trainer.corpus.contamination import contaminated, secrets
+from composer_nb.trainer.corpus.duplicates import near_duplicates
+from composer_nb.trainer.corpus.order import import_order
+from composer_nb.trainer.corpus.repositories import File, read_files
+from composer_nb.trainer.corpus.store import digest_of, write_rows
+
+REPORT, DROPPED = "report.json", "dropped.csv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusSettings:
+    """What a file must be like, and how documents are cut."""
+
+    seed: int = 0
+    """Draws what is held out, and the permutations of MinHash."""
+    licences: tuple[str, ...] = licences.PERMISSIVE
+    """SPDX identifiers of the licences that may be used."""
+    suffixes: tuple[str, ...] = (".py",)
+    bytes: int = 1_000_000
+    """Most bytes of a file."""
+    line: int = 1000
+    """Most characters of a line."""
+    mean_line: float = 100.0
+    """Most characters of a line on average."""
+    alphanumeric: float = 0.25
+    """Least share of letters and digits."""
+    similar: Annotated[float, Field(ge=0.05, le=1)] = 0.85
+    """Jaccard similarity from which a file is a near duplicate."""
+    run: Annotated[int, Field(ge=1)] = 13
+    """Tokens that a contaminated file shares with a task."""
+    common: int = 10
+    """Repositories that may share a run before it is an idiom."""
+    heldout: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the text that is held out: whole repositories, or files where there is only one repository."""
+    document: int = 131_072
+    """Most characters of a document, unless one file has more; a larger repository becomes several."""
+
+
+Places = Mapping[int, str]
+"""The places of files to drop, and why."""
+
+
+def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence[Task] = ()) -> dict[str, Any]:
+    """Filter the repositories in `root` and write what is left to the folder `out`, which `data.code` reads: files.parquet,
+    dropped.csv (each dropped file, its filter and the reason) and report.json, which is returned. Its `yields` has a row for
+    each filter: what it dropped and what is left. Raises ValueError where fewer than two files are left, or a library is
+    missing."""
+    if any(find_spec(name) is None for name in ("datasketch", "identify", "ukkonen")):
+        raise ValueError("a corpus needs datasketch and identify: pip install 'composer_nb[corpus]'")
+    read = list(read_files(root, settings.suffixes, settings.bytes))
+    files, reasons = [file for file, _ in read], {place: why for place, (_, why) in enumerate(read) if why}
+    secret = secrets(tasks, settings.run)
+    yields, dropped = [_row("found", files, [])], list[tuple[File, str, str]]()
+    for name, find in [("readable", lambda _: reasons), *_filters(settings, secret)]:
+        wrong = find(files)
+        gone = [file for place, file in enumerate(files) if place in wrong]
+        dropped += [(files[place], name, why) for place, why in sorted(wrong.items())]
+        files = [file for place, file in enumerate(files) if place not in wrong]
+        yields.append(_row(name, files, gone))
+    if len(files) < 2:
+        raise ValueError(
+            f"{root}: {len(files)} files are left, and two are needed; dropped.csv of a laxer run says why"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    rows = list(_documents(files, _heldout(files, settings), settings.document))
+    write_rows(rows, out)
+    with replacing(out / DROPPED) as part, part.open("w", newline="", encoding="utf-8") as table:
+        csv.writer(table).writerows(
+            [("repository", "path", "filter", "why"), *((f.repository, f.path, name, why) for f, name, why in dropped)]
+        )
+    report = {
+        "settings": dataclasses.asdict(settings),
+        "yields": yields,
+        "documents": rows[-1]["document"] + 1,
+        "heldout": _row("heldout", [file for file, row in zip(files, rows, strict=True) if row["heldout"]], []),
+        "tasks": len(tasks),
+        "tasks_too_short": len({task.id for task in tasks} - set(secret.values())),
+        "digest": digest_of(rows),
+    }
+    write_json(out / REPORT, report)
+    return report
+
+
+def _filters(
+    settings: CorpusSettings, secret: Mapping[tuple[str, ...], str]
+) -> list[tuple[str, Callable[[list[File]], Places]]]:
+    s = settings
+
+    def each(why: Callable[[File], str]) -> Callable[[list[File]], Places]:
+        return lambda files: {place: reason for place, file in enumerate(files) if (reason := why(file))}
+
+    def over(value: float, most: float) -> str:
+        return f"{value:.0f}" if value > most else ""
+
+    return [
+        ("licence", each(lambda file: _unlicensed(file, s.licences))),
+        ("not generated", each(lambda file: "says so" if quality.is_generated(file.text) else "")),
+        ("longest line", each(lambda file: over(quality.longest_line(file.text), s.line))),
+        ("mean line", each(lambda file: over(quality.mean_line(file.text), s.mean_line))),
+        (
+            "alphanumeric",
+            each(lambda file: f"{a:.2f}" if (a := quality.alphanumeric(file.text)) < s.alphanumeric else ""),
+        ),
+        (
+            "parses",
+            each(lambda file: "" if not file.path.endswith(".py") or quality.parsed(file.text) else "no Python"),
+        ),
+        ("identical", _identical),
+        ("near duplicate", lambda files: _near(files, s)),
+        ("contaminated", lambda files: _leaks(files, s, secret)),
+    ]
+
+
+def _unlicensed(file: File, allowed: Sequence[str]) -> str:
+    for expression in (file.licence, licences.of_file(file.text) or file.licence):
+        if not licences.is_allowed(expression, allowed):
+            return expression or "none stated"
+    return ""
+
+
+def _identical(files: list[File]) -> Places:
+    first: dict[str, File] = {}
+    kept = [first.setdefault(file.text, file) for file in files]
+    return {place: _named(one) for place, (one, file) in enumerate(zip(kept, files, strict=True)) if one is not file}
+
+
+def _near(files: list[File], s: CorpusSettings) -> Places:
+    found = near_duplicates([file.text for file in files], s.similar, s.seed)
+    return {place: _named(files[other]) for place, other in found.items()}
+
+
+def _leaks(files: list[File], s: CorpusSettings, secret: Mapping[tuple[str, ...], str]) -> Places:
+    return contaminated([(file.repository, file.text) for file in files], secret, s.run, s.common)
+
+
+def _named(file: File) -> str:
+    return f"{file.repository}: {file.path}"
+
+
+def _row(name: str, files: Sequence[File], gone: Sequence[File]) -> dict[str, Any]:
+    return {
+        "filter": name,
+        "dropped_files": len(gone),
+        "dropped_bytes": sum(len(file.text.encode()) for file in gone),
+        "files": len(files),
+        "repositories": len({file.repository for file in files}),
+        "bytes": sum(len(file.text.encode()) for file in files),
+    }
+
+
+def _heldout(files: Sequence[File], s: CorpusSettings) -> set[str]:
+    """Return the repositories (or paths, where there is one repository) that are held out: in an order that the seed decides, as
+    many as have at most the share of all characters; at least the smallest."""
+    sizes: dict[str, int] = {}
+    for file in files:
+        sizes[_unit(file, files)] = sizes.get(_unit(file, files), 0) + len(file.text)
+    room = s.heldout * sum(sizes.values())
+    chosen: set[str] = set()
+    for unit in sorted(sizes, key=lambda unit: hashlib.sha256(f"{s.seed} {unit}".encode()).digest()):
+        if sizes[unit] <= room:
+            chosen.add(unit)
+            room -= sizes[unit]
+    return chosen or {min(sizes, key=lambda unit: (sizes[unit], unit))}
+
+
+def _unit(file: File, files: Sequence[File]) -> str:
+    return file.repository if files[0].repository != files[-1].repository else file.path
+
+
+def _documents(files: Sequence[File], heldout: set[str], most: int) -> Iterator[dict[str, Any]]:
+    """Yield a row a file: repository after repository, its held-out files apart, each in import order, cut into documents."""
+    number = -1
+    side = {id(file): _unit(file, files) in heldout for file in files}
+    for repository, together in groupby(files, key=lambda file: file.repository):
+        for held, part in groupby(sorted(together, key=lambda file: side[id(file)]), key=lambda file: side[id(file)]):
+            own = {file.path: file for file in part}
+            size = most + 1
+            for path in import_order({path: file.text for path, file in own.items()}):
+                file = own[path]
+                size += len(file.text)
+                if size > most:
+                    number, size = number + 1, len(file.text)
+                yield {
+                    "repository": repository,
+                    "path": path,
+                    "licence": licences.of_file(file.text) or file.licence,
+                    "text": file.text,
+                    "heldout": held,
+                    "document": number,
+                }

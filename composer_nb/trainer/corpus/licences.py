@@ -1,0 +1,89 @@
+"""Which licence a repository states, and whether it may be used.
+
+The text of a licence is recognised by `identify`, which compares it with those of choosealicense.com. Metadata of the package
+(PEP 639, or the older classifiers and words) say it where no text is recognised. Where both speak, both must be allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from email.message import Message
+from pathlib import Path
+
+PERMISSIVE = tuple(
+    "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 ISC MIT MIT-0 MIT-CMU PSF-2.0 Python-2.0 Unlicense Zlib".split()
+)
+"""Licences that ask for attribution at most, by SPDX identifier."""
+_CLASSIFIERS = {
+    "MIT License": "MIT",
+    "MIT No Attribution License (MIT-0)": "MIT-0",
+    "Apache Software License": "Apache-2.0",
+    "BSD License": "BSD-3-Clause",
+    "ISC License (ISCL)": "ISC",
+    "Python Software Foundation License": "PSF-2.0",
+    "The Unlicense (Unlicense)": "Unlicense",
+    "zlib/libpng License": "Zlib",
+}
+_SILENT = ("OSI Approved", "DFSG approved")
+"""Classifiers that name no licence."""
+_WORDS = {
+    r"(the )?mit( license)?": "MIT",
+    r"apache( software)?( license)?,?( version)?[ -]?2(\.0)?": "Apache-2.0",
+    r"(new |modified )?bsd( license)?|(bsd[ -])?3[ -]clause( bsd)?( license)?": "BSD-3-Clause",
+    r"isc( license)?": "ISC",
+}
+_HEADER = re.compile(r"SPDX-License-Identifier:\s*([\w.+ ()-]*[\w)+])")
+
+
+def stated(metadata: Message) -> str:
+    """Return the licence that a package's metadata state, as an SPDX expression; empty where they state none that is known."""
+    expression = (metadata.get("License-Expression") or "").strip()
+    classified = [
+        _CLASSIFIERS.get(name, "LicenseRef-" + re.sub(r"[^\w.]+", "-", name))
+        for line in metadata.get_all("Classifier", [])
+        if line.startswith("License ::") and (name := line.rpartition(":: ")[2]) not in _SILENT
+    ]
+    words = (metadata.get("License") or "").strip()
+    if expression or classified:
+        return expression or " AND ".join(sorted(set(classified)))
+    if re.fullmatch(r"[A-Za-z0-9.+-]+( (AND|OR) [A-Za-z0-9.+-]+)*", words) and re.search(r"\d|MIT|ISC|GPL", words):
+        return words
+    return next((name for form, name in _WORDS.items() if re.fullmatch(form, words.lower())), "")
+
+
+def licence_of(texts: Iterable[Path], metadata: str) -> str:
+    """Return what the licence files of a repository and its metadata (`stated`) say together."""
+    from identify import identify
+
+    found = set[str]()
+    for path in texts:
+        with suppress(UnicodeDecodeError, OSError):
+            found.add(identify.license_id(str(path)) or metadata)
+    known = sorted(name for name in found if name not in metadata)
+    return " AND ".join([f"({metadata})", *known] if known and metadata else known or [metadata])
+
+
+def of_file(text: str) -> str:
+    """Return the licence that a file's own head states (`SPDX-License-Identifier`); empty where it states none."""
+    found = _HEADER.search(text[:2000])
+    return found[1] if found else ""
+
+
+def is_allowed(expression: str, licences: Collection[str]) -> bool:
+    """Return whether an SPDX expression can be satisfied by `licences` alone: all sides of AND, one side of OR. A licence WITH an
+    exception counts as another licence. What is no expression is not allowed."""
+    words = re.findall(r"[()]|[^\s()]+(?:\s+WITH\s+[^\s()]+)?", expression)
+    named = [word.lower() if word in ("AND", "OR", "(", ")") else f"_{place}" for place, word in enumerate(words)]
+
+    def holds(node: ast.expr) -> bool:
+        if isinstance(node, ast.BoolOp):
+            return (all if isinstance(node.op, ast.And) else any)([holds(value) for value in node.values])
+        return isinstance(node, ast.Name) and words[int(node.id[1:])] in licences
+
+    try:
+        return holds(ast.parse(" ".join(named), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        return False

@@ -1,0 +1,124 @@
+"""Find repositories in a folder, the licence that each states, and the texts of their files.
+
+What lies in the folder is not trusted: links are not followed, and names come through `untrusted`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import HeaderParser
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from composer_nb.harness.untrusted import UnsafeName, beneath, is_plain
+from composer_nb.trainer.corpus.licences import licence_of, stated
+
+_FOREIGN = frozenset("node_modules __pycache__ site-packages vendor _vendor third_party thirdparty_files venv".split())
+"""Folders with code of others, whose licence may be another; hidden folders are left out as well."""
+_LICENCE = ("LICENSE", "LICENCE", "COPYING", "UNLICENSE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A file of a repository."""
+
+    repository: str
+    path: str
+    """Relative POSIX path in the repository."""
+    licence: str
+    """What the repository states, as an SPDX expression; empty where that is nothing known."""
+    text: str
+
+
+def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple[File, str]]:
+    """Yield each file of the repositories in `root`, in order of repository and path, and why it cannot be used: not UTF-8,
+    empty, or more than `most` bytes; an empty reason where it can.
+
+    A repository is a subfolder, a distribution where `root` is a site-packages folder, or `root` itself where it has a
+    pyproject.toml, setup.py or .git. Raises ValueError where there is none."""
+    endings = tuple(suffixes)
+    for name, folder, paths, licence in _repositories(root):
+        for path in sorted(path for path in paths if path.endswith(endings) and _own(path)):
+            text = why = ""
+            try:
+                place = beneath(folder, path)
+            except UnsafeName:
+                continue
+            if place.is_symlink() or not place.is_file():
+                continue
+            if place.stat().st_size > most:
+                why = f"more than {most} bytes"
+            else:
+                try:
+                    text = place.read_bytes().decode().replace("\r\n", "\n")
+                    why = "" if text.strip() else "empty"
+                except UnicodeDecodeError:
+                    why = "not UTF-8"
+            yield File(repository=name, path=path, licence=licence, text=text), why
+
+
+def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such folder; give a folder of repositories")
+    if any((root / name).exists() for name in (".git", "pyproject.toml", "setup.py")):
+        folders = [root]
+    else:
+        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink() and _own(path.name))
+    if any(path.name.endswith(".dist-info") for path in folders):
+        for found in sorted(metadata.distributions(path=[str(root)]), key=lambda one: one.name):
+            names = [file.as_posix() for file in found.files or ()]
+            own = [name for name in names if is_plain(name)]
+            texts = [root / name for name in own if _names_licence(name) and ".dist-info/" in name]
+            yield (
+                found.name,
+                root,
+                own,
+                licence_of(texts, stated(HeaderParser().parsestr(found.read_text("METADATA") or ""))),
+            )
+        return
+    if not folders:
+        raise ValueError(f"{root}: holds no repository; give a folder with one subfolder for each")
+    for folder in folders:
+        texts = [path for path in folder.iterdir() if _names_licence(path.name) and path.is_file()]
+        yield folder.resolve().name, folder, list(_walk(folder)), licence_of(texts, stated(_metadata(folder)))
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for at, inner, files in os.walk(folder):
+        inner[:] = [name for name in inner if _own(name)]
+        names = ((Path(at) / file).relative_to(folder).as_posix() for file in files)
+        yield from (name for name in names if is_plain(name))
+
+
+def _own(path: str) -> bool:
+    return not any(part in _FOREIGN or part.startswith(".") for part in path.split("/"))
+
+
+def _names_licence(path: str) -> bool:
+    name = path.rpartition("/")[2].upper()
+    return name.startswith(_LICENCE) and not name.endswith(".PY")
+
+
+def _metadata(folder: Path) -> Message:
+    """Return what PKG-INFO, or else pyproject.toml, says, in the form of PKG-INFO."""
+    known, project = folder / "PKG-INFO", folder / "pyproject.toml"
+    if known.is_file():
+        return HeaderParser().parsestr(known.read_text("utf-8", "replace"))
+    message = Message()
+    try:
+        table: Any = (
+            tomllib.loads(project.read_text("utf-8", "replace")).get("project", {}) if project.is_file() else {}
+        )
+        licence = table.get("license", "")
+        message["License-Expression"] = licence if isinstance(licence, str) else ""
+        message["License"] = licence.get("text", "") if isinstance(licence, dict) else ""
+        for classifier in table.get("classifiers", ()):
+            message["Classifier"] = classifier
+    except (ValueError, AttributeError, TypeError):  # not TOML, or not of this form: it says nothing
+        return Message()
+    return message

@@ -1,0 +1,49 @@
+"""A filtered corpus on disk: `files.parquet`, one row a file, in the order in which it is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from composer_nb.harness.files import replacing
+
+FILES = "files.parquet"
+_SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("repository", "path", "licence", "text")]
+    + [("heldout", pa.bool_()), ("document", pa.int32())]
+)
+
+
+def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write rows of files: repository, path, licence, text, heldout, and the number of the document that it is a part of."""
+    with replacing(folder / FILES) as part:
+        pq.write_table(pa.Table.from_pylist(list(rows), _SCHEMA), part)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return what `write_rows` wrote. Raises ValueError that names the file when it is damaged."""
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(folder / FILES, schema=_SCHEMA).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{folder / FILES}: damaged ({error}); make it again with composer-nb corpus") from None
+    return rows
+
+
+def digest_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the SHA-256 of names and texts."""
+    texts = (f"{row['repository']}/{row['path']}\0{row['text']}\0" for row in rows)
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def documents(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Yield the text of each document and whether it is held out: its files one after another, each under a comment with its
+    path."""
+    for _, files in groupby(rows, key=lambda row: row["document"]):
+        part = list(files)
+        yield "\n".join(f"# {row['path']}\n{row['text']}" for row in part), part[0]["heldout"]

@@ -1,0 +1,85 @@
+"""Fill in the middle (arXiv 2207.14255): rows of code in which a gap is written after both of its sides.
+
+PSM    <prefix> before <suffix> after <middle> gap
+SPM    <prefix> <suffix> after <middle> before gap          the paper's second variant, for training both at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+from tokenizers import Tokenizer
+
+from composer_nb.trainer.learning.data import Row
+
+GAP_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen; a tokenizer that is trained here has them too
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    tuple(f"<\uff5cfim\u2581{name}\uff5c>" for name in ("begin", "hole", "end")),  # DeepSeek
+    tuple(f"\u2581<{name}>" for name in ("PRE", "SUF", "MID")),  # Code Llama
+)
+"""What models call prefix, suffix and middle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InfillSettings:
+    """Rows of code with a gap that is written last."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the rows of code."""
+    suffix_first: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of these in the order SPM; the others are PSM."""
+
+
+def gap_tokens(tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """Return the tokenizer's ids of prefix, suffix and middle. Raises ValueError where it has none."""
+    for names in GAP_TOKENS:
+        prefix, suffix, middle = (tokenizer.token_to_id(name) for name in names)
+        if prefix is not None and suffix is not None and middle is not None:
+            return prefix, suffix, middle
+    raise ValueError("midtrain.infill.share: the tokenizer has no tokens for infilling; set it to 0")
+
+
+def with_gaps(rows: Sequence[Row], tokenizer: Tokenizer, settings: InfillSettings, seed: int) -> list[Row]:
+    """Return rows of which a share has a gap, between two places drawn evenly from its characters. Each keeps its length: the end
+    of what follows the gap makes room for the three tokens, and for what cutting inside a token adds. A row stays as it is where
+    its text does not encode to its tokens again, because it begins inside a character or a word."""
+    if not settings.share:
+        return list(rows)
+    marks, random = gap_tokens(tokenizer), Random(f"infill {seed}")
+    return [
+        _with_gap(row, tokenizer, marks, random, random.random() < settings.suffix_first)
+        if random.random() < settings.share
+        else row
+        for row in rows
+    ]
+
+
+def _with_gap(row: Row, tokenizer: Tokenizer, marks: tuple[int, int, int], random: Random, suffix_first: bool) -> Row:
+    def encoded(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    whole = row.token_ids.tolist()
+    head = whole[:1] if whole[0] == tokenizer.token_to_id("<|bos|>") else []
+    ids = whole[len(head) : len(whole) - len(marks)]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if encoded(text) != ids or len(text) < 2:
+        return row
+    first, last = sorted(random.sample(range(len(text) + 1), 2))
+    before, gap, after = encoded(text[:first]), encoded(text[first:last]), encoded(text[last:])
+    left = len(ids) - len(before) - len(gap)
+    if not 0 <= left <= len(after):
+        return row
+    prefix, suffix, middle = marks
+    known = (
+        [prefix, suffix, *after[:left], middle, *before]
+        if suffix_first
+        else [prefix, *before, suffix, *after[:left], middle]
+    )
+    return replace(row, token_ids=np.array([*head, *known, *gap], np.int32))

@@ -1,0 +1,146 @@
+"""The three evaluations of a base, on models whose answers are known, and against slower references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from composer_nb.cli import main
+from composer_nb.harness.tasks.patch import apply_patch
+from composer_nb.labs.bases import (
+    Base,
+    Measures,
+    chosen,
+    compare_bases,
+    distance,
+    make_histories,
+    make_questions,
+    rebuilt,
+    rolling_loss,
+)
+from composer_nb.trainer.models.checkpoint import save_pretrained
+
+TEXT = "".join(
+    f"def f_{n}({', '.join('abcdefg'[k] + str(n) for k in range(2 + n % 3))}):\n    return {n} * a{n}\n\n\n"
+    for n in range(9)
+)
+SIZES = {"vocab_size": 420, "max_position_embeddings": 512}
+
+
+@pytest.fixture
+def base(make_model: Callable, tokenizer: Tokenizer) -> Base:
+    return Base(name="tiny", model=make_model(0, **SIZES), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def even(make_model: Callable, tokenizer: Tokenizer) -> Base:
+    """Every token is as probable as every other, always."""
+    model = make_model(0, **SIZES)
+    with torch.no_grad():
+        model.final_norm.zero_()
+    return Base(name="even", model=model, tokenizer=tokenizer)
+
+
+def test_a_model_that_guesses_evenly_loses_the_logarithm_of_its_vocabulary_a_token(even: Base):
+    for window, stride in ((17, 16), (64, 8), (64, 63)):
+        assert rolling_loss(even, TEXT, window, stride) == pytest.approx(len(even.ids(TEXT)) * math.log(420), rel=1e-5)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(9, 1), (12, 5), (40, 39)])
+@torch.no_grad()
+def test_each_token_is_predicted_once_from_the_window_before_it(base: Base, window: int, stride: int):
+    text = TEXT[:160]
+    stream = np.array([base.first, *base.ids(text)], np.int32)
+    total = 0.0
+    for place in range(1, len(stream)):
+        end = min(len(stream), 1 + -(-place // stride) * stride)  # of the window that predicts it
+        logits, _ = base.model(torch.from_numpy(stream[None, max(0, end - window) : place]).long())
+        total -= float(torch.log_softmax(logits[0, -1], -1)[stream[place]])
+    assert rolling_loss(base, text, window, stride) == pytest.approx(total, rel=1e-4)
+
+
+def test_a_window_that_does_not_fit_is_refused(base: Base):
+    for window, stride in ((600, 10), (10, 10), (10, 0)):
+        with pytest.raises(
+            ValueError, match=r"window=\d+, stride=\d+: 0 < stride < window ≤ 512, the positions of tiny"
+        ):
+            rolling_loss(base, TEXT, window, stride)
+
+
+def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_the_longest_tokens(even: Base):
+    questions = make_questions([TEXT], 100, 4, 0)
+    assert len(questions) == 9 and questions == make_questions([TEXT], 100, 4, 0) != make_questions([TEXT], 100, 4, 1)
+    for each in questions:
+        assert len(set(each.choices)) == 4 and each.prompt + each.choices[each.answer] in TEXT
+        assert not any(each.prompt + wrong in TEXT for wrong in each.choices if wrong != each.choices[each.answer])
+        cost = [len(even.ids(choice)) / len(choice) for choice in each.choices]
+        assert cost[chosen(even, each)] == pytest.approx(min(cost))
+    with pytest.raises(ValueError, match=r"questions: 0 functions differ .* 4 are needed"):
+        make_questions(["x = 1", "def f("], 5, 4, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), lines=st.integers(1, 8), edits=st.integers(0, 6))
+def test_the_diffs_of_a_history_lead_to_its_end(seed: int, lines: int, edits: int):
+    for history in make_histories([TEXT, "x"], 3, lines, edits, seed):
+        now = {"f.py": history.start}
+        for diff in history.diffs:
+            if diff:
+                now |= apply_patch(now, f"--- a/f.py\n+++ b/f.py\n{diff}")
+        assert now["f.py"] == history.end and len(history.diffs) == edits and history.start in TEXT
+
+
+def levenshtein(one: str, other: str) -> int:
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        last, row[0] = row[0], i
+        for j, b in enumerate(other, 1):
+            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (a != b))
+    return row[-1]
+
+
+@given(st.text("ab\né", max_size=12), st.text("ab\né", max_size=12))
+def test_distance_is_levenshteins(one: str, other: str):
+    assert distance(one, other) == levenshtein(one, other)
+
+
+def test_what_is_written_counts_up_to_the_end_and_a_long_history_is_refused(even: Base, base: Base):
+    histories = make_histories([TEXT], 5, 4, 2, 0)
+    assert rebuilt(even, histories, slots=2) == [""] * 5, "the first token of the vocabulary is special, and no text"
+    assert rebuilt(base, histories, slots=2) == rebuilt(base, histories, slots=5)
+    with pytest.raises(ValueError, match=r"lines, edits: a history needs \d+ positions, more than tiny has"):
+        rebuilt(base, make_histories([TEXT], 1, 30, 20, 0))
+
+
+def test_the_table_of_bases(even: Base, base: Base):
+    m = Measures(bytes=300, questions=9, histories=3, lines=4, edits=2, window=32, stride=16)
+    none, first, second = compare_bases([even, base], [TEXT], m)
+    assert (none["fresh_knowledge"], none["bits_per_byte"]) == (0.25, pytest.approx(8))
+    histories = make_histories([TEXT], 3, 4, 2, 0)
+    assert none["state_distance"] == np.mean([levenshtein(h.start, h.end) for h in histories])
+    assert first["state_distance"] == np.mean([len(h.end) for h in histories])
+    assert first["codebase_nats"] == pytest.approx(len(even.ids(TEXT[:300])) * math.log(420), rel=1e-5)
+    assert second["weights"] == sum(w.numel() for w in base.model.parameters()) and second["questions"] == 9
+    left = compare_bases([even], [TEXT], m, against=even)
+    assert left[1]["fresh_knowledge"] == 0 or left[1]["questions"] == 0
+
+
+def test_the_command_compares_checkpoints(base: Base, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    save_pretrained(base.model, tmp_path / "m", tokenizer=tmp_path / "tokenizer.json")
+    for number in range(20):
+        (tmp_path / f"m{number}.py").write_text(TEXT)
+    sizes = ["bytes=2000", "questions=4", "histories=2", "lines=3", "edits=1"]
+    line = ["bases", str(tmp_path / "m"), f"random:{tmp_path / 'm'}", *(word for s in sizes for word in ("--set", s))]
+    line += ["--code", str(tmp_path)]
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    assert "random m" in out and "no model" in out and "bits/byte" in out
