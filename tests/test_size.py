@@ -47,7 +47,7 @@ def test_nothing_grows() -> None:
     ]
     folders = Counter(path.parent for path in known.values() if path.name != "__init__.py")
     found = {
-        "package": 41_014sum(lines.values()),
+        "package": sum(lines.values()),
         "rl": sum(lines[name] for name in reached),
         "file": max(lines.values()),
         "function": max(functions),
