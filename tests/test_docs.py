@@ -67,6 +67,12 @@ def test_a_notebook_links_to_the_glossary_where_it_first_uses_a_term(path: Path)
     assert list(unlinked(path)) == [], "link the first use; a line *Words*: below the title does as well"
 
 
+def test_the_readme_shows_the_path_in_its_order() -> None:
+    shown = re.findall(r"^\| \[(\d\d) · [^]]+\]\(notebooks/(\w+)\.ipynb\)", PAGES[0].read_text(encoding="utf-8"), re.M)
+    assert [name for _, name in shown] == [path.stem for path in make_docs.notebooks()]
+    assert all(name.startswith(number) for number, name in shown)
+
+
 def test_every_link_leads_somewhere() -> None:
     anchors = {
         path: {slug(heading) for heading in re.findall(r"^#+ (.+)$", prose(path), re.M)}
