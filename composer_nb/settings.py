@@ -38,6 +38,7 @@ from composer_nb.trainer.models.tokenizer import TokenizerSettings
 from composer_nb.trainer.models.transformer import Kernels, ModelConfig
 from composer_nb.trainer.models.variants import ENGINES, EngineName
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.prompts import CurriculumSettings
 from composer_nb.trainer.schedule import Schedule
 
 Count = Annotated[int, Field(ge=0)]
@@ -291,6 +292,7 @@ class Settings:
     extend: ExtendSettings = field(default_factory=ExtendSettings)
     sft: SftSettings = field(default_factory=SftSettings)
     rl: RlSettings = field(default_factory=RlSettings)
+    curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     kernels: Kernels = field(default_factory=Kernels)
@@ -377,11 +379,6 @@ class Settings:
     def prompts_needed(self) -> int:
         """Tasks that RL takes at most, each once."""
         return math.ceil(self.rl.steps * self.rl.prompts * (1 + self.rl.refill))
-
-    @property
-    def prompt_seed(self) -> str:
-        """Seed of the order of RL's prompts."""
-        return f"{self.seed} {self.rl_seed}"
 
     @property
     def sampling_seed(self) -> int:

@@ -29,6 +29,7 @@ from composer_nb.labs.retrace import Recomputed, recompute
 from composer_nb.trainer.learning.phases import token_phases
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.prompts import tasks_by_id
 from composer_nb.trainer.recipe.reader import telling_step
 from composer_nb.trainer.records.batches import load_batch
 from composer_nb.trainer.records.rundir import RunDir
@@ -105,7 +106,7 @@ def sampled(run: RunDir, step: int = -1) -> list[Stored]:
     number = (telling_step(run) if step == -1 else step) - 1
     if not 0 <= number < steps:
         raise ValueError(f"step {step}: RL has {steps} steps that can be looked at")
-    tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
+    tasks = tasks_by_id(run.path)
     tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number + 1}"
     found = []
     for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):

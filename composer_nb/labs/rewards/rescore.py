@@ -29,13 +29,13 @@ from torch import Tensor
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rewards import RewardSettings
-from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.settings import Settings, from_dict, override
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.prompts import tasks_by_id
 from composer_nb.trainer.recipe.reader import stored_steps, telling_step, weights_before
 from composer_nb.trainer.records.batches import load_batch
 from composer_nb.trainer.records.rundir import RunDir
@@ -66,7 +66,7 @@ def stored_batch(run: RunDir, step: int = -1) -> StoredBatch:
     number = telling_step(run) if step == -1 else step
     if number not in (there := stored_steps(run)):
         raise ValueError(f"RL step {number}: its rollouts are not in {run.path.name}, which has those of {there}")
-    tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
+    tasks = tasks_by_id(run.path)
     files = sorted((run.path / "rollouts").glob(f"rl_{number - 1:05d}_*.parquet"))
     groups = tuple(tuple(group) for file in files for group in load_batch(file, tasks))
     return StoredBatch(step=number, groups=groups, settings=settings_at(run, number))

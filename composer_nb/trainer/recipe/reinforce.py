@@ -17,11 +17,11 @@ from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.models.variants import as_engine
+from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.evaluate import evaluate_model
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
-from composer_nb.trainer.services.environments import prompt_order
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 
 
@@ -44,7 +44,7 @@ class InProcess:
         self.stages, self.settings, self.ranks = s, s.settings, s.ranks
         self.learner, self.step, self.before = make_learner(s.run, s.settings)
         self.hinter = hinter_of(s.run, s.settings)
-        self.tasks = prompt_order(s.run.path / "data" / "rl.jsonl", s.settings.prompt_seed)
+        self.tasks = prompt_order(s.run.path, Order.of(s.settings))
         self._points: list[tuple[int, dict[str, Any]]] = []
         self._ledgers: list[tuple[int, dict[str, int]]] = []
         self._start = self._begin = time.perf_counter()

@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 from composer_nb.settings import Settings
+from composer_nb.trainer.prompts import tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import streams_of
-from composer_nb.trainer.services.environments import prompt_order
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.services.services import TrainerService, hinter_of
 
@@ -53,8 +53,7 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
         )
     if len(batches) < until or not batch_file(run.path, until - 1).is_file():
         raise ValueError(f"{run.path} has come to step {len(batches)}; --step {until} is not there yet")
-    tasks = prompt_order(run.path / "data" / "rl.jsonl", settings.prompt_seed)
-    by_id = {task.id: task for task in tasks}
+    by_id = tasks_by_id(run.path)
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
         # From the start: the checkpoint that is kept is of the last steps, and the store is the run's own.

@@ -154,18 +154,18 @@ def prompts(path: Path) -> Prompts | None:
 def _prompts_of_files(run: RunDir) -> Counter[int] | None:
     """Return how many groups of each prompt were trained on (a group is one task's rollouts in one file); None if rollouts of a
     step are not stored."""
-    from composer_nb.trainer.services.environments import prompt_order
+    from composer_nb.settings import from_dict
+    from composer_nb.trainer.prompts import Order, prompt_order
 
     settings = run.settings()
     tables = list(reader.rl_tables(run, ("group", "task_id")))
     files = 1 if settings["services"]["on"] else settings["ranks"]  # of a step
     if Counter(step for step, _ in tables) != dict.fromkeys(range(len(run.steps("rl"))), files):
         return None
-    order = prompt_order(run.path / "data" / "rl.jsonl", f"{settings['seed']} {settings['rl_seed']}")
-    epochs = max(1, -(-len(run.steps("rl")) * settings["rl"]["prompts"] // len(order)))
+    order = prompt_order(run.path, Order.of(from_dict(settings)))
     places: dict[str, list[int]] = {}
-    for slot in range(epochs * len(order)):
-        places.setdefault(order[slot].id, []).append(slot)
+    for slot, name in order.places(len(run.steps("rl")) * settings["rl"]["prompts"]):
+        places.setdefault(name, []).append(slot)
     counts: Counter[int] = Counter()
     seen: Counter[str] = Counter()
     for _, table in tables:
@@ -173,7 +173,7 @@ def _prompts_of_files(run: RunDir) -> Counter[int] | None:
         if strange := set(groups.values()) - places.keys():
             raise ValueError(f"{run.path}: rollouts of tasks that are not the run's: {sorted(strange)[:3]}")
         for task in groups.values():
-            counts[places[task][min(seen[task], epochs - 1)]] += 1
+            counts[places[task][min(seen[task], len(places[task]) - 1)]] += 1
             seen[task] += 1
     return counts
 

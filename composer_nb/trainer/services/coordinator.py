@@ -27,6 +27,7 @@ from composer_nb.harness.store import unpack_attempt
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line
@@ -50,7 +51,7 @@ from composer_nb.trainer.schedule import (
     TrainerLost,
 )
 from composer_nb.trainer.services.actors import ActorDied, RayActors, Remote
-from composer_nb.trainer.services.environments import EnvironmentService, Outcome, Pair, prompt_order
+from composer_nb.trainer.services.environments import EnvironmentService, Outcome, Pair
 from composer_nb.trainer.services.inference import Running
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
@@ -77,8 +78,7 @@ class Coordinator:
         self.journal = Journal(run)
         for name, value in self.journal.taken_up():
             self.settings = change_live(self.settings, name, value)
-        self.tasks = prompt_order(run.path / "data" / "rl.jsonl", settings.prompt_seed)
-        self.by_id = {task.id: task for task in self.tasks}
+        self.tasks = prompt_order(run.path, Order.of(settings))
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, Pair] = {}
         self.made = self.stillborn = 0
@@ -164,7 +164,7 @@ class Coordinator:
         engine = self.actors.make(EngineService, self.run.path, s, version, s.sampling_seed, name, name=name, threads=4)
         worker = self.actors.make(
             EnvironmentService,
-            *(self.run.path, s.env, s.limits, s.prompt_seed, s.rl.group),
+            *(self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group),
             (engine, name, s.slots),
             s.services.lockstep,
             name=f"environment-{self.made}",
@@ -338,7 +338,7 @@ class Coordinator:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Dispatch(worker=name, slot=slot, attempt=number, places=places):
-                pair = self.pairs[name]
+                pair, _ = self.pairs[name], self.tasks[slot]  # its task is on record before the worker looks for it
                 pair.start.append(command)
                 pair.assigned[slot, number] = set(places)
             case Cancel(worker=name, slot=slot, attempt=number):
@@ -389,7 +389,7 @@ class Coordinator:
         batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight, **more})
         file = batch_file(self.run.path, train.step)
         if file.is_file():
-            return batch(scored=load_batch(file, self.by_id))
+            return batch(scored=load_batch(file, tasks_by_id(self.run.path)))
         size = len(train.rollouts) // len(train.slots)
         packed = self.journal.packed(train.rollouts)
         done = [unpack_attempt(p, self.tasks[slot]) for p, (slot, _, _) in zip(packed, train.rollouts, strict=True)]

@@ -7,12 +7,10 @@ the plain loop does; only the policy is a proxy. It imports no torch: many fit o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from pathlib import Path
-from random import Random
 
 import numpy as np
 
@@ -23,8 +21,8 @@ from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.store import pack_attempt
-from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.schedule import Dispatch
 from composer_nb.trainer.services.actors import Remote
 
@@ -118,29 +116,6 @@ def _extended(trace: Trace, count: int) -> Trace:
     return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
 
 
-class Epochs(list[Task]):
-    """Tasks in the order in which RL trains on them. A place beyond the end is one of a further epoch, in an order of its own."""
-
-    def __init__(self, tasks: Iterable[Task], seed: str) -> None:
-        super().__init__(tasks)
-        self._seed = seed
-        Random(f"rl tasks {seed}").shuffle(self)
-
-    def __getitem__(self, slot: int) -> Task:  # type: ignore[override]
-        epoch, place = divmod(slot, len(self))
-        return super().__getitem__(_shuffled(len(self), f"rl tasks {self._seed} {epoch}")[place] if epoch else place)
-
-
-@lru_cache(maxsize=8)
-def _shuffled(count: int, seed: str) -> Sequence[int]:
-    return Random(seed).sample(range(count), count)
-
-
-def prompt_order(file: Path, seed: str) -> Epochs:
-    """The run's RL tasks in the order in which they are trained on."""
-    return Epochs(load_tasks(file), seed)
-
-
 class EnvironmentService:
     """Agents under way with their sandboxes, at the end of a line to one engine: `work` starts some, and returns those that have
     ended."""
@@ -150,7 +125,7 @@ class EnvironmentService:
         run: Path,
         env: EnvSettings,
         limits: Limits,
-        prompt_seed: str,
+        order: Order,
         group: int,
         policy: tuple[Remote, str, int],
         lockstep: bool,
@@ -160,7 +135,7 @@ class EnvironmentService:
         which take long."""
         self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
-        self._tasks, self._group, self._lockstep = prompt_order(run / "data" / "rl.jsonl", prompt_seed), group, lockstep
+        self._tasks, self._group, self._lockstep = prompt_order(run, order), group, lockstep
         functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
         alone = lockstep or agent.backend is None
         self._driver: Driver[Attempt] = Driver(RemotePolicy(*policy), functions, alone)

@@ -27,6 +27,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import FORMATS, format_of
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe import recipe
 from composer_nb.trainer.recipe.launch import new_run
 from composer_nb.trainer.recipe.prepare import chunks, deal_tasks, make_data, make_tokenizer, own_tasks
@@ -34,7 +35,6 @@ from composer_nb.trainer.recipe.recipe import fine_tune, midtrain
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.rl import score_groups
-from composer_nb.trainer.services.environments import prompt_order
 
 ALONE: dict[str, Any] = dict.fromkeys(
     ("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0
@@ -285,12 +285,13 @@ def test_a_checkpoint_rehearses_what_it_wrote_itself(
 
 
 def test_prompts_go_round_in_a_new_order_each_time(tmp_path: Path) -> None:
-    save_tasks([own(number) for number in range(9)], tmp_path / "rl.jsonl")
-    order = prompt_order(tmp_path / "rl.jsonl", "0 0")
+    (tmp_path / "data").mkdir()
+    save_tasks([own(number) for number in range(9)], tmp_path / "data" / "rl.jsonl")
+    order = prompt_order(tmp_path, Order(seed="0 0"))
     epochs = [[order[slot].id for slot in range(9 * epoch, 9 * (epoch + 1))] for epoch in range(4)]
     assert len(order) == 9 and [task.id for task in order] == epochs[0]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(map(tuple, epochs))) == 4
-    assert [prompt_order(tmp_path / "rl.jsonl", "0 0")[slot].id for slot in range(9, 18)] == epochs[1]
+    assert [prompt_order(tmp_path, Order(seed="0 0"))[slot].id for slot in range(9, 18)] == epochs[1]
 
 
 # An environment of one's own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import socket
 import sqlite3
 import threading
@@ -25,6 +26,7 @@ from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.recipe.report import build_report
@@ -160,6 +162,27 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
     assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), (
         "nothing is admitted meanwhile"
     )
+
+
+def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
+    """Its prompts are chosen by what was trained before, and no prompt comes twice."""
+    changes = IN_STEP | {"curriculum.harder": 1.0, "curriculum.start": 0.25}
+    (run, settings), (killed, _), (plain, _) = (begun(n, changes) for n in ("whole", "killed", "plain"))
+    go(run, settings)
+    cut_off(killed, settings, after=9)
+    assert len(killed.steps("rl")) < 4
+    go(killed, settings)
+    write_json(plain.path / "settings.json", to_dict(override(settings, {"services.on": False})))
+    start_or_resume(plain.path, say=lambda line: None)
+    chosen = [(run.path / "rollouts" / f"prompts_{step:05d}.json").read_text() for step in range(4)]
+    for other in (killed, plain):
+        assert [(other.path / "rollouts" / f"prompts_{step:05d}.json").read_text() for step in range(4)] == chosen
+        assert trained(other) == trained(run) and points(other) == points(run) and weights(other) == weights(run)
+    names = [name for text in chosen for name in json.loads(text)]
+    in_order = [prompt_order(run.path, Order(seed="0 0"))[slot].id for slot in range(8)]
+    assert len(set(names)) == 8 and names[:2] == in_order[:2] and names != in_order
+    assert all(each.same for each in replay(killed, settings, 4))
+    assert {name for _, tasks in trained(run) for name in tasks} == set(names)
 
 
 @pytest.fixture

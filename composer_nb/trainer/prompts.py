@@ -1,0 +1,284 @@
+"""The order of prompts: which task each slot of RL is at.
+
+Tasks are shuffled once (`Epochs`). With `curriculum.*` a run comes to harder ones late (`Curriculum`):
+
+    rollouts/rl_00000 … rl_00079      turns, thinking tokens and success of every group so far
+        │ chosen(…)                   a pure function of them
+        ▼
+    rollouts/prompts_00080.json       the tasks of step 80: the next ones, harder ones, ones made of two that were solved
+
+No task is taken twice. The names of a step's tasks are written before a rollout at one of them begins, and never changed: so a
+resumed run has the same prompts, and every reader finds them. References: Composer 2 technical report, §4 (harder data late, by
+turns and thinking tokens); *Composer 2.5* (tasks made through the run).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations, islice
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, NamedTuple, Self
+
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from composer_nb.harness.files import write_json
+from composer_nb.harness.rollout import Kind
+from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks
+from composer_nb.harness.untrusted import json_of
+
+Share = Annotated[float, Field(ge=0, le=1)]
+POWER = 2.0
+"""A kind of task that took twice the effort is drawn so many times two as often."""
+PAIRS = 200
+"""Pairs of tasks that are looked at for one that fits into one workspace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSettings:
+    """Harder prompts late in RL. Raises ValueError for shares that are more than all."""
+
+    harder: Share = 0.0
+    """Share of the prompts drawn by the effort (turns and thinking tokens) that tasks of their kind took so far. They are chosen
+    from `data.rl_tasks`, which should be more than RL needs."""
+    made: Share = 0.0
+    """Share of the prompts made of two tasks that were solved: both bugs in one workspace. Grader `functions` alone."""
+    start: Share = 0.5
+    """Share of the steps before which prompts come in their order."""
+
+    def __post_init__(self) -> None:
+        if self.harder + self.made > 1:
+            raise ValueError(
+                f"curriculum.harder={self.harder} and curriculum.made={self.made} are more than 1 together"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What decides the order of a run's prompts, besides its tasks and records."""
+
+    seed: str
+    prompts: int = 1
+    """A step."""
+    steps: int = 1
+    ahead: int = 0
+    """Steps whose records may be missing when a step's prompts are chosen."""
+    curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
+
+    @classmethod
+    def of(cls, s: Any) -> Self:
+        """Return the order of a run from its settings."""
+        ahead = s.services.ahead if s.services.on else 0
+        seed = f"{s.seed} {s.rl_seed}"
+        return cls(seed=seed, prompts=s.rl.prompts, steps=s.rl.steps, ahead=ahead, curriculum=s.curriculum)
+
+
+class Epochs(list[Task]):
+    """Tasks in the order in which RL trains on them. A place beyond the end is one of a further epoch, in an order of its own."""
+
+    def __init__(self, tasks: Iterable[Task], seed: str) -> None:
+        order = list(tasks)
+        Random(f"rl tasks {seed}").shuffle(order)
+        super().__init__(order)
+        self._seed = seed
+
+    def __getitem__(self, slot: int) -> Task:  # type: ignore[override]
+        epoch, place = divmod(slot, len(self))
+        return super().__getitem__(_shuffled(len(self), f"rl tasks {self._seed} {epoch}")[place] if epoch else place)
+
+    def places(self, count: int) -> Iterator[tuple[int, str]]:
+        """Yield the slots of the epochs that hold `count` prompts, with the ids of their tasks."""
+        return ((slot, self[slot].id) for slot in range(max(1, -(-count // len(self))) * len(self)))
+
+
+@lru_cache(maxsize=8)
+def _shuffled(count: int, seed: str) -> Sequence[int]:
+    return Random(seed).sample(range(count), count)
+
+
+def prompt_order(run: Path, order: Order) -> Epochs:
+    """Return the tasks of a run's slots. Raises ValueError for tasks that do not do for a curriculum."""
+    tasks, c = load_tasks(run / "data" / "rl.jsonl"), order.curriculum
+    return Curriculum(run, tasks, order) if c.harder or c.made else Epochs(tasks, order.seed)
+
+
+def tasks_by_id(run: Path) -> dict[str, Task]:
+    """Return every task that a run's rollouts may be at, those made on the way too."""
+    known = {task.id: task for task in load_tasks(run / "data" / "rl.jsonl")}
+    listed = [name for file in sorted((run / "rollouts").glob("prompts_*.json")) for name in json_of(file.read_bytes())]
+    return known | {name: named(name, known) for name in listed}
+
+
+# A curriculum
+
+
+class Tried(NamedTuple):
+    """A group that was trained on."""
+
+    task: str
+    turns: float
+    thinking: float
+    """Tokens."""
+    solved: float
+    """Share."""
+
+
+class Curriculum(Epochs):
+    """Tasks by slot, chosen step by step. Raises ValueError where tasks run out, or do not combine."""
+
+    def __init__(self, run: Path, tasks: Sequence[Task], order: Order) -> None:
+        super().__init__(tasks, order.seed)
+        self._run, self._order = run, order
+        self._known = {task.id: task for task in self}
+        self._blocks: dict[int, list[str]] = {}
+        self._tried: dict[int, list[Tried]] = {}
+        if order.curriculum.made and _pair([task for task in self if _combinable(task)]) is None:
+            raise ValueError(
+                f"curriculum.made={order.curriculum.made}: no two tasks of the grader `functions` fit into one workspace"
+            )
+
+    def __getitem__(self, slot: int) -> Task:  # type: ignore[override]
+        step, place = divmod(slot, self._order.prompts)
+        return named(self._block(step)[place], self._known)
+
+    def places(self, count: int) -> Iterator[tuple[int, str]]:
+        """Yield the slots of the steps that were chosen, with the ids of their tasks."""
+        files = sorted((self._run / "rollouts").glob("prompts_*.json"))
+        return enumerate(name for file in files for name in json_of(file.read_bytes()))
+
+    def _block(self, step: int) -> list[str]:
+        if step not in self._blocks:
+            file = self._run / "rollouts" / f"prompts_{step:05d}.json"
+            if not file.is_file():
+                used = [name for before in range(step) for name in self._block(before)]
+                tried = [each for before in range(step - self._order.ahead) for each in self._outcomes(before)]
+                write_json(file, chosen(step, self._order, self._known, used, tried))
+            self._blocks[step] = json_of(file.read_bytes())
+        return self._blocks[step]
+
+    def _outcomes(self, step: int) -> list[Tried]:
+        if step not in self._tried:
+            files = sorted((self._run / "rollouts").glob(f"rl_{step:05d}_*.parquet"))
+            found = [each for file in files for each in outcomes(file)]
+            if not found:
+                return []  # its groups were dropped, or it is not done yet
+            self._tried[step] = found
+        return self._tried[step]
+
+
+def outcomes(file: Path) -> list[Tried]:
+    """Return what became of each group of a stored step, by task."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in pq.read_table(file, columns=["task_id", "turns", "kind", "passed"]).to_pylist():
+        groups.setdefault(row["task_id"], []).append(row)
+    return [
+        Tried(
+            task,
+            turns=sum(len(json.loads(row["turns"])) for row in rows) / len(rows),
+            thinking=sum(row["kind"].count(Kind.THINKING) for row in rows) / len(rows),
+            solved=sum(row["passed"] for row in rows) / len(rows),
+        )
+        for task, rows in sorted(groups.items())
+    ]
+
+
+def chosen(
+    step: int, order: Order, known: Mapping[str, Task], used: Sequence[str], tried: Sequence[Tried]
+) -> list[str]:
+    """Return the names of a step's tasks; `known` is in the order of prompts. A name `one+two` is a task made of two. Raises
+    ValueError where every task was taken."""
+    c, rng = order.curriculum, Random(f"curriculum {order.seed} {step}")
+    begun = bool(tried) and step >= c.start * order.steps
+    taken, parts = set(used), {part for name in used if name not in known for part in name.split("+")}
+    effort = effort_of(tried, known)
+    found: list[str] = []
+    for _ in range(order.prompts):
+        rest = [name for name in known if name not in taken]
+        draw, name = rng.random() if begun else 1.0, None
+        if draw < c.made:
+            name = _made(tried, known, parts, rng)
+        elif draw < c.made + c.harder and rest:
+            weights = [effort(known[each]) ** POWER for each in rest]
+            name = rng.choices(rest, weights)[0]
+        if name is None and not rest:
+            raise ValueError(f"curriculum.*: all {len(known)} tasks are taken by step {step + 1}; raise data.rl_tasks")
+        found.append(name or rest[0])
+        taken.add(found[-1])
+        parts |= {*found[-1].split("+")} if found[-1] not in known else set()
+    return found
+
+
+def effort_of(tried: Sequence[Tried], known: Mapping[str, Task]) -> Callable[[Task], float]:
+    """Return the function that expects a task's effort from tasks of its kind: turns and thinking tokens, each as a multiple of
+    the mean. 1 for a kind that nobody tried."""
+    count = max(1, len(tried))
+    turns, thinking = sum(each.turns for each in tried) / count, sum(each.thinking for each in tried) / count
+    sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
+    for each in tried:
+        both = [value / mean for value, mean in ((each.turns, turns), (each.thinking, thinking)) if mean]
+        sums[kind_of(named(each.task, known))].append(sum(both) / max(1, len(both)))
+    means = {kind: sum(values) / len(values) for kind, values in sums.items()}
+    return lambda task: means.get(kind_of(task), 1.0)
+
+
+def kind_of(task: Task) -> tuple[str, ...]:
+    """Return what tasks of one kind share: the recorded difficulty, the structure's family and bug, or the repository."""
+    marks = ("difficulty", "kind", "family", "bug", "repository")
+    return (*(task.metadata.get(name, "") for name in marks), str(len(task.source_scope)))
+
+
+def _made(tried: Sequence[Tried], known: Mapping[str, Task], parts: set[str], rng: Random) -> str | None:
+    """Return the name of a task made of two that were solved and are no part yet; None where no two fit."""
+    solved = [each.task for each in tried if each.solved > 0.5 and each.task in known and each.task not in parts]
+    fit = [known[name] for name in solved if _combinable(known[name])]
+    rng.shuffle(fit)
+    pair = _pair(fit)
+    return None if pair is None else f"{pair[0].id}+{pair[1].id}"
+
+
+def _pair(tasks: Sequence[Task]) -> tuple[Task, Task] | None:
+    """Return the first two that fit into one workspace."""
+    return next((pair for pair in islice(combinations(tasks, 2), PAIRS) if not _clash(*pair)), None)
+
+
+def _combinable(task: Task) -> bool:
+    return task.grader == "functions" and not task.mutants and "+" not in task.id
+
+
+def _clash(a: Task, b: Task) -> bool:
+    pairs = ((a.files, b.files), (a.tests, b.tests), (a.files, b.tests), (a.tests, b.files))
+    return any(not one.keys().isdisjoint(other) for one, other in pairs)
+
+
+def named(name: str, known: Mapping[str, Task]) -> Task:
+    """Return a task by its name: one that is known, or `one+two`. Raises KeyError."""
+    if name in known:
+        return known[name]
+    one, _, two = name.partition("+")
+    return combined(known[one], known[two])
+
+
+def combined(a: Task, b: Task) -> Task:
+    """Return the task of doing what two tasks ask for, in the files of both: their turns and tokens add up. Its right answer is
+    that of both, so it needs no check. Raises ValueError for files that clash."""
+    if _clash(a, b):
+        raise ValueError(f"tasks {a.id} and {b.id} share files")
+    asked = dict.fromkeys((a.instruction, b.instruction))
+    lowered = [name for name in LOWERED.values() if name in a.metadata and name in b.metadata]
+    limits = {name: str(int(a.metadata[name]) + int(b.metadata[name])) for name in lowered}
+    difficulty = str(sum(int(task.metadata.get("difficulty", "1")) for task in (a, b)))
+    return Task.model_validate(
+        a.model_dump()
+        | {
+            "id": f"{a.id}+{b.id}",
+            "instruction": "; ".join(asked),
+            **{name: {**getattr(a, name), **getattr(b, name)} for name in ("files", "tests", "solution")},
+            "source_scope": (*a.source_scope, *b.source_scope),
+            "metadata": a.metadata | limits | {"difficulty": difficulty},
+        }
+    )

@@ -1,0 +1,138 @@
+"""The order of prompts under a curriculum: pure, nothing twice, harder kinds more often, tasks made of two that were solved."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.grading.grade import grade_functions
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.trainer.prompts import (
+    CurriculumSettings,
+    Order,
+    Tried,
+    chosen,
+    combined,
+    effort_of,
+    named,
+    prompt_order,
+    tasks_by_id,
+)
+
+TEST = "from m{n} import f{n}\n\n\ndef test_{i}():\n    assert f{n}({i}) == {v}\n"
+
+
+def task(n: int, family: str = "loop", turns: int = 7) -> Task:
+    return Task(
+        id=f"t{n}",
+        instruction="fix the tests",
+        files={f"m{n}.py": f"def f{n}(x):\n    return x - {n + 1}\n", f"test_f{n}.py": TEST.format(n=n, i=0, v=n + 1)},
+        tests={f"hidden_f{n}.py": TEST.format(n=n, i=3, v=n + 4)},
+        solution={f"m{n}.py": f"def f{n}(x):\n    return x + {n + 1}\n"},
+        source_scope=(f"m{n}.py",),
+        metadata={"family": family, "max_turns": str(turns)},
+    )
+
+
+KNOWN = {each.id: each for each in (task(n, ("easy", "hard")[n % 2]) for n in range(40))}
+
+
+def order(prompts: int = 4, steps: int = 10, **curriculum: float) -> Order:
+    given = CurriculumSettings(**{"start": 0.2, **curriculum})
+    return Order(seed="0 0", prompts=prompts, steps=steps, curriculum=given)
+
+
+def run_through(of: Order, steps: int, solved: float = 1.0) -> list[list[str]]:
+    """The prompts of each step of a run in which hard tasks take four times the turns."""
+    blocks: list[list[str]] = []
+    tried: list[Tried] = []
+    for step in range(steps):
+        blocks.append(chosen(step, of, KNOWN, [name for block in blocks for name in block], tried))
+        tried += [
+            Tried(name, 8.0 if named(name, KNOWN).metadata["family"] == "hard" else 2.0, 0.0, solved)
+            for name in blocks[-1]
+        ]
+    return blocks
+
+
+@settings(max_examples=30, deadline=None)
+@given(harder=st.floats(0, 1), made=st.floats(0, 1), start=st.floats(0, 1), solved=st.sampled_from([0.0, 0.4, 1.0]))
+def test_no_prompt_comes_twice_and_every_part_was_solved_before(
+    harder: float, made: float, start: float, solved: float
+) -> None:
+    of = order(harder=harder * (1 - made), made=made, start=start)
+    blocks = run_through(of, 9, solved)
+    names = [name for block in blocks for name in block]
+    assert len(names) == len(set(names)) == 36 and blocks == run_through(of, 9, solved)
+    early = min(9, int(start * 10))
+    assert [name for block in blocks[:early] for name in block] == list(KNOWN)[: 4 * early]
+    parts = [part for name in names if name not in KNOWN for part in name.split("+")]
+    assert len(parts) == len(set(parts)) and (solved == 1.0 or not parts)
+    for step, block in enumerate(blocks):
+        before = {name for earlier in blocks[:step] for name in earlier}
+        assert all(set(name.split("+")) <= before for name in block if name not in KNOWN)
+
+
+def test_kinds_that_took_more_effort_come_more_often() -> None:
+    shares = []
+    for harder in (0.0, 1.0):
+        blocks = run_through(order(prompts=2, steps=10, harder=harder), 8)
+        late = [name for block in blocks[2:] for name in block]
+        shares.append(Counter(KNOWN[name].metadata["family"] for name in late)["hard"] / len(late))
+    assert shares[0] == 0.5 and shares[1] >= 0.8, "two to the power of two, against one half"
+
+
+def test_effort_counts_turns_and_thinking_alike_and_an_unknown_kind_as_the_mean() -> None:
+    tried = [Tried("t0", 2.0, 0.0, 1.0), Tried("t2", 4.0, 0.0, 1.0), Tried("t1", 6.0, 30.0, 0.0)]
+    effort = effort_of(tried, KNOWN)
+    assert effort(KNOWN["t4"]) == pytest.approx((2 / 4 + 0 + 4 / 4 + 0) / 4) and effort(KNOWN["t3"]) == (6 / 4 + 3) / 2
+    assert effort(task(7, "other")) == 1.0 and effort_of([], KNOWN)(KNOWN["t0"]) == 1.0
+    marked = task(8).model_copy(update={"metadata": {"family": "easy", "difficulty": "3"}})
+    assert effort(marked) == 1.0, "tasks of a recorded difficulty are a kind of their own"
+
+
+def test_a_task_made_of_two_is_solved_by_both_answers_and_by_no_one_of_them() -> None:
+    both = combined(task(1), task(2))
+    assert both.id == "t1+t2" and both.instruction == "fix the tests" and both.metadata["max_turns"] == "14"
+    assert both.metadata["difficulty"] == "2" and Task.model_validate(both.model_dump()) == both
+    with SandboxExecutor() as boxes:
+        for answer, passed in ((task(1).solution | task(2).solution, True), (task(1).solution, False), ({}, False)):
+            assert grade_functions(both, both.files | answer, boxes).passed is passed
+    with pytest.raises(ValueError, match="tasks t1 and t1 share files"):
+        combined(task(1), task(1))
+
+
+def test_prompts_are_on_record_and_never_chosen_anew(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "rollouts").mkdir()
+    save_tasks(list(KNOWN.values()), tmp_path / "data" / "rl.jsonl")
+    of = order(harder=0.5)
+    first = prompt_order(tmp_path, of)
+    assert [first[slot].id for slot in range(4)] == [
+        prompt_order(tmp_path, Order(seed="0 0"))[slot].id for slot in range(4)
+    ]
+    file = tmp_path / "rollouts" / "prompts_00000.json"
+    held = json.loads(file.read_text())
+    file.write_text(json.dumps([f"{held[0]}+{held[1]}", *held[1:]]))
+    again = prompt_order(tmp_path, of)
+    assert again[0].id == f"{held[0]}+{held[1]}" == tasks_by_id(tmp_path)[again[0].id].id
+    assert [name for _, name in again.places(4)] == [f"{held[0]}+{held[1]}", *held[1:]]
+    assert not (tmp_path / "rollouts" / "prompts_00001.json").exists()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"curriculum.harder=0.6 and curriculum.made=0.5 are more than 1"):
+        CurriculumSettings(harder=0.6, made=0.5)
+    with pytest.raises(ValueError, match=r"all 40 tasks are taken by step 11; raise data.rl_tasks"):
+        run_through(order(harder=0.5), 11)
+    (tmp_path / "data").mkdir()
+    same = [task(1).model_copy(update={"id": f"s{n}"}) for n in range(5)]
+    save_tasks(same, tmp_path / "data" / "rl.jsonl")
+    with pytest.raises(ValueError, match=r"curriculum.made=0.5: no two tasks .* fit into one workspace"):
+        prompt_order(tmp_path, order(made=0.5))
