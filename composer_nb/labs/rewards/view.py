@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import composer_nb.harness.terms  # noqa: F401  registers the terms that sliders are for
 from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards.judges import Agreement
-from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge
+from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge, rescore
 from composer_nb.settings import override
 from composer_nb.views import style
 from composer_nb.views.style import Picture, from_zero, key, title
@@ -250,6 +250,26 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
     ax.set_xlim(-1.05, 1.05)
     title(ax, "cosine to the gradient as trained", "cosine", "shuffles")
     key(ax, loc="center left")
+    return picture
+
+
+def alone(batch: StoredBatch) -> Picture:
+    """Draw each of the package's terms as if it were the whole reward: the share of groups in which its rollouts differ, and its
+    agreement with the tests there (`Scores.agreement`)."""
+    names = [name for name, each in TERMS.items() if each.__module__.startswith("composer_nb.")]
+    found = {name: rescore(batch, RewardSettings(weights={name: 1.0})) for name in names}
+    picture = Picture(9.5, 0.9 + 0.24 * len(names))
+    live, agrees = picture.panels(1, 2)
+    style.bars(live, {name: float(scores.live_P.mean()) for name, scores in found.items()}, style.GREY, ".2f")
+    style.rows(agrees, names)
+    agrees.axvline(0.5, color=style.GREY, linewidth=0.8)
+    shown = [scores.agreement if scores.live_P.any() else math.nan for scores in found.values()]
+    agrees.plot(shown, range(len(names)), "o", color=style.BLUE)
+    for ax in (live, agrees):
+        ax.set_xlim(-0.05, 1.15)
+        ax.tick_params(axis="y", labelsize=7.5)
+    title(live, "groups in which it differs", "share")
+    title(agrees, "agreement with the tests", "0.5: as chance")
     return picture
 
 
