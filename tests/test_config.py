@@ -185,7 +185,7 @@ def test_a_group_cannot_be_set_as_a_whole(name: str):
         ({"midtrain.steps": -1}, "midtrain.steps=-1: must be greater than or equal to 0"),
         ({"services.ahead": 3}, r"services.bound=2: must be at least services.ahead \(3\)"),
         ({"limits.tokens": 600}, r"limits.tokens=600: must be at most model.max_position_embeddings \(512\)"),
-        ({"reward.weights": {"nosuch": 1.0}}, r"reward.weights names \['nosuch'\]"),
+        ({"reward.weights": {"nosuch": 1.0}}, r"reward.weights names 'nosuch'; registered terms"),
         ({"replay.source": "trainer"}, "replay.level is none"),
         ({"replay.plausible": 0.5}, "replay.level is none"),
         (
