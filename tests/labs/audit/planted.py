@@ -1,0 +1,127 @@
+"""Environments with one planted fault each, and sound ones that look suspicious: `planted.txt`. They were written, from incidents
+in SWE-style environments, before anything of the audit was read."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.tasks import harbor
+from composer_nb.harness.tasks.task import Task
+
+Sections = dict[str, dict[str, str]]
+"""Kind of a section (`file`, `calls`, `test`, `fix`, or that of a setting) -> its argument -> its text."""
+
+TOML = """
+schema_version = "1.4"
+[verifier]
+timeout_sec = {seconds}
+[metadata.composer_nb]
+runtime = "host-python"
+"""
+
+
+def _read(text: str) -> dict[str, tuple[str, str, Sections]]:
+    """Return the cases by name: the kind of the fault, or `sound`; the instruction; the sections."""
+    found: dict[str, tuple[str, str, Sections]] = {}
+    for case in re.split(r"^=== ", text, flags=re.M)[1:]:
+        head, *parts = re.split(r"^%% ", case.rstrip() + "\n", flags=re.M)
+        title, _, instruction = head.partition("\n")
+        kind, _, name = title.partition(": ")
+        sections: Sections = defaultdict(dict)
+        for part in parts:
+            first, _, body = part.partition("\n")
+            field, _, argument = first.partition(" ")
+            if field == "like":
+                instruction = instruction or found[argument][1]
+                sections |= {field: {**held} for field, held in found[argument][2].items()}
+            sections[field][argument] = body
+        found[name] = kind, instruction.strip(), sections
+    return found
+
+
+def _calls(module: str, text: str) -> str:
+    """Return a test file with a test for each line, such as `mean([2, 4]) == 3.0`."""
+    lines = re.sub(r"<this year - (\d+)>", lambda year: str(date.today().year - int(year[1])), text).splitlines()
+    tests = [f"\n\ndef test_{number}():\n    assert {line}\n" for number, line in enumerate(lines)]
+    return f"from {module} import {lines[0].partition('(')[0]}\n" + "".join(tests)
+
+
+def _task(instruction: str, sections: Sections) -> Task:
+    [grader], [strictness], [seconds] = (
+        sections.get(name, {usual: ""})
+        for name, usual in (("grader", "functions"), ("strictness", "twins"), ("seconds", "60"))
+    )
+    doors = ("tests/test.sh", "solution/solve.sh")
+    kept = (
+        harbor.Kept(name="planted", toml=TOML.format(seconds=seconds), executable=doors) if grader == "script" else None
+    )
+    calls = [(*argument.split(), text) for argument, text in sections["calls"].items()]
+    held = {
+        "id": "planted",
+        "instruction": instruction,
+        "files": sections["file"],
+        "tests": sections["test"] | {path: _calls(module, text) for path, module, text in calls},
+        "solution": sections["fix"],
+        "source_scope": ("**",) if kept else tuple(sections["fix"]),
+        "grader": grader,
+        "strictness": strictness,
+        "metadata": sections["fact"],
+        "kept": kept,
+    }
+    return Task.model_validate(held)
+
+
+class Own:
+    """An environment of one task, whose subclasses have a reward."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def tasks(self) -> list[Task]:
+        return [self._task]
+
+
+class RanIsPassed(Own):
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        return 1.0 if grade.status == "graded" else 0.0
+
+
+class PerCall(Own):
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        return float(grade.passed) - 0.5 * sum(turn.error is not None for turn in rollout.turns) / len(rollout.turns)
+
+
+class LastRun(Own):
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        runs = [turn for turn in rollout.turns if turn.tests_run]
+        return (runs[-1].tests_passed or 0) / (runs[-1].tests_run or 1) if runs else 0.0
+
+
+class Brief(Own):
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        return float(grade.passed) - min(0.2, 0.0001 * rollout.tokens + 0.005 * len(rollout.turns))
+
+
+class Partial(Own):
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        share = sum(grade.tests.values()) / len(grade.tests) if grade.tests else 0.0
+        return 0.5 * share + 0.5 * grade.passed
+
+
+class Careful(Own):
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        looked = any("read" in turn.call for turn in rollout.turns)
+        return -1.0 if grade.status == "tampered" else float(grade.passed) + 0.1 * looked
+
+
+REWARDS = {each.__name__: each for each in (RanIsPassed, PerCall, LastRun, Brief, Partial, Careful)}
+CASES: dict[str, tuple[str, Task, Own | None]] = {}
+"""Name -> the kind of the fault, or `sound`; the task; and its environment, if it has a reward of its own."""
+for _name, (_kind, _ask, _sections) in _read(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")).items():
+    _made = _task(_ask, _sections)
+    CASES[_name] = _kind, _made, next((REWARDS[name](_made) for name in _sections["reward"]), None)
